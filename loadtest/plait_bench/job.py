@@ -99,6 +99,11 @@ def rounds_of(name: str, *, quick: bool) -> int:
     return QUICK_ROUNDS if quick else ROUNDS
 
 
+def trials_of(*, quick: bool) -> int:
+    """Return the default number of trials of a layout."""
+    return 1 if quick else TRIALS
+
+
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
     if job.overwrite:

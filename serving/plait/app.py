@@ -153,7 +153,12 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) ->
         **_COMMON,
     )
     return deployment.bind(
-        name=name, folder=str(section.folder), dtype=images.dtype, device=images.device, executor=images.executor.value
+        name=name,
+        folder=str(section.folder),
+        dtype=images.dtype,
+        device=images.device,
+        executor=images.executor.value,
+        audit_every=images.audit_every,
     )
 
 

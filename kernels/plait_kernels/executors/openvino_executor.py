@@ -76,6 +76,11 @@ class OpenVinoExecutor:
         self._store = store
         self._settings = settings
 
+    @property
+    def tolerance(self) -> float:
+        """The largest difference to torch, as a share of an output's largest number."""
+        return TOLERANCE[self._settings.precision]
+
     def key(self, folder: Path) -> str:
         """Return the key of what is in a folder: its configuration and its safetensors. Raises OSError."""
         files = [path for path in folder.iterdir() if path.suffix in (".json", ".safetensors")]
@@ -124,7 +129,7 @@ class OpenVinoExecutor:
             inputs=inputs,
             factors=_probe_factors(layers, inputs[0].shape[0]) if layers else None,
             outputs=_numbered(kept, "output"),
-            tolerance=TOLERANCE[self._settings.precision],
+            tolerance=self.tolerance,
         )
         return OpenVinoProgram(
             core().read_model(entry / _MODEL),

@@ -10,7 +10,6 @@ from plait_bench.errors import BenchError
 from plait_bench.fleet.values import ProcessLayout
 
 __all__ = [
-    "DEVICES",
     "DTYPES",
     "EDGES",
     "SIZES",
@@ -25,7 +24,6 @@ __all__ = [
 LoraSet = tuple[tuple[str, float], ...]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
-DEVICES: Mapping[str, DeviceName] = {"cpu": "cpu", "cuda": "cuda"}
 DTYPES: tuple[DTypeName, ...] = ("float32", "bfloat16", "float16")
 
 EDGES = (256, 512, 1024)

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from plait_fabric.threads import run_on_own_thread
+from plait_kernels.executors.audit import Auditor
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import Bundle, load_bundle, resolve_source
@@ -32,7 +33,13 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
-from plait_serving.diffusion.preparation import Preparer, default_prepared_folder, preparer_for, uses_graphs
+from plait_serving.diffusion.preparation import (
+    Preparer,
+    auditor_for,
+    default_prepared_folder,
+    preparer_for,
+    uses_graphs,
+)
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.safety import safety_of
@@ -53,6 +60,7 @@ class EngineSettings:
     `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
     `limits`: what requests may ask for at most; the multiple that edges have is the model's own.
     `prepared_folder` keeps what executors converted; `converts` False uses what is there and converts nothing.
+    `audit_every`: one program call in so many, and the first of each shape, is computed again by torch; 0: none.
     """
 
     model: str | Path
@@ -67,6 +75,7 @@ class EngineSettings:
     executor: ExecutorName = ExecutorName.AUTO
     prepared_folder: Path = field(default_factory=default_prepared_folder)
     converts: bool = True
+    audit_every: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,6 +88,7 @@ class Assembled:
     loras: LoraCache
     controlnets: Mapping[str, PlacedControlNetClient]
     prepared: set[str]
+    auditor: Auditor
 
     def prepared_parts(self) -> frozenset[str]:
         """Return what runs on prepared programs now: "unet", "vae" and names of ControlNets that are in this
@@ -140,13 +150,18 @@ class _LiveKnobs:
     def __call__(self) -> EngineKnobs:
         return self._first if self.engine is None else self.engine.knobs
 
+    def idle(self) -> bool:
+        """Return whether the engine has no request."""
+        return self.engine is not None and self.engine.is_idle
+
 
 def _build(
     settings: EngineSettings, remote: Mapping[str, Callable[[], ControlNetClient]], costs: StepCosts | None
 ) -> Assembled:
     folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
     knobs = _LiveKnobs(settings.knobs)
-    takeover = Takeover(preparer := _preparer(settings, knobs), folder)
+    auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=knobs.idle)
+    takeover = Takeover(preparer := _preparer(settings, knobs, auditor), folder)
     bundle = _bundle(settings, folder, mapped=takeover.mapped)
     weights = takeover.unet_weights(bundle)
     texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
@@ -162,23 +177,7 @@ def _build(
     if uses_graphs(settings.executor, bundle.device):
         denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
     loras = _loras(settings, LoraTargets.of({"unet": bundle.unet, **texts}))
-    controlnets = {
-        name: PlacedControlNetClient(
-            name,
-            local=_local_factory(
-                name,
-                controlnet,
-                bundle,
-                preparer,
-                takeover.prepared,
-                graphs=uses_graphs(settings.executor, bundle.device),
-            ),
-            remote=remote.get(name),
-            wanted=lambda: knobs().controlnet_placement,
-            measure=lambda here, there: _measure(here, there, denoiser, bundle),
-        )
-        for name, controlnet in settings.controlnets.items()
-    }
+    controlnets = _controlnets(settings, remote, knobs, denoiser, bundle, preparer, takeover.prepared)
     engine = Engine(
         denoiser=denoiser,
         stepper=Stepper(
@@ -209,10 +208,40 @@ def _build(
         loras=loras,
         controlnets=controlnets,
         prepared=takeover.prepared,
+        auditor=auditor,
     )
 
 
-def _preparer(settings: EngineSettings, knobs: Callable[[], EngineKnobs]) -> Preparer | None:
+def _controlnets(  # noqa: PLR0917
+    settings: EngineSettings,
+    remote: Mapping[str, Callable[[], ControlNetClient]],
+    knobs: _LiveKnobs,
+    denoiser: UNetDenoiser,
+    bundle: Bundle,
+    preparer: Preparer | None,
+    prepared: set[str],
+) -> dict[str, PlacedControlNetClient]:
+    """Return a client for each ControlNet, which runs here or as a service."""
+    return {
+        name: PlacedControlNetClient(
+            name,
+            local=_local_factory(
+                name,
+                controlnet,
+                bundle,
+                preparer,
+                prepared,
+                graphs=uses_graphs(settings.executor, bundle.device),
+            ),
+            remote=remote.get(name),
+            wanted=lambda: knobs().controlnet_placement,
+            measure=lambda here, there: _measure(here, there, denoiser, bundle),
+        )
+        for name, controlnet in settings.controlnets.items()
+    }
+
+
+def _preparer(settings: EngineSettings, knobs: Callable[[], EngineKnobs], auditor: Auditor) -> Preparer | None:
     device = resolve_device(settings.device)
     return preparer_for(
         settings.executor,
@@ -220,6 +249,7 @@ def _preparer(settings: EngineSettings, knobs: Callable[[], EngineKnobs]) -> Pre
         dtype=resolve_dtype(settings.dtype, device),
         threads=lambda: knobs().threads,
         cache=settings.prepared_folder,
+        auditor=auditor,
     )
 
 

@@ -177,6 +177,12 @@ class Engine:
         self._knobs = knobs
         self._registry.wake()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it has no request."""
+        counts = self._registry.statistics()
+        return not counts.waiting and not counts.running
+
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of the counters."""
         return self._registry.statistics()

@@ -5,6 +5,7 @@ Converting works on a second, memory-mapped load of the files, so it never sees 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import time
@@ -14,9 +15,12 @@ from pathlib import Path
 import torch
 
 from plait_fabric.cores import usable_cores
+from plait_fabric.threads import lower_priority, set_threads
 from plait_kernels.executors import Computation, ExecutorError, PreparedProgram, background
+from plait_kernels.executors.audit import Auditor, AuditPlan
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
 from plait_kernels.executors.store import ProgramStore
+from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.bundle import map_unet, map_vae
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.computations import decoder_computation, encoder_computation, vae_computation
@@ -38,14 +42,18 @@ _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 class Preparer:
     """Prepares with one executor. Thread-safe."""
 
-    def __init__(self, executor: OpenVinoExecutor) -> None:
+    def __init__(self, executor: OpenVinoExecutor, auditor: Auditor | None = None) -> None:
+        """Take the executor; `auditor` watches every program."""
         self._executor = executor
+        self._auditor = auditor
         self._keys: dict[Path, str] = {}
 
     def open_unet(self, folder: Path) -> CompiledHalves | None:
         """Return the programs of a UNet's folder if both halves were converted before."""
-        encoder = self._open(folder, "encoder")
-        decoder = self._open(folder, "decoder") if encoder is not None else None
+        encoder = self._open(folder, "encoder", lambda: encoder_computation(map_unet(folder)))
+        decoder = None
+        if encoder is not None:
+            decoder = self._open(folder, "decoder", lambda: decoder_computation(map_unet(folder)))
         return None if encoder is None or decoder is None else CompiledHalves(encoder=encoder, decoder=decoder)
 
     def make_unet(self, folder: Path) -> CompiledHalves:
@@ -58,26 +66,27 @@ class Preparer:
 
     def open_vae(self, folder: Path) -> PreparedProgram | None:
         """Return the program of a VAE's decoder if it was converted before."""
-        return self._open(folder, "vae-decoder")
+        return self._open(folder, "vae-decoder", lambda: vae_computation(map_vae(folder)))
 
     def make_vae(self, folder: Path) -> PreparedProgram:
         """Return the program of a VAE's decoder. Raises like `make_unet`."""
         return self._make(folder, "vae-decoder", lambda: vae_computation(map_vae(folder)))
 
-    def open_controlnet(self, folder: Path) -> PreparedProgram | None:
+    def open_controlnet(self, folder: Path, computation: Callable[[], Computation]) -> PreparedProgram | None:
         """Return the program of a ControlNet if it was converted before."""
-        return self._open(folder, "controlnet")
+        return self._open(folder, "controlnet", computation)
 
     def make_controlnet(self, folder: Path, computation: Callable[[], Computation]) -> PreparedProgram:
         """Return the program of a ControlNet. Raises like `make_unet`."""
         return self._make(folder, "controlnet", computation)
 
-    def _open(self, folder: Path, part: str) -> PreparedProgram | None:
+    def _open(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram | None:
         try:
-            return self._executor.open(self._key(folder, part))
+            program = self._executor.open(self._key(folder, part))
         except OSError as error:
             _log.warning("prepared models cannot be read: %s", error)
             return None
+        return None if program is None else self._watched(folder, part, program, computation)
 
     def _make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram:
         if background.is_ending():
@@ -86,7 +95,15 @@ class Preparer:
         started_s = time.perf_counter()
         program = self._executor.prepare(self._key(folder, part), computation)
         _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)
-        return program
+        return self._watched(folder, part, program, computation)
+
+    def _watched(
+        self, folder: Path, part: str, program: PreparedProgram, computation: Callable[[], Computation]
+    ) -> PreparedProgram:
+        if self._auditor is None:
+            return program
+        reference = functools.cache(lambda: TorchProgram(computation()))
+        return self._auditor.watch(f"{folder.name}-{part}", program, reference, tolerance=self._executor.tolerance)
 
     def _key(self, folder: Path, part: str) -> str:
         key = self._keys.get(folder)
@@ -109,11 +126,18 @@ def default_prepared_folder() -> Path:
 
 
 def preparer_for(
-    executor: ExecutorName, *, device: str, dtype: torch.dtype, threads: Callable[[], int], cache: Path
+    executor: ExecutorName,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    threads: Callable[[], int],
+    cache: Path,
+    auditor: Auditor | None = None,
 ) -> Preparer | None:
     """Return what prepares models for a device and dtype, or None where torch is to run them.
 
-    `threads` is asked before every run of a program; 0 means all cores that the process may use.
+    `threads` is asked before every run of a program; 0 means all cores that the process may use. `auditor` watches what
+    is prepared.
     Raises `ModelError` if openvino was asked for by name and cannot be used.
     """
     reason = _why_not(device, dtype)
@@ -122,7 +146,20 @@ def preparer_for(
     if reason is not None:
         raise ModelError(f"executor: openvino cannot be used: {reason}")
     settings = OpenVinoSettings(precision=_PRECISIONS[dtype], threads=lambda: threads() or usable_cores())
-    return Preparer(OpenVinoExecutor(ProgramStore(cache), settings))
+    return Preparer(OpenVinoExecutor(ProgramStore(cache), settings), auditor)
+
+
+def auditor_for(every: int, *, cache: Path, idle: Callable[[], bool]) -> Auditor:
+    """Return what audits a process's programs while `idle`; the answers of drifts are kept beside `cache`.
+
+    `every`: one call in so many, beside the first of each shape; 0: none.
+    """
+
+    def on_thread() -> None:
+        set_threads(1)
+        lower_priority()
+
+    return Auditor(AuditPlan(every=every, folder=cache.parent / "audit"), idle=idle, on_thread=on_thread)
 
 
 def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:

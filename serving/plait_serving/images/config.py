@@ -127,6 +127,14 @@ class ImagesSection(Section):
     executor: Annotated[
         ExecutorName, Field(description="what runs the models; auto: openvino on CPUs, CUDA graphs on GPUs")
     ] = ExecutorName.AUTO
+    audit_every: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="one call of a compiled model in so many, and the first of each shape, is computed again by "
+            "torch in an idle moment; 0: none",
+        ),
+    ] = 10_000
     safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True
     loras: LorasSection = LorasSection()
     controlnets: Annotated[

@@ -93,7 +93,7 @@ def test_missing_models_and_unknown_names_are_sentences(capsys, tmp_path):
     ("arguments", "sentence"),
     [
         (("--size", "sd3"), "there is no size 'sd3'; there are starter, sd15, sdxl"),
-        (("--size", "sd15", "--edge", "300"), "images are 256 or 512 pixels wide, not 300"),
+        (("--size", "sd15", "--edge", "300"), "images are 256, 512, 1024 pixels wide, not 300"),
         (("--dtype", "float8"), "this CPU does not compute in float8"),
         (("--size", "sdxl", "--workload", "same16"), "there is no workload 'same16'; there are start, single"),
     ],
@@ -108,10 +108,10 @@ def test_a_kind_that_does_not_exist_is_a_sentence(capsys, arguments, sentence):
 def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
     """Emulated, it would only show how slow that is."""
     monkeypatch.setattr(job, "has_bfloat16", lambda: True)
-    assert job._dtypes("auto") == ("float32", "bfloat16")
-    assert job._dtypes("bfloat16") == ("bfloat16",)
+    assert job._dtypes("auto", "cpu") == ("float32", "bfloat16")
+    assert job._dtypes("bfloat16", "cpu") == ("bfloat16",)
     monkeypatch.setattr(job, "has_bfloat16", lambda: False)
-    assert job._dtypes("auto") == ("float32",)
+    assert job._dtypes("auto", "cpu") == ("float32",)
     assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
 
 

@@ -45,7 +45,7 @@ from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import ExecutorName
-from plait_serving.diffusion.preparation import default_prepared_folder, preparer_for, uses_graphs
+from plait_serving.diffusion.preparation import auditor_for, default_prepared_folder, preparer_for, uses_graphs
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
@@ -77,11 +77,12 @@ class ControlNetDeployment:
         executor: str = "auto",
         threads: int = 0,
         knobs: Mapping[str, Any] | None = None,
+        audit_every: int = 0,
     ) -> None:
         """Load the weights and listen. "auto" means CUDA in float16 if available, otherwise the CPU in float32.
 
-        `executor` is an `ExecutorName`. `threads` and `knobs` apply until Serve's `user_config` overrides them. Raises
-        `ModelError`.
+        `executor` is an `ExecutorName`; `audit_every` as in `EngineSettings`. `threads` and `knobs` apply until Serve's
+        `user_config` overrides them. Raises `ModelError`.
         """
         import ray
         from ray import serve
@@ -100,6 +101,7 @@ class ControlNetDeployment:
             dtype=precision,
             threads=lambda: self._threads,
             cache=default_prepared_folder(),
+            auditor=auditor_for(audit_every, cache=default_prepared_folder(), idle=self._is_idle),
         )
         runner = run_on_own_thread(
             lambda: load_controlnet(
@@ -123,6 +125,9 @@ class ControlNetDeployment:
         _log.info(
             "ControlNet %s (%s on %s) listens at %s", name, runner.dtype, place, ", ".join(self._service.addresses)
         )
+
+    def _is_idle(self) -> bool:
+        return hasattr(self, "_service") and self._service.is_idle
 
     async def describe(self) -> Replica:
         """Return this replica's addresses and secret. For base replicas only; Serve carries the answer."""

@@ -74,6 +74,7 @@ def load_images(
         knobs=images.capped_knobs,
         limits=ImageLimits(**images.limits.model_dump()),
         converts=converts,
+        audit_every=images.audit_every if converts else 0,
     )
     remote = {
         name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
@@ -217,6 +218,14 @@ def metrics_text(assembled: Assembled) -> str:
         "lora_cache_hits": loras.hits,
         "lora_cache_misses": loras.misses,
         "lora_cache_evictions": loras.evictions,
+    }
+    audit = assembled.auditor.statistics()
+    gauges["audit_largest_share_of_tolerance"] = round(audit.largest, 6)
+    counters |= {
+        "audit_checked": audit.checked,
+        "audit_drifted": audit.drifted,
+        "audit_skipped": audit.skipped,
+        "audit_failed": audit.failed,
     }
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]

@@ -287,7 +287,11 @@ def load_controlnet(
     `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
     """
     check_controlnet(folder, base=base, vae_factor=vae_factor)
-    program = preparer.open_controlnet(folder) if preparer is not None else None
+
+    def twin() -> Computation:
+        return ControlNetModelRunner(cast("Any", map_controlnet(folder)), dtype=dtype).computation()
+
+    program = preparer.open_controlnet(folder, twin) if preparer is not None else None
     model: Any = load_model(folder, dtype=dtype, device=device) if program is None else map_controlnet(folder)
     weights = ResidentWeights(
         model,
@@ -306,8 +310,7 @@ def load_controlnet(
     elif preparer is not None:
 
         def make() -> None:
-            twin = ControlNetModelRunner(cast("Any", map_controlnet(folder)), dtype=dtype)
-            runner.adopt(preparer.make_controlnet(folder, twin.computation))
+            runner.adopt(preparer.make_controlnet(folder, twin))
             adopted()
 
         behind(f"ControlNet {folder.name}", make)

@@ -201,6 +201,11 @@ class ControlNetService:
         """Whether it accepts and computes."""
         return not self._stopped and self._compute.is_alive() and self._server.alive
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step waits or runs; may be a moment late."""
+        return not self._jobs and not self._inbox.items
+
     def check_progress(self) -> None:
         """Raise `Stuck` if the compute thread hangs. Call every few seconds."""
         if not self._stopped:

@@ -1,0 +1,312 @@
+"""Answers of prepared programs are computed again by torch while nothing else runs, and compared.
+
+Audited are the first call of each shape (again once a shape has a program of its own) and one call in
+`AuditPlan.every`. An answer that differs by more than the program's tolerance is a drift: from then on torch runs that
+shape, the log says so, and both answers are kept in a file. The reference reads weights that are memory-mapped, so
+auditing holds no second copy of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from plait_kernels.executors import AdaptedLayer, PreparedProgram, RowFactors, background
+
+__all__ = ["AuditPlan", "AuditStatistics", "AuditedProgram", "Auditor"]
+
+_log = logging.getLogger(__name__)
+
+_KNOWN_KEYS = 1024
+_POLL_S = 0.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditPlan:
+    """What is audited. `every`: one call in so many, beside the first of each shape; 0: no audit at all.
+
+    `pending_bytes` bounds the calls that wait for an idle moment; `kept` the files of drifts in `folder`. Nothing is
+    computed before the process was idle for `quiet_s`.
+    """
+
+    every: int = 10_000
+    folder: Path | None = None
+    pending_bytes: int = 256 << 20
+    kept: int = 16
+    quiet_s: float = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class AuditStatistics:
+    """Counts since the start. `skipped`: calls that found no room to wait. `largest`: the largest difference, as a
+    share of the tolerance."""
+
+    checked: int = 0
+    drifted: int = 0
+    skipped: int = 0
+    failed: int = 0
+    largest: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Sample:
+    """One call and its answer, in memory of their own."""
+
+    program: AuditedProgram
+    key: Hashable
+    inputs: tuple[torch.Tensor, ...]
+    factors: RowFactors | None
+    outputs: tuple[torch.Tensor, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of inputs and outputs; factors are shared with those who run."""
+        return sum(value.nbytes for value in (*self.inputs, *self.outputs))
+
+
+class Auditor:
+    """Audits the programs of one process. Thread-safe."""
+
+    def __init__(
+        self,
+        plan: AuditPlan,
+        *,
+        idle: Callable[[], bool],
+        on_thread: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take `idle`, which returns whether nothing else is to be computed now, and `on_thread`, what the auditing
+        thread calls first, to leave the cores to others."""
+        self._plan = plan
+        self._idle = idle
+        self._on_thread = on_thread
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._pending: deque[_Sample] = deque()
+        self._pending_bytes = 0
+        self._worker: threading.Thread | None = None
+        self._statistics = AuditStatistics()
+        self._written = 0
+
+    def watch(
+        self, name: str, program: PreparedProgram, reference: Callable[[], PreparedProgram], *, tolerance: float
+    ) -> PreparedProgram:
+        """Return the program, audited. `reference` makes what defines it, once it is needed; `tolerance` is the largest
+        difference as a share of an output's largest number."""
+        if not self._plan.every:
+            return program
+        return AuditedProgram(name, program, reference, tolerance=tolerance, auditor=self)
+
+    @property
+    def every(self) -> int:
+        """One call in so many is audited."""
+        return self._plan.every
+
+    def statistics(self) -> AuditStatistics:
+        """Return the counts as they are now."""
+        with self._lock:
+            kept = self._statistics
+            return AuditStatistics(
+                checked=kept.checked, drifted=kept.drifted, skipped=kept.skipped, failed=kept.failed,
+                largest=kept.largest,
+            )  # fmt: skip
+
+    def add(self, sample: _Sample) -> None:
+        """Let a call wait for an idle moment, if there is room."""
+        with self._lock:
+            if self._pending_bytes + sample.nbytes > self._plan.pending_bytes:
+                self._statistics.skipped += 1
+                return
+            self._pending.append(sample)
+            self._pending_bytes += sample.nbytes
+            if self._worker is None:
+                self._worker = background.start("plait-audit", self._work)
+
+    def wait(self) -> None:
+        """Block until nothing is pending; for tests."""
+        worker = self._worker
+        if worker is not None:
+            worker.join()
+
+    def _work(self) -> None:
+        self._on_thread()
+        while (sample := self._next()) is not None:
+            try:
+                self._check(sample)
+            except Exception:
+                _log.exception("%s could not be audited", sample.program.name)
+                with self._lock:
+                    self._statistics.failed += 1
+
+    def _next(self) -> _Sample | None:
+        """Wait for an idle moment; return the oldest call, or None if there is none, or the process ends."""
+        while not background.is_ending() and not self._is_quiet():
+            time.sleep(_POLL_S)
+        with self._lock:
+            if background.is_ending() or not self._pending:
+                self._worker = None
+                return None
+            sample = self._pending.popleft()
+            self._pending_bytes -= sample.nbytes
+            return sample
+
+    def _is_quiet(self) -> bool:
+        """Return whether the process is idle, and still is after `quiet_s`."""
+        until_s = self._clock() + self._plan.quiet_s
+        while self._idle():
+            if self._clock() >= until_s or background.is_ending():
+                return True
+            time.sleep(min(_POLL_S, self._plan.quiet_s))
+        return False
+
+    def _check(self, sample: _Sample) -> None:
+        program = sample.program
+        wanted = program.reference().run(sample.inputs, sample.factors)
+        share = max(map(_difference, sample.outputs, wanted)) / program.tolerance
+        drifts = not share <= 1.0  # NaN drifts
+        with self._lock:
+            self._statistics.checked += 1
+            self._statistics.drifted += drifts
+            self._statistics.largest = max(self._statistics.largest, share)
+        if drifts:
+            program.switch_off(sample.key)
+            kept = self._keep(sample, wanted)
+            _log.error(
+                "%s differs from torch by %.3g times its tolerance at %s: torch runs this shape from now on; %s",
+                program.name, share, _shape(sample), f"both answers are in {kept}" if kept else "nothing was kept",
+            )  # fmt: skip
+
+    def _keep(self, sample: _Sample, wanted: Sequence[torch.Tensor]) -> Path | None:
+        """Write both answers to a file; return its path, or None if there is no folder, or enough files."""
+        folder = self._plan.folder
+        if folder is None or self._written >= self._plan.kept:
+            return None
+        self._written += 1
+        tensors = {f"input.{i}": value for i, value in enumerate(sample.inputs)}
+        tensors |= {f"answer.{i}": value for i, value in enumerate(sample.outputs)}
+        tensors |= {f"torch.{i}": value.contiguous() for i, value in enumerate(wanted)}
+        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._written}-{sample.program.name}.safetensors"
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+        except OSError as error:
+            _log.warning("the answers of a drift cannot be kept: %s", error)
+            return None
+        return path
+
+
+@dataclass(slots=True, eq=False)
+class _LastFactors:
+    """The key of the factors that came last: a batch keeps them for many steps."""
+
+    factors: RowFactors | None = None
+    key: Hashable = (0, ())
+
+
+class AuditedProgram:
+    """A `PreparedProgram` whose answers are sampled. Shapes that drifted are run by the reference."""
+
+    def __init__(
+        self,
+        name: str,
+        program: PreparedProgram,
+        make_reference: Callable[[], PreparedProgram],
+        *,
+        tolerance: float,
+        auditor: Auditor,
+    ) -> None:
+        """See `Auditor.watch`."""
+        self.name = name
+        self.tolerance = tolerance
+        self._program = program
+        self._make_reference = make_reference
+        self._reference: PreparedProgram | None = None
+        self._auditor = auditor
+        self._making = threading.Lock()
+        self._known: OrderedDict[Hashable, None] = OrderedDict()
+        self._off: set[Hashable] = set()
+        self._calls = 0
+        self._last = _LastFactors()
+
+    @property
+    def layers(self) -> tuple[AdaptedLayer, ...]:
+        """The layers that take factors."""
+        return self._program.layers
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last `run` was as fast as such a run will be."""
+        return self._program.settled
+
+    def reference(self) -> PreparedProgram:
+        """Return what defines the program."""
+        with self._making:
+            if self._reference is None:
+                self._reference = self._make_reference()
+            return self._reference
+
+    def switch_off(self, key: Hashable) -> None:
+        """Let the reference run calls of this key's shapes from now on."""
+        self._off.add(key)
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute the outputs."""
+        shapes = (*(tuple(value.shape) for value in inputs), self._factor_key(factors))
+        if shapes in self._off:
+            return self.reference().run(inputs, factors)
+        self._calls += 1
+        # Whether this call is audited must be known before it: what it is given may be overwritten by its answer.
+        is_new = (shapes, True) not in self._known
+        kept = _copies(inputs) if self._may_sample(is_new) else ()
+        outputs = self._program.run(inputs, factors, copy=copy)
+        if kept and self._wants((shapes, self._program.settled)):
+            own = _copies(outputs)
+            self._auditor.add(_Sample(program=self, key=shapes, inputs=kept, factors=factors, outputs=own))
+        return outputs
+
+    def _may_sample(self, is_new: bool) -> bool:
+        return is_new or self._calls % self._auditor.every == 0
+
+    def _wants(self, key: Hashable) -> bool:
+        """Return whether a call is the first of its key, or one in so many."""
+        if key in self._known:
+            self._known.move_to_end(key)
+            return self._calls % self._auditor.every == 0
+        self._known[key] = None
+        if len(self._known) > _KNOWN_KEYS:
+            self._known.popitem(last=False)
+        return True
+
+    def _factor_key(self, factors: RowFactors | None) -> Hashable:
+        """Return what of the factors decides which code runs: their rows and, in all, their ranks."""
+        if factors is not self._last.factors:
+            ranks = () if factors is None else tuple(first.shape[2] for first, _ in factors.by_path.values())
+            self._last = _LastFactors(factors, (0 if factors is None else factors.given, ranks))
+        return self._last.key
+
+
+def _difference(answer: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the largest difference as a share of the largest number wanted."""
+    if answer.shape != wanted.shape:
+        return float("inf")
+    if not answer.numel():
+        return 0.0
+    return float((answer - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-6)
+
+
+def _copies(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(value.detach().to("cpu", torch.float32, copy=True) for value in values)
+
+
+def _shape(sample: _Sample) -> list[int]:
+    return list(sample.inputs[0].shape)

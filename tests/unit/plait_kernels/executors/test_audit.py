@@ -1,0 +1,179 @@
+"""Programs that compute something else than torch are found, switched off where they do, and their answers kept."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from plait_kernels.executors import Computation, InputSpec, RowFactors
+from plait_kernels.executors.audit import AuditedProgram, Auditor, AuditPlan
+from plait_kernels.executors.openvino_executor import available
+from plait_kernels.executors.torch_program import TorchProgram
+from support.executors import small_block, small_computation, small_factors, small_inputs
+
+TOLERANCE = 1e-4
+
+
+class WrongSomewhere(TorchProgram):
+    """A program that adds `error` where `where(inputs)`."""
+
+    def __init__(self, where: Callable[[Sequence[torch.Tensor]], bool], error: float = 1.0) -> None:
+        super().__init__(small_computation(small_block()))
+        self.where, self.error, self.calls = where, error, 0
+
+    def run(
+        self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute, and spoil."""
+        self.calls += 1
+        first, *others = super().run(inputs, factors, copy=copy)
+        return (first + self.error if self.where(inputs) else first, *others)
+
+
+def reference() -> TorchProgram:
+    """What defines the programs here."""
+    return TorchProgram(small_computation(small_block()))
+
+
+def auditor_in(folder: Path | None = None, *, idle: Callable[[], bool] = lambda: True, **plan: int) -> Auditor:
+    """One that waits for nothing."""
+    return Auditor(AuditPlan(folder=folder, quiet_s=0.0, **{"every": 1000, **plan}), idle=idle)
+
+
+def watched(auditor: Auditor, program: TorchProgram) -> AuditedProgram:
+    """The program, audited."""
+    audited = auditor.watch("block", program, reference, tolerance=TOLERANCE)
+    assert isinstance(audited, AuditedProgram)
+    return audited
+
+
+def test_a_program_that_is_wrong_once_in_a_hundred_shapes_is_found(tmp_path, caplog):
+    """Its wrong answer goes out once; from then on torch runs that shape, and no other. Both answers are kept."""
+    auditor = auditor_in(tmp_path / "audit")
+    program = WrongSomewhere(lambda inputs: inputs[0].shape[2:] == (6, 9))
+    audited = watched(auditor, program)
+    sides = [(height, width) for height in range(2, 12) for width in range(3, 13)]
+    with caplog.at_level(logging.ERROR):
+        for height, width in sides:
+            audited.run(small_inputs(1, height, width))
+        auditor.wait()
+    found = auditor.statistics()
+    assert (found.checked, found.drifted, found.skipped, found.failed) == (100, 1, 0, 0)
+    assert found.largest > 1.0
+    assert ["[1, 6, 6, 9]" in record.message for record in caplog.records] == [True]
+    before = program.calls
+    for height, width in sides:
+        inputs = small_inputs(1, height, width, seed=5)
+        for ours, wanted in zip(audited.run(inputs), reference().run(inputs), strict=True):
+            assert torch.equal(ours, wanted)
+    assert program.calls == before + 99
+    (path,) = (tmp_path / "audit").iterdir()
+    kept = load_file(path)
+    assert torch.equal(kept["input.0"], small_inputs(1, 6, 9)[0])
+    assert float((kept["answer.0"] - kept["torch.0"]).mean()) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_a_shape_is_audited_once_and_then_one_call_in_so_many():
+    """The first call of each shape and rank of factors; later the hundredth, two hundredth, ..."""
+    auditor = auditor_in(every=100)
+    audited = watched(auditor, WrongSomewhere(lambda _: False))
+    plain, factors = small_inputs(2, 4, 4), small_factors([{"point": 2}] * 2)
+    for _ in range(3):
+        audited.run(plain)
+        audited.run(plain, factors)
+    auditor.wait()
+    assert auditor.statistics().checked == 2
+    for _ in range(194):
+        audited.run(plain)
+    auditor.wait()
+    assert auditor.statistics().checked == 4
+    assert audited.layers == reference().layers
+
+
+@pytest.mark.parametrize("error", [float("nan"), float("inf")])
+def test_what_is_no_number_drifts(error):
+    """NaN and infinity are no answers of torch here."""
+    auditor = auditor_in()
+    audited = watched(auditor, WrongSomewhere(lambda _: True, error))
+    audited.run(small_inputs(1, 4, 4))
+    auditor.wait()
+    assert auditor.statistics().drifted == 1
+
+
+def test_rounding_is_no_drift():
+    """A difference below the tolerance is only told."""
+    auditor = auditor_in()
+    audited = watched(auditor, WrongSomewhere(lambda _: True, 1e-6))
+    audited.run(small_inputs(1, 4, 4))
+    auditor.wait()
+    found = auditor.statistics()
+    assert (found.checked, found.drifted) == (1, 0)
+    assert 0.0 < found.largest < 1.0
+
+
+def test_nothing_is_computed_while_others_compute():
+    """Calls wait for an idle moment; where there is no room left, they are let go."""
+    busy = threading.Event()
+    one_call = sum(value.nbytes for value in small_inputs(1, 4, 4)) + sum(
+        value.nbytes for value in reference().run(small_inputs(1, 4, 4))
+    )
+    auditor = auditor_in(idle=busy.is_set, pending_bytes=2 * one_call)
+    audited = watched(auditor, WrongSomewhere(lambda _: False))
+    for height, width in ((4, 4), (2, 8), (8, 2)):
+        audited.run(small_inputs(1, height, width))
+    assert auditor.statistics().checked == 0
+    assert auditor.statistics().skipped == 1
+    busy.set()
+    auditor.wait()
+    assert auditor.statistics().checked == 2
+
+
+def test_a_reference_that_fails_stops_nothing(caplog):
+    """It is logged and counted; the program goes on, and so does the audit of others."""
+
+    def broken() -> TorchProgram:
+        raise RuntimeError("the file is gone")
+
+    auditor = auditor_in()
+    audited = auditor.watch("block", WrongSomewhere(lambda _: False), broken, tolerance=TOLERANCE)
+    for rows in (1, 2):
+        audited.run(small_inputs(rows, 4, 4))
+    auditor.wait()
+    assert auditor.statistics().failed == 2
+    assert "block could not be audited" in caplog.text
+
+
+def test_no_audit_leaves_the_program_as_it_is():
+    """`every` 0."""
+    program = WrongSomewhere(lambda _: False)
+    assert auditor_in(every=0).watch("block", program, reference, tolerance=TOLERANCE) is program
+
+
+@pytest.mark.skipif(not available(), reason="needs openvino")
+def test_a_fault_of_the_library_would_be_found(tmp_path, monkeypatch):
+    """OpenVINO's self-attention after a first sequence of one token, the probe left out: every longer one drifts."""
+    from plait_kernels.executors import openvino_program
+    from support.executors import openvino_at
+
+    class SelfAttention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            heads = x.flatten(2).transpose(1, 2).unflatten(2, (3, 16)).transpose(1, 2)
+            return (torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),)
+
+    monkeypatch.setattr(openvino_program.Probe, "check", lambda *_: None)
+    shape = InputSpec(name="x", shape=(None, 48, None, None))
+    computation = Computation(module=SelfAttention().eval(), inputs=(shape,), example=(torch.randn(2, 48, 1, 1),))
+    program = openvino_at(tmp_path, specialise_bytes=0).prepare("k", lambda: computation)  # the probe is one token
+    auditor = auditor_in()
+    audited = auditor.watch("attention", program, lambda: TorchProgram(computation), tolerance=TOLERANCE)
+    audited.run([torch.randn(2, 48, 4, 4)])
+    auditor.wait()
+    assert auditor.statistics().drifted == 1
+    x = torch.randn(2, 48, 4, 4)
+    assert torch.equal(audited.run([x])[0], TorchProgram(computation).run([x])[0])
