@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_results_are_not_sent_unless_asked_for(fleet):
     assert fleet.run([{"i": 0}], one_by_one=False).results == (None,)
 
 
+def wait_for(condition):
+    """Block until it holds."""
+    until_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def test_a_paused_fleet_stands_still_and_works_afterwards():
     """With all that its processes started; closing one that is paused ends it as ever."""
     opened = WorkerFleet(system(), 2)
@@ -57,7 +66,7 @@ def test_a_paused_fleet_stands_still_and_works_afterwards():
         pids = with_descendants(opened._pids())
         opened.pause()
         opened.pause()
-        assert [state_of(pid) for pid in pids] == ["T"] * len(pids)
+        wait_for(lambda: [state_of(pid) for pid in pids] == ["T"] * len(pids))  # a signal takes its time
         opened.resume()
         opened.resume()
         assert "T" not in [state_of(pid) for pid in pids]
