@@ -223,7 +223,7 @@ class AuditedProgram:
         tolerance: float,
         auditor: Auditor,
     ) -> None:
-        """See `Auditor.watch`."""
+        """Take what `Auditor.watch` was given, and the auditor that samples are handed to."""
         self.name = name
         self.tolerance = tolerance
         self._program = program
