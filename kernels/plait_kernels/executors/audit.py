@@ -231,6 +231,7 @@ class AuditedProgram:
         self._reference: PreparedProgram | None = None
         self._auditor = auditor
         self._making = threading.Lock()
+        self._sampling = threading.Lock()
         self._known: OrderedDict[Hashable, None] = OrderedDict()
         self._off: set[Hashable] = set()
         self._calls = 0
@@ -279,13 +280,14 @@ class AuditedProgram:
 
     def _wants(self, key: Hashable) -> bool:
         """Return whether a call is the first of its key, or one in so many."""
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._calls % self._auditor.every == 0
-        self._known[key] = None
-        if len(self._known) > _KNOWN_KEYS:
-            self._known.popitem(last=False)
-        return True
+        with self._sampling:
+            if key in self._known:
+                self._known.move_to_end(key)
+                return self._calls % self._auditor.every == 0
+            self._known[key] = None
+            if len(self._known) > _KNOWN_KEYS:
+                self._known.popitem(last=False)
+            return True
 
     def _factor_key(self, factors: RowFactors | None) -> Hashable:
         """Return what of the factors decides which code runs: their rows and, in all, their ranks."""
