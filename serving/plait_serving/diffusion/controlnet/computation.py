@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from plait_kernels.executors import Computation, InputSpec
+from plait_serving.diffusion.denoisers.computations import example_side
 
-_ROWS, _SIDE, _TOKENS = 2, 16, 16
+_ROWS, _TOKENS = 2, 16
 
 
 class ControlNetTrunk(nn.Module):
@@ -55,11 +56,12 @@ def controlnet_computation(headless: Any) -> Computation:
         pooled = int(config.projection_class_embeddings_input_dim) - time_ids * int(config.addition_time_embed_dim)
         shapes |= {"text_embeds": (None, pooled), "time_ids": (None, time_ids)}
     rng = torch.Generator().manual_seed(0)
-    sizes = {"text": (_ROWS, _TOKENS), "sample": (_ROWS, channels, _SIDE, _SIDE)}
+    side = example_side(config)
+    sizes = {"text": (_ROWS, _TOKENS), "sample": (_ROWS, channels, side, side)}
     example = []
     for name, shape in shapes.items():
         given = (*sizes.get(name, ()), *([None] * len(shape)))
-        size = [given[i] or wanted or (_ROWS if i == 0 else _SIDE) for i, wanted in enumerate(shape)]
+        size = [given[i] or wanted or (_ROWS if i == 0 else side) for i, wanted in enumerate(shape)]
         example.append(torch.randn(*size, generator=rng))
     example[1] = torch.tensor([981.0, 1.0])
     return Computation(

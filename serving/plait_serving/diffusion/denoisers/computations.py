@@ -15,7 +15,7 @@ from plait_serving.diffusion.denoisers.halves import EncoderOutput, decoder_half
 
 _ENCODER_PARTS = ("conv_in", "down_blocks", "mid_block")
 _DECODER_PARTS = ("up_blocks", "conv_norm_out", "conv_act", "conv_out")
-_ROWS, _SIDE, _TOKENS = 2, 16, 16  # of the example: small, and larger than the UNet's total factor
+_ROWS, _SIDE, _TOKENS = 2, 16, 16  # of the example: small
 
 
 class EncoderHalf(nn.Module):
@@ -98,9 +98,16 @@ def _inputs(unet: Any, channels: int) -> tuple[InputSpec, ...]:
     )
 
 
+def example_side(config: Any) -> int:
+    """Return the side of an example's latents: the deepest level has at least two by two pixels, because a program must
+    not see attention over a single one first (`openvino_program`)."""
+    return max(_SIDE, 2 << (len(config.block_out_channels) - 1))
+
+
 def _example(unet: Any) -> tuple[torch.Tensor, ...]:
+    side = example_side(unet.config)
     return (
-        _draw(_ROWS, int(unet.config.in_channels), _SIDE, _SIDE, seed=0),
+        _draw(_ROWS, int(unet.config.in_channels), side, side, seed=0),
         _draw(_ROWS, unet.time_embedding.linear_2.out_features, seed=1),
         _draw(_ROWS, _TOKENS, int(unet.config.cross_attention_dim), seed=2),
     )
