@@ -14,6 +14,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -178,13 +179,13 @@ class Auditor:
             self._statistics.largest = max(self._statistics.largest, share)
         if drifts:
             program.switch_off(sample.key)
-            kept = self._keep(sample, wanted)
+            kept = self._keep(sample, wanted, share)
             _log.error(
                 "%s differs from torch by %.3g times its tolerance at %s: torch runs this shape from now on; %s",
                 program.name, share, _shape(sample), f"both answers are in {kept}" if kept else "nothing was kept",
             )  # fmt: skip
 
-    def _keep(self, sample: _Sample, wanted: Sequence[torch.Tensor]) -> Path | None:
+    def _keep(self, sample: _Sample, wanted: Sequence[torch.Tensor], share: float) -> Path | None:
         """Write both answers to a file; return its path, or None if there is no folder, or enough files."""
         folder = self._plan.folder
         if folder is None or self._written >= self._plan.kept:
@@ -193,10 +194,17 @@ class Auditor:
         tensors = {f"input.{i}": value for i, value in enumerate(sample.inputs)}
         tensors |= {f"answer.{i}": value for i, value in enumerate(sample.outputs)}
         tensors |= {f"torch.{i}": value.contiguous() for i, value in enumerate(wanted)}
-        path = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{self._written}-{sample.program.name}.safetensors"
+        date = datetime.now(UTC)
+        path = folder / f"{date:%Y%m%d-%H%M%S}-{self._written}-{sample.program.name}.safetensors"
+        facts = {
+            "program": sample.program.name,
+            "date": date.isoformat(timespec="seconds"),
+            "share_of_tolerance": f"{share:.4g}",
+            "tolerance": f"{sample.program.tolerance:g}",
+        }
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            save_file({name: value.contiguous() for name, value in tensors.items()}, path)
+            save_file({name: value.contiguous() for name, value in tensors.items()}, path, metadata=facts)
         except OSError as error:
             _log.warning("the answers of a drift cannot be kept: %s", error)
             return None

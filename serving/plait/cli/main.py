@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "side-by-side benchmarks",
     "links": "models of RDMA links: list, calibrate",
     "demo": "start, make images, show them, stop",
+    "audit": "show where a compiled model differed from torch",
     "doctor": "check this machine and this installation",
 }
 

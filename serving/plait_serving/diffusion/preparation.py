@@ -149,6 +149,11 @@ def preparer_for(
     return Preparer(OpenVinoExecutor(ProgramStore(cache), settings), auditor)
 
 
+def audit_folder(cache: Path) -> Path:
+    """Return where the answers of drifts are kept: beside the folder of prepared models."""
+    return cache.parent / "audit"
+
+
 def auditor_for(every: int, *, cache: Path, idle: Callable[[], bool]) -> Auditor:
     """Return what audits a process's programs while `idle`; the answers of drifts are kept beside `cache`.
 
@@ -159,7 +164,7 @@ def auditor_for(every: int, *, cache: Path, idle: Callable[[], bool]) -> Auditor
         set_threads(1)
         lower_priority()
 
-    return Auditor(AuditPlan(every=every, folder=cache.parent / "audit"), idle=idle, on_thread=on_thread)
+    return Auditor(AuditPlan(every=every, folder=audit_folder(cache)), idle=idle, on_thread=on_thread)
 
 
 def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:

@@ -1,0 +1,117 @@
+"""What audits of compiled models kept: drifts, each with both answers, as a list and as a page to look at."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from plait.errors import PlaitError
+from plait_loadtest.report.markup import html_page, section
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Drift", "drifts", "page"]
+
+_SHOWN_EDGE = 256
+_FACTS = ("program", "date", "share_of_tolerance", "tolerance")
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 0 }
+main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+figure { display: inline-block; margin: 0 1rem 1rem 0 } figcaption { color: #5a6876; font-size: .85rem }
+img { image-rendering: pixelated; border: 1px solid #d5dbe1 }
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drift:
+    """One answer that differed from torch's. `file` holds the call's inputs and both answers."""
+
+    program: str
+    date: str
+    share_of_tolerance: str
+    tolerance: str
+    file: str
+
+
+def drifts(folder: Path) -> list[Drift]:
+    """Return what is kept in a folder, oldest first; none if there is no such folder. Raises `PlaitError`."""
+    from safetensors import SafetensorError, safe_open
+
+    found: list[Drift] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise PlaitError(f"{path}: not readable: {error}") from error
+        if any(name not in facts for name in _FACTS):
+            raise PlaitError(f"{path}: not what an audit kept")
+        found.append(Drift(**{name: facts[name] for name in _FACTS}, file=str(path)))
+    return found
+
+
+def page(found: Sequence[Drift]) -> str:
+    """Return an HTML document with the last answer of every drift beside torch's, and where they differ."""
+    body = "<h1>Where compiled models differed from torch</h1>\n"
+    if not found:
+        return html_page("plait audit", f"{body}<p>Nothing is kept: no audited answer has differed.</p>", style=_STYLE)
+    parts = [
+        section(
+            drift.program,
+            f"{drift.date}: {drift.share_of_tolerance} times the tolerance of {drift.tolerance}. {drift.file}",
+            _images(Path(drift.file)),
+        )
+        for drift in found
+    ]
+    return html_page("plait audit", body + "".join(parts), style=_STYLE)
+
+
+def _images(path: Path) -> str:
+    """Return the last answer, torch's, and the difference, as figures; its first row and up to three channels."""
+    from safetensors.torch import load_file
+
+    tensors = load_file(path)
+    last = max(int(name.removeprefix("answer.")) for name in tensors if name.startswith("answer."))
+    answer, wanted = (_channels(tensors[f"{kind}.{last}"]) for kind in ("answer", "torch"))
+    low, high = float(wanted.min()), float(wanted.max())
+    difference = (answer - wanted).abs()
+    shown = {
+        "compiled": _scaled(answer, low, high),
+        "torch": _scaled(wanted, low, high),
+        f"difference (white: {float(difference.max()):.3g})": _scaled(difference, 0.0, float(difference.max())),
+    }
+    return "".join(
+        f'<figure><img alt="{escape(what)}" width="{_SHOWN_EDGE}" src="{_data_uri(image)}">'
+        f"<figcaption>{escape(what)}</figcaption></figure>"
+        for what, image in shown.items()
+    )
+
+
+def _channels(value: torch.Tensor) -> torch.Tensor:
+    """Return `float32 (3, h, w)` or `(1, h, w)` of a tensor of any shape: channels of an image, else a flat strip."""
+    value = value[0].float().nan_to_num(0.0, 0.0, 0.0)
+    if value.dim() != 3:
+        value = value.reshape(1, 1, -1) if value.dim() < 2 else value.flatten(0, -2)[None]
+    return value[:3] if len(value) >= 3 else value[:1]
+
+
+def _scaled(value: torch.Tensor, low: float, high: float) -> torch.Tensor:
+    return ((value - low) / max(high - low, 1e-12)).clamp(0.0, 1.0)
+
+
+def _data_uri(image: torch.Tensor) -> str:
+    import numpy as np
+    from PIL import Image
+
+    pixels = np.asarray((image * 255).round().permute(1, 2, 0), dtype=np.uint8)
+    made = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
+    buffer = io.BytesIO()
+    made.save(buffer, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
