@@ -1,6 +1,9 @@
 """GEGLU in one pass: a program reads a tile of both halves and writes the product.
 
-Eager torch writes gelu(g) and reads it again: 5 D elements per row move instead of 3 D.
+Eager torch writes gelu(g) and reads it again: 5 D elements per row move instead of 3 D. So little moves that arithmetic
+counts: `gelu(g) = max(g, 0) - |g| * erfc(|g| / sqrt(2)) / 2`, and `erfc(|g| / sqrt(2)) = 2^(p(min(|g|, 5)) - g^2 / ln(4))`.
+p is a Chebyshev fit (degree 9) of log2 of the scaled complement, erfc(z) * e^(z^2), on [0, 5]. The relative error of
+positive values is 5e-7, the absolute one of negative values 1e-7; about 20 instructions where `erf` needs 40.
 """
 
 from __future__ import annotations
@@ -37,7 +40,17 @@ def _geglu(x, y, rows, width, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr)
     at = x + row[:, None].to(tl.int64) * stride + column[None, :]
     hidden = tl.load(at, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    half = 0.5 * gate
-    gelu = half + half * tl.erf(gate * 0.7071067811865476)
+    far = tl.abs(gate)
+    near = tl.minimum(far, 5.0)
+    p = 1.0984613432766141e-07 * near - 2.723855485120054e-06
+    p = p * near + 2.643353088809395e-05
+    p = p * near - 9.717383261900659e-05
+    p = p * near - 0.00040953457235818686
+    p = p * near + 0.007502805342222203
+    p = p * near - 0.05287221688282914
+    p = p * near + 0.2622956872807849
+    p = p * near - 1.1511298626781767
+    p = p * near - 0.99999935759  # with the half of the formula: 2^-1
+    gelu = tl.maximum(gate, 0.0) - far * tl.exp2(p - 0.7213475204444817 * gate * gate)
     out = y + row[:, None].to(tl.int64) * width + column[None, :]
     tl.store(out, (hidden * gelu).to(y.dtype.element_ty), mask=inside)
