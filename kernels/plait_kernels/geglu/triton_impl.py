@@ -1,9 +1,10 @@
 """GEGLU in one pass: a program reads a tile of both halves and writes the product.
 
 Eager torch writes gelu(g) and reads it again: 5 D elements per row move instead of 3 D. So little moves that arithmetic
-counts: `gelu(g) = max(g, 0) - |g| * erfc(|g| / sqrt(2)) / 2`, and `erfc(|g| / sqrt(2)) = 2^(p(min(|g|, 5)) - g^2 / ln(4))`.
-p is a Chebyshev fit (degree 9) of log2 of the scaled complement, erfc(z) * e^(z^2), on [0, 5]. The relative error of
-positive values is 5e-7, the absolute one of negative values 1e-7; about 20 instructions where `erf` needs 40.
+counts. With `a = |g|`, `gelu(g) = max(g, 0) - a * erfc(a / sqrt(2)) / 2` and
+`erfc(a / sqrt(2)) = 2^(p(min(a, 5)) - a^2 / ln(4))`: p is a Chebyshev fit (degree 9) of log2 of the scaled complement,
+erfc(z) * e^(z^2), on [0, 5]. The relative error of positive values is 5e-7, the absolute one of negative values 1e-7;
+about 20 instructions where `erf` needs 40.
 """
 
 from __future__ import annotations
