@@ -119,6 +119,57 @@ IMPLS: tuple[ImplInfo, ...] = (
         # Offsets are int32; a tile holds whole groups, and a table of a tile's groups x lanes stays in registers.
         bounds=(SizeBound(size="elements", high=2**31 - 1), SizeBound(size="group_channels", low=1, high=1024)),
     ),
+    ImplInfo(
+        op="guided_step",
+        name="reference",
+        entry="plait_kernels.guided_step.reference:guided_step",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="guided_step",
+        name="triton",
+        entry="plait_kernels.guided_step.triton_impl:guided_step",
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+    ),
+    ImplInfo(
+        op="residual_add",
+        name="reference",
+        entry="plait_kernels.residual_add.reference:residual_add_",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="residual_add",
+        name="triton",
+        entry="plait_kernels.residual_add.triton_impl:residual_add_",
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+        bounds=(SizeBound(size="residuals", high=4),),  # one kernel argument each
+    ),
+    ImplInfo(
+        op="lora_rows",
+        name="reference",
+        entry="plait_kernels.lora_rows.reference:add_",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="lora_rows",
+        name="batched",
+        entry="plait_kernels.lora_rows.batched:add_",
+        rank=10,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS,
+    ),
 )
 
 

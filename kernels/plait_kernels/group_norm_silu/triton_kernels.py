@@ -79,7 +79,7 @@ def normalise_channels(
     means = tl.load(at, mask=known, other=0.0)
     spreads = tl.load(at + partials, mask=known, other=0.0)
     counts = tl.maximum(tl.minimum(piece, pixels - i * piece), 0).to(tl.float32)[:, None] * PER_GROUP
-    count = (pixels * PER_GROUP).to(tl.float32)
+    count = tl.sum(counts, axis=0)
     mean_g = tl.sum(means * counts, axis=0) / count
     away = means - mean_g[None, :]
     rstd_g = tl.rsqrt(tl.sum(spreads + counts * away * away, axis=0) / count + eps)
@@ -154,7 +154,7 @@ def normalise_pixels(
     means = tl.load(at, mask=known, other=0.0)
     spreads = tl.load(at + partials, mask=known, other=0.0)
     counts = tl.where(known, tl.minimum(piece, pixels - i % pieces * piece), 0).to(tl.float32)
-    count = (pixels * PER_GROUP).to(tl.float32)
+    count = tl.sum(counts, axis=0)
     mean = tl.sum(means * counts, axis=0) / count
     away = means - mean
     rstd = tl.rsqrt(tl.sum(spreads + counts * away * away, axis=0) / count + eps)

@@ -25,8 +25,8 @@ class FormSubject:
         self._run: Call | None = None
 
     def answer(self) -> torch.Tensor:
-        """Return the result on the first inputs."""
-        result = self._form(*self._sets[0])
+        """Return the result on a copy of the first inputs: some operators write in place."""
+        result = self._form(*_copied(self._sets[0]))
         assert isinstance(result, torch.Tensor)
         return result.float()
 
@@ -47,8 +47,14 @@ class FormSubject:
         ]
 
 
+def _copied(arguments: Arguments) -> Arguments:
+    return tuple(
+        each.clone() if isinstance(each, torch.Tensor) else [one.clone() for one in each] for each in arguments
+    )
+
+
 class OperatorWorkload(Workload):
-    """See the module."""
+    """All systems on one case; a share of the copy is taken inside each round."""
 
     metrics: Mapping[str, Metric] = {
         "time_us": Metric(unit="us", better="lower"),

@@ -68,11 +68,12 @@ def test_forms_that_disagree_are_not_timed():
 
 @pytest.mark.parametrize("case", cases("cuda"), ids=lambda case: case.name)
 def test_every_case_moves_what_it_says(case):
-    """Inputs and result, counted from the tensors themselves but for vectors beside them."""
+    """Inputs and result, counted from the tensors themselves; vectors beside them are a few hundredths."""
     with torch.device("meta"):
         arguments = case.make("meta", torch.float16)
-    counted = max(arguments, key=torch.Tensor.numel).numel() + case.eager(*arguments).numel()
-    assert counted == case.moved
+    flat = [one for each in arguments for one in (each if isinstance(each, list) else [each])]
+    counted = sum(map(torch.Tensor.numel, flat)) + case.eager(*arguments).numel()
+    assert case.moved <= counted <= case.moved * 1.02 + 100
 
 
 def test_names_choose_operators_or_cases():
