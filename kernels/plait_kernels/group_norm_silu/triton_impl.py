@@ -27,6 +27,7 @@ from plait_kernels.group_norm_silu.triton_kernels import (
 _TILE = 4096  # elements at a time: 32 per thread of 4 warps
 _MAX_PIECES = 64  # of one image: every normalising program reads the statistics of all
 _BLOCK = 64  # channels of one normalising program
+_MAX_GRID = 65535  # a GPU's bound on the second dimension of a grid
 _PROGRAMS = 512  # about four for every multiprocessor of a large GPU
 
 
@@ -83,6 +84,8 @@ def plan_pixels(n: int, channels: int, pixels: int, groups: int) -> PixelPlan:
     run = rows
     while run < 4 * rows and n * triton.cdiv(channels, block) * triton.cdiv(pixels, 2 * run) >= _PROGRAMS:
         run *= 2
+    while triton.cdiv(pixels, run) > _MAX_GRID:
+        run *= 2
     return PixelPlan(
         piece=piece,
         pieces=triton.cdiv(pixels, piece),
@@ -116,7 +119,7 @@ def _pixels_first(
     plan = plan_pixels(n, channels, pixels, groups)
     partial = torch.empty(2, n, plan.pieces, groups, dtype=torch.float32, device=x.device)
     t = x if addend is None else addend
-    channel_statistics[plan.pieces, triton.cdiv(groups, plan.whole), n](
+    channel_statistics[triton.cdiv(groups, plan.whole), plan.pieces, n](
         x,
         t,
         partial,
@@ -133,7 +136,7 @@ def _pixels_first(
         ADD=addend is not None,
         EVEN=pixels % plan.piece == 0,
     )
-    normalise_channels[triton.cdiv(pixels, plan.run), triton.cdiv(channels, plan.block), n](
+    normalise_channels[triton.cdiv(channels, plan.block), triton.cdiv(pixels, plan.run), n](
         x,
         y,
         t,

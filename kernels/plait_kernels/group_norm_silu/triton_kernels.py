@@ -16,13 +16,13 @@ def channel_statistics(
     GROUPS: tl.constexpr, PER_GROUP: tl.constexpr, WHOLE: tl.constexpr, SPAN: tl.constexpr,
     WIDTH: tl.constexpr, TILE: tl.constexpr, STEPS: tl.constexpr, ADD: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Channels-last: statistics of `piece` pixels of `WHOLE` groups. Grid: pieces, blocks of groups, images."""
+    """Channels-last: statistics of `piece` pixels of `WHOLE` groups. Grid: blocks of groups, pieces, images."""
     C: tl.constexpr = GROUPS * PER_GROUP
     n = tl.program_id(2)
     lane = tl.arange(0, WIDTH)
-    channel = tl.program_id(1) * (WHOLE * PER_GROUP) + lane
+    channel = tl.program_id(0) * (WHOLE * PER_GROUP) + lane
     inside = (lane < WHOLE * PER_GROUP) & (channel < C)
-    first = tl.program_id(0) * piece
+    first = tl.program_id(1) * piece
     last = tl.minimum(first + piece, pixels)
     image = x + n * pixels * C
     shift = tl.load(image + first * C + channel, mask=inside, other=0.0).to(tl.float32)
@@ -50,8 +50,8 @@ def channel_statistics(
     mean_g = tl.sum(tl.where(member, mean[None, :], 0.0), axis=1) / PER_GROUP
     away = mean[None, :] - mean_g[:, None]
     spread_g = tl.sum(tl.where(member, spread[None, :] + count * away * away, 0.0), axis=1)
-    group = tl.program_id(1) * WHOLE + slot
-    to = partial + (n * tl.num_programs(0) + tl.program_id(0)) * GROUPS + group
+    group = tl.program_id(0) * WHOLE + slot
+    to = partial + (n * tl.num_programs(1) + tl.program_id(1)) * GROUPS + group
     real = (slot < WHOLE) & (group < GROUPS)
     tl.store(to, mean_g, mask=real)
     tl.store(to + partials, spread_g, mask=real)
@@ -66,13 +66,13 @@ def normalise_channels(
 ):  # fmt: skip
     """Channels-last: joins the statistics of a block's groups, then normalises `STEPS` tiles of the block.
 
-    Grid: runs of pixels, blocks of channels, images.
+    Grid: blocks of channels, runs of pixels, images; the last pixels first, because the cache still holds those.
     """
     C: tl.constexpr = GROUPS * PER_GROUP
-    n = tl.program_id(2)
-    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n = tl.num_programs(2) - 1 - tl.program_id(2)
+    channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < C
-    group = tl.program_id(1) * BLOCK // PER_GROUP + tl.arange(0, SPAN)
+    group = tl.program_id(0) * BLOCK // PER_GROUP + tl.arange(0, SPAN)
     i = tl.arange(0, PIECES)
     known = (i < pieces)[:, None] & (group < GROUPS)[None, :]
     at = partial + (n * pieces + i[:, None]) * GROUPS + group[None, :]
@@ -91,7 +91,7 @@ def normalise_channels(
     if ADD:
         offset += tl.load(t + n * C + channel, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
-    first = tl.program_id(0) * (ROWS * STEPS)
+    first = (tl.num_programs(1) - 1 - tl.program_id(1)) * (ROWS * STEPS)
     image = n * pixels * C
     for step in range(STEPS):
         pixel = first + step * ROWS + tl.arange(0, ROWS)
