@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before diffusers imports Triton: GPU kernels run line by line
+
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadFileScheduling
 

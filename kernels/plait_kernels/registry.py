@@ -9,9 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,11 +23,25 @@ _FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SizeBound:
+    """What an implementation takes of one size of a problem, as "elements": from `low` to `high`.
+
+    `pays`: outside these it runs too, but slower than what ranks below it, so only an explicit choice takes it.
+    """
+
+    size: str
+    low: int = 0
+    high: int = 2**63 - 1
+    pays: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ImplInfo:
     """One implementation of `op`. `entry` is `module:function`, imported only when it is chosen.
 
-    `dtypes` are those of the tensor that the operator writes. `needs` names modules that must be importable.
-    Among the implementations that fit, the highest `rank` wins.
+    `dtypes` are those of the tensor that the operator writes. `needs` names modules that must be importable,
+    `bounds` are of sizes, which the caller of `load` must then give. Among the implementations that fit, the highest
+    `rank` wins.
     """
 
     op: str
@@ -36,6 +51,7 @@ class ImplInfo:
     devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
     needs: tuple[str, ...] = ()
+    bounds: tuple[SizeBound, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +83,93 @@ IMPLS: tuple[ImplInfo, ...] = (
         devices=frozenset({"cpu", "cuda"}),
         dtypes=_FLOATS,
     ),
+    ImplInfo(
+        op="geglu",
+        name="reference",
+        entry="plait_kernels.geglu.reference:geglu",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="geglu",
+        name="triton",
+        entry="plait_kernels.geglu.triton_impl:geglu",
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+    ),
+    ImplInfo(
+        op="group_norm_silu",
+        name="reference",
+        entry="plait_kernels.group_norm_silu.reference:group_norm_silu",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="group_norm_silu",
+        name="triton",
+        entry="plait_kernels.group_norm_silu.triton_impl:group_norm_silu",
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+        # Offsets are int32, with room for a last tile; a tile holds whole groups, and a table of a tile's groups x lanes stays in registers.
+        bounds=(SizeBound(size="elements", high=2**30), SizeBound(size="group_channels", low=1, high=1024)),
+    ),
+    ImplInfo(
+        op="guided_step",
+        name="reference",
+        entry="plait_kernels.guided_step.reference:guided_step",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="guided_step",
+        name="triton",
+        entry="plait_kernels.guided_step.triton_impl:guided_step",
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+    ),
+    ImplInfo(
+        op="residual_add",
+        name="reference",
+        entry="plait_kernels.residual_add.reference:residual_add_",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="residual_add",
+        name="triton",
+        entry="plait_kernels.residual_add.triton_impl:residual_add_",
+        rank=10,
+        devices=frozenset({"cuda"}),
+        dtypes=_FLOATS,
+        needs=("triton",),
+        bounds=(SizeBound(size="residuals", high=4),),  # one kernel argument each
+    ),
+    ImplInfo(
+        op="lora_rows",
+        name="reference",
+        entry="plait_kernels.lora_rows.reference:add_",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS | {torch.float64},
+    ),
+    ImplInfo(
+        op="lora_rows",
+        name="batched",
+        entry="plait_kernels.lora_rows.batched:add_",
+        rank=10,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=_FLOATS,
+    ),
 )
 
 
@@ -81,10 +184,11 @@ def select_impl(
     dtype: torch.dtype,
     explicit: str | None = None,
     *,
+    sizes: Mapping[str, int] = MappingProxyType({}),
     impls: Sequence[ImplInfo] = IMPLS,
     importable: Callable[[str], bool] = is_importable,
 ) -> Selection:
-    """Return the implementation of `op` for a device type ("cpu", "cuda") and dtype. Pure.
+    """Return the implementation of `op` for a device type ("cpu", "cuda"), a dtype and a problem's sizes. Pure.
 
     `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the best that fits is
     chosen.
@@ -96,7 +200,7 @@ def select_impl(
             raise KernelError(f"{op} has no implementation named {explicit!r}")
     passed_over: list[str] = []
     for impl in known:
-        reason = _misfit(impl, device, dtype, importable)
+        reason = _misfit(impl, device, dtype, sizes, importable, asked_for=explicit is not None)
         if reason is None:
             return Selection(impl=impl, passed_over=tuple(passed_over))
         passed_over.append(f"{impl.name}: {reason}")
@@ -104,23 +208,50 @@ def select_impl(
     raise KernelError(f"no implementation of {op} for {dtype} on {device} ({why})")
 
 
-def _misfit(impl: ImplInfo, device: str, dtype: torch.dtype, importable: Callable[[str], bool]) -> str | None:
+def _misfit(
+    impl: ImplInfo,
+    device: str,
+    dtype: torch.dtype,
+    sizes: Mapping[str, int],
+    importable: Callable[[str], bool],
+    *,
+    asked_for: bool,
+) -> str | None:
     if device not in impl.devices:
         return f"does not run on {device}"
     if dtype not in impl.dtypes:
         return f"does not write {dtype}"
+    for bound in impl.bounds:
+        if bound.pays and asked_for:
+            continue
+        if bound.size not in sizes:
+            return f"must be told {bound.size}"
+        verb = "pays for" if bound.pays else "takes"
+        if sizes[bound.size] < bound.low:
+            return f"{verb} {bound.size} from {bound.low}"
+        if sizes[bound.size] > bound.high:
+            return f"{verb} {bound.size} up to {bound.high}"
     missing = [module for module in impl.needs if not importable(module)]
     return f"needs {', '.join(missing)}" if missing else None
 
 
-@cache
-def load(op: str, device: str, dtype: torch.dtype, explicit: str | None = None) -> Callable[..., Any]:
-    """Select and import an implementation; log once which was chosen, and which better ones were passed over and
-    why."""
-    selection = select_impl(op, device, dtype, explicit)
-    level = logging.WARNING if selection.passed_over else logging.INFO
-    passed_over = f" (not {'; '.join(selection.passed_over)})" if selection.passed_over else ""
-    _log.log(level, "%s on %s/%s runs as %s%s", op, device, dtype, selection.impl.name, passed_over)
+@lru_cache(maxsize=4096)
+def load(op: str, device: str, dtype: torch.dtype, explicit: str | None = None, **sizes: int) -> Callable[..., Any]:
+    """Select and import an implementation; a repeated question costs a look-up. Raises `KernelError`.
+
+    `sizes` are those that the operator's `bounds` speak of. Every outcome is logged once: which was chosen, and which
+    better ones were passed over and why.
+    """
+    selection = select_impl(op, device, dtype, explicit, sizes=sizes)
+    _announce(selection, device, dtype)
     module, _, function = selection.impl.entry.partition(":")
     loaded: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return loaded
+
+
+@lru_cache(maxsize=4096)
+def _announce(selection: Selection, device: str, dtype: torch.dtype) -> None:
+    """Log a selection; the cache makes it once, however many sizes lead to it."""
+    level = logging.WARNING if selection.passed_over else logging.INFO
+    passed_over = f" (not {'; '.join(selection.passed_over)})" if selection.passed_over else ""
+    _log.log(level, "%s on %s/%s runs as %s%s", selection.impl.op, device, dtype, selection.impl.name, passed_over)

@@ -21,7 +21,7 @@ _ECHO = "import os\nwhile os.read(0, 1): os.write(1, b'x')"
 _ROUND_TRIPS = 301
 _GIT_S = 30
 
-LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray", "openvino")
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "ray", "openvino", "triton")
 
 
 SLOW_WAKE_US = 60.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import autoconfig, disagg, fabric, images, loadtest, records
+from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, records
 from plait_bench.benchmark import Benchmark
 from plait_bench.cache import cache_folder
 from plait_bench.document import document
@@ -86,6 +86,7 @@ BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
     loadtest.NAME: lambda job: loadtest.benchmark(only=job.workloads),
     disagg.NAME: lambda job: disagg.benchmark(only=job.workloads),
     fabric.NAME: lambda job: fabric.benchmark(only=job.workloads),
+    kernels.NAME: lambda job: kernels.benchmark(only=job.workloads),
     autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
 }
 

@@ -16,7 +16,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg, fabric, autoconfig")],
+    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg, fabric, kernels, autoconfig")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds, and trials")] = False,

@@ -25,6 +25,7 @@ from plait_kernels.executors.graphs import Capture, GraphProgram
 from plait_serving.diffusion.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.bundle import load_controlnet as load_model
 from plait_serving.diffusion.controlnet.computation import ControlNetTrunk, controlnet_computation
+from plait_serving.diffusion.denoisers.fused import Fusion, fuse_
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
 from plait_serving.diffusion.preparation import Preparer, behind
 from plait_serving.diffusion.protocols import Conditioning, Residuals
@@ -85,7 +86,7 @@ class ControlNetModelRunner:
     A batch with a block that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
     weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
     is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
-    (2e-7 in fp32). Other batches go through a prepared program once one was adopted.
+    (2e-7 in fp32). Other batches go through a prepared program once one was adopted; on a GPU, through fused modules.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class ControlNetModelRunner:
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
         self._model = model.eval().requires_grad_(requires_grad=False)
+        self._fusion: Fusion | None = fuse_(self._model) if self.device.type == "cuda" else None
         self._headless = _without_image_encoder(self._model)
         self._program: PreparedProgram | None = None
         self._weights = weights
@@ -177,6 +179,8 @@ class ControlNetModelRunner:
         exact = any(block.exact for block in blocks)
         program = None if exact else self._program
         with self._lock:
+            if self._fusion is not None:
+                self._fusion.enabled = not exact
             down, mid = self._forward(blocks, sizes) if program is None else self._run(program, blocks, sizes)
         like = blocks[0].sample
         parts = [_split(tensor.to(self.dtype), sizes, like) for tensor in (*down, mid)]

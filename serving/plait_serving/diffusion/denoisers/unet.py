@@ -20,6 +20,7 @@ from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
 from plait_serving.diffusion.denoisers.decode import decode_latents
 from plait_serving.diffusion.denoisers.factors import FactorStore
+from plait_serving.diffusion.denoisers.fused import Fusion, fuse_
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
 from plait_serving.diffusion.denoisers.halves import (
     EncoderOutput,
@@ -41,7 +42,8 @@ class UNetDenoiser:
 
     Steps run through diffusers' own modules in the order of its forward: a single request's latents are the
     pipeline's bit for bit (fp32, CPU). Once programs were adopted, they run the steps, within their tolerance, and
-    LoRA sets are inputs; what they cannot take, and everything while the knob `exact` says so, runs as before.
+    LoRA sets are inputs; what they cannot take, and everything while the knob `exact` says so, runs as before. On a
+    GPU the modules are fused (`fused`), except while `exact` says otherwise.
     """
 
     def __init__(
@@ -61,8 +63,10 @@ class UNetDenoiser:
         """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
+        self._fusion: Fusion | None = fuse_(bundle.unet) if bundle.device.type == "cuda" else None
         self._prompts = PromptEncoder(bundle, weights_version=text_version)
         self._exact = exact
+        self._fuses()
         self._weights = weights
         self._vae_weights = vae_weights
         self._halves: CompiledHalves | None = None
@@ -127,7 +131,8 @@ class UNetDenoiser:
         # Sets that are inputs were chosen by `takes`: they are not in the weights, whatever `exact` says by now.
         compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
         self._ran = compiled
-        questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None)
+        fused = self._fuses()
+        questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None and not fused)
         try:
             text, embedding = self._constants(calls, sample, layout)
             factors = self._factors.of([call.loras for call in calls], layout)
@@ -153,6 +158,7 @@ class UNetDenoiser:
         sample = stack_samples(calls, layout)
         text, embedding = self._constants(calls, sample, layout)
         compiled = self._compiled(calls)
+        self._fuses()
         if compiled is not None:
             compiled.encode(sample, embedding, text, None)
         else:
@@ -165,6 +171,13 @@ class UNetDenoiser:
         if halves is None or self._exact() is Exact.ALWAYS:
             return None
         return halves if halves.live or not any(call.merged for call in calls) else None
+
+    def _fuses(self) -> bool:
+        """Set whether the modules compute through operators in this call, and return it."""
+        if self._fusion is None:
+            return False
+        self._fusion.enabled = self._exact() is not Exact.ALWAYS
+        return self._fusion.enabled
 
     def _load_weights(self) -> None:
         if self._weights is not None:

@@ -1,0 +1,212 @@
+"""GroupNorm + SiLU in two passes: partial statistics of pieces, then every program joins those it needs and normalises.
+
+x is read twice, the second time mostly from the L2 cache; eager torch moves it five times (addition, norm, SiLU).
+Channels-last memory is cut into pixels x channels, so that loads coalesce: for statistics at borders of groups, for
+normalising in blocks of 64 channels, which leave no lane idle. In contiguous memory every channel is one run.
+
+A piece's sums are taken of the distance to one of its own values, K: `|K - mean| <= sqrt(n) * std`, so cancellation
+costs at most n units in the last place of the variance, however far from zero the values lie.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+
+from plait_kernels.group_norm_silu import check_shapes, is_channels_last
+from plait_kernels.group_norm_silu.triton_kernels import (
+    channel_statistics,
+    normalise_channels,
+    normalise_pixels,
+    pixel_statistics,
+)
+
+_TILE = 4096  # elements at a time: 32 per thread of 4 warps
+_MAX_PIECES = 64  # of one image: every normalising program reads the statistics of all
+_BLOCK = 64  # channels of one normalising program
+_MAX_GRID = 65535  # a GPU's bound on the second dimension of a grid
+_PROGRAMS = 512  # about four for every multiprocessor of a large GPU
+
+
+def group_norm_silu(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    *,
+    addend: torch.Tensor | None = None,
+    silu: bool = True,
+) -> torch.Tensor:
+    """Compute `silu(group_norm(x + addend))`; see `GroupNormSiluOp`. On a GPU, or a CPU under Triton's interpreter."""
+    check_shapes(x, groups, weight, bias, addend)
+    last = is_channels_last(x)
+    x = x if last else x.contiguous()
+    y = torch.empty_like(x)  # keeps the strides
+    if not y.numel():
+        return y
+    weight, bias = weight.contiguous(), bias.contiguous()
+    addend = None if addend is None else addend.contiguous()
+    run = _pixels_first if last else _channels_first
+    run(x, y, groups, weight, bias, eps, addend, silu)
+    return y
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PixelPlan:
+    """How channels-last `(N, pixels, C)` is cut. Statistics: `pieces` of `piece` pixels x `whole` groups, in tiles of
+    `tile` pixels x `width` lanes. Normalising: `run` pixels x `block` channels, which touch at most `span` groups."""
+
+    piece: int
+    pieces: int
+    whole: int
+    width: int
+    tile: int
+    block: int
+    span: int
+    rows: int
+    run: int
+
+
+@lru_cache(maxsize=1024)
+def plan_pixels(n: int, channels: int, pixels: int, groups: int) -> PixelPlan:
+    """Return the cut for one shape. Pure."""
+    per_group = channels // groups
+    width = max(min(128, triton.next_power_of_2(channels)), triton.next_power_of_2(per_group))
+    whole = min(width // per_group, groups)
+    tile = max(1, min(_TILE // width, triton.next_power_of_2(pixels)))
+    piece = _whole_tiles(triton.cdiv(pixels, _MAX_PIECES), tile)
+    block = min(_BLOCK, triton.next_power_of_2(channels))
+    rows = max(1, min(_TILE // block, triton.next_power_of_2(pixels)))
+    run = rows
+    while run < 4 * rows and n * triton.cdiv(channels, block) * triton.cdiv(pixels, 2 * run) >= _PROGRAMS:
+        run *= 2
+    while triton.cdiv(pixels, run) > _MAX_GRID:
+        run *= 2
+    return PixelPlan(
+        piece=piece,
+        pieces=triton.cdiv(pixels, piece),
+        whole=whole,
+        width=width,
+        tile=tile,
+        block=block,
+        span=triton.next_power_of_2(min(groups, (block + per_group - 2) // per_group + 1)),
+        rows=rows,
+        run=run,
+    )
+
+
+def _whole_tiles(pixels: int, tile: int) -> int:
+    """Return a piece's size: a power of two of tiles, because each number of them is a kernel to compile."""
+    return int(triton.next_power_of_2(triton.cdiv(pixels, tile))) * tile
+
+
+def _pixels_first(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    addend: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    n, channels, height, width = x.shape
+    pixels, per_group = height * width, channels // groups
+    plan = plan_pixels(n, channels, pixels, groups)
+    partial = torch.empty(2, n, plan.pieces, groups, dtype=torch.float32, device=x.device)
+    t = x if addend is None else addend
+    channel_statistics[triton.cdiv(groups, plan.whole), plan.pieces, n](
+        x,
+        t,
+        partial,
+        pixels,
+        plan.piece,
+        n * plan.pieces * groups,
+        GROUPS=groups,
+        PER_GROUP=per_group,
+        WHOLE=plan.whole,
+        SPAN=triton.next_power_of_2(plan.whole),
+        WIDTH=plan.width,
+        TILE=plan.tile,
+        STEPS=plan.piece // plan.tile,
+        ADD=addend is not None,
+        EVEN=pixels % plan.piece == 0,
+    )
+    normalise_channels[triton.cdiv(channels, plan.block), triton.cdiv(pixels, plan.run), n](
+        x,
+        y,
+        t,
+        weight,
+        bias,
+        partial,
+        pixels,
+        plan.piece,
+        plan.pieces,
+        eps,
+        n * plan.pieces * groups,
+        GROUPS=groups,
+        PER_GROUP=per_group,
+        PIECES=triton.next_power_of_2(plan.pieces),
+        SPAN=plan.span,
+        BLOCK=plan.block,
+        ROWS=plan.rows,
+        STEPS=plan.run // plan.rows,
+        ADD=addend is not None,
+        SILU=silu,
+        EVEN=pixels % plan.run == 0 and channels % plan.block == 0,
+    )
+
+
+def _channels_first(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    eps: float,
+    addend: torch.Tensor | None,
+    silu: bool,
+) -> None:
+    n, channels, height, width = x.shape
+    pixels, per_group = height * width, channels // groups
+    tile = min(_TILE // 2, triton.next_power_of_2(pixels))
+    # A group's pieces are its channels' pieces: long ones for wide groups keep what every program reads short.
+    piece = _whole_tiles(triton.cdiv(pixels, max(1, 4 * _MAX_PIECES // per_group)), tile)
+    pieces = triton.cdiv(pixels, piece)
+    partial = torch.empty(2, n, channels, pieces, dtype=torch.float32, device=x.device)
+    t = x if addend is None else addend
+    pixel_statistics[n * channels, pieces](
+        x,
+        t,
+        partial,
+        pixels,
+        piece,
+        pieces,
+        n * channels * pieces,
+        TILE=tile,
+        STEPS=piece // tile,
+        ADD=addend is not None,
+    )
+    normalise_pixels[n * channels, triton.cdiv(pixels, tile)](
+        x,
+        y,
+        t,
+        weight,
+        bias,
+        partial,
+        channels,
+        pixels,
+        piece,
+        pieces,
+        eps,
+        n * channels * pieces,
+        PER_GROUP=per_group,
+        PIECES=triton.next_power_of_2(per_group * pieces),
+        TILE=tile,
+        ADD=addend is not None,
+        SILU=silu,
+    )

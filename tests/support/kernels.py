@@ -1,0 +1,257 @@
+"""What every form of an operator promises, checked on any device: against fp64, on odd shapes, into poisoned memory.
+
+Imports nothing but torch, hypothesis and the kernels, so that `tests/gpu` runs on a machine that has only these.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+
+from plait_kernels.geglu import reference as geglu_reference
+from plait_kernels.group_norm_silu import reference as norm_reference
+from plait_kernels.guided_step import reference as step_reference
+from plait_kernels.lora_rows import reference as lora_reference
+from plait_kernels.residual_add import reference as residual_reference
+
+Form = Callable[..., torch.Tensor]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# One rounding: half a unit in the last place, relative, and a little for the fp32 arithmetic before it.
+# Triton's interpreter cuts bfloat16 off instead of rounding it: a whole unit.
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROUNDING = {torch.float32: 2e-6, torch.float16: 5.5e-4, torch.bfloat16: 8e-3 if INTERPRETED else 4.3e-3}
+EPS32 = 1.2e-7
+
+fuzz = settings(
+    deadline=None, max_examples=80, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+# Primes, one row, one element, wider than a tile, nothing.
+GEGLU_SHAPES = [(2,), (7, 10), (3, 1, 26), (1, 514), (13, 1034), (0, 4), (5, 0), (2, 3, 5, 8)]
+# (N, C, H, W, groups): one pixel, primes, one channel a group, one group, groups that no block of channels divides.
+NORM_SHAPES = [
+    (1, 1, 1, 1, 1), (2, 6, 1, 1, 3), (1, 12, 5, 7, 12), (2, 30, 3, 5, 3), (1, 70, 4, 4, 7), (1, 5, 13, 11, 1),
+    (2, 40, 6, 6, 4), (0, 8, 4, 4, 2), (2, 8, 0, 4, 2), (1, 4, 67, 31, 2), (1, 130, 2, 2, 1), (1, 160, 2, 3, 2),
+]  # fmt: skip
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A CPU generator."""
+    return torch.Generator().manual_seed(seed)
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Fresh memory is NaN inside: what a form leaves out shows."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(mode=True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=deterministic)
+
+
+def assert_close(y: torch.Tensor, truth: torch.Tensor, slack: float = 0.0) -> None:
+    """`y` is the fp64 truth rounded once to its dtype, but for `slack` (absolute, what fp32 loses before)."""
+    assert y.shape == truth.shape
+    assert bool(torch.isfinite(y).all()) or not bool(torch.isfinite(truth).all())
+    if y.numel():
+        tiny = torch.finfo(y.dtype).smallest_normal if y.dtype is torch.float16 else 0.0
+        error = (y.double() - truth.to(y.device)).abs() - ROUNDING[y.dtype] * truth.to(y.device).abs()
+        assert float(error.max()) <= slack + tiny + 1e-30, float(error.max())
+
+
+# ---- GEGLU ----------------------------------------------------------------------------------------------------------
+
+
+def check_geglu(form: Form, x: torch.Tensor) -> None:
+    """The form is the formula on `x`, whose memory it leaves alone."""
+    kept = x.clone()
+    with poisoned():
+        y = form(x)
+    assert y.dtype is x.dtype
+    assert y.is_contiguous()
+    assert torch.equal(x, kept)
+    # The tail of gelu is a difference of numbers near one: absolute, not relative, in fp32.
+    largest = float(x.abs().max()) if x.numel() else 0.0
+    assert_close(y, geglu_reference.geglu(x.double()), slack=2 * EPS32 * largest * largest)
+
+
+def geglu_input(
+    shape: Sequence[int], dtype: torch.dtype, device: str, *, seed: int = 0, strided: bool = False
+) -> torch.Tensor:
+    """Random input; `strided`: rows that do not lie end to end."""
+    wide = [*shape[:-1], shape[-1] + 3] if strided else list(shape)
+    x = (torch.randn(wide, generator=seeded(seed)) * 2).to(dtype).to(device)
+    return x[..., 3:] if strided else x
+
+
+@st.composite
+def geglu_inputs(draw: Any, device: str) -> torch.Tensor:
+    """Any shape of up to three dimensions, any dtype, with and without gaps between rows."""
+    lead = draw(st.lists(st.integers(0, 7), max_size=2))
+    shape = (*lead, 2 * draw(st.integers(0, 150) | st.sampled_from([256, 257])))
+    dtype, seed, strided = draw(st.sampled_from(DTYPES)), draw(st.integers(0, 99)), draw(st.booleans())
+    x = geglu_input(shape, dtype, device, seed=seed, strided=strided)
+    return x * draw(st.sampled_from([0.0, 1e-3, 1.0, 30.0]))
+
+
+# ---- GroupNorm + SiLU -----------------------------------------------------------------------------------------------
+
+
+def norm_case(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    layout: str = "contiguous",
+    addend: bool = False,
+    offset: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Arguments of the operator. `layout`: contiguous, channels_last, or strided (neither)."""
+    n, c, h, w, groups = shape
+    generator = seeded(seed)
+    x = torch.randn(n, c, h, w + (layout == "strided"), generator=generator) + offset
+    x = x.to(dtype).to(device)
+    if layout == "strided":
+        x = x[..., 1:]
+    elif layout == "channels_last":
+        x = x.contiguous(memory_format=torch.channels_last)
+    weight, bias = (torch.randn(c, generator=generator).to(dtype).to(device) for _ in range(2))
+    added = torch.randn(n, c, generator=generator).to(dtype).to(device) if addend else None
+    return {"x": x, "groups": groups, "weight": weight, "bias": bias, "eps": 1e-5, "addend": added}
+
+
+def check_norm(form: Form, case: dict[str, Any], *, silu: bool = True) -> None:
+    """The form is the formula, keeps channels-last memory and leaves its inputs alone."""
+    x = case["x"]
+    kept = x.clone()
+    with poisoned():
+        y = form(**case, silu=silu)
+    assert y.dtype is x.dtype
+    assert torch.equal(x, kept)
+    if x.is_contiguous(memory_format=torch.channels_last) and x.numel():
+        assert y.is_contiguous(memory_format=torch.channels_last)
+    else:
+        assert y.is_contiguous()
+    wide = {name: value.double() if isinstance(value, torch.Tensor) else value for name, value in case.items()}
+    truth = norm_reference.group_norm_silu(**wide, silu=silu)
+    assert_close(y, truth, slack=_norm_slack(wide, case["groups"]) if x.numel() else 0.0)
+
+
+def _norm_slack(case: dict[str, Any], groups: int) -> float:
+    """What fp32 may lose: units in the last place of the largest value, as many standard deviations as it is."""
+    v = case["x"] if case["addend"] is None else case["x"] + case["addend"][:, :, None, None]
+    grouped = v.reshape(v.shape[0], groups, -1)
+    spread = (grouped.var(dim=2, correction=0) + case["eps"]).sqrt()
+    largest = grouped.abs().amax(dim=2) + case["x"].abs().max()
+    return float((largest / spread).max() * case["weight"].abs().max()) * 6 * EPS32 + 4 * EPS32
+
+
+@st.composite
+def norm_cases(draw: Any, device: str) -> dict[str, Any]:
+    """Any small shape, dtype and layout; values up to a thousand standard deviations from zero."""
+    groups = draw(st.integers(1, 5))
+    shape = (
+        draw(st.integers(0, 2)),
+        groups * draw(st.integers(1, 5)),
+        draw(st.integers(0, 9)),
+        draw(st.integers(1, 9)),
+        groups,
+    )
+    return norm_case(
+        shape,
+        draw(st.sampled_from(DTYPES)),
+        device,
+        layout=draw(st.sampled_from(["contiguous", "channels_last", "strided"])),
+        addend=draw(st.booleans()),
+        offset=draw(st.sampled_from([0.0, 3.0, 1000.0])),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+# ---- guided step, residuals, row-wise LoRA --------------------------------------------------------------------------
+
+ROW_SHAPES = [(1, 1), (2, 4, 3, 5), (3, 7), (1, 4, 33, 31), (0, 4, 2, 2), (2, 0, 3, 3), (5, 2, 1, 1)]
+
+
+def step_case(shape: Sequence[int], dtype: torch.dtype, device: str, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """Output `(2N, ...)`, latents `(N, ...)`, and scale, a, b of every image."""
+    generator = seeded(seed)
+    output = torch.randn(2 * shape[0], *shape[1:], generator=generator).to(dtype)
+    latents = torch.randn(shape, generator=generator).to(dtype)
+    numbers = (torch.randn(shape[0], generator=generator) * size for size in (7.5, 1.0, 0.3))
+    return tuple(tensor.to(device) for tensor in (output, latents, *numbers))
+
+
+def check_step(form: Form, case: tuple[torch.Tensor, ...]) -> None:
+    """The form is the formula and leaves its inputs alone."""
+    kept = [tensor.clone() for tensor in case]
+    with poisoned():
+        y = form(*case)
+    assert all(torch.equal(*pair) for pair in zip(case, kept, strict=True))
+    assert y.dtype is case[1].dtype
+    assert y.is_contiguous()
+    wide = [tensor.double() for tensor in case]
+    largest = float(max(tensor.abs().max() for tensor in wide[:2])) if y.numel() else 0.0
+    factor = float(wide[2].abs().max() + 1) if y.numel() else 0.0
+    assert_close(y, step_reference.guided_step(*wide), slack=8 * EPS32 * largest * factor)
+
+
+def residual_case(
+    shape: Sequence[int], count: int, dtype: torch.dtype, device: str, *, layouts: str = "cc", seed: int = 0
+) -> tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]:
+    """A skip, `count` residuals, their scales. `layouts`: of the skip and of the residuals, c or l (channels-last)."""
+    generator = seeded(seed)
+
+    def made(layout: str) -> torch.Tensor:
+        tensor = torch.randn(shape, generator=generator).to(dtype).to(device)
+        return tensor.to(memory_format=torch.channels_last) if layout == "l" and len(shape) == 4 else tensor
+
+    scales = torch.rand(count, shape[0], generator=generator).to(device)
+    return made(layouts[0]), [made(layouts[1]) for _ in range(count)], scales
+
+
+def check_residuals(form: Callable[..., None], case: tuple[torch.Tensor, list[torch.Tensor], torch.Tensor]) -> None:
+    """The form adds in place: the formula, at the skip's address, in the skip's layout."""
+    skip, residuals, scales = case
+    truth = skip.double()
+    residual_reference.residual_add_(truth, [one.double() for one in residuals], scales.double())
+    kept = [one.clone() for one in residuals]
+    address, strides = skip.data_ptr(), skip.stride()
+    form(skip, residuals, scales)
+    assert (skip.data_ptr(), skip.stride()) == (address, strides)
+    assert all(torch.equal(*pair) for pair in zip(residuals, kept, strict=True))
+    assert_close(skip, truth, slack=20 * EPS32 * (1 + len(residuals)))
+
+
+def lora_case(
+    rows: int, tokens: int, sides: tuple[int, int, int], dtype: torch.dtype, device: str, *, shared: bool, seed: int = 0
+) -> tuple[torch.Tensor, ...]:
+    """y, x, A, B; `sides`: in, rank, out."""
+    generator, own = seeded(seed), 1 if shared else rows
+    shapes = [(rows, tokens, sides[2]), (rows, tokens, sides[0]), (own, sides[0], sides[1]), (own, sides[1], sides[2])]
+    return tuple((torch.randn(shape, generator=generator) / 4).to(dtype).to(device) for shape in shapes)
+
+
+def check_lora(form: Callable[..., None], case: tuple[torch.Tensor, ...]) -> None:
+    """The form adds each row's own product in place; what lies between the two products is rounded once more."""
+    y, x, a, b = case
+    truth = y.double()
+    lora_reference.add_(truth, x.double(), a.double(), b.double())
+    address = y.data_ptr()
+    form(y, x, a, b)
+    assert y.data_ptr() == address
+    inner = x.double().abs() @ a.double().abs() @ b.double().abs() if y.numel() else torch.zeros(1)
+    rounding = 2.0 ** -{torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[y.dtype]
+    slack = float(inner.max()) * (2 * rounding + (x.shape[2] + a.shape[2]) * EPS32) if inner.numel() else 0.0
+    assert_close(y, truth, slack=slack + rounding * float(truth.abs().max()) if y.numel() else 0.0)

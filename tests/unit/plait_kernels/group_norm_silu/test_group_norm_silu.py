@@ -1,0 +1,109 @@
+"""GroupNorm + SiLU: every form against fp64. Without a GPU, Triton interprets its kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from torch.nn import functional
+
+from plait_kernels.group_norm_silu import reference, triton_impl
+from plait_kernels.registry import KernelError, load
+from support.kernels import DTYPES, NORM_SHAPES, check_norm, fuzz, norm_case, norm_cases
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = {"reference": reference.group_norm_silu, "triton": triton_impl.group_norm_silu}
+LAYOUTS = ("contiguous", "channels_last", "strided")
+
+
+@pytest.fixture(params=FORMS)
+def norm(request: pytest.FixtureRequest):
+    """Every form."""
+    return FORMS[request.param]
+
+
+def test_the_definition_is_torchs():
+    """Bit for bit in fp32, time embedding added before the norm."""
+    case = norm_case((2, 12, 5, 4, 3), torch.float32, "cpu", addend=True)
+    v = functional.group_norm(case["x"] + case["addend"][:, :, None, None], 3, case["weight"], case["bias"], 1e-5)
+    assert torch.equal(reference.group_norm_silu(**case), functional.silu(v))
+
+
+@pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_every_form_is_the_formula(norm, shape, layout):
+    """One rounding from fp64, on odd shapes and either layout, into poisoned memory."""
+    for i, dtype in enumerate(DTYPES):
+        if layout == "contiguous" and i and shape[0] * shape[1] > 64 and DEVICE == "cpu":
+            continue  # the interpreter takes a while for a program per channel
+        check_norm(norm, norm_case(shape, dtype, DEVICE, layout=layout, addend=i != 1), silu=i != 2)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_far_from_zero_keep_their_variance(norm, layout):
+    """A mean of ten thousand standard deviations: sums of squares would leave nothing of it in fp32."""
+    check_norm(norm, norm_case((1, 8, 16, 16, 2), torch.float32, DEVICE, layout=layout, offset=1e4))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_far_value_spoils_no_other_group(norm, layout):
+    """An outlier, first of its piece: the value that the others' distances are taken of."""
+    case = norm_case((1, 6, 9, 9, 2), torch.float32, DEVICE, layout=layout)
+    case["x"][0, 0, 0, 0] = 3e4
+    check_norm(norm, case)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_constant_image_is_the_bias(norm, layout):
+    """Variance zero divides by sqrt(eps), not by zero: what equals the mean gives the bias exactly."""
+    case = norm_case((1, 8, 4, 4, 2), torch.float32, DEVICE, layout=layout)
+    case["x"] = torch.full_like(case["x"], 0.7)
+    y = norm(**case, silu=False)
+    assert torch.allclose(y, case["bias"][None, :, None, None].expand_as(y), atol=2e-4, rtol=0)
+
+
+def test_more_pixels_than_one_piece_holds(norm):
+    """Several pieces, several tiles a piece, the last one ragged."""
+    for layout in ("contiguous", "channels_last"):
+        check_norm(norm, norm_case((1, 10, 101, 47, 2), torch.float32, DEVICE, layout=layout, addend=True))
+
+
+def test_one_images_statistics_are_its_own(norm):
+    """The other image of a batch changes nothing, bit for bit."""
+    case = norm_case((2, 8, 6, 6, 2), torch.float32, DEVICE, layout="channels_last")
+    alone = {**case, "x": case["x"][1:].contiguous(memory_format=torch.channels_last)}
+    assert torch.equal(norm(**case)[1:], norm(**alone))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"groups": 3}, "groups of one size"),
+        ({"weight": torch.ones(7)}, "weight is"),
+        ({"addend": torch.ones(1, 8)}, "addend is"),
+        ({"x": torch.ones(2, 8, 4)}, "takes"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(norm, change, reason):
+    """Before anything is read out of bounds."""
+    case = norm_case((2, 8, 4, 4, 2), torch.float32, "cpu")
+    with pytest.raises(ValueError, match=reason):
+        norm(**{**case, **change})
+
+
+@fuzz
+@given(norm_cases(DEVICE))
+def test_forms_do_not_differ(case):
+    """All forms, on whatever hypothesis thinks of."""
+    for form in FORMS.values():
+        check_norm(form, case)
+
+
+def test_the_registry_chooses_by_shape():
+    """More elements than int32 offsets reach go to the reference; asked for by name they are refused."""
+    sizes = {"elements": 2**30 + 1, "group_channels": 10}
+    assert load("group_norm_silu", "cuda", torch.float16, **sizes) is reference.group_norm_silu
+    with pytest.raises(KernelError, match="takes elements up to 1073741824"):
+        load("group_norm_silu", "cuda", torch.float16, "triton", **sizes)
+    fits = load("group_norm_silu", "cuda", torch.float16, elements=2**30, group_channels=10)
+    assert fits is triton_impl.group_norm_silu

@@ -1,0 +1,81 @@
+"""Residuals onto skips: every form against fp64, in place, in every pair of layouts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait_kernels.registry import KernelError, load
+from plait_kernels.residual_add import reference, triton_impl
+from support.kernels import DTYPES, ROW_SHAPES, check_residuals, fuzz, residual_case
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FORMS = {"reference": reference.residual_add_, "triton": triton_impl.residual_add_}
+
+
+@pytest.fixture(params=FORMS)
+def residual_add_(request: pytest.FixtureRequest):
+    """Every form."""
+    return FORMS[request.param]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ROW_SHAPES, ids=str)
+def test_every_form_is_the_formula(residual_add_, shape, dtype):
+    """One rounding from fp64, for none to four residuals."""
+    for count in range(5):
+        check_residuals(residual_add_, residual_case(shape, count, dtype, DEVICE))
+
+
+@pytest.mark.parametrize("layouts", ["cl", "lc", "ll"])
+def test_layouts_may_differ(residual_add_, layouts):
+    """Elements are matched by place, not by memory order."""
+    for shape in ((2, 4, 3, 5), (1, 3, 7, 2)):
+        check_residuals(residual_add_, residual_case(shape, 2, torch.float32, DEVICE, layouts=layouts))
+
+
+def test_only_the_rows_given_are_written(residual_add_):
+    """A request's rows are a slice of the batch's skip; the neighbours keep theirs."""
+    skip, residuals, scales = residual_case((6, 4, 3, 5), 2, torch.float32, DEVICE, layouts="ll")
+    kept = skip.clone()
+    check_residuals(residual_add_, (skip[2:4], [one[:2] for one in residuals], scales[:, :2]))
+    assert torch.equal(skip[:2], kept[:2])
+    assert torch.equal(skip[4:], kept[4:])
+    assert not torch.equal(skip[2:4], kept[2:4])
+
+
+def test_a_skip_with_gaps_is_written_too(residual_add_):
+    """Memory that is dense in no order."""
+    skip, residuals, scales = residual_case((2, 4, 3, 6), 1, torch.float32, DEVICE)
+    check_residuals(residual_add_, (skip[..., ::2], [one[..., ::2] for one in residuals], scales))
+
+
+def test_what_does_not_fit_is_refused(residual_add_):
+    """Another shape, or a scale too few."""
+    skip, residuals, scales = residual_case((2, 4, 3, 5), 2, torch.float32, DEVICE)
+    for case in ((skip, [residuals[0], residuals[1][:1]], scales), (skip, residuals, scales[:1])):
+        with pytest.raises(ValueError, match=r"does not fit|do not have"):
+            residual_add_(*case)
+
+
+def test_five_residuals_are_the_references():
+    """The kernel has four arguments for them: the registry knows, and the form says so itself."""
+    assert load("residual_add", "cuda", torch.float16, residuals=5) is reference.residual_add_
+    assert load("residual_add", "cuda", torch.float16, residuals=4) is triton_impl.residual_add_
+    with pytest.raises(KernelError, match="takes residuals up to 4"):
+        load("residual_add", "cuda", torch.float16, "triton", residuals=5)
+    with pytest.raises(ValueError, match="up to 4"):
+        triton_impl.residual_add_(*residual_case((1, 2), 5, torch.float32, DEVICE))
+
+
+@fuzz
+@given(
+    st.lists(st.integers(0, 9), min_size=4, max_size=4), st.integers(0, 4), st.sampled_from(DTYPES),
+    st.sampled_from(["cc", "cl", "lc", "ll"]), st.integers(0, 99),
+)  # fmt: skip
+def test_forms_do_not_differ(shape, count, dtype, layouts, seed):
+    """All forms on any shape."""
+    for form in FORMS.values():
+        check_residuals(form, residual_case(shape, count, dtype, DEVICE, layouts=layouts, seed=seed))

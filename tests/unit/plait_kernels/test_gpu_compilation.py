@@ -1,0 +1,74 @@
+"""Every Triton kernel compiles for a GPU, without one: the interpreter lets through what the compiler refuses.
+
+An argument that is 1 becomes a constant of the kernel, and a constant has no tensor's methods.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support.cluster import TESTS
+
+_PROGRAM = """
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import JITFunction
+
+TYPES = {torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16"}
+compiled = set()
+
+def run(self, *args, grid, warmup, **named):
+    given = {**dict(zip(self.arg_names, args)), **named}
+    signature, constants, divisible = {}, {}, {}
+    for i, parameter in enumerate(self.params):
+        value = given[parameter.name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[parameter.name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = TYPES[value.dtype]
+        else:
+            signature[parameter.name] = "i32" if isinstance(value, int) else "fp32"
+        if isinstance(value, int) and value and value % 16 == 0 and not parameter.is_constexpr:
+            divisible[(i,)] = [["tt.divisibility", 16]]
+    key = self.__name__, str(constants), str(signature)
+    if key not in compiled:
+        compile(ASTSource(self, signature, constants, divisible), target=GPUTarget("cuda", 90, 32))
+        compiled.add(key)
+
+JITFunction.run = run
+from plait_kernels.geglu import triton_impl as geglu
+from plait_kernels.group_norm_silu import triton_impl as norm
+from plait_kernels.guided_step import triton_impl as step
+from plait_kernels.residual_add import triton_impl as residual
+from support.kernels import geglu_input, norm_case, residual_case, step_case
+
+for shape, dtype in (((1, 2), torch.float32), ((4, 512), torch.bfloat16)):
+    geglu.geglu(geglu_input(shape, dtype, "cpu"))
+for shape in ((1, 1, 1, 1, 1), (2, 6, 1, 1, 3), (1, 320, 16, 16, 32)):
+    for layout in ("contiguous", "channels_last"):
+        norm.group_norm_silu(**norm_case(shape, torch.float16, "cpu", layout=layout, addend=True))
+norm.group_norm_silu(**norm_case((1, 8, 1, 2, 8), torch.float32, "cpu", layout="channels_last"), silu=False)
+for shape in ((1, 1), (2, 64)):
+    step.guided_step(*step_case(shape, torch.float16, "cpu"))
+    residual.residual_add_(*residual_case(shape, 4 // shape[0], torch.float16, "cpu"))
+print(len(compiled), *sorted({name for name, *_ in compiled}))
+"""
+
+
+def test_every_kernel_compiles(tmp_path: Path):
+    """For compute capability 9.0, at the sizes where arguments become constants."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", _PROGRAM], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, *kernels = done.stdout.split()
+    assert kernels == [
+        "_add", "_geglu", "_guided_step", "channel_statistics", "normalise_channels", "normalise_pixels",
+        "pixel_statistics",
+    ]  # fmt: skip

@@ -1,0 +1,158 @@
+"""Fused modules: diffusers' results, the same parameters, and nothing of what they do not understand."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from diffusers import ControlNetModel, UNet2DConditionModel
+from torch import nn
+
+from plait_serving.diffusion.denoisers import fused
+from plait_serving.diffusion.denoisers.fused import fuse_
+from support.tiny import randomise_zero_convolutions, seeded
+
+SDXL = {
+    "sample_size": 16,
+    "block_out_channels": (16, 32),
+    "layers_per_block": 2,
+    "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+    "attention_head_dim": (2, 4),
+    "use_linear_projection": True,
+    "transformer_layers_per_block": (1, 2),
+    "cross_attention_dim": 24,
+    "norm_num_groups": 8,
+}
+SD15 = {**SDXL, "use_linear_projection": False}
+UP = {"up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D")}
+
+
+def unet(config: dict[str, Any], **changes: Any) -> UNet2DConditionModel:
+    """A random UNet in eval mode, affine parameters of norms too."""
+    with seeded(0):
+        model = UNet2DConditionModel(**{**config, **UP, **changes}).eval().requires_grad_(requires_grad=False)
+        for module in model.modules():
+            if isinstance(module, nn.GroupNorm):
+                module.weight.normal_()
+                module.bias.normal_()
+    return model
+
+
+def inputs(rows: int = 2) -> dict[str, Any]:
+    """What both models take."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        "sample": torch.randn(rows, 4, 12, 16, generator=generator),
+        "timestep": torch.tensor([10, 700])[:rows],
+        "encoder_hidden_states": torch.randn(rows, 7, 24, generator=generator),
+    }
+
+
+@torch.inference_mode()
+def run(model: nn.Module, **more: Any) -> torch.Tensor:
+    """The model's output."""
+    return model(**inputs(), **more, return_dict=False)[0]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators that fused modules ask for."""
+    seen: list[str] = []
+    load: Callable[..., Any] = fused.load
+
+    def watched(op: str, *args: Any, **sizes: int) -> Any:
+        seen.append(op)
+        return load(op, *args, **sizes)
+
+    monkeypatch.setattr(fused, "load", watched)
+    return seen
+
+
+@pytest.mark.parametrize("config", [SDXL, SD15], ids=["linear", "convolution"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_a_fused_unet_predicts_what_diffusers_predicts(config, layout, calls):
+    """On the CPU through the references: the same numbers."""
+    model = unet(config).to(memory_format=layout)
+    twin = copy.deepcopy(model)
+    fusion = fuse_(twin)
+    expected, got = run(model), run(twin)
+    assert float((got - expected).abs().max()) <= 1e-6 * max(1.0, float(expected.abs().max()))
+    norms = sum(isinstance(module, nn.GroupNorm) for module in model.modules())
+    assert calls.count("group_norm_silu") == norms
+    assert calls.count("geglu") == sum(type(module).__name__ == "GEGLU" for module in model.modules()) > 0
+    assert fusion.modules > 0
+
+
+def test_a_fused_controlnet_answers_what_diffusers_answers(calls):
+    """Every residual."""
+    with seeded(0):
+        model = ControlNetModel(**{k: v for k, v in SDXL.items() if k != "sample_size"}).eval()
+        randomise_zero_convolutions(model)
+    twin = copy.deepcopy(model)
+    fuse_(twin)
+    with torch.inference_mode():
+        image = torch.rand(2, 3, 96, 128, generator=torch.Generator().manual_seed(2))
+        down, mid = model(**inputs(), controlnet_cond=image, return_dict=False)
+        fused_down, fused_mid = twin(**inputs(), controlnet_cond=image, return_dict=False)
+    for ours, theirs in zip((*fused_down, fused_mid), (*down, mid), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-6)
+    assert {"group_norm_silu", "geglu"} == set(calls)
+
+
+def test_parameters_keep_names_and_addresses():
+    """A merge in place is seen, a state dict loads."""
+    model = unet(SDXL)
+    before = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
+    plain = run(model)
+    fuse_(model)
+    assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == before
+    weight = model.get_parameter("down_blocks.1.attentions.0.transformer_blocks.0.ff.net.0.proj.weight")
+    with torch.inference_mode():
+        weight.mul_(3.0)
+        merged = run(model)
+        assert not torch.allclose(merged, plain, atol=1e-3)
+        weight.div_(3.0)
+    assert torch.allclose(run(model), plain, atol=1e-5)
+
+
+def test_switched_off_it_is_diffusers_bit_for_bit(calls):
+    """The knob `exact`, and whoever compares."""
+    model = unet(SD15)
+    plain = run(model)
+    fusion = fuse_(model)
+    fusion.enabled = False
+    assert torch.equal(run(model), plain)
+    assert calls == []
+
+
+def test_a_channels_last_skip_saves_the_copies():
+    """The transformer's output stays channels-last, as the convolutions around it want it."""
+    model = unet(SDXL).to(memory_format=torch.channels_last)
+    block = model.down_blocks[1].attentions[0]
+    x = torch.randn(2, 32, 6, 8).to(memory_format=torch.channels_last)
+    text = torch.randn(2, 7, 24)
+    with torch.inference_mode():
+        expected = block(x, encoder_hidden_states=text, return_dict=False)[0]
+        fuse_(model)
+        got = block(x, encoder_hidden_states=text, return_dict=False)[0]
+    assert torch.allclose(got, expected, atol=1e-6)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_blocks_of_another_kind_stay_as_they_are(calls):
+    """Scale-shift time embeddings and blocks that change the size are diffusers' own."""
+    model = unet(SDXL, resnet_time_scale_shift="scale_shift", resnet_skip_time_act=True)
+    twin = copy.deepcopy(model)
+    fuse_(twin)
+    assert not any(type(module).__name__ == "_FusedResnet" for module in twin.modules())
+    assert torch.allclose(run(twin), run(model), atol=1e-6)
+    assert "group_norm_silu" in calls
+
+
+def test_models_that_train_are_refused():
+    """The operators have no gradients."""
+    with pytest.raises(ValueError, match="eval mode"):
+        fuse_(unet(SDXL).train())
