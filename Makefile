@@ -5,11 +5,12 @@ CONFIG ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup serve test test-slow demo check bench starter clean
+.PHONY: setup setup-kernels serve test test-slow demo check bench starter clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   .venv with everything in it (says first what it downloads)"
+	@echo "make setup-kernels  Triton, too (190 MB): with it 'make test' runs the GPU kernels in an interpreter"
 	@echo "make serve   set up, then the server on 127.0.0.1:8000   [CONFIG=plait.yaml]"
 	@echo "make demo    set up, start, make images into out/demo, stop"
 	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
@@ -22,6 +23,10 @@ help:
 	$(PYTHON) deploy/setup_env.py --python $(PYTHON) --pip-args="$(PIP_ARGS)"
 
 setup: .venv/.ready
+
+setup-kernels: setup
+	$(BIN)/python -c "import triton" 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e ".[dev,kernels]"
 
 serve: setup
 	$(BIN)/plait serve $(CONFIG)
