@@ -29,10 +29,14 @@ class ExecutorError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One input. `shape` has None where the size may vary from call to call; the first axis is the rows."""
+    """One input. `shape` has None where the size may vary from call to call; the first axis is the rows.
+
+    Floating inputs are computed as float32; others (int64, bool) are taken as they are.
+    """
 
     name: str
     shape: tuple[int | None, ...]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
