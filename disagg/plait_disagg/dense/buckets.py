@@ -39,9 +39,10 @@ def pays_from(bucket: Bucket, *, program_s: float, torch_least_s: float, torch_m
     """Return the number of rows from which a bucket's program is faster than torch, or None if it never is.
 
     A program takes `program_s` however many rows of the bucket there are. torch takes `torch_least_s` for the fewest,
-    `torch_most_s` for the most, and linearly more between.
+    `torch_most_s` for the most, and linearly more between; more for fewer is noise, and then counts for nothing.
     """
     program_s /= _MARGIN
+    torch_least_s = min(torch_least_s, torch_most_s)
     if program_s <= torch_least_s:
         return bucket.fewest_rows
     if program_s > torch_most_s:
