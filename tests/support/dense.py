@@ -16,7 +16,7 @@ def programs_win(*, torch_s: float = 2.0) -> Iterator[None]:
     def medians(runs: Mapping[str, Callable[[], object]]) -> dict[str, float]:
         for run in runs.values():
             run()
-        return {"program": 1.0, "least": torch_s, "most": torch_s}
+        return {"program": 1.0, "smallest": torch_s, "largest": torch_s}
 
     with mock.patch.object(prepared, "medians", medians):
         yield

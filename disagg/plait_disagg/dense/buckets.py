@@ -35,17 +35,17 @@ def bucket_of(users: int, rows: int, threads: int) -> Bucket:
     return Bucket(filled_up(users), filled_up(rows), threads)
 
 
-def pays_from(bucket: Bucket, *, program_s: float, torch_least_s: float, torch_most_s: float) -> int | None:
+def pays_from(bucket: Bucket, *, program_s: float, torch_min_s: float, torch_max_s: float) -> int | None:
     """Return the number of rows from which a bucket's program is faster than torch, or None if it never is.
 
-    A program takes `program_s` however many rows of the bucket there are. torch takes `torch_least_s` for the fewest,
-    `torch_most_s` for the most, and linearly more between; more for fewer is noise, and then counts for nothing.
+    A program takes `program_s` however many rows of the bucket there are. torch takes `torch_min_s` for the fewest,
+    `torch_max_s` for the most, and linearly more between; more for fewer is noise, and then counts for nothing.
     """
     program_s /= _MARGIN
-    torch_least_s = min(torch_least_s, torch_most_s)
-    if program_s <= torch_least_s:
+    torch_min_s = min(torch_min_s, torch_max_s)
+    if program_s <= torch_min_s:
         return bucket.fewest_rows
-    if program_s > torch_most_s:
+    if program_s > torch_max_s:
         return None
-    share = (program_s - torch_least_s) / (torch_most_s - torch_least_s)
+    share = (program_s - torch_min_s) / (torch_max_s - torch_min_s)
     return bucket.fewest_rows + round(share * (bucket.rows - bucket.fewest_rows) + 0.5)

@@ -28,9 +28,9 @@ __all__ = ["DensePrograms"]
 _log = logging.getLogger(__name__)
 
 _CALLS_BEFORE_TRYING = 3
-_MOST_BUCKETS = 64
-_MOST_BYTES = 1 << 30
-_MOST_BYTES_OF_ONE = 1 << 28
+_MAX_BUCKETS = 64
+_MAX_BYTES = 1 << 30
+_MAX_BYTES_OF_ONE = 1 << 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,30 +114,30 @@ class DensePrograms:
 
     def _chosen(self, bucket: Bucket, example: Given) -> _Choice:
         nbytes = _bytes_of(self._compiled.program.nodes, bucket) + self._compiled.constant_bytes
-        if nbytes > _MOST_BYTES_OF_ONE:
+        if nbytes > _MAX_BYTES_OF_ONE:
             return _Choice()
-        least, most = (resized(self._ports, example, *size) for size in sizes(bucket))
-        program = self._program(bucket, most)
-        for probe in (least, most, noise_like(least), noise_like(most, seed=1)):
+        smallest, largest = (resized(self._ports, example, *size) for size in sizes(bucket))
+        program = self._program(bucket, largest)
+        for probe in (smallest, largest, noise_like(smallest), noise_like(largest, seed=1)):
             rows = next(len(probe[port.name]) for port in self._ports if port.rows == "item")
             made = program.run([probe[name] for name in self._names])
             got = {name: value[:rows] for name, value in zip(self._outputs, made, strict=True)}
-            apart = difference(got, self._compiled(probe))
-            if not apart <= TOLERANCE:
-                raise ExecutorError(f"for {rows} rows openvino differs by {apart:.2g}")
+            found = difference(got, self._compiled(probe))
+            if not found <= TOLERANCE:
+                raise ExecutorError(f"for {rows} rows openvino differs by {found:.2g}")
         runs = {
-            "program": lambda: program.run([most[name] for name in self._names]),
-            "least": lambda: self._compiled(least),
-            "most": lambda: self._compiled(most),
+            "program": lambda: program.run([largest[name] for name in self._names]),
+            "smallest": lambda: self._compiled(smallest),
+            "largest": lambda: self._compiled(largest),
         }
         taken_s = medians(runs)
         first = pays_from(
-            bucket, program_s=taken_s["program"], torch_least_s=taken_s["least"], torch_most_s=taken_s["most"]
+            bucket, program_s=taken_s["program"], torch_min_s=taken_s["smallest"], torch_max_s=taken_s["largest"]
         )
         _log.info(
             "up to %d rows of %d users on %d threads: openvino %.0f us, torch %.0f to %.0f us; %s",
-            bucket.rows, bucket.users, bucket.threads, taken_s["program"] * 1e6, taken_s["least"] * 1e6,
-            taken_s["most"] * 1e6, "torch" if first is None else f"openvino from {first} rows on",
+            bucket.rows, bucket.users, bucket.threads, taken_s["program"] * 1e6, taken_s["smallest"] * 1e6,
+            taken_s["largest"] * 1e6, "torch" if first is None else f"openvino from {first} rows on",
         )  # fmt: skip
         return _Choice() if first is None else _Choice(program, first, nbytes)
 
@@ -156,7 +156,7 @@ class DensePrograms:
         """Take a choice; forget the oldest ones if there are too many."""
         self._choices[bucket] = choice
         while (
-            len(self._choices) > _MOST_BUCKETS or sum(each.bytes for each in self._choices.values()) > _MOST_BYTES
+            len(self._choices) > _MAX_BUCKETS or sum(each.bytes for each in self._choices.values()) > _MAX_BYTES
         ) and len(self._choices) > 1:
             self._choices.popitem(last=False)
 

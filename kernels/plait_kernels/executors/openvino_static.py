@@ -18,7 +18,7 @@ from plait_kernels.executors.conversion import convert
 from plait_kernels.executors.openvino_core import core
 from plait_kernels.executors.openvino_executor import OpenVinoSettings
 
-_MOST_VIEWS = 256
+_MAX_VIEWS = 256
 
 
 class StaticPrograms:
@@ -86,7 +86,7 @@ class StaticProgram:
         """Return the inputs' memory as far as so many rows reach; slicing costs as much as copying."""
         found = self._views.get(rows)
         if found is None:
-            if len(self._views) >= _MOST_VIEWS:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             cut = [memory[:count] for memory, count in zip(self._inputs, rows, strict=True)]
             found = self._views[rows] = cut

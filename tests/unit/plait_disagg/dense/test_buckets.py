@@ -36,14 +36,14 @@ def test_buckets_of_other_threads_differ():
 def test_a_program_pays_from_where_torch_takes_longer(program_s, wanted):
     """By the line between torch's two times."""
     bucket = Bucket(1, 64, 1)
-    assert pays_from(bucket, program_s=program_s, torch_least_s=1.0, torch_most_s=2.0) == wanted
+    assert pays_from(bucket, program_s=program_s, torch_min_s=1.0, torch_max_s=2.0) == wanted
 
 
 def test_a_program_is_never_chosen_where_torch_is_faster_by_the_same_line():
     """For every number of rows of a bucket: chosen exactly if it takes at most .95 of torch's time there."""
     bucket = bucket_of(1, 100, 1)
     for program_s in (0.9, 1.2, 1.7, 2.6):
-        first = pays_from(bucket, program_s=program_s, torch_least_s=1.0, torch_most_s=2.5)
+        first = pays_from(bucket, program_s=program_s, torch_min_s=1.0, torch_max_s=2.5)
         for rows in range(bucket.fewest_rows, bucket.rows + 1):
             share = (rows - bucket.fewest_rows) / (bucket.rows - bucket.fewest_rows)
             torch_s = 1.0 + 1.5 * share
@@ -55,9 +55,9 @@ def test_a_program_is_never_chosen_where_torch_is_faster_by_the_same_line():
 
 def test_torch_slower_for_few_rows_than_for_many_is_no_division_by_zero():
     """Noise: the line may fall."""
-    assert pays_from(Bucket(1, 64, 1), program_s=1.0, torch_least_s=2.0, torch_most_s=2.0) == 49
-    assert pays_from(Bucket(1, 64, 1), program_s=2.0, torch_least_s=2.0, torch_most_s=2.0) is None
-    assert pays_from(Bucket(1, 64, 1), program_s=2.0, torch_least_s=3.0, torch_most_s=1.0) is None
+    assert pays_from(Bucket(1, 64, 1), program_s=1.0, torch_min_s=2.0, torch_max_s=2.0) == 49
+    assert pays_from(Bucket(1, 64, 1), program_s=2.0, torch_min_s=2.0, torch_max_s=2.0) is None
+    assert pays_from(Bucket(1, 64, 1), program_s=2.0, torch_min_s=3.0, torch_max_s=1.0) is None
 
 
 class Clock:

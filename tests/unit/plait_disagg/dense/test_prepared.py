@@ -166,7 +166,7 @@ class TestChoice:
 
     def test_below_the_rows_from_which_it_pays_torch_runs(self, tower, monkeypatch):
         """Between 49 and 64 rows torch takes 1 to 2 s: a program of 1.5 s pays from 58 on."""
-        monkeypatch.setattr(prepared, "medians", lambda runs: {"program": 1.5, "least": 1.0, "most": 2.0})
+        monkeypatch.setattr(prepared, "medians", lambda runs: {"program": 1.5, "smallest": 1.0, "largest": 2.0})
         half = half_of(tower.package)
         for _ in range(3):
             run(half, tower, 64)
@@ -195,7 +195,7 @@ class TestChoice:
 
     def test_few_programs_are_kept(self, tower, monkeypatch):
         """The oldest goes; it is tried again when it recurs."""
-        monkeypatch.setattr(prepared, "_MOST_BUCKETS", 2)
+        monkeypatch.setattr(prepared, "_MAX_BUCKETS", 2)
         half = half_of(tower.package)
         with programs_win():
             for rows in (4, 8, 16, 4):
@@ -206,7 +206,8 @@ class TestChoice:
         assert len(half.programs._choices) == 2
 
     def test_what_would_take_too_much_memory_stays_with_torch(self, tower, monkeypatch):
-        monkeypatch.setattr(prepared, "_MOST_BYTES_OF_ONE", 1000)
+        """By an estimate from the shapes: nothing is converted."""
+        monkeypatch.setattr(prepared, "_MAX_BYTES_OF_ONE", 1000)
         half = half_of(tower.package)
         with programs_win():
             for _ in range(5):
@@ -234,6 +235,8 @@ class TestFallback:
         assert reason in said[0]
 
     def test_a_conversion_that_fails(self, tower, monkeypatch, caplog):
+        """It is not tried again for other sizes."""
+
         def fail(computation):
             raise ExecutorError("conversion failed: no such operator")
 
@@ -257,6 +260,7 @@ class TestFallback:
         assert half.programs.batches == 0
 
     def test_a_program_that_fails_while_it_serves(self, tower, monkeypatch, caplog):
+        """The batch is answered all the same."""
         half = half_of(tower.package)
         with programs_win():
             for _ in range(4):
@@ -270,6 +274,7 @@ class TestFallback:
         self.check(half, tower, caplog, "out of memory")
 
     def test_without_openvino(self, tower, monkeypatch):
+        """Nothing is tried."""
         monkeypatch.setattr(prepared, "available", lambda: False)
         half = half_of(tower.package)
         for _ in range(5):

@@ -59,6 +59,7 @@ def program(module):
 
 @pytest.mark.parametrize("rows", [8, 5, 1])
 def test_it_computes_what_the_module_does_for_all_rows_and_fewer(program, module, rows):
+    """Outputs have all rows; those of the call are right."""
     given = inputs(rows, seed=rows)
     for got, wanted in zip(program.run(given), module(*given), strict=True):
         torch.testing.assert_close(got[:rows], wanted, rtol=1e-5, atol=1e-6)
@@ -73,6 +74,7 @@ def test_rows_of_an_earlier_call_do_not_reach_a_later_one(program, module):
 
 
 def test_an_answer_is_the_callers_own_unless_it_wants_none(program):
+    """A later call changes only what was not copied."""
     first = program.run(inputs(8))[0]
     kept = first.clone()
     shared = program.run(inputs(8, seed=1), copy=False)[0]
@@ -84,6 +86,7 @@ def test_an_answer_is_the_callers_own_unless_it_wants_none(program):
 
 
 def test_factors_and_other_numbers_of_inputs_are_refused(program):
+    """By name, before anything runs."""
     with pytest.raises(ExecutorError, match="no factors"):
         program.run(inputs(8), RowFactors(rows=8, by_path={}))
     with pytest.raises(ValueError, match="argument"):
@@ -105,11 +108,13 @@ def test_outputs_without_a_fixed_shape_are_refused():
 
 
 def test_a_failed_compilation_is_an_executor_error(module):
+    """For example shapes that do not fit."""
     with pytest.raises(ExecutorError, match="compiling failed"):
         StaticPrograms(computation(module)).compile([(1, 4), (8, 7), (8,), (8,)], ONE)
 
 
 def test_row_counts_are_few_and_have_no_gaps():
+    """Every number belongs to one of them."""
     counts = sorted({filled_up(rows) for rows in range(1, 1025)})
     assert counts == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
     for before, count in zip([0, *counts], counts, strict=False):
