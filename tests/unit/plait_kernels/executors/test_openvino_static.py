@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +123,16 @@ def test_row_counts_are_few_and_have_no_gaps():
     assert counts == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
     for before, count in zip([0, *counts], counts, strict=False):
         assert fewest(count) == before + 1
+
+
+def test_openvino_reports_nothing_and_starts_nothing():
+    """Its import would fork this process from another thread to send a message."""
+    script = (
+        "import os, sys, threading; os.fork = lambda: print('forked');"
+        "from plait_kernels.executors.openvino_core import core; core();"
+        "print(threading.active_count(), sys.modules['openvino_telemetry'])"
+    )
+    made = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env={**os.environ, "CI": ""}
+    )
+    assert made.stdout == "1 None\n"
