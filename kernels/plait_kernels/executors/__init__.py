@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
-from plait_kernels.executors import no_telemetry as _no_telemetry  # noqa: F401 - before any other import of openvino
+import plait_kernels.executors.no_telemetry  # noqa: F401 - before any import of openvino
 
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros.
