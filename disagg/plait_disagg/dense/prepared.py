@@ -7,7 +7,7 @@ replaces cannot be computed with the weights of before.
 from __future__ import annotations
 
 import logging
-import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +28,9 @@ __all__ = ["DensePrograms"]
 _log = logging.getLogger(__name__)
 
 _CALLS_BEFORE_TRYING = 3
+_REST = 9.0
+"""A trial is followed by a rest of so many times its length: trials take a tenth of a core from what is served."""
+
 _MAX_BUCKETS = 64
 _MAX_BYTES = 1 << 30
 _MAX_BYTES_OF_ONE = 1 << 28
@@ -45,17 +48,24 @@ class _Choice:
 class DensePrograms:
     """Prepared programs of `compiled`, whose constants are on the CPU, by bucket."""
 
-    def __init__(self, compiled: Compiled, *, start: Callable[[str, Callable[[], None]], object] = background.start):
-        """Prepare nothing yet: what recurs is prepared, on threads that `start` starts."""
+    def __init__(
+        self,
+        compiled: Compiled,
+        *,
+        start: Callable[[str, Callable[[], None]], object] = background.start,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare nothing yet: what recurs is prepared, on threads that `start` starts, one after the other."""
         self._compiled = compiled
         self._ports = compiled.program.inputs
         self._names = tuple(port.name for port in self._ports)
         self._outputs = tuple(name for name, _ in compiled.program.outputs)
         self._start = start
+        self._clock = clock
+        self._next_try_s = float("-inf")
         self._choices: OrderedDict[Bucket, _Choice] = OrderedDict()
         self._seen: dict[Bucket, int] = {}
         self._converted: dict[bool, object] = {}
-        self._lock = threading.Lock()
         self._trying = False
         self._refused = not available()
         self.batches = 0
@@ -84,7 +94,9 @@ class DensePrograms:
     def _saw(self, bucket: Bucket, given: Given) -> None:
         """Count a bucket's calls; try a program once it recurs and no other is being tried."""
         calls = self._seen[bucket] = self._seen.get(bucket, 0) + 1
-        if calls < _CALLS_BEFORE_TRYING or self._trying or background.is_ending():
+        if calls < _CALLS_BEFORE_TRYING or self._trying:
+            return
+        if self._clock() < self._next_try_s or background.is_ending():
             return
         with torch.inference_mode(mode=False):  # copies that may be traced; what crossed belongs to its message
             example = {name: given[name].clone() for name in self._names}
@@ -101,6 +113,7 @@ class DensePrograms:
     # On the thread of a trial, which ends with it.
 
     def _try(self, bucket: Bucket, example: Given) -> None:
+        began_s = self._clock()
         try:
             set_threads(bucket.threads)
             lower_priority()
@@ -110,6 +123,8 @@ class DensePrograms:
             self._give_up(error)
         finally:
             self._seen.pop(bucket, None)
+            now_s = self._clock()
+            self._next_try_s = now_s + _REST * (now_s - began_s)
             self._trying = False
 
     def _chosen(self, bucket: Bucket, example: Given) -> _Choice:

@@ -18,7 +18,7 @@ TOLERANCE = 5e-6
 within 1e-5 of the whole model's, and cutting it moves them by 1e-6."""
 
 _TURNS, _CALLS = 20, 4
-_FEWEST_TURNS, _MAX_S = 2, 0.4
+_FEWEST_TURNS, _MAX_S = 2, 0.15
 """The time after which a trial has seen enough, if there were so many turns."""
 
 Given = Mapping[str, torch.Tensor]

@@ -86,7 +86,7 @@ def test_a_trial_takes_turns_and_leaves_out_the_first_call_of_each():
     clock = Clock()
     taken_s = medians({"a": clock.taking("a", 9.0, 1.0, 1.0, 1.2, 1.4), "b": clock.taking("b", 5.0)}, clock)
     assert taken_s == pytest.approx({"a": 1.1, "b": 5.0})
-    assert clock.order == (["a"] * 5 + ["b"] * 5) * 2  # 0.4 s are long over after two turns
+    assert clock.order == (["a"] * 5 + ["b"] * 5) * 2  # 0.15 s are long over after two turns
 
 
 def test_a_quick_trial_ends_after_a_fixed_number_of_turns():

@@ -108,6 +108,7 @@ def one_thread(monkeypatch):
     """Trials set their thread's number, and lower its priority for good: not here."""
     monkeypatch.setattr(prepared, "set_threads", lambda threads: None)
     monkeypatch.setattr(prepared, "lower_priority", lambda: None)
+    monkeypatch.setattr(prepared, "_REST", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -192,6 +193,29 @@ class TestChoice:
                 for _ in range(3):
                     run(half, tower, 8)
         assert seen == [1, 2]
+
+    def test_trials_rest_for_nine_times_their_length(self, tower, monkeypatch):
+        """By the clock: one of two seconds, then nothing for 18."""
+        now_s, tried = [100.0], []
+        monkeypatch.setattr(prepared, "_REST", 9.0)
+
+        def start(name, work):
+            tried.append(now_s[0])
+            work()
+
+        def medians(runs):
+            now_s[0] += 2.0
+            return {"program": 1.0, "smallest": 2.0, "largest": 2.0}
+
+        monkeypatch.setattr(prepared, "medians", medians)
+        half = half_of(tower.package)
+        half.programs._start, half.programs._clock = start, lambda: now_s[0]
+        for _ in range(30):
+            for rows in (4, 8):
+                run(half, tower, rows)
+            now_s[0] += 1.0
+        assert len(tried) == 2
+        assert tried[1] >= tried[0] + 2.0 + 18.0
 
     def test_few_programs_are_kept(self, tower, monkeypatch):
         """The oldest goes; it is tried again when it recurs."""
