@@ -71,7 +71,7 @@ class DenseOnly(Workload):
         """Open the module or the half here."""
         if system in (EAGER, COMPILED):
             module = _dense_module(self._model, self._request)
-            yield _Calls(torch.compile(module, dynamic=False) if system == COMPILED else module)
+            yield _DenseCalls(torch.compile(module, dynamic=False) if system == COMPILED else module)
         elif system == OURS and not available():
             raise SystemUnavailable("openvino is not installed")
         else:
@@ -79,7 +79,7 @@ class DenseOnly(Workload):
 
     def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
         """Compare all scores with the module's."""
-        made = {name: each.run() for name, each in subjects.items() if isinstance(each, _Calls)}
+        made = {name: each.run() for name, each in subjects.items() if isinstance(each, _DenseCalls)}
         for name, scores in made.items():
             worst = float((scores - next(iter(made.values()))).abs().max())
             if not worst <= _TOLERANCE:
@@ -88,7 +88,7 @@ class DenseOnly(Workload):
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _DenseCalls:
     """Implements `Subject`: calls of something that returns the scores."""
 
     call: Callable[[], torch.Tensor]
@@ -115,10 +115,10 @@ class _Calls:
         return [Reading(metric=METRIC, value=statistics.median(taken_us))]
 
 
-def _half(package: Package, request: RankRequest, *, prepares: bool) -> _Calls:
+def _half(package: Package, request: RankRequest, *, prepares: bool) -> _DenseCalls:
     half: CompiledDense = package.dense(prepares=prepares)
     crossing, candidates = package.sparse().run([request]), [request.candidates]
-    return _Calls(lambda: next(iter(half.run(crossing, candidates).values())), background.wait)
+    return _DenseCalls(lambda: next(iter(half.run(crossing, candidates).values())), background.wait)
 
 
 def _dense_module(model: str, request: RankRequest) -> _OnGivenRows:
