@@ -183,6 +183,7 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="latency_p50_us",
         ratio_title="split by whole",
     ),
+    "dense": TableSpec(bench="disagg", metrics={"dense_p50_us": "us, median"}, ratio="dense_p50_us", ratio_title=_OURS),
     "serve-one-by-one": TableSpec(
         bench="disagg",
         metrics={"latency_p50_ms": "ms, median", "latency_p99_ms": "ms, p99"},

@@ -68,7 +68,7 @@ def compose(
     server, sources = args.server, rank_sources or {}
     engine = None if source is None or args.images is None else _engine(args.images, source, drain_s=server.drain_s)
     ranking = {
-        name: _rank_model(name, section, sources.get(name) or PackageSource(section.folder))
+        name: _rank_model(name, section, sources.get(name) or PackageSource(section.folder, executor=section.executor))
         for name, section in args.ranking_models.items()
     }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(

@@ -195,9 +195,19 @@ def _outcome(step: Callable[[], None]) -> Exception | None:
 class ServedPackage:
     """The package at ``folder``, cut in two: HNs named hn0, hn1, ... and CNs, each with halves of its own."""
 
-    def __init__(self, rig: Rig, folder: Path, *, cns: int = 1, hns: int = 1, knobs: WorkerKnobs = ALONE) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        folder: Path,
+        *,
+        cns: int = 1,
+        hns: int = 1,
+        knobs: WorkerKnobs = ALONE,
+        prepares: bool = False,
+    ) -> None:
         self.rig = rig
         self.folder = folder
+        self.prepares = prepares
         self.knobs = knobs
         self.package = open_package(folder)
         self.names = [f"hn{number}" for number in range(hns)]
@@ -211,7 +221,7 @@ class ServedPackage:
 
     def hn(self, name: str) -> tuple[HnWorker, Refresher]:
         """An HN that listens under the name, as one that starts now would come up."""
-        live = open_live(self.folder, sparse=False, dense=True)
+        live = open_live(self.folder, sparse=False, dense=True, prepares=self.prepares)
         earlier = {version: half for version, half in live.dense.items() if version != live.dense_version}
         found: list[Refresher] = []
         worker = HnWorker(

@@ -59,6 +59,7 @@ class Compiled:
         self.program = program
         self._inputs = tuple(port.name for port in program.inputs)
         self._outputs = tuple(name for name, _ in program.outputs)
+        self._module = module
         self._forward = module.forward
         self._constants = tuple(constants)
 
@@ -67,6 +68,16 @@ class Compiled:
         with torch.inference_mode():
             made = self._forward(*[tensors[name] for name in self._inputs], *self._constants)
         return dict(zip(self._outputs, made, strict=True))
+
+    @property
+    def constant_bytes(self) -> int:
+        """The bytes of its constants."""
+        return sum(constant.nbytes for constant in self._constants)
+
+    def as_module(self) -> nn.Module:
+        """Return a module over its inputs, in their order, that returns a tuple of its outputs. It shares the
+        constants."""
+        return _Standalone(self._module, self._constants)
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> Self:
         """Return the same program with those of `constants` that it reads in place of its own; this one is unchanged.
@@ -131,6 +142,19 @@ def tile_rows(x: torch.Tensor, user_of: torch.Tensor, copy: bool = False) -> tor
     if x.shape[0] == 1 and not copy:
         return x.expand(user_of.shape[0], *x.shape[1:])
     return x.index_select(0, user_of)
+
+
+class _Standalone(nn.Module):
+    """A program's module with its constants as buffers."""
+
+    def __init__(self, module: fx.GraphModule, constants: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._compute = module.forward  # no submodule: tracing would name its constants after it
+        for index, constant in enumerate(constants):
+            self.register_buffer(f"c{index}", constant, persistent=False)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(self._compute(*inputs, *self._buffers.values()))
 
 
 class _Stage(nn.Module):

@@ -3,13 +3,20 @@
     linear(cat([u, v]), W, b)  =  tile(linear(u, W_u, b)) + linear(v, W_v)        W = [W_u, W_v] by columns
 
 In a DLRM with interaction *cat* most columns of the first top layer are the user's, and they are the same for all
-candidates. The sum is rounded in another order (a difference of about 1e-6), so an exact program is left unchanged.
+candidates. Attention over a user's history, as DIN's, reads more of the kind: a candidate's own vector v repeated along
+the T steps, and differences to the steps h. There the layer is taken apart further, and v is multiplied once:
+
+    linear(cat([h, v, h - v, h * v]), [A, B, C, D], b)  =  linear(h, A + C, b)  +  linear(h * v, D)  +  linear(v, B - C)
+
+The sum is rounded in another order (a difference of about 1e-6), so an exact program is left unchanged.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -17,6 +24,8 @@ from plait_disagg.graph.edit import live
 from plait_disagg.graph.program import TILE, USER_OF, Arg, Node, Port, Program, Ref, Rows
 
 __all__ = ["factor_linears"]
+
+_EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 
 
 def factor_linears(program: Program, constants: Mapping[str, torch.Tensor]) -> tuple[Program, dict[str, torch.Tensor]]:
@@ -28,18 +37,24 @@ def factor_linears(program: Program, constants: Mapping[str, torch.Tensor]) -> t
     return factored, {port.name: work.constants[port.name] for port in factored.constants}
 
 
+Columns: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Columns of a weight, added up: sign, start and end of each block."""
+
+_Side = Literal["user", "narrow", "item"]
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """The parts of a cat that belong to one side, and their columns of the weight."""
+    """The values that one side's layer reads, and the columns of the weight that each meets."""
 
-    rows: Rows
+    side: _Side
     parts: tuple[Ref, ...]
-    columns: tuple[tuple[int, int], ...]
+    columns: tuple[Columns, ...]
 
     @property
     def width(self) -> int:
         """Number of columns."""
-        return sum(end - start for start, end in self.columns)
+        return sum(blocks[0][2] - blocks[0][1] for blocks in self.columns)
 
 
 @dataclass
@@ -54,74 +69,105 @@ class _LinearFactoring:
         self.shapes |= {node.name: node.shape for node in self.program.nodes}
 
     def replaced(self, node: Node) -> tuple[Node, ...]:
-        """Return what replaces `node`: itself, or the two shares, a tile and their sum (under the node's name)."""
+        """Return what replaces `node`: itself, or its shares, a tile and their sum (under the node's name)."""
         shares = self._shares(node)
-        if shares is None:
+        if len(shares) < 2:
             return (node,)
-        user, item = shares
+        made: list[Node] = []
+        addends: list[Ref] = []
         bias = node.args[2] if len(node.args) > 2 else None
-        user_nodes = self._linear(node, user, bias)
-        item_nodes = self._linear(node, item, None)
-        tiled = replace(node, name=f"{node.name}:user:tiled", op=TILE, args=(Ref(f"{node.name}:user"), Ref(USER_OF)))
-        addends: tuple[Arg, ...] = (Ref(tiled.name), Ref(f"{node.name}:item"))
-        return (*user_nodes, *item_nodes, tiled, replace(node, op="aten.add.Tensor", args=addends))
+        for share in shares:
+            made += self._linear(node, share, bias)
+            addends.append(Ref(made[-1].name))
+            bias = None
+            if share.side == "user":
+                tiled = replace(node, name=f"{made[-1].name}:tiled", op=TILE, args=(addends[-1], Ref(USER_OF)))
+                made.append(tiled)
+                addends[-1] = Ref(tiled.name)
+        total = addends[0]
+        for number, addend in enumerate(addends[1:], start=2):
+            name = node.name if number == len(addends) else f"{node.name}:sum"
+            made.append(replace(node, name=name, op="aten.add.Tensor", args=(total, addend)))
+            total = Ref(name)
+        return tuple(made)
 
-    def _shares(self, node: Node) -> tuple[_Share, _Share] | None:
-        """Return the user's and the candidates' share of a linear layer over a cat of both along its last dimension."""
+    def _shares(self, node: Node) -> list[_Share]:
+        """Return the shares of a linear layer over a cat along its last dimension; one or none: not to be factored."""
         if node.op != "aten.linear.default" or node.rows != "item" or not isinstance(node.args[0], Ref):
-            return None
+            return []
         cat = self.nodes.get(node.args[0].name)
         if cat is None or cat.op != "aten.cat.default" or not isinstance(cat.args[0], tuple):
-            return None
+            return []
         dim = cat.args[1] if len(cat.args) > 1 else 0
         if not isinstance(dim, int) or dim % len(cat.shape) != len(cat.shape) - 1:
-            return None
-        parts, columns, start = [], [], 0
+            return []
+        found: dict[_Side, dict[str, Columns]] = {"user": {}, "item": {}, "narrow": {}}
+        start = 0
         for part in cat.args[0]:
             assert isinstance(part, Ref)
             end = start + self.shapes[part.name][-1]
-            parts.append(part)
-            columns.append((start, end))
+            for side, source, sign in self._terms(part):
+                found[side][source] = (*found[side].get(source, ()), (sign, start, end))
             start = end
-        untiled = [self._untiled(part) for part in parts]
-        user = [(ref, span) for ref, span in zip(untiled, columns, strict=True) if ref is not None]
-        item = [(part, span) for part, ref, span in zip(parts, untiled, columns, strict=True) if ref is None]
-        if not user or not item:
-            return None
-        return _share("user", user), _share("item", item)
+        return [
+            _Share(side, tuple(map(Ref, sources)), tuple(sources.values()))
+            for side, sources in found.items()
+            if sources
+        ]
 
-    def _untiled(self, part: Ref) -> Ref | None:
-        """Return the user-side value that `part` repeats, or None if it is a candidate's own."""
+    def _terms(self, part: Ref, sign: int = 1) -> list[tuple[_Side, str, int]]:
+        """Return what `part` is a sum of: side, source and sign. A difference of candidates' own values is one term."""
         node = self.nodes.get(part.name)
-        if node is None or node.op != TILE or node.kwargs.get("copy"):
-            return None
-        source = node.args[0]
-        return source if isinstance(source, Ref) else None
+        if node is None:
+            return [("item", part.name, sign)]
+        source = node.args[0] if node.args else None
+        if not isinstance(source, Ref):
+            return [("item", part.name, sign)]
+        if node.op == TILE and not node.kwargs.get("copy"):
+            return [("user", source.name, sign)]
+        if node.op in _EXPANDS and self._is_narrow(source, node):
+            return [("narrow", source.name, sign)]
+        if node.op == "aten.sub.Tensor" and not node.kwargs:
+            _, other = node.args
+            if isinstance(other, Ref) and self.shapes.get(other.name) == self.shapes.get(source.name) == node.shape:
+                terms = [*self._terms(source, sign), *self._terms(other, -sign)]
+                if all(side != "item" for side, _, _ in terms):
+                    return terms
+        return [("item", part.name, sign)]
+
+    def _is_narrow(self, source: Ref, expanded: Node) -> bool:
+        """Return whether a candidate's value (rows, 1, width) was repeated along its middle dimension only."""
+        made_by, shape = self.nodes.get(source.name), self.shapes.get(source.name, ())
+        is_item = made_by is not None and made_by.rows == "item"
+        wanted = (*expanded.shape[:1], 1, *expanded.shape[2:])
+        return is_item and len(expanded.shape) == 3 and shape == wanted and expanded.shape[1] != 1
 
     def _linear(self, node: Node, share: _Share, bias: Arg) -> tuple[Node, ...]:
         """Return a linear layer over one share, preceded by a cat if it has several parts."""
         weight = node.args[1]
         assert isinstance(weight, Ref)
-        name = f"{node.name}:{share.rows}"
+        name = f"{node.name}:{share.side}"
+        rows: Rows = "user" if share.side == "user" else "item"
         columns = f"{name}:weight"  # not by the weight: another layer may share it and cut it elsewhere
         self._add_columns(columns, self.constants[weight.name], share)
         before: tuple[Node, ...] = ()
         source = share.parts[0]
+        leading = self.shapes[source.name][:-1] if share.side == "narrow" else node.shape[:-1]
         if len(share.parts) > 1:
             source = Ref(f"{name}:cat")
-            shape = (*node.shape[:-1], share.width)
+            shape = (*leading, share.width)
             args: tuple[Arg, ...] = (share.parts, len(shape) - 1)
-            before = (replace(node, name=source.name, op="aten.cat.default", args=args, shape=shape, rows=share.rows),)
+            before = (replace(node, name=source.name, op="aten.cat.default", args=args, shape=shape, rows=rows),)
         given: tuple[Arg, ...] = (source, Ref(columns), bias)
-        return (*before, replace(node, name=name, args=given, rows=share.rows))
+        return (*before, replace(node, name=name, args=given, shape=(*leading, node.shape[-1]), rows=rows))
 
     def _add_columns(self, name: str, weight: torch.Tensor, share: _Share) -> None:
         if name not in self.constants:
-            made = torch.cat([weight[:, start:end] for start, end in share.columns], dim=1).contiguous()
+            blocks = [
+                functools.reduce(torch.add, [weight[:, start:end] * sign for sign, start, end in columns])
+                for columns in share.columns
+            ]
+            made = torch.cat(blocks, dim=1).contiguous()
             self.constants[name] = made
             dtype = str(made.dtype).removeprefix("torch.")
             self.ports.append(Port(name=name, shape=tuple(made.shape), dtype=dtype, rows="none"))
-
-
-def _share(rows: Rows, found: list[tuple[Ref, tuple[int, int]]]) -> _Share:
-    return _Share(rows, tuple(ref for ref, _ in found), tuple(span for _, span in found))

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from plait_disagg.dense.prepared import DensePrograms
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
@@ -88,22 +89,31 @@ def _settled(ids: torch.Tensor, table: Table) -> torch.Tensor:
 
 
 class CompiledDense:
-    """The `DenseHalf` that runs the HN program."""
+    """The `DenseHalf` that runs the HN program.
 
-    def __init__(self, program: Compiled, device: torch.device | str = "cpu") -> None:
+    With `prepares`, batches run on prepared programs where these are faster (`plait_disagg.dense`), which moves bits.
+    """
+
+    def __init__(self, program: Compiled, device: torch.device | str = "cpu", *, prepares: bool = False) -> None:
         self._program = program
         self._device = torch.device(device)
+        self._prepares = prepares
+        self.programs = DensePrograms(program) if prepares and self._device.type == "cpu" else None
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
-        """Return the same half with other constants (`Compiled.with_constants`)."""
-        return CompiledDense(self._program.with_constants(constants), self._device)
+        """Return the same half with other constants (`Compiled.with_constants`). It prepares its own programs."""
+        return CompiledDense(self._program.with_constants(constants), self._device, prepares=self._prepares)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Run the HN program (`DenseHalf`). Outputs are on the CPU."""
         given = dict(crossing)
         if self._needs_user_of:
             given[USER_OF] = user_of(candidates)
+        if self.programs is not None:
+            made = self.programs.run(given, len(candidates), sum(candidates))
+            if made is not None:
+                return made
         if self._device.type == "cpu":
             return self._program(given)
         outputs = self._program({name: tensor.to(self._device, non_blocking=True) for name, tensor in given.items()})

@@ -76,11 +76,15 @@ class Package:
         served = tables or FusedTables(self.tables)
         return CompiledSparse(self._compiled(self.cn, served), self.manifest.inputs, self._bare_rows(served))
 
-    def dense(self, device: torch.device | str = "cpu") -> CompiledDense:
-        """Load the HN half. Raises `PackageError`."""
+    def dense(self, device: torch.device | str = "cpu", *, prepares: bool = False) -> CompiledDense:
+        """Load the HN half. `prepares`: batches may run on prepared programs, unless the package promises bits.
+
+        Raises `PackageError`.
+        """
         try:
             check_hn(self.hn, self.cn, self.manifest)
-            return CompiledDense(compile_program(self.hn, self.constants, device=device), device)
+            program = compile_program(self.hn, self.constants, device=device)
+            return CompiledDense(program, device, prepares=prepares and self.manifest.cut.tiled)
         except BadProgram as error:
             raise PackageError(f"{self.folder / HN}: {error}") from error
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -68,8 +69,14 @@ def cut(outputs: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> list[
     return [{name: part[r] for name, part in parts.items()} for r in range(len(sizes))]
 
 
+@lru_cache(maxsize=64)
+def _zeros(rows: int) -> torch.Tensor:
+    """Return (rows,) int64 of zeros, which nobody changes."""
+    return torch.zeros(rows, dtype=torch.int64)
+
+
 def user_of(candidates: Sequence[int]) -> torch.Tensor:
     """Return (N,) int64, ascending: the request of each candidate."""
     if len(candidates) == 1:
-        return torch.zeros(candidates[0], dtype=torch.int64)
+        return _zeros(candidates[0])
     return torch.repeat_interleave(torch.arange(len(candidates)), torch.tensor(list(candidates)))

@@ -27,12 +27,16 @@ class LivePackage:
     the HN half by dense version, newest last, or none.
     """
 
-    def __init__(self, package: Package, *, sparse: bool, dense: bool, device: torch.device | str = "cpu") -> None:
-        """Open the halves at the packaged version. Raises `PackageError`."""
+    def __init__(
+        self, package: Package, *, sparse: bool, dense: bool, device: torch.device | str = "cpu", prepares: bool = False
+    ) -> None:
+        """Open the halves at the packaged version; `prepares`: see `Package.dense`. Raises `PackageError`."""
         self.package = package
         self.version = self.dense_version = package.manifest.version
         self.sparse: CompiledSparse | None = package.sparse() if sparse else None
-        self.dense: dict[str, CompiledDense] = {self.version: package.dense(device)} if dense else {}
+        self.dense: dict[str, CompiledDense] = {}
+        if dense:
+            self.dense[self.version] = package.dense(device, prepares=prepares)
         self._cn_constants = frozenset(port.name for port in package.cn.constants)
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
 
@@ -93,9 +97,14 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
     return stored_rows(update, package.tables)
 
 
-def open_live(folder: Path, *, sparse: bool, dense: bool, device: torch.device | str = "cpu") -> LivePackage:
-    """Open the package at `folder` with the updates of its journal. Raises `PackageError`."""
-    live = LivePackage(open_package(folder), sparse=sparse, dense=dense, device=device)
+def open_live(
+    folder: Path, *, sparse: bool, dense: bool, device: torch.device | str = "cpu", prepares: bool = False
+) -> LivePackage:
+    """Open the package at `folder` with the updates of its journal; `prepares`: see `Package.dense`.
+
+    Raises `PackageError`.
+    """
+    live = LivePackage(open_package(folder), sparse=sparse, dense=dense, device=device, prepares=prepares)
     try:
         for path in Journal(folder).after(live.version):
             change = live.stage(live.read(path))

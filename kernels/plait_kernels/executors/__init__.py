@@ -17,6 +17,8 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
+import plait_kernels.executors.no_telemetry  # noqa: F401 - before any import of openvino
+
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros.
 
@@ -29,10 +31,14 @@ class ExecutorError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """One input. `shape` has None where the size may vary from call to call; the first axis is the rows."""
+    """One input. `shape` has None where the size may vary from call to call; the first axis is the rows.
+
+    Floating inputs are computed as float32; others (int64, bool) are taken as they are.
+    """
 
     name: str
     shape: tuple[int | None, ...]
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

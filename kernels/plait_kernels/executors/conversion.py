@@ -22,6 +22,7 @@ from plait_kernels.executors.adapters import Twin
 from plait_kernels.executors.module_lock import MODULES
 
 _EXAMPLE_RANK = 2
+_ELEMENTS = {torch.int64: ov.Type.i64, torch.int32: ov.Type.i32, torch.bool: ov.Type.boolean}
 _WORTH_HALVING = 1024  # elements from which a constant's half precision copy is looked for
 
 
@@ -37,7 +38,10 @@ def convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
 def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
     try:
         twin = Twin(computation)
-        example, specs = [value.float() for value in computation.example], list(computation.inputs)
+        specs = list(computation.inputs)
+        example = [
+            value.float() if value.is_floating_point() else value.detach().clone() for value in computation.example
+        ]
         rows = example[0].shape[0]
         for layer in twin.layers:
             example += [
@@ -87,7 +91,7 @@ def _set_shapes(model: Any, specs: list[InputSpec]) -> None:
         raise ExecutorError(f"the traced graph has {len(model.inputs)} inputs, not {len(specs)}")
     for port, spec in zip(model.inputs, specs, strict=True):
         port.node.set_partial_shape(ov.PartialShape([-1 if size is None else size for size in spec.shape]))
-        port.node.set_element_type(ov.Type.f32)
+        port.node.set_element_type(_ELEMENTS.get(spec.dtype, ov.Type.f32))
         port.node.set_friendly_name(spec.name)
         port.tensor.set_names({spec.name})
     model.validate_nodes_and_infer_types()

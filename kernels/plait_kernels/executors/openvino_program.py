@@ -29,6 +29,7 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, bac
 from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.fixed_shapes import fixed
 from plait_kernels.executors.openvino_core import core
+from plait_kernels.executors.row_counts import filled_up
 
 _log = logging.getLogger(__name__)
 
@@ -212,7 +213,7 @@ class OpenVinoProgram:
     ) -> tuple[_Compiled, _Seen]:
         """Return what computes inputs whose rows have these sizes, and the account of its seconds."""
         self._settled = True
-        shapes = self._shapes(sizes, _filled_up(rows), factors)
+        shapes = self._shapes(sizes, filled_up(rows), factors)
         with self._lock:
             special = self._special.get(shapes)
             if special is not None:
@@ -266,12 +267,6 @@ class OpenVinoProgram:
                 self._special.popitem(last=False)
             self._seen.pop(shapes, None)
             self._special[shapes] = compiled
-
-
-def _filled_up(rows: int) -> int:
-    """Return the next number of rows that models for one shape have: 2^k or 3 * 2^k, so there are few."""
-    power = 1 << max(0, rows - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
 
 
 def _filled(value: torch.Tensor, rows: int) -> torch.Tensor:

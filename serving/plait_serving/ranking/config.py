@@ -22,6 +22,7 @@ __all__ = [
     "HnKnobs",
     "HnSection",
     "OmpWait",
+    "RankExecutor",
     "RankModelSection",
     "RankRole",
     "RankingSection",
@@ -39,6 +40,7 @@ WORKER_CPUS = 0.2
 
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn"]
+RankExecutor = Literal["auto", "torch"]
 OmpWait = Literal["default", "active", "passive"]
 
 
@@ -134,6 +136,9 @@ class RankModelSection(Section):
 
     folder: FolderPath
     mode: Mode = "split"
+    executor: Annotated[
+        RankExecutor, Field(description="what runs the dense half on a CPU; auto: openvino where it is faster")
+    ] = "auto"
     cn: CnSection = CnSection()
     hn: HnSection = HnSection()
     whole: WholeSection = WholeSection()

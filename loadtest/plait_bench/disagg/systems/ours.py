@@ -40,7 +40,9 @@ from plait_serving.ranking.service import ServedRanker
 
 def whole(package: Package, threads: int) -> Ranker:
     """Open a ranker with both halves in this process."""
-    return WholeRanker(package.card(), package.sparse(), package.dense(), knobs=WorkerKnobs(threads=threads))
+    return WholeRanker(
+        package.card(), package.sparse(), package.dense(prepares=True), knobs=WorkerKnobs(threads=threads)
+    )
 
 
 @contextmanager
@@ -108,7 +110,7 @@ def serve_dense(package: Package, threads: int, address: str) -> None:
     secret = bytes.fromhex(sys.stdin.readline().strip())
     worker = HnWorker(
         package.card(),
-        package.dense(),
+        package.dense(prepares=True),
         [listen(address, secret=secret, options=FABRIC)],
         knobs=WorkerKnobs(threads=threads),
     )

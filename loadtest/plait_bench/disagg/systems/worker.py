@@ -69,7 +69,7 @@ def main(folder: str, role: str, *addresses: str) -> None:
     """Run one worker and obey the commands that arrive on stdin."""
     shorten_gil_interval()  # as the deployments do
     secret = bytes.fromhex(sys.stdin.readline().strip())
-    live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn")
+    live = open_live(Path(folder), sparse=role != "hn", dense=role != "cn", prepares=True)
     running = worker(live, role, secret, *addresses)
     refresher = Refresher(live, running)
     print("ok", flush=True)

@@ -82,7 +82,7 @@ class _SequentialBlock:
 
 
 def _whole(package: Package) -> Ranker:
-    return WholeRanker(package.card(), package.sparse(), package.dense())
+    return WholeRanker(package.card(), package.sparse(), package.dense(prepares=True))
 
 
 def _split(package: Package) -> Ranker:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from plait_serving.ranking.config import RankRole
+from plait_serving.ranking.config import RankExecutor, RankRole
 
 if TYPE_CHECKING:
     from plait_disagg.package.read import Package
@@ -69,10 +69,12 @@ class RankModel:
 
 @dataclass(frozen=True, slots=True)
 class PackageSource:
-    """A folder made by `plait models package`. With `device` "auto", dense halves use CUDA if available."""
+    """A folder made by `plait models package`. With `device` "auto", dense halves use CUDA if available; with
+    `executor` "auto", those on the CPU run on prepared programs where these are faster."""
 
     folder: Path
     device: str = "auto"
+    executor: RankExecutor = "auto"
 
     def open(self, role: RankRole) -> OpenedPackage:
         """Load the role's halves from the folder, with the updates that the package has received. Raises
@@ -82,7 +84,8 @@ class PackageSource:
         from plait_disagg.refresh.live_package import open_live
 
         device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        live = open_live(self.folder, sparse=role != "hn", dense=role != "cn", device=device)
+        prepares = self.executor == "auto"
+        live = open_live(self.folder, sparse=role != "hn", dense=role != "cn", device=device, prepares=prepares)
         return OpenedPackage(
             card=live.card(mode="whole" if role == "whole" else "split"),
             sparse=live.sparse,

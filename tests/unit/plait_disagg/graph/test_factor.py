@@ -30,6 +30,22 @@ def test_the_users_columns_are_multiplied_once_per_user():
     assert load_program(dump_program(factored)) == factored
 
 
+def test_a_candidates_vector_is_multiplied_once_not_for_every_step():
+    """DIN's unit reads [h, v, h - v, h * v] at each of 100 steps: only h * v stays a product for every step."""
+    _, captured = model("din")
+    program = tile(captured.program)
+    factored, constants = factor_linears(program, captured.constants)
+    nodes = {node.name: node for node in factored.nodes}
+    assert {name: nodes[f"linear:{name}"].shape for name in ("user", "item", "narrow")} == {
+        "user": (-1, 100, 80), "item": (-1, 100, 80), "narrow": (-1, 1, 80),
+    }  # fmt: skip
+    h, v, difference, product = captured.constants["unit.0.weight"].split(64, dim=1)
+    torch.testing.assert_close(constants["linear:user:weight"], h + difference)
+    torch.testing.assert_close(constants["linear:narrow:weight"], v - difference)
+    assert torch.equal(constants["linear:item:weight"], product)
+    assert "sub" not in nodes
+
+
 def test_taken_apart_it_makes_the_same_up_to_rounding():
     """Several users in one batch: the sum of the shares is the layer, within 1e-5."""
     _, captured = model("din")

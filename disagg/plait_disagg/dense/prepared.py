@@ -1,0 +1,195 @@
+"""The programs of one dense half: torch serves every batch until a program was tried and found equal and faster.
+
+A half never changes its weights (an update makes another half), and its programs are made from its own: what an update
+replaces cannot be computed with the weights of before.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from plait_disagg.dense.buckets import Bucket, bucket_of, pays_from
+from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized, sizes
+from plait_disagg.graph.execute import Compiled
+from plait_disagg.graph.program import Node, Port
+from plait_fabric.threads import lower_priority, set_threads
+from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background
+from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
+
+__all__ = ["DensePrograms"]
+
+_log = logging.getLogger(__name__)
+
+_CALLS_BEFORE_TRYING = 3
+_REST = 9.0
+"""A trial is followed by a rest of so many times its length: trials take a tenth of a core from what is served."""
+
+_MAX_BUCKETS = 64
+_MAX_BYTES = 1 << 30
+_MAX_BYTES_OF_ONE = 1 << 28
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What computes a bucket: `program` from `from_rows` rows on, torch below and where there is none."""
+
+    program: PreparedProgram | None = None
+    from_rows: int = 0
+    bytes: int = 0
+
+
+class DensePrograms:
+    """Prepared programs of `compiled`, whose constants are on the CPU, by bucket."""
+
+    def __init__(
+        self,
+        compiled: Compiled,
+        *,
+        start: Callable[[str, Callable[[], None]], object] = background.start,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Prepare nothing yet: what recurs is prepared, on threads that `start` starts, one after the other."""
+        self._compiled = compiled
+        self._ports = compiled.program.inputs
+        self._names = tuple(port.name for port in self._ports)
+        self._outputs = tuple(name for name, _ in compiled.program.outputs)
+        self._start = start
+        self._clock = clock
+        self._next_try_s = float("-inf")
+        self._choices: OrderedDict[Bucket, _Choice] = OrderedDict()
+        self._seen: dict[Bucket, int] = {}
+        self._converted: dict[bool, object] = {}
+        self._trying = False
+        self._refused = not available()
+        self.batches = 0
+
+    def run(self, given: Given, users: int, rows: int) -> dict[str, torch.Tensor] | None:
+        """Return the outputs of a batch, or None where torch is to compute them."""
+        if self._refused:
+            return None
+        bucket = bucket_of(users, rows, torch.get_num_threads())
+        choice = self._choices.get(bucket)
+        if choice is None:
+            self._saw(bucket, given)
+            return None
+        if choice.program is None or rows < choice.from_rows:
+            return None
+        try:
+            made = choice.program.run([given[name] for name in self._names])
+        except Exception as error:
+            self._give_up(error)
+            return None
+        self.batches += 1
+        if rows != bucket.rows:
+            made = tuple(value[:rows] for value in made)
+        return dict(zip(self._outputs, made, strict=True))
+
+    def _saw(self, bucket: Bucket, given: Given) -> None:
+        """Count a bucket's calls; try a program once it recurs and no other is being tried."""
+        calls = self._seen[bucket] = self._seen.get(bucket, 0) + 1
+        if calls < _CALLS_BEFORE_TRYING or self._trying:
+            return
+        if self._clock() < self._next_try_s or background.is_ending():
+            return
+        with torch.inference_mode(mode=False):  # copies that may be traced; what crossed belongs to its message
+            example = {name: given[name].clone() for name in self._names}
+        self._trying = True
+        self._start("plait-dense", partial(self._try, bucket, example))
+
+    def _give_up(self, error: Exception) -> None:
+        """Leave everything to torch from now on."""
+        self._refused = True
+        self._choices.clear()
+        self._converted.clear()
+        _log.warning("the dense half runs on torch: %s", " ".join(str(error).split())[:300])
+
+    # On the thread of a trial, which ends with it.
+
+    def _try(self, bucket: Bucket, example: Given) -> None:
+        began_s = self._clock()
+        try:
+            set_threads(bucket.threads)
+            lower_priority()
+            with torch.inference_mode():
+                self._keep(bucket, self._chosen(bucket, example))
+        except Exception as error:
+            self._give_up(error)
+        finally:
+            self._seen.pop(bucket, None)
+            now_s = self._clock()
+            self._next_try_s = now_s + _REST * (now_s - began_s)
+            self._trying = False
+
+    def _chosen(self, bucket: Bucket, example: Given) -> _Choice:
+        nbytes = _bytes_of(self._compiled.program.nodes, bucket) + self._compiled.constant_bytes
+        if nbytes > _MAX_BYTES_OF_ONE:
+            return _Choice()
+        smallest, largest = (resized(self._ports, example, *size) for size in sizes(bucket))
+        program = self._program(bucket, largest)
+        for probe in (smallest, largest, noise_like(smallest), noise_like(largest, seed=1)):
+            rows = next(len(probe[port.name]) for port in self._ports if port.rows == "item")
+            made = program.run([probe[name] for name in self._names])
+            got = {name: value[:rows] for name, value in zip(self._outputs, made, strict=True)}
+            found = difference(got, self._compiled(probe))
+            if not found <= TOLERANCE:
+                raise ExecutorError(f"for {rows} rows openvino differs by {found:.2g}")
+        runs = {
+            "program": lambda: program.run([largest[name] for name in self._names]),
+            "smallest": lambda: self._compiled(smallest),
+            "largest": lambda: self._compiled(largest),
+        }
+        taken_s = medians(runs)
+        first = pays_from(
+            bucket, program_s=taken_s["program"], torch_min_s=taken_s["smallest"], torch_max_s=taken_s["largest"]
+        )
+        _log.info(
+            "up to %d rows of %d users on %d threads: openvino %.0f us, torch %.0f to %.0f us; %s",
+            bucket.rows, bucket.users, bucket.threads, taken_s["program"] * 1e6, taken_s["smallest"] * 1e6,
+            taken_s["largest"] * 1e6, "torch" if first is None else f"openvino from {first} rows on",
+        )  # fmt: skip
+        return _Choice() if first is None else _Choice(program, first, nbytes)
+
+    def _program(self, bucket: Bucket, example: Given) -> PreparedProgram:
+        from plait_kernels.executors.openvino_static import StaticPrograms
+
+        single = bucket.users == 1
+        converted = self._converted.get(single)
+        if converted is None:
+            converted = self._converted[single] = StaticPrograms(_computation(self._compiled, self._ports, example))
+        assert isinstance(converted, StaticPrograms)
+        settings = OpenVinoSettings(threads=lambda: bucket.threads)
+        return converted.compile([tuple(example[name].shape) for name in self._names], settings)
+
+    def _keep(self, bucket: Bucket, choice: _Choice) -> None:
+        """Take a choice; forget the oldest ones if there are too many."""
+        self._choices[bucket] = choice
+        while (
+            len(self._choices) > _MAX_BUCKETS or sum(each.bytes for each in self._choices.values()) > _MAX_BYTES
+        ) and len(self._choices) > 1:
+            self._choices.popitem(last=False)
+
+
+def _computation(compiled: Compiled, ports: Sequence[Port], example: Given) -> Computation:
+    inputs = tuple(
+        InputSpec(name=port.name, shape=(None, *port.shape[1:]), dtype=getattr(torch, port.dtype)) for port in ports
+    )
+    return Computation(module=compiled.as_module(), inputs=inputs, example=tuple(example[port.name] for port in ports))
+
+
+def _bytes_of(nodes: Sequence[Node], bucket: Bucket) -> int:
+    """Return the bytes of all values of a batch, of which a program keeps a part."""
+    total = 0
+    for node in nodes:
+        rows = bucket.users if node.rows == "user" else bucket.rows
+        elements = 1
+        for size in node.shape:
+            elements *= rows if size < 0 else size
+        total += 4 * elements
+    return total

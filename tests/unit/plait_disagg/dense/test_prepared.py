@@ -1,0 +1,357 @@
+"""Prepared programs of dense halves: equal scores through real workers, updates, and everything that leaves torch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait_disagg.dense import prepared
+from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.sample_inputs import collate, for_module, sample
+from plait_disagg.messages.check import check_request
+from plait_disagg.models.configs import build, ids_per_bag
+from plait_disagg.package import Package, PackageOptions, open_package, write_package
+from plait_disagg.package.halves import CompiledDense
+from plait_disagg.values import RankRequest
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_kernels.executors import ExecutorError, background
+from support import refresh as kit
+from support.dense import programs_win
+from support.rank_fabric import QUICK, Rig, until
+
+pytest.importorskip("openvino", reason="needs openvino")
+
+from plait_kernels.executors import openvino_static  # after the skip
+
+SCALES = {"rm1": 1e-4, "rm3": 1e-4, "criteo-kaggle": 1e-4, "mlperf-dcnv2": 1e-6, "two-tower": 1e-3, "din": 1e-4}
+ROWS = (1, 3, 64, 512)
+CALLS = 4
+
+
+class Model:
+    """A packaged configuration, its module and requests for it."""
+
+    def __init__(self, name: str, folder: Path, **options) -> None:
+        self.hot = {bag: min(ids, 8) for bag, ids in ids_per_bag(name).items()}
+        self.module, self.inputs = build(name, rows_scale=SCALES[name])
+        write_package(
+            folder, self.module, self.inputs, name="m", options=PackageOptions(ids_per_bag=self.hot, **options)
+        )
+        self.package = open_package(folder)
+
+    def request(self, rows: int, seed: int = 0) -> RankRequest:
+        tensors = sample(
+            self.inputs, self.package.manifest.bounds, candidates=rows, ids_per_bag=self.hot, seed=seed, ragged=True
+        )
+        return check_request(self.package.card(), tensors, request_id=f"{rows}-{seed}")
+
+    def wanted(self, *requests: RankRequest) -> torch.Tensor:
+        """The whole module's scores."""
+        inputs: tuple[Input, ...] = tuple(self.inputs)
+        batch = collate(inputs, [one.tensors for one in requests], [one.candidates for one in requests])
+        with torch.no_grad():
+            made: torch.Tensor = self.module(**for_module(inputs, batch))
+        return made
+
+
+@pytest.fixture(scope="module", params=sorted(SCALES))
+def model(request, tmp_path_factory) -> Model:
+    return Model(request.param, tmp_path_factory.mktemp("dense") / request.param)
+
+
+@pytest.fixture(scope="module")
+def tower(tmp_path_factory) -> Model:
+    return Model("two-tower", tmp_path_factory.mktemp("dense") / "tower")
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory) -> Package:
+    """A small package that can be refreshed."""
+    return kit.packaged(tmp_path_factory.mktemp("updates") / "parts")
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with Rig() as made:
+        yield made
+
+
+def half_of(package: Package) -> CompiledDense:
+    """A dense half that tries programs on the calling thread, which computes with one thread."""
+    half = package.dense(prepares=True)
+    assert half.programs is not None
+    half.programs._start = lambda name, work: work()
+    return half
+
+
+def crossing(model: Model, *rows: int, seed: int = 0):
+    requests = [model.request(count, seed + number) for number, count in enumerate(rows)]
+    return requests, model.package.sparse().run(requests)
+
+
+def run(half: CompiledDense, model: Model, *rows: int, seed: int = 0):
+    """Scores of a batch and of the whole module."""
+    requests, given = crossing(model, *rows, seed=seed)
+    with torch.inference_mode():
+        made = next(iter(half.run(given, rows).values()))
+    return made, model.wanted(*requests)
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Trials set their thread's number, and lower its priority for good: not here."""
+    monkeypatch.setattr(prepared, "set_threads", lambda threads: None)
+    monkeypatch.setattr(prepared, "lower_priority", lambda: None)
+    monkeypatch.setattr(prepared, "_REST", 0.0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TestScores:
+    async def test_of_a_cn_and_an_hn_are_the_whole_models(self, model, rig):
+        """At every number of rows, first by torch and then by a program, within 1e-5."""
+        half = model.package.dense(prepares=True)
+        card = model.package.card(mode="split")
+        hn = HnWorker(card, half, [rig.listen("hn")])
+        rig.at_end(lambda: hn.stop(drain_s=0.5))
+        core = CnCore(card, model.package.sparse(), rig.connect("hn"), backoff=QUICK)
+        rig.at_end(lambda: core.stop(drain_s=0.5))
+        ranker = CoreRanker(core)
+        await until(lambda: core.ready() is None)
+        with programs_win():
+            for rows in ROWS:
+                before = half.programs.batches
+                for seed in range(CALLS + 2):
+                    asked = model.request(rows, seed)
+                    answer = await ranker.rank(asked)
+                    got = next(iter(answer.outputs.values()))
+                    torch.testing.assert_close(got, model.wanted(asked), rtol=0, atol=1e-5)
+                    background.wait()
+                assert half.programs.batches > before, rows
+
+    def test_of_batches_of_several_users_are_the_whole_models(self, model):
+        """Users of one and of many candidates beside each other; fewer of both than the bucket has."""
+        half = half_of(model.package)
+        with programs_win():
+            for seed in range(0, 50, 10):
+                got, wanted = run(half, model, 30, 1, 20, seed=seed)
+                torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+            assert half.programs.batches
+            got, wanted = run(half, model, 17, 17, 15, seed=99)  # the fewest rows of the same bucket
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+class TestChoice:
+    def test_torch_runs_what_does_not_recur_and_where_it_is_faster(self, tower):
+        """A program that takes longer is not used however often its bucket recurs."""
+        half = half_of(tower.package)
+        with programs_win(torch_s=1.0):
+            for seed in range(6):
+                run(half, tower, 64, seed=seed)
+        assert half.programs.batches == 0
+        with programs_win():
+            for rows in (3, 6, 12, 24):
+                for _ in range(2):
+                    run(half, tower, rows)
+            assert half.programs.batches == 0
+            run(half, tower, 24), run(half, tower, 24)
+        assert half.programs.batches == 1
+
+    def test_below_the_rows_from_which_it_pays_torch_runs(self, tower, monkeypatch):
+        """Between 49 and 64 rows torch takes 1 to 2 s: a program of 1.5 s pays from 58 on."""
+        monkeypatch.setattr(prepared, "medians", lambda runs: {"program": 1.5, "smallest": 1.0, "largest": 2.0})
+        half = half_of(tower.package)
+        for _ in range(3):
+            run(half, tower, 64)
+        for rows, batches in ((57, 0), (58, 1), (64, 2), (49, 2)):
+            got, wanted = run(half, tower, rows)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+            assert half.programs.batches == batches
+
+    def test_programs_have_as_many_threads_as_the_thread_that_asks(self, tower, monkeypatch):
+        """Another number is another program."""
+        seen = []
+        compiled = openvino_static.StaticPrograms.compile
+
+        def compile_(self, shapes, settings):
+            seen.append(settings.options()["INFERENCE_NUM_THREADS"])
+            return compiled(self, shapes, settings)
+
+        monkeypatch.setattr(openvino_static.StaticPrograms, "compile", compile_)
+        half = half_of(tower.package)
+        with programs_win():
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                for _ in range(3):
+                    run(half, tower, 8)
+        assert seen == [1, 2]
+
+    def test_trials_rest_for_nine_times_their_length(self, tower, monkeypatch):
+        """By the clock: one of two seconds, then nothing for 18."""
+        now_s, tried = [100.0], []
+        monkeypatch.setattr(prepared, "_REST", 9.0)
+
+        def start(name, work):
+            tried.append(now_s[0])
+            work()
+
+        def medians(runs):
+            now_s[0] += 2.0
+            return {"program": 1.0, "smallest": 2.0, "largest": 2.0}
+
+        monkeypatch.setattr(prepared, "medians", medians)
+        half = half_of(tower.package)
+        half.programs._start, half.programs._clock = start, lambda: now_s[0]
+        for _ in range(30):
+            for rows in (4, 8):
+                run(half, tower, rows)
+            now_s[0] += 1.0
+        assert len(tried) == 2
+        assert tried[1] >= tried[0] + 2.0 + 18.0
+
+    def test_few_programs_are_kept(self, tower, monkeypatch):
+        """The oldest goes; it is tried again when it recurs."""
+        monkeypatch.setattr(prepared, "_MAX_BUCKETS", 2)
+        half = half_of(tower.package)
+        with programs_win():
+            for rows in (4, 8, 16, 4):
+                before = half.programs.batches
+                for _ in range(4):
+                    run(half, tower, rows)
+                assert half.programs.batches == before + 1
+        assert len(half.programs._choices) == 2
+
+    def test_what_would_take_too_much_memory_stays_with_torch(self, tower, monkeypatch):
+        """By an estimate from the shapes: nothing is converted."""
+        monkeypatch.setattr(prepared, "_MAX_BYTES_OF_ONE", 1000)
+        half = half_of(tower.package)
+        with programs_win():
+            for _ in range(5):
+                run(half, tower, 8)
+        assert half.programs.batches == 0
+
+    def test_an_exact_package_and_another_device_have_no_programs(self, tmp_path):
+        """`--no-tile` promises bits."""
+        exact = Model("two-tower", tmp_path / "exact", tile=False)
+        assert exact.package.dense(prepares=True).programs is None
+        assert exact.package.dense().programs is None
+
+
+class TestFallback:
+    """torch serves, and the log says once why."""
+
+    def check(self, half, tower, caplog, reason):
+        with caplog.at_level(logging.WARNING), programs_win():
+            for rows in (8, 64):
+                for seed in range(6):
+                    got, wanted = run(half, tower, rows, seed=seed)
+                    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        said = [record.message for record in caplog.records if "runs on torch" in record.message]
+        assert len(said) == 1
+        assert reason in said[0]
+
+    def test_a_conversion_that_fails(self, tower, monkeypatch, caplog):
+        """It is not tried again for other sizes."""
+
+        def fail(computation):
+            raise ExecutorError("conversion failed: no such operator")
+
+        monkeypatch.setattr(openvino_static, "StaticPrograms", fail)
+        half = half_of(tower.package)
+        self.check(half, tower, caplog, "no such operator")
+        assert half.programs.batches == 0
+
+    def test_a_program_that_computes_something_else(self, tower, monkeypatch, caplog):
+        """By a little more than is allowed, in one row only."""
+        honest = openvino_static.StaticProgram.run
+
+        def wrong(self, inputs, *args, **kwargs):
+            made = honest(self, inputs, *args, **kwargs)
+            made[0][0] += 1e-4 * float(made[0].abs().max().clamp(min=1.0))
+            return made
+
+        monkeypatch.setattr(openvino_static.StaticProgram, "run", wrong)
+        half = half_of(tower.package)
+        self.check(half, tower, caplog, "differs by 0.0001")
+        assert half.programs.batches == 0
+
+    def test_a_program_that_fails_while_it_serves(self, tower, monkeypatch, caplog):
+        """The batch is answered all the same."""
+        half = half_of(tower.package)
+        with programs_win():
+            for _ in range(4):
+                run(half, tower, 8)
+        assert half.programs.batches == 1
+
+        def fail(self, inputs, *args, **kwargs):
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(openvino_static.StaticProgram, "run", fail)
+        self.check(half, tower, caplog, "out of memory")
+
+    def test_without_openvino(self, tower, monkeypatch):
+        """Nothing is tried."""
+        monkeypatch.setattr(prepared, "available", lambda: False)
+        half = half_of(tower.package)
+        for _ in range(5):
+            got, wanted = run(half, tower, 8)
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        assert half.programs.batches == 0
+
+
+class TestUpdates:
+    """Programs of the weights of before never answer for the weights of now."""
+
+    def test_another_halfs_weights_are_its_own(self, tower):
+        """With programs in use, before and after."""
+        half = half_of(tower.package)
+        with programs_win():
+            for _ in range(4):
+                old, wanted = run(half, tower, 8)
+            changed = {name: value * 1.5 for name, value in tower.package.constants.items()}
+            other = half.with_constants(changed)
+            other.programs._start = lambda name, work: work()
+            first, _ = run(other, tower, 8)
+            assert float((first - old).abs().max()) > 1e-3
+            for _ in range(4):
+                later, _ = run(other, tower, 8)
+            assert other.programs.batches == 2
+            assert half.programs.batches == 1
+            torch.testing.assert_close(later, first, rtol=0, atol=1e-5 * float(first.abs().max().clamp(min=1)))
+            torch.testing.assert_close(run(half, tower, 8)[0], wanted, rtol=0, atol=1e-5)
+
+    async def test_every_answer_is_of_the_version_it_names(self, template, tmp_path, rig):
+        """Three versions while requests come: by programs and by torch, each within 1e-5 of its version's own twin."""
+        folder = kit.copied(template, tmp_path / "parts")
+        answers, on_programs = [], []
+        with programs_win():
+            served = kit.ServedPackage(rig, folder, prepares=True)
+            await served.ready()
+            for version in ("1", "2", "3"):
+                if version != "1":
+                    base = str(int(version) - 1)
+                    made = kit.update(served.package, base, version, seed=int(version))
+                    await served.publish(kit.written(tmp_path / f"u{version}", made))
+                for seed in range(12):
+                    answers.append((version, seed, await served.rank(seed)))
+                    background.wait()
+                dense = served.hns.refreshers[0]._live.dense[version]
+                on_programs.append(dense.programs.batches)
+        assert all(batches >= 6 for batches in on_programs), on_programs
+        twins = kit.version_twins(folder, tmp_path)
+        for version, seed, answer in answers:
+            assert answer.version == version
+            wanted = kit.scores(twins[version], kit.request(served.package, seed))
+            scale = float(wanted.abs().max().clamp(min=1))
+            got = next(iter(answer.outputs.values()))
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * scale)
+        by_version = {v: next(iter(a.outputs.values())) for v, seed, a in answers if seed == 0}
+        assert float((by_version["1"] - by_version["2"]).abs().max()) > 1e-2
