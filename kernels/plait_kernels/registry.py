@@ -116,7 +116,8 @@ IMPLS: tuple[ImplInfo, ...] = (
         devices=frozenset({"cuda"}),
         dtypes=_FLOATS,
         needs=("triton",),
-        # Offsets are int32, with room for a last tile; a tile holds whole groups, and a table of a tile's groups x lanes stays in registers.
+        # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes
+        # stays in registers.
         bounds=(SizeBound(size="elements", high=2**30), SizeBound(size="group_channels", low=1, high=1024)),
     ),
     ImplInfo(

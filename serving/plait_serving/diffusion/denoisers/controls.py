@@ -70,6 +70,10 @@ class ControlQuestions:
 
     def answers(self) -> list[Residuals | EngineError | None]:
         """Wait; return per request the sum in list order, the first error, or None where no ControlNet acts."""
+        return [_combine(parts) for parts in self.parts()]
+
+    def parts(self) -> list[list[Residuals | EngineError | None]]:
+        """Wait; return per request what each of its ControlNets answered, in list order."""
         found: list[list[Residuals | EngineError | None]] = [[None] * length for length in self._lengths]
         waiting = list(self._asked)
         try:
@@ -80,7 +84,7 @@ class ControlQuestions:
         except BaseException:
             _drain(waiting)
             raise
-        return [_combine(answers) for answers in found]
+        return found
 
     def abandon(self) -> None:
         """Wait for the answers in flight and drop them: none may arrive in a later step."""

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from plait_kernels.registry import load
+from plait_kernels.residual_add import ResidualAddOp
 from plait_serving.diffusion.protocols import Residuals
 
 
@@ -34,10 +36,35 @@ class EncoderOutput:
                 target[part] += residual[done : done + count]
                 done += count
 
+    def add_all(self, rows: Sequence[slice], parts: Sequence[Residuals]) -> None:
+        """Add several ControlNets' residuals to a request's rows like `add`, in one pass over every skip."""
+        count = sum(part.stop - part.start for part in rows)
+        scales = torch.ones(len(parts), count, device=self.sample.device)  # scaled where they were computed
+        op: ResidualAddOp = load(
+            "residual_add", self.sample.device.type, self.sample.dtype, residuals=len(parts)
+        )  # fmt: skip
+        for target, *residuals in zip((*self.skips, self.sample), *((*p.down, p.mid) for p in parts), strict=True):
+            done = 0
+            for part in _adjacent(rows):
+                here = slice(done, done + part.stop - part.start)
+                op(target[part], [residual[here] for residual in residuals], scales[:, here])
+                done = here.stop
+
     def fits(self, residuals: Residuals, count: int) -> bool:
         """Return whether `residuals` are `count` rows of the shapes that `add` needs."""
         wanted = [(count, *target.shape[1:]) for target in (*self.skips, self.sample)]
         return wanted == [tuple(residual.shape) for residual in (*residuals.down, residuals.mid)]
+
+
+def _adjacent(rows: Sequence[slice]) -> list[slice]:
+    """Join slices that follow each other: a request alone in its batch has all rows."""
+    joined: list[slice] = []
+    for part in rows:
+        if joined and joined[-1].stop == part.start:
+            joined[-1] = slice(joined[-1].start, part.stop)
+        else:
+            joined.append(part)
+    return joined
 
 
 def time_embedding(

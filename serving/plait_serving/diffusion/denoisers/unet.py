@@ -144,7 +144,10 @@ class UNetDenoiser:
         except BaseException:
             questions.abandon()
             raise
-        errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
+        if fused:
+            errors = [_apply_all(half, layout, k, parts) for k, parts in enumerate(questions.parts())]
+        else:
+            errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
         if compiled is not None:
             output = compiled.decode(half, factors[1])
         else:
@@ -213,9 +216,30 @@ def _apply(
     if answer is None or isinstance(answer, EngineError):
         return answer
     if not half.fits(answer, layout.counts[k] * layout.branches):
-        return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
+        return _unfit()
     half.add(layout.rows(k), answer)
     return None
+
+
+def _apply_all(
+    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError | None]
+) -> EngineError | None:
+    """Add what request k's ControlNets answered to its rows at once; return the first error if there is one."""
+    found: list[Residuals] = []
+    for part in parts:
+        if isinstance(part, EngineError):
+            return part
+        assert part is not None
+        if not half.fits(part, layout.counts[k] * layout.branches):
+            return _unfit()
+        found.append(part)
+    if found:
+        half.add_all(layout.rows(k), found)
+    return None
+
+
+def _unfit() -> ModelError:
+    return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
 
 
 def _split_output(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +12,15 @@ import torch
 from diffusers import ControlNetModel, UNet2DConditionModel
 from torch import nn
 
-from plait_serving.diffusion.denoisers import fused
+from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
+from plait_serving.diffusion.denoisers import fused, halves
 from plait_serving.diffusion.denoisers.fused import fuse_
+from plait_serving.diffusion.denoisers.unet import UNetDenoiser
+from plait_serving.diffusion.denoisers.whole import WholeControlNet
+from plait_serving.diffusion.knobs import Exact
+from plait_serving.diffusion.values import ControlRef
+from support.denoise import control_image, make_request, start
 from support.tiny import randomise_zero_convolutions, seeded
 
 SDXL = {
@@ -156,3 +164,56 @@ def test_models_that_train_are_refused():
     """The operators have no gradients."""
     with pytest.raises(ValueError, match="eval mode"):
         fuse_(unet(SDXL).train())
+
+
+def test_a_gpus_denoiser_computes_through_operators(tiny_sd_folder, calls):
+    """Unless the knob asks for diffusers' bits, from the next step on."""
+    bundle = load_bundle(tiny_sd_folder)
+    call = start(bundle, UNetDenoiser(bundle), make_request()).call()
+    plain = UNetDenoiser(bundle).predict([call])[0]
+    assert calls == []
+    knob = [Exact.NEVER]
+    on_gpu = UNetDenoiser(dataclasses.replace(bundle, device=torch.device("cuda")), exact=lambda: knob[0])
+    got = on_gpu.predict([call])[0]
+    assert {"group_norm_silu", "geglu"} == set(calls)
+    assert torch.allclose(got, plain, atol=1e-5)
+    calls.clear()
+    knob[0] = Exact.ALWAYS
+    assert torch.equal(on_gpu.predict([call])[0], plain)
+    assert calls == []
+
+
+def test_a_gpus_controlnet_computes_through_operators(tiny_sd_folder, tiny_sd_controlnets, monkeypatch, calls):
+    """Unless a block of the batch needs diffusers' bits."""
+    bundle = load_bundle(tiny_sd_folder)
+    call = start(bundle, UNetDenoiser(bundle), make_request()).call()
+    model = load_controlnet(tiny_sd_controlnets[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(type(model), "device", torch.device("cuda"))
+        runner = ControlNetModelRunner(model)
+    runner.device = torch.device("cpu")
+    constants = runner.constants(image=control_image(1), conditioning=call.conditioning, width=32, height=32)
+    sample = torch.cat([call.sample] * 2)
+    for exact in (True, False):
+        rows = ControlRows(constants=constants, sample=sample, timestep=call.timestep, scale=1.0, exact=exact)
+        assert len(runner.residuals([rows])) == 1
+        assert bool(calls) is not exact
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_residuals_are_added_in_one_pass(tiny_sd_folder, tiny_sd_controlnets, calls, monkeypatch, count):
+    """Several ControlNets, several requests: what summing them first gives, and each request's error is its own."""
+    bundle = load_bundle(tiny_sd_folder)
+    net = load_controlnet(tiny_sd_controlnets[0])
+    clients = {f"net-{i}": WholeControlNet(f"net-{i}", net) for i in range(count)}
+    refs = tuple(ControlRef(name=name, image=control_image(i), scale=0.3) for i, name in enumerate(clients))
+    plain = UNetDenoiser(bundle)
+    two = [start(bundle, plain, make_request(seed=seed, n=seed, controlnets=refs), clients).call() for seed in (1, 2)]
+    batch = [*two, start(bundle, plain, make_request(seed=3)).call()]
+    expected = plain.predict(batch)
+    bundle = dataclasses.replace(bundle, device=torch.device("cuda"))
+    monkeypatch.setattr(halves, "load", fused.load)  # also watched
+    got = UNetDenoiser(bundle, exact=lambda: Exact.NEVER).predict(batch)
+    assert "residual_add" in calls
+    for ours, theirs in zip(got, expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=2e-5, rtol=1e-4)
