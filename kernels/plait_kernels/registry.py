@@ -121,23 +121,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         bounds=(SizeBound(size="elements", high=2**30), SizeBound(size="group_channels", low=1, high=1024)),
     ),
     ImplInfo(
-        op="guided_step",
-        name="reference",
-        entry="plait_kernels.guided_step.reference:guided_step",
-        rank=0,
-        devices=frozenset({"cpu", "cuda"}),
-        dtypes=_FLOATS | {torch.float64},
-    ),
-    ImplInfo(
-        op="guided_step",
-        name="triton",
-        entry="plait_kernels.guided_step.triton_impl:guided_step",
-        rank=10,
-        devices=frozenset({"cuda"}),
-        dtypes=_FLOATS,
-        needs=("triton",),
-    ),
-    ImplInfo(
         op="residual_add",
         name="reference",
         entry="plait_kernels.residual_add.reference:residual_add_",
@@ -154,22 +137,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         dtypes=_FLOATS,
         needs=("triton",),
         bounds=(SizeBound(size="residuals", high=4),),  # one kernel argument each
-    ),
-    ImplInfo(
-        op="lora_rows",
-        name="reference",
-        entry="plait_kernels.lora_rows.reference:add_",
-        rank=0,
-        devices=frozenset({"cpu", "cuda"}),
-        dtypes=_FLOATS | {torch.float64},
-    ),
-    ImplInfo(
-        op="lora_rows",
-        name="batched",
-        entry="plait_kernels.lora_rows.batched:add_",
-        rank=10,
-        devices=frozenset({"cpu", "cuda"}),
-        dtypes=_FLOATS,
     ),
 )
 

@@ -17,18 +17,14 @@ from support.kernels import (
     NORM_SHAPES,
     ROW_SHAPES,
     check_geglu,
-    check_lora,
     check_norm,
     check_residuals,
-    check_step,
     fuzz,
     geglu_input,
     geglu_inputs,
-    lora_case,
     norm_case,
     norm_cases,
     residual_case,
-    step_case,
 )
 
 pytestmark = [
@@ -94,13 +90,6 @@ def test_group_norm_silu_on_any_input(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [*ROW_SHAPES, (4, 4, 128, 128)], ids=str)
-def test_guided_step_is_the_formula(shape, dtype):
-    """One rounding from fp64."""
-    check_step(load("guided_step", GPU, dtype, "triton"), step_case(shape, dtype, GPU))
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [*ROW_SHAPES, (2, 320, 128, 128)], ids=str)
 @pytest.mark.parametrize("layouts", ["cc", "cl", "ll"])
 def test_residual_add_is_the_formula(shape, layouts, dtype):
@@ -108,14 +97,6 @@ def test_residual_add_is_the_formula(shape, layouts, dtype):
     for count in range(5):
         form = load("residual_add", GPU, dtype, "triton", residuals=count)
         check_residuals(form, residual_case(shape, count, dtype, GPU, layouts=layouts))
-
-
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_lora_rows_is_the_formula(dtype, shared):
-    """Within the rounding between the two products."""
-    for rows, tokens, sides in ((3, 5, (7, 2, 11)), (2, 1024, (1280, 64, 1280))):
-        check_lora(load("lora_rows", GPU, dtype), lora_case(rows, tokens, sides, dtype, GPU, shared=shared))
 
 
 def test_operators_can_be_captured_in_a_graph():

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from plait_kernels.geglu import reference as geglu_reference
 from plait_kernels.group_norm_silu import reference as norm_reference
-from plait_kernels.guided_step import reference as step_reference
-from plait_kernels.lora_rows import reference as lora_reference
 from plait_kernels.residual_add import reference as residual_reference
 
 Form = Callable[..., torch.Tensor]
@@ -179,32 +177,9 @@ def norm_cases(draw: Any, device: str) -> dict[str, Any]:
     )
 
 
-# ---- guided step, residuals, row-wise LoRA --------------------------------------------------------------------------
+# ---- residuals ------------------------------------------------------------------------------------------------------
 
 ROW_SHAPES = [(1, 1), (2, 4, 3, 5), (3, 7), (1, 4, 33, 31), (0, 4, 2, 2), (2, 0, 3, 3), (5, 2, 1, 1)]
-
-
-def step_case(shape: Sequence[int], dtype: torch.dtype, device: str, *, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """Output `(2N, ...)`, latents `(N, ...)`, and scale, a, b of every image."""
-    generator = seeded(seed)
-    output = torch.randn(2 * shape[0], *shape[1:], generator=generator).to(dtype)
-    latents = torch.randn(shape, generator=generator).to(dtype)
-    numbers = (torch.randn(shape[0], generator=generator) * size for size in (7.5, 1.0, 0.3))
-    return tuple(tensor.to(device) for tensor in (output, latents, *numbers))
-
-
-def check_step(form: Form, case: tuple[torch.Tensor, ...]) -> None:
-    """The form is the formula and leaves its inputs alone."""
-    kept = [tensor.clone() for tensor in case]
-    with poisoned():
-        y = form(*case)
-    assert all(torch.equal(*pair) for pair in zip(case, kept, strict=True))
-    assert y.dtype is case[1].dtype
-    assert y.is_contiguous()
-    wide = [tensor.double() for tensor in case]
-    largest = float(max(tensor.abs().max() for tensor in wide[:2])) if y.numel() else 0.0
-    factor = float(wide[2].abs().max() + 1) if y.numel() else 0.0
-    assert_close(y, step_reference.guided_step(*wide), slack=8 * EPS32 * largest * factor)
 
 
 def residual_case(
@@ -232,26 +207,3 @@ def check_residuals(form: Callable[..., None], case: tuple[torch.Tensor, list[to
     assert (skip.data_ptr(), skip.stride()) == (address, strides)
     assert all(torch.equal(*pair) for pair in zip(residuals, kept, strict=True))
     assert_close(skip, truth, slack=20 * EPS32 * (1 + len(residuals)))
-
-
-def lora_case(
-    rows: int, tokens: int, sides: tuple[int, int, int], dtype: torch.dtype, device: str, *, shared: bool, seed: int = 0
-) -> tuple[torch.Tensor, ...]:
-    """y, x, A, B; `sides`: in, rank, out."""
-    generator, own = seeded(seed), 1 if shared else rows
-    shapes = [(rows, tokens, sides[2]), (rows, tokens, sides[0]), (own, sides[0], sides[1]), (own, sides[1], sides[2])]
-    return tuple((torch.randn(shape, generator=generator) / 4).to(dtype).to(device) for shape in shapes)
-
-
-def check_lora(form: Callable[..., None], case: tuple[torch.Tensor, ...]) -> None:
-    """The form adds each row's own product in place; what lies between the two products is rounded once more."""
-    y, x, a, b = case
-    truth = y.double()
-    lora_reference.add_(truth, x.double(), a.double(), b.double())
-    address = y.data_ptr()
-    form(y, x, a, b)
-    assert y.data_ptr() == address
-    inner = x.double().abs() @ a.double().abs() @ b.double().abs() if y.numel() else torch.zeros(1)
-    rounding = 2.0 ** -{torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[y.dtype]
-    slack = float(inner.max()) * (2 * rounding + (x.shape[2] + a.shape[2]) * EPS32) if inner.numel() else 0.0
-    assert_close(y, truth, slack=slack + rounding * float(truth.abs().max()) if y.numel() else 0.0)

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_kernels.guided_step import GuidedStepOp, ddim, euler
-from plait_kernels.lora_rows import LoraRowsOp
 from plait_kernels.registry import load
 from plait_kernels.residual_add import ResidualAddOp
 
@@ -54,9 +52,7 @@ def cases(device: str) -> list[OperatorCase]:
     norms = [("sdxl", size) for size in _SDXL_NORMS] + [("sd15", size) for size in _SD15_NORMS]
     found += [_norm(model, *size, last=True) for model, size in (norms[2:3] if small else norms)]
     found += [_norm(model, *size, last=False) for model, size in (norms[2:3] if small else norms[:6:2])]
-    found += [_step("sdxl", 128, 1, euler(1.0, 0.9)), _step("sd15", 64, 8, ddim(0.5, 0.55))]
     found += [_residuals("sdxl", *size) for size in ((640, 64), (320, 128))[: 1 if small else 2]]
-    found += [_lora(*size) for size in (((1024, 1280),) if small else ((4096, 640), (1024, 1280)))]
     found += [_plain_norm(model, *size) for model, size in ([] if small else norms[2:5:2])]
     return found
 
@@ -134,33 +130,6 @@ def _plain_norm(model: str, channels: int, edge: int) -> OperatorCase:
     )
 
 
-def _step(model: str, edge: int, images: int, numbers: tuple[float, float]) -> OperatorCase:
-    """Guidance and a scheduler's update, which diffusers does in fp32 and casts back."""
-
-    def make(device: str, dtype: torch.dtype) -> Arguments:
-        output, latents = (_randn(images * branches, 4, edge, edge)(device, dtype) for branches in (2, 1))
-        return output, latents, *(torch.full((images,), value, device=device) for value in (7.5, *numbers))
-
-    def plait(output: torch.Tensor, *rest: torch.Tensor) -> object:
-        op: GuidedStepOp = load("guided_step", output.device.type, output.dtype)
-        return op(output, *rest)
-
-    def eager(output: torch.Tensor, latents: torch.Tensor, s: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> object:
-        unconditional, conditional = output.chunk(2)
-        s, a, b = (value[:, None, None, None] for value in (s, a, b))
-        noise = unconditional + s * (conditional - unconditional)
-        return (a * latents.float() + b * noise).to(latents.dtype)
-
-    return OperatorCase(
-        name=f"guided-step-{model}-{images}x{edge}",
-        op="guided_step",
-        moved=4 * images * 4 * edge * edge,
-        make=make,
-        plait=plait,
-        eager=eager,
-    )
-
-
 def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
     """Three ControlNets on one skip."""
 
@@ -185,32 +154,6 @@ def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
         name=f"residual-add-{model}-{channels}x{edge}",
         op="residual_add",
         moved=5 * _ROWS * channels * edge * edge,
-        make=make,
-        plait=plait,
-        eager=eager,
-    )
-
-
-def _lora(tokens: int, width: int, rank: int = 64) -> OperatorCase:
-    """A square projection of SDXL, four rows with sets of their own."""
-    rows = 2 * _ROWS
-
-    def make(device: str, dtype: torch.dtype) -> Arguments:
-        shapes = [(rows, tokens, width)] * 2 + [(rows, width, rank), (rows, rank, width)]
-        return tuple(_randn(*shape)(device, dtype) / 16 for shape in shapes)
-
-    def plait(y: torch.Tensor, *rest: torch.Tensor) -> object:
-        op: LoraRowsOp = load("lora_rows", y.device.type, y.dtype)
-        op(y, *rest)
-        return y
-
-    def eager(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> object:
-        return y + (x @ a) @ b
-
-    return OperatorCase(
-        name=f"lora-rows-{tokens}x{width}",
-        op="lora_rows",
-        moved=rows * (3 * tokens * width + 2 * width * rank),
         make=make,
         plait=plait,
         eager=eager,
