@@ -87,7 +87,7 @@ def gpu_facts() -> Mapping[str, str]:
     except (OSError, subprocess.SubprocessError):
         return {}
     name, _, driver = said.splitlines()[0].partition(", ")
-    return {"gpu": name, "driver": driver, "triton": _version("triton") or ""}
+    return {"gpu": name, "driver": driver}
 
 
 def wake_us() -> float:

@@ -11,7 +11,7 @@ from plait_bench import job, records
 from plait_bench.benchmark import ResultRow
 from plait_bench.document import document
 from plait_bench.errors import RecordError
-from plait_bench.host import changes, commit, host_facts, is_in_history
+from plait_bench.host import changes, commit, gpu_facts, host_facts, is_in_history
 from plait_bench.job import BenchJob
 from plait_bench.runner import BenchResult, LayoutChoice
 from plait_bench.summary import ValueSummary
@@ -19,7 +19,7 @@ from plait_bench.summary import ValueSummary
 HOST = {
     "cpu": "Some CPU", "cores": 2, "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7", "torch": "2.13.0",
     "diffusers": "0.42.1", "transformers": "5.23.0", "peft": None, "ray": "2.60.0",
-    "openvino": "2026.4.1", "loadavg_1m": 0.1, "wake_us": 15.0,
+    "openvino": "2026.4.1", "triton": None, "loadavg_1m": 0.1, "wake_us": 15.0,
     "date": "2026-11-21T10:00:00+00:00",
 }  # fmt: skip
 
@@ -90,7 +90,7 @@ def test_the_document_has_the_fields_that_programs_read():
 def test_host_facts_name_the_machine_but_nobody():
     """CPU, cores, memory and versions are there; no host name, no user."""
     facts = host_facts()
-    assert set(facts) == set(HOST)
+    assert set(facts) == {*HOST, *gpu_facts()}
     assert facts["cpu"]
     assert facts["cores"] >= 1
     assert facts["torch"]
@@ -212,3 +212,16 @@ def test_a_commit_is_in_history_or_not(checkout):
     git(checkout, "checkout", "main")
     assert not is_in_history(checkout, other)
     assert not is_in_history(checkout, "0" * 40)
+
+
+def test_a_gpu_is_named_with_its_driver(monkeypatch, tmp_path):
+    """As nvidia-smi says, the first of several; where it is missing or fails, nothing is said."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nprintf 'NVIDIA H200, 580.1\\nNVIDIA H200, 580.1\\n'\n")
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_facts() == {"gpu": "NVIDIA H200", "driver": "580.1"}
+    program.write_text("#!/bin/sh\nexit 9\n")
+    assert gpu_facts() == {}
+    program.unlink()
+    assert gpu_facts() == {}

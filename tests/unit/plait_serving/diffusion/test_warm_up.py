@@ -11,7 +11,7 @@ from plait_serving.diffusion.errors import ControlNetUnavailable
 
 def assembled(folder, generate, controlnets):
     """An engine that hands its requests to `generate`."""
-    parts = {"denoiser": Mock(), "loras": Mock(), "controlnets": controlnets, "prepared": set()}
+    parts = {"denoiser": Mock(), "loras": Mock(), "controlnets": controlnets, "prepared": set(), "auditor": Mock()}
     return Assembled(engine=Mock(generate=generate), bundle=load_bundle(folder), **parts)
 
 
