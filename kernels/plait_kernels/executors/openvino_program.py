@@ -37,9 +37,10 @@ _CALLS_BEFORE_SPECIALISING = 2
 # A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
 # compiling does not cost more than what it speeds up.
 _SHARE_OF_COMPILING = 0.5
-# What a model for one shape holds for each byte of factors: they are bound to it, and packed for its products. Measured
-# at the starter's size, 32 rows, ranks 48 to 96: 2.8.
-_HELD_PER_FACTOR_BYTE = 3
+# What a model for one shape holds beside weights and factors: generated code and its graph, by far the most of it.
+# Measured at the starter's size, for half a UNet (10 MiB of weights), without weights and factors: 31 to 53 MiB without
+# factors, 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own factors of 7 to 79 MiB.
+_HELD_BY_A_COPY_BYTES = 64 << 20
 _CALLS_TO_WAIT = 100
 """Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
 
@@ -244,7 +245,7 @@ class OpenVinoProgram:
         *_, (given,), ranks = shapes
         widths = (layer.width_in + layer.width_out for layer in self._layers)
         factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
-        return self._weight_bytes + _HELD_PER_FACTOR_BYTE * factor_bytes
+        return _HELD_BY_A_COPY_BYTES + self._weight_bytes + factor_bytes
 
     def _specialise(self, shapes: Shapes) -> None:
         """Compile a copy for one shape; the worker's thread."""

@@ -218,6 +218,7 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
 
 def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monkeypatch):
     """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     one_copy = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=one_copy).open("k")
@@ -237,8 +238,20 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monk
     assert tight._worker is None
 
 
+def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
+    """Most of what a small model's copy holds is generated code: room for two, however small the weights are."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    program = openvino_at(converted, specialise_bytes=130 << 20).open("k")
+    for done, rows in enumerate((1, 2, 3, 4)):
+        for _ in range(3):
+            program.run(small_inputs(rows, 4, 4))
+        wait_compiled(program, min(2, done + 1))
+    assert [shapes[0][0] for shapes in program._special] == [3, 4]
+
+
 def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
     """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=room).open("k")
