@@ -5,7 +5,6 @@ Converting works on a second, memory-mapped load of the files, so it never sees 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import time
@@ -102,8 +101,12 @@ class Preparer:
     ) -> PreparedProgram:
         if self._auditor is None:
             return program
-        reference = functools.cache(lambda: TorchProgram(computation()))
-        return self._auditor.watch(f"{folder.name}-{part}", program, reference, tolerance=self._executor.tolerance)
+        return self._auditor.watch(
+            f"{folder.name}-{part}",
+            program,
+            lambda: TorchProgram(computation()),
+            tolerance=self._executor.tolerance,
+        )
 
     def _key(self, folder: Path, part: str) -> str:
         key = self._keys.get(folder)
