@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
+from plait_serving.diffusion.queue.turns import TurnQueue
 from plait_serving.diffusion.values import RgbImage
 
 __all__ = ["LONG_DECODE_S", "DecodeQueue", "Decoder", "decodes_here", "to_rgb"]
@@ -53,7 +54,8 @@ def decodes_here(*, on_cpu: bool, stepping: bool, expected_s: float | None) -> b
 
 
 class DecodeQueue:
-    """Decodes in the order of `submit`, each where `decodes_here` says. All methods are for the compute thread.
+    """Decodes those of a tenant in the order of `submit`, one of each tenant in turn, each where `decodes_here` says.
+    All methods are for the compute thread.
 
     A process has one thread with a team of OpenMP workers (`plait_fabric.threads`): the compute thread. So a decode
     that is to use all cores runs there, not with more threads elsewhere.
@@ -64,28 +66,30 @@ class DecodeQueue:
         self.heartbeat = ThreadHeartbeat(clock)
         """Of the decode thread; a decode on the compute thread is part of that thread's work."""
         self._aside = ThreadPoolExecutor(1, "plait-decode", initializer=set_threads, initargs=(1,))
-        self._last_aside: Future[bool] | None = None
-        self._waiting: deque[tuple[torch.Tensor, Callable[[torch.Tensor], bool]]] = deque()
+        self._last_aside: Future[None] | None = None
+        self._waiting: TurnQueue[_Decode] = TurnQueue()
+        self._waiting_aside: TurnQueue[_Decode] = TurnQueue()
         self._seconds: dict[int, float] = {}
         """Of the last decode here, by number of latent values."""
 
-    def submit(self, latents: torch.Tensor, use: Callable[[torch.Tensor], bool]) -> None:
+    def submit(self, tenant: str, latents: torch.Tensor, use: Callable[[torch.Tensor], bool]) -> None:
         """Have `use(latents)` called, which returns whether it had to decode them, and must not raise."""
-        self._waiting.append((latents, use))
+        self._waiting.put(tenant, _Decode(latents, use))
 
     def run_next(self, *, stepping: bool) -> bool:
         """Start what waits, up to the first that is decoded here; return whether there was one."""
-        while self._waiting:
-            latents, use = self._waiting.popleft()
-            size, on_cpu = latents.numel(), latents.device.type == "cpu"
+        while (taken := self._waiting.take()) is not None:
+            tenant, decode = taken
+            size, on_cpu = decode.latents.numel(), decode.latents.device.type == "cpu"
             if not decodes_here(on_cpu=on_cpu, stepping=stepping, expected_s=self._seconds.get(size)):
-                self._last_aside = self._aside.submit(self._use_aside, use, latents)
+                self._waiting_aside.put(tenant, decode)
+                self._last_aside = self._aside.submit(self._use_next_aside)
                 continue
             if self._last_aside is not None:
                 self._last_aside.result()  # a request's preview comes before its images
                 self._last_aside = None
             started_s = self._clock()
-            if use(latents):
+            if decode.use(decode.latents):
                 self._seconds[size] = self._clock() - started_s
             return True
         return False
@@ -96,9 +100,19 @@ class DecodeQueue:
             pass
         self._aside.shutdown()
 
-    def _use_aside(self, use: Callable[[torch.Tensor], bool], latents: torch.Tensor) -> bool:
+    def _use_next_aside(self) -> None:
+        """Decode one. There are as many calls of this as decodes that wait; whose turn it is shows when one begins."""
+        taken = self._waiting_aside.take()
+        assert taken is not None
+        _, decode = taken
         self.heartbeat.begin("a decode beside the steps")
         try:
-            return use(latents)
+            decode.use(decode.latents)
         finally:
             self.heartbeat.rest()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Decode:
+    latents: torch.Tensor
+    use: Callable[[torch.Tensor], bool]

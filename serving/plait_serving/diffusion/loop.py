@@ -250,7 +250,7 @@ class DenoiseLoop:
         self._registry.send(job, Progress(step=job.steps_done, steps=unit.steps))
         if outcome is not None:
             preview = partial(self._preview, job, job.previews_sent, unit.step)
-            self._decodes.submit(outcome[:1].clone(), preview)
+            self._decodes.submit(job.request.tenant.name, outcome[:1].clone(), preview)
             job.previews_sent += 1
         if all(part.step == part.steps for part in job.units):
             self._finish(job)
@@ -259,7 +259,7 @@ class DenoiseLoop:
         self._let_go(job)
         job.advance(RequestPhase.DECODING)
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
-        self._decodes.submit(latents, partial(self._decode, job))
+        self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job))
 
     def _fail(self, job: ImageJob, error: Exception) -> None:
         """End a job without touching its batch mates. An error that is no `EngineError` is a bug and logged as one."""

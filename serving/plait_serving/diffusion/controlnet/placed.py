@@ -46,7 +46,7 @@ class PlacedControlNetClient(ControlNetClient):
 
     With AUTO, `measure` is called with both clients when the first session is opened (or by `settle`), until it has
     succeeded once or failed three times; while it fails, sessions run here. If both places are about as fast, the next
-    sessions try both in turn.
+    sessions try both in turn. While a service that was chosen has no replica, new sessions run here.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class PlacedControlNetClient(ControlNetClient):
         self._trial: PlacementTrial | None = None
         self._failures = 0
         self._settled: tuple[Placement, Placement] | None = None
+        self._is_away = False
 
     @property
     def name(self) -> str:
@@ -108,7 +109,15 @@ class PlacedControlNetClient(ControlNetClient):
         """Open a session at the place where new sessions go now."""
         place = self.settle()
         client = self._client(place)
-        inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        try:
+            inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        except ControlNetUnavailable as error:
+            if place is not Placement.REMOTE or not self._can_stand_in():
+                raise
+            client = self._stand_in(error)
+            inner = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        else:
+            self._back_at(place)
         if self._trial is not None:
             self._trial.opened(place)
         return _PlacedSession(controlnet=self._name, client=client, inner=inner)
@@ -145,6 +154,25 @@ class PlacedControlNetClient(ControlNetClient):
                 raise ControlNetUnavailable(f"ControlNet {self._name} cannot run {placement.value}")
             self._clients[placement] = factory()
         return self._clients[placement]
+
+    def _can_stand_in(self) -> bool:
+        """Whether sessions may run here while the service is away. Steps that were in flight do not move here: one of
+        them may be what ended the service."""
+        return self._wanted() is Placement.AUTO and self._factories[Placement.LOCAL] is not None
+
+    def _stand_in(self, error: ControlNetUnavailable) -> ControlNetClient:
+        if not self._is_away:
+            _log.warning("ControlNet %s runs here while its service is away: %s", self._name, error)
+        self._is_away = True
+        return self._client(Placement.LOCAL)
+
+    def _back_at(self, place: Placement) -> None:
+        """Let go of what stood in for the service."""
+        if self._is_away and place is Placement.REMOTE:
+            _log.info("ControlNet %s: its service is back", self._name)
+            self._is_away = False
+            if self._trial is None:
+                self._clients.pop(Placement.LOCAL, None)
 
     def _ran(self, client: ControlNetClient, shape: Hashable, seconds: float) -> None:
         """Record a step of the trial."""

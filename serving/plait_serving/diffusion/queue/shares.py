@@ -31,14 +31,15 @@ class TenantShares:
 
     def turn(self, waiting: Sequence[Tenant], *, slack_s: float = 0.0) -> str:
         """Return the name of the tenant to run next. `waiting`: the tenants that have something to run, at least one,
-        in the order of their oldest request, which breaks ties.
+        in the order of their oldest request. Of several that are equally far behind, one that did not run last goes
+        first: who arrives is put level with who runs, and would otherwise wait for another step.
 
         The tenant that ran last goes on while it is at most `slack_s` ahead: what a change of tenants costs is spread
         over so much work.
         """
         with self._lock:
             self._arrive([tenant.name for tenant in waiting])
-            behind = min(waiting, key=lambda tenant: self._virtual_s[tenant.name])
+            behind = min(waiting, key=lambda tenant: (self._virtual_s[tenant.name], tenant.name == self._last))
             last = next((tenant for tenant in waiting if tenant.name == self._last), behind)
             ahead_s = (self._virtual_s[last.name] - self._virtual_s[behind.name]) * last.weight
             self._last = last.name if ahead_s < slack_s else behind.name

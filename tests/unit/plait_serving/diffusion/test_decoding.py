@@ -43,9 +43,16 @@ class Rig:
         self.queue = DecodeQueue(set_threads=self.pinned.append, clock=lambda: self.now_s)
 
     def submit(
-        self, name: str, latents: torch.Tensor, *, takes_s: float, decodes: bool = True, after: object = None
+        self,
+        name: str,
+        latents: torch.Tensor,
+        *,
+        takes_s: float,
+        decodes: bool = True,
+        after: object = None,
+        tenant: str = "a",
     ) -> None:
-        """Submit a decode; it first waits for `after`."""
+        """Submit a decode of a tenant; it first waits for `after`."""
 
         def use(_: torch.Tensor) -> bool:
             if isinstance(after, threading.Event):
@@ -54,7 +61,7 @@ class Rig:
             self.ran.append((name, threading.current_thread().name.partition("_")[0]))
             return decodes
 
-        self.queue.submit(latents, use)
+        self.queue.submit(tenant, latents, use)
 
 
 @pytest.fixture
@@ -85,6 +92,25 @@ def test_what_is_decoded_here_waits_for_what_went_before(rig: Rig) -> None:
     threading.Timer(0.01, go.set).start()
     assert rig.queue.run_next(stepping=False)
     assert rig.ran == [("first", COMPUTE), ("preview", "plait-decode"), ("images", COMPUTE)]
+
+
+def test_tenants_take_turns_beside_steps(rig: Rig) -> None:
+    """Of many decodes that one tenant has waiting beside steps, another's single one waits for the one that runs."""
+    go = threading.Event()
+    rig.submit("first", SMALL, takes_s=0.01)
+    rig.queue.run_next(stepping=True)
+    rig.submit("runs", SMALL, takes_s=0.01, after=go)
+    rig.queue.run_next(stepping=True)
+    for name in ("flood 1", "flood 2", "flood 3"):
+        rig.submit(name, SMALL, takes_s=0.01)
+    rig.queue.run_next(stepping=True)
+    rig.submit("other", SMALL, takes_s=0.01, tenant="b")
+    rig.queue.run_next(stepping=True)
+    go.set()
+    rig.queue.close()
+    order = [name for name, _ in rig.ran]
+    assert order[2:].index("other") <= 1
+    assert [name for name in order if name.startswith("flood")] == ["flood 1", "flood 2", "flood 3"]
 
 
 def test_a_decode_that_was_not_needed_is_no_measurement(rig: Rig) -> None:

@@ -134,9 +134,9 @@ def test_a_decode_thread_that_hangs_is_noticed() -> None:
         return go_on.wait(WAIT_S)
 
     try:
-        queue.submit(latents, lambda _: True)
+        queue.submit("a", latents, lambda _: True)
         assert queue.run_next(stepping=True)  # of unknown length: here; it was short, so the next one runs aside
-        queue.submit(latents, hang)
+        queue.submit("a", latents, hang)
         queue.run_next(stepping=True)
         assert begun.wait(WAIT_S)
         with pytest.raises(Stuck, match="a decode beside the steps"):

@@ -142,8 +142,11 @@ class FakeClient:
         self.opened: list[object] = []
         self.closed: list[object] = []
         self.stopped = 0
+        self.away = False
 
     def open(self, **_: object) -> object:
+        if self.away:
+            raise ControlNetUnavailable("nobody")
         session = type("Session", (), {"controlnet": "edges"})()
         self.opened.append(session)
         return session
@@ -273,6 +276,27 @@ def test_auto_measures_once_and_logs_why(caplog: pytest.LogCaptureFixture) -> No
     assert (len(local.opened), len(remote.opened)) == (0, 2)
     assert caplog.text.count("runs remote: measured 2000.0 ms local, 1000.0 ms remote") == 1
     assert client.times is not None
+
+
+def test_auto_runs_here_while_the_service_that_it_chose_is_away(caplog: pytest.LogCaptureFixture) -> None:
+    """New sessions are not refused; they go back to the service when it is there. It is said once each way."""
+    caplog.set_level(logging.INFO)
+    wanted = [Placement.AUTO]
+    client, local, remote = _placed(wanted, StepTimes(local_s=2, remote_s=1))
+    before = _open(client)
+    remote.away = True
+    here = [_open(client), _open(client)]
+    assert (len(local.opened), len(remote.opened)) == (2, 1)
+    assert caplog.text.count("runs here while its service is away") == 1
+    remote.away = False
+    after = _open(client)
+    answers = client.start([_call(session) for session in (before, *here, after)]).wait()
+    assert [float(answer.mid) for answer in answers if isinstance(answer, Residuals)] == [2.0, 1.0, 1.0, 2.0]
+    assert caplog.text.count("its service is back") == 1
+    wanted[0] = Placement.REMOTE
+    remote.away = True
+    with pytest.raises(ControlNetUnavailable):
+        _open(client)
 
 
 def test_close_places_are_tried_with_sessions_of_users(caplog: pytest.LogCaptureFixture) -> None:
