@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
+import time
 from pathlib import Path
 
 __all__ = ["quota_cores", "usable_cores"]
@@ -15,11 +17,17 @@ def usable_cores() -> int:
     """Return the number of cores that this process may keep busy, at least 1.
 
     A container with a processor quota sees all cores of its host; as many threads as that would use up the quota at
-    once and then all stand still for the rest of each period. A quota of a fraction is rounded up.
+    once and then all stand still for the rest of each period. A quota of a fraction is rounded up, and looked up
+    again after a second: it may change, and programs ask before every step.
     """
     bound = len(os.sched_getaffinity(0))
-    quota = quota_cores(_CGROUPS)
+    quota = _quota_cores_in(_CGROUPS, int(time.monotonic()))
     return bound if quota is None else max(1, min(bound, math.ceil(quota)))
+
+
+@functools.lru_cache(maxsize=1)
+def _quota_cores_in(cgroups: Path, _second: int) -> float | None:
+    return quota_cores(cgroups)
 
 
 def quota_cores(cgroups: Path) -> float | None:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,24 @@ def set_threads(threads: int) -> None:
     """
     torch.set_num_threads(threads or usable_cores())
     torch.get_num_threads()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread inside: between the calls of another library that has threads of its own.
+
+    A team's workers spin for milliseconds after each operation, on the cores that the other library is to use next, and
+    an operation that finds them busy waits for a core: a product of a few kilobytes then takes as long as a step.
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def lower_priority() -> None:

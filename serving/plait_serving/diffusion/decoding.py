@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from plait_fabric.heartbeat import ThreadHeartbeat
+from plait_fabric.threads import one_thread
 from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
 from plait_serving.diffusion.queue.turns import TurnQueue
 from plait_serving.diffusion.values import RgbImage
@@ -39,7 +40,8 @@ class Decoder:
 
 def to_rgb(images: torch.Tensor) -> tuple[RgbImage, ...]:
     """Convert `float (n, 3, H, W)` in [0, 1] to n `uint8 (H, W, 3)`, rounded like diffusers' image processor."""
-    array = images.float().clamp(0, 1).permute(0, 2, 3, 1).mul(255).round().to(torch.uint8).cpu().numpy()
+    with one_thread():
+        array = images.float().clamp(0, 1).permute(0, 2, 3, 1).mul(255).round().to(torch.uint8).cpu().numpy()
     return tuple(array)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 
+from plait_fabric.threads import one_thread
 from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.denoisers.batch import (
@@ -119,18 +121,22 @@ class UNetDenoiser:
         program = None if self._exact() is Exact.ALWAYS else self._vae
         if program is None and self._vae_weights is not None:
             self._vae_weights.take()
-        with torch.inference_mode():
+        with torch.inference_mode(), nullcontext() if program is None else one_thread():
             return decode_latents(self._bundle, latents, program)
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Predict in two halves: ControlNets compute beside the encoder half, their residuals are added before the
         decoder half."""
-        layout = BatchLayout.of([call.conditioning for call in calls])
-        sample = stack_samples(calls, layout)
         # Sets that are inputs were chosen by `takes`: they are not in the weights, whatever `exact` says by now.
         compiled = self._halves if any(call.loras for call in calls) else self._compiled(calls)
         self._ran = compiled
+        with nullcontext() if compiled is None else one_thread():
+            return self._predict(calls, compiled)
+
+    def _predict(self, calls: Sequence[StepCall], compiled: CompiledHalves | None) -> list[torch.Tensor | EngineError]:
+        layout = BatchLayout.of([call.conditioning for call in calls])
+        sample = stack_samples(calls, layout)
         fused = self._fuses()
         questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None and not fused)
         try:
@@ -163,7 +169,8 @@ class UNetDenoiser:
         compiled = self._compiled(calls)
         self._fuses()
         if compiled is not None:
-            compiled.encode(sample, embedding, text, None)
+            with one_thread():
+                compiled.encode(sample, embedding, text, None)
         else:
             self._load_weights()
             encoder_half(self._unet, sample, embedding, text)
