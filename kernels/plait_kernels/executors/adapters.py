@@ -161,7 +161,7 @@ class _AdaptedLayer(nn.Module):
 
     def _adds_nothing(self) -> bool:
         """Return whether the factors have no rank. A trace must hold the sum, whatever rank its example has."""
-        return not torch.jit.is_tracing() and not self._factors()[0].shape[2]
+        return not _is_tracing() and not self._factors()[0].shape[2]
 
 
 class _AdaptedLinear(_AdaptedLayer):
@@ -173,7 +173,7 @@ class _AdaptedLinear(_AdaptedLayer):
             return plain
         first, second = self._factors()
         rows = x.unsqueeze(1) if x.ndim == 2 else x
-        if not torch.jit.is_tracing():
+        if not _is_tracing():
             return _plus_product(plain.view(*rows.shape[:2], -1), rows @ _row(first), second).view_as(plain)
         added = rows @ first @ second
         return plain + (added.squeeze(1) if x.ndim == 2 else added)
@@ -196,7 +196,7 @@ class _AdaptedConvolution(_AdaptedLayer):
             return plain
         first, second = self._factors()
         reduced = self._reduced(x, first)
-        if not torch.jit.is_tracing():
+        if not _is_tracing():
             pixels = plain.flatten(2).transpose(1, 2)
             return _plus_product(pixels, reduced, second).transpose(1, 2).reshape(plain.shape)
         return plain + (reduced @ second).transpose(1, 2).reshape(plain.shape)
@@ -213,6 +213,10 @@ class _AdaptedConvolution(_AdaptedLayer):
         lines = _sum([part[:, :, j : _end(j, kw) : sw] for j, part in enumerate(grid.unbind(4))])
         sums = _sum([part[:, i : _end(i, kh) : sh] for i, part in enumerate(lines.unbind(3))])
         return sums.reshape(rows, sums.shape[1] * sums.shape[2], rank)
+
+
+def _is_tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
 def _row(factor: torch.Tensor) -> torch.Tensor:

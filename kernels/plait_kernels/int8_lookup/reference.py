@@ -13,7 +13,8 @@ def int8_lookup(
     """Look up and sum; see `Int8LookupOp`."""
     stored = table[ids]
     width = table.shape[1] - SCALE_AND_BIAS_BYTES
-    scale, bias = stored[:, width:].contiguous().view(torch.float32).reshape(-1, 2, 1).unbind(1)
+    own = stored[:, width:].clone(memory_format=torch.contiguous_format)  # at an offset that float32 may have
+    scale, bias = own.view(torch.float32).reshape(-1, 2, 1).unbind(1)
     rows = stored[:, :width] * scale + bias
     if weights is not None:
         rows = rows * weights[:, None]

@@ -54,7 +54,7 @@ def _table() -> torch.Tensor:
 @lru_cache(maxsize=1)
 def _stored() -> torch.Tensor:
     """Return the same rows as int8 with scale and bias."""
-    parts = [torch.ops.quantized.embedding_bag_byte_prepack(part) for part in _table().split(_BLOCK_ROWS)]
+    parts = [torch.ops.quantized.embedding_bag_byte_prepack(part) for part in torch.split(_table(), _BLOCK_ROWS)]
     return torch.cat(parts)
 
 

@@ -83,8 +83,9 @@ def _as_diffusers(weights: Tensors, pristine: Tensors, ups: Tensors, downs: Tens
 
 def _at_once(weights: Tensors, pristine: Tensors, ups: Tensors, downs: Tensors) -> torch.Tensor:
     """All weights of a shape as one batched product: few launches, but they are not beside each other in memory."""
-    up = torch.stack(ups).unflatten(0, (-1, _TERMS)).movedim(1, 2).flatten(2)
-    down = torch.stack(downs).unflatten(0, (-1, _TERMS)).flatten(1, 2)
+    count, width = len(weights), len(weights[0])
+    up = torch.stack(ups).view(count, _TERMS, width, _RANK).movedim(1, 2).flatten(2)
+    down = torch.stack(downs).view(count, _TERMS * _RANK, width)
     made = torch.baddbmm(torch.stack(pristine), up, down, alpha=0.5)
     torch._foreach_copy_(weights, list(made.unbind()))
     return weights[-1]

@@ -60,7 +60,8 @@ class _Cross(nn.Module):
         self.down, self.up = nn.Linear(width, rank, bias=False), nn.Linear(rank, width)
 
     def forward(self, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x0 * self.up(self.down(x)) + x
+        crossed: torch.Tensor = x0 * self.up(self.down(x)) + x
+        return crossed
 
     def tried(self, x0: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Multiply and add in one pass, over the product's own memory."""
