@@ -89,7 +89,7 @@ def _dot(fields: int, width: int, rows: int) -> OperatorCase:
 
 
 def _cross(width: int, rank: int, rows: int) -> OperatorCase:
-    module = _Cross(width, rank).eval()
+    module = _Cross(width, rank).eval().requires_grad_(False)
 
     def make(device: str, dtype: torch.dtype) -> Arguments:
         return tuple(torch.randn(rows, width, device=device, dtype=dtype) for _ in range(2))
