@@ -107,12 +107,12 @@ class OperatorWorkload(Workload):
             system: reading.value for system, found in readings.items() for reading in found
             if reading.metric == "time_us"
         }  # fmt: skip
-        least_us = times.pop(self._ceiling, None)
-        if least_us is None:
+        ceiling_us = times.pop(self._ceiling, None)
+        if ceiling_us is None:
             return ()
         share = _SHARES[self._ceiling]
         return [
-            Reading(metric=share, value=least_us / taken_us, system=system, layout=self._clock.name)
+            Reading(metric=share, value=ceiling_us / taken_us, system=system, layout=self._clock.name)
             for system, taken_us in times.items()
         ]
 
