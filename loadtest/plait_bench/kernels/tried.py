@@ -18,7 +18,7 @@ from plait_bench.kernels.cases import Arguments, Form, OperatorCase
 
 __all__ = ["tried_cases"]
 
-TRIED, OPENVINO = "tried", "openvino"
+TRIED, OV = "tried", "openvino"
 _ROWS = (64, 512)
 
 
@@ -83,7 +83,7 @@ def _dot(fields: int, width: int, rows: int) -> OperatorCase:
         make=make,
         plait=None,
         eager=module.forward,
-        others={TRIED: lambda: module.tried, OPENVINO: lambda: _program(module, make("cpu", torch.float32))},
+        others={TRIED: lambda: module.tried, OV: lambda: _program(module, make("cpu", torch.float32))},
         compiles=False,
     )
 
@@ -101,7 +101,7 @@ def _cross(width: int, rank: int, rows: int) -> OperatorCase:
         make=make,
         plait=None,
         eager=module.forward,
-        others={TRIED: lambda: module.tried, OPENVINO: lambda: _program(module, make("cpu", torch.float32))},
+        others={TRIED: lambda: module.tried, OV: lambda: _program(module, make("cpu", torch.float32))},
         flops=4.0 * rows * width * rank,
         compiles=False,
     )
@@ -112,7 +112,7 @@ def _program(module: nn.Module, example: Arguments) -> Form:
     try:
         import openvino as ov
     except ImportError as error:
-        raise SystemUnavailable(f"{OPENVINO}: {error}") from error
+        raise SystemUnavailable(f"{OV}: {error}") from error
     shapes = [tuple(each.shape) for each in example]
     model = ov.convert_model(module, example_input=example, input=shapes)
     settings = {
