@@ -138,6 +138,22 @@ IMPLS: tuple[ImplInfo, ...] = (
         needs=("triton",),
         bounds=(SizeBound(size="residuals", high=4),),  # one kernel argument each
     ),
+    ImplInfo(
+        op="int8_lookup",
+        name="reference",
+        entry="plait_kernels.int8_lookup.reference:int8_lookup",
+        rank=0,
+        devices=frozenset({"cpu", "cuda"}),
+        dtypes=frozenset({torch.float32}),
+    ),
+    ImplInfo(
+        op="int8_lookup",
+        name="quantized",
+        entry="plait_kernels.int8_lookup.cpu_impl:int8_lookup",
+        rank=10,
+        devices=frozenset({"cpu"}),
+        dtypes=frozenset({torch.float32}),
+    ),
 )
 
 

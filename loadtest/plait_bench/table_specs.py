@@ -61,6 +61,15 @@ _STARTS = {
 _STARTER = ("single", "controlnet", "lora", "same", "mixed", "distinct")
 _MEMORY = "Memory is the sum over all processes of a system; the peak is the sum of each process's own."
 
+_KERNELS = {
+    "time_us": "us",
+    "bandwidth": "GB/s",
+    "share_of_copy": "of a copy",
+    "gflops": "GFLOP/s",
+    "share_of_matmul": "of a product",
+    "share_of_step": "of a step",
+}
+
 _HELD = {
     "memory_mib": "MiB",
     "shared_mib": "MiB, shared",
@@ -244,6 +253,22 @@ TABLES: Mapping[str, TableSpec] = {
         },
         verb="Searched",
         says=_SEEDS,
+    ),
+    "kernels": TableSpec(
+        bench="kernels",
+        metrics=_KERNELS,
+        ratio="time_us",
+        ratio_title="plait's time by its",
+        workloads=("geglu", "group-norm", "residual-add", "lora-merge", "int8-lookup", "guided-update"),
+        says=f"Calls go round over inputs that no cache holds. {_MEDIANS}",
+    ),
+    "kernels-tried": TableSpec(
+        bench="kernels",
+        metrics=_KERNELS,
+        ratio="time_us",
+        ratio_title="eager's time by its",
+        workloads=("tried-",),
+        says=_MEDIANS,
     ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
     **_FAULTS,

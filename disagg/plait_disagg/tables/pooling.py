@@ -9,6 +9,8 @@ import torch
 
 from plait_disagg.tables.formats import decode_rows
 from plait_disagg.tables.values import Mode, RowFormat
+from plait_kernels.int8_lookup import Int8LookupOp
+from plait_kernels.registry import load
 
 __all__ = ["MODES", "pool", "take"]
 
@@ -39,9 +41,8 @@ def pool(
     if row_format == "float32":
         return _bags(matrix, ids, offsets, mode, weights)
     if row_format == "int8" and mode != "max":
-        pooled: torch.Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            matrix, ids, offsets, False, MODES["sum"], False, weights, None, True
-        )
+        op: Int8LookupOp = load("int8_lookup", matrix.device.type, torch.float32)
+        pooled = op(matrix, ids, offsets, weights)
         return pooled if mode == "sum" else pooled / offsets.diff().clamp(min=1).unsqueeze(1)
     # PyTorch's bag kernel for float16 rounds the pooled row to float16 (and overflows at 65504), so the rows are pooled
     # in float32 instead. That is exact and about three times slower: float16 is for halving memory, int8 for speed too.

@@ -159,14 +159,23 @@ class _AdaptedLayer(nn.Module):
         """Return A and B. No property: tracing reads those, when none are given."""
         return self._given[self._place], self._given[self._place + 1]
 
+    def _adds_nothing(self) -> bool:
+        """Return whether the factors have no rank. A trace must hold the sum, whatever rank its example has."""
+        return not _is_tracing() and not self._factors()[0].shape[2]
+
 
 class _AdaptedLinear(_AdaptedLayer):
     """`layer(x) + x @ A @ B` for x `(R, S, in)` or `(R, in)`."""
 
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         plain = F.linear(x, _wide(self.weight), _wide(self.bias))
+        if self._adds_nothing():
+            return plain
         first, second = self._factors()
-        added = (x.unsqueeze(1) if x.ndim == 2 else x) @ first @ second
+        rows = x.unsqueeze(1) if x.ndim == 2 else x
+        if not _is_tracing():
+            return _plus_product(plain.view(*rows.shape[:2], -1), rows @ _row(first), second).view_as(plain)
+        added = rows @ first @ second
         return plain + (added.squeeze(1) if x.ndim == 2 else added)
 
 
@@ -183,9 +192,14 @@ class _AdaptedConvolution(_AdaptedLayer):
 
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         plain = F.conv2d(x, _wide(self.weight), _wide(self.bias), self._stride, self._padding)
+        if self._adds_nothing():
+            return plain
         first, second = self._factors()
-        added = self._reduced(x, first) @ second
-        return plain + added.transpose(1, 2).reshape(plain.shape)
+        reduced = self._reduced(x, first)
+        if not _is_tracing():
+            pixels = plain.flatten(2).transpose(1, 2)
+            return _plus_product(pixels, reduced, second).transpose(1, 2).reshape(plain.shape)
+        return plain + (reduced @ second).transpose(1, 2).reshape(plain.shape)
 
     def _reduced(self, x: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
         """Return `unfold(x) @ A`, `(R, h' * w', r)`."""
@@ -199,6 +213,21 @@ class _AdaptedConvolution(_AdaptedLayer):
         lines = _sum([part[:, :, j : _end(j, kw) : sw] for j, part in enumerate(grid.unbind(4))])
         sums = _sum([part[:, i : _end(i, kh) : sh] for i, part in enumerate(lines.unbind(3))])
         return sums.reshape(rows, sums.shape[1] * sums.shape[2], rank)
+
+
+def _is_tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def _row(factor: torch.Tensor) -> torch.Tensor:
+    """Return the only row of a factor `(1, ...)`, so that all rows of the other operand are one product."""
+    return factor[0] if len(factor) == 1 else factor
+
+
+def _plus_product(plain: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return `plain + left @ right` in one pass over the plain part: plain `(R, S, out)`, left `(R, S, r)`, right
+    `(R | 1, r, out)`."""
+    return torch.baddbmm(plain, left, right.expand(len(left), -1, -1))
 
 
 def _end(place: int, size: int) -> int | None:

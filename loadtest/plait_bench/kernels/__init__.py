@@ -10,7 +10,11 @@ from collections.abc import Sequence
 
 from plait_bench.benchmark import Benchmark, chosen
 from plait_bench.kernels.cases import cases
+from plait_bench.kernels.guided import GuidedUpdate
+from plait_bench.kernels.lookups import lookup_cases
+from plait_bench.kernels.merging import merge_cases
 from plait_bench.kernels.timing import timer
+from plait_bench.kernels.tried import tried_cases
 from plait_bench.kernels.workload import OperatorWorkload
 
 NAME = "kernels"
@@ -20,12 +24,16 @@ def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all cases, or of those whose operator or name was given. Raises `BenchError`."""
     clock = timer()
     found = cases(clock.device)
-    names = {case.name: case.op for case in found}
+    if clock.device == "cpu":
+        found += [*merge_cases(), *lookup_cases(), *tried_cases()]
+    guided = [GuidedUpdate(edge) for edge in (16, 64)] if clock.device == "cpu" else []
+    names = {case.name: case.op for case in found} | {one.name: "guided_update" for one in guided}
     asked = set(only) - set(names.values())
     wanted = set(chosen([*asked], tuple(names), "workload")) if asked else set()
     return Benchmark(
         name=NAME,
         workloads=tuple(
             OperatorWorkload(case, clock) for case in found if not only or case.op in only or case.name in wanted
-        ),
+        )
+        + tuple(one for one in guided if not only or "guided_update" in only or one.name in wanted),
     )

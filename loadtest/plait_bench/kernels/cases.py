@@ -6,8 +6,8 @@ Sizes are those of guided denoising, two rows: SDXL at 1024x1024, Stable Diffusi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,17 +29,22 @@ _GROUPS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OperatorCase:
-    """`moved` counts what an operator must read and write, in elements of the dtype, each once.
+    """`moved` counts what an operator must read and write, in elements of the dtype, each once; `flops` the operations
+    of one that is bound by computing, 0 of others.
 
-    `make(device, dtype)` gives the arguments of one call.
+    `make(device, dtype)` gives the arguments of one call. `plait`: None where plait has no form of its own. `others`
+    make further forms, by system; they raise `SystemUnavailable`. `compiles`: whether torch.compile takes part.
     """
 
     name: str
     op: str
     moved: int
     make: Callable[[str, torch.dtype], Arguments]
-    plait: Form
+    plait: Form | None
     eager: Form
+    others: Mapping[str, Callable[[], Form]] = field(default_factory=dict)
+    flops: float = 0.0
+    compiles: bool = True
 
 
 def cases(device: str) -> list[OperatorCase]:
@@ -173,6 +178,12 @@ def _randn(*shape: int) -> Callable[[str, torch.dtype], torch.Tensor]:
 def copied(moved: int) -> Callable[[str, torch.dtype], Arguments]:
     """Return what makes the argument of a copy that moves as many elements: half are read, half are written."""
     return lambda device, dtype: (_randn(math.ceil(moved / 2))(device, dtype),)
+
+
+def multiplied(flops: float) -> Callable[[str, torch.dtype], Arguments]:
+    """Return what makes the arguments of a product of square matrices of as many operations."""
+    side = max(1, round((flops / 2) ** (1 / 3)))
+    return lambda device, dtype: (_randn(side, side)(device, dtype), _randn(side, side)(device, dtype))
 
 
 def calls(form: Form, sets: Sequence[Arguments]) -> list[Callable[[], object]]:

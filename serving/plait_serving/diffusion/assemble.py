@@ -22,6 +22,7 @@ from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.graphed import graphed_halves
+from plait_serving.diffusion.denoisers.row_wise import row_wise_halves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable
@@ -176,6 +177,8 @@ def _build(
     takeover.adopt(denoiser)
     if uses_graphs(settings.executor, bundle.device):
         denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
+    elif preparer is None and bundle.device.type == "cpu" and bundle.dtype is torch.float32:
+        denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
     loras = _loras(settings, LoraTargets.of({"unet": bundle.unet, **texts}))
     controlnets = _controlnets(settings, remote, knobs, denoiser, bundle, preparer, takeover.prepared)
     engine = Engine(

@@ -15,7 +15,7 @@ from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineErro
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
-from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, choose, overtaken_by
+from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.queue.shares import TenantShares
 from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
@@ -106,9 +106,9 @@ class DenoiseLoop:
         self._drop_lost()
         if self._decodes.run_next(stepping=bool(self._jobs)):
             return
-        batch, merged = self._choose(knobs)
-        if batch:
-            self._run_batch(batch, merged)
+        batch, key = self._choose(knobs)
+        if key is not None:
+            self._run_batch(batch, key)
         else:
             self.heartbeat.rest()
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
@@ -141,14 +141,14 @@ class DenoiseLoop:
                 done = f"{job.steps_done} of {job.request.steps} steps were done"
                 self._fail(job, DeadlineMissed(f"the deadline cannot be met; {done}", param="deadline_ms"))
 
-    def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], LoraSet]:
-        """Return the units of the next step and the set to merge for them. What executors take may change with a knob:
-        the answer that formed the group is the one that its step uses."""
+    def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], GroupKey | None]:
+        """Return the units of the next step and their group, or none. What executors take may change with a knob: the
+        answer that formed the group is the one that its step uses."""
         ready = [unit for job in self._jobs for unit in job.units if unit.step < unit.steps and unit.ready]
         if self._should_wait_for_mates(ready, knobs):
-            return [], ()
+            return [], None
         units = {unit.order: unit for unit in ready}
-        candidates = [unit.candidate(self._stepper.to_merge(unit)) for unit in ready]
+        candidates = self._candidates(ready)
         costs = Costs(
             step_s=self._costs.step_s,
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
@@ -159,7 +159,16 @@ class DenoiseLoop:
         self._running = frozenset(candidate.order for candidate in batch)
         for order in overtaken_by(batch, candidates, turn):
             units[order].overtaken += 1
-        return [units[candidate.order] for candidate in batch], batch[0].key.loras if batch else ()
+        return [units[candidate.order] for candidate in batch], batch[0].key if batch else None
+
+    def _candidates(self, ready: list[Unit]) -> list[Candidate]:
+        """Return the units as candidates, twice where they could share calls by taking their sets as inputs. While all
+        agree in what to merge, nothing could be gained by that: their next steps are as fast as any, and exact."""
+        merged = [self._stepper.to_merge(unit) for unit in ready]
+        found = [unit.candidate(loras) for unit, loras in zip(ready, merged, strict=True)]
+        if len(set(merged)) > 1:
+            found += [unit.candidate((), row_wise=True) for unit in ready if self._stepper.is_row_wise(unit)]
+        return found
 
     def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> str:
         """Return the tenant whose turn it is. One that runs goes on for so long that changing between the sets to merge
@@ -185,10 +194,10 @@ class DenoiseLoop:
         full = sum(unit.rows for unit in units) >= knobs.largest_batch
         return not full and self._clock() - oldest_s < knobs.batch_wait_ms / 1000
 
-    def _run_batch(self, batch: list[Unit], merged: LoraSet) -> None:
+    def _run_batch(self, batch: list[Unit], key: GroupKey) -> None:
         try:
             started_s = self._clock()
-            switched = self._stepper.make_live(merged, batch)
+            switched = self._stepper.make_live(key.loras, batch)
             merge_s = self._clock() - started_s
             for unit in batch:
                 self._charge(unit.job, merge_s / len(batch))
@@ -196,7 +205,7 @@ class DenoiseLoop:
             prepared = [unit for unit in batch if self._prepare(unit, until_s)]
             if not prepared:
                 return
-            self._begin_step(prepared)
+            self._begin_step(prepared, key)
             started_s = self._clock()
             outcomes = self._stepper.step(prepared, _wants_preview)
             seconds = self._clock() - started_s
@@ -206,7 +215,7 @@ class DenoiseLoop:
             return
         rows = sum(unit.rows for unit in prepared)
         if self._stepper.settled:
-            self._costs.record(prepared[0].candidate(self._stepper.live_loras).key, rows, seconds)
+            self._costs.record(key, rows, seconds)
         self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
@@ -218,9 +227,8 @@ class DenoiseLoop:
             self._settle(unit, outcome)
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
 
-    def _begin_step(self, batch: list[Unit]) -> None:
+    def _begin_step(self, batch: list[Unit], key: GroupKey) -> None:
         rows = sum(unit.rows for unit in batch)
-        key = batch[0].candidate(self._stepper.live_loras).key
         expected_s = self._costs.measured_s(key, rows) if self._stepper.settled else None
         self.heartbeat.begin(f"a step of {rows} rows at {key.width}x{key.height}", expected_s)
 

@@ -170,6 +170,10 @@ class Denoiser(Protocol):
 
         The answer changes only between steps."""
 
+    def may_take(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether these files can be inputs of a step, but are merged where that is faster. Then requests
+        without a set may share such a call, too."""
+
     def measure(self, request: ImageRequest) -> PromptSize:
         """Return how long a request's prompts are. Thread-safe."""
 

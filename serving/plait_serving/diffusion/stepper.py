@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
 from plait_serving.diffusion.protocols import (
     ActiveControl,
@@ -77,6 +78,10 @@ class Stepper:
         if not unit.loras or self._denoiser.takes(list(weights.values())):
             return ()
         return _with_files(unit.loras, weights)
+
+    def is_row_wise(self, unit: Unit) -> bool:
+        """Return whether a unit whose set can be merged can take it as an input of its next step as well."""
+        return self._denoiser.may_take(list(_weights_of(unit).values()))
 
     def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
         """Make `target` live and charge the time to `units`; return whether it switched weights. After `LoraError` the
@@ -226,12 +231,18 @@ def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], b
     assert unit.sampler is not None
     assert unit.latents is not None
     preview = unit.sampler.predicted_original(output, unit.step, unit.latents) if wants_preview(unit) else None
-    latents = unit.sampler.step(output, unit.step, unit.latents)
-    if not torch.isfinite(latents).all():
+    latents = advance(unit.sampler, output, unit.step, unit.latents)
+    if latents is None:
         return NumericalError(f"the image turned NaN or infinite at step {unit.step + 1} of {unit.steps}")
     unit.latents = latents
     unit.step += 1
     return preview
+
+
+def advance(sampler: RequestSampler, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor | None:
+    """Return the latents after a step, or None if they hold NaN or infinity."""
+    updated = sampler.step(output, step, latents)
+    return updated if is_finite(updated) else None
 
 
 def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:

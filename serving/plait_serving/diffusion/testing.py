@@ -206,7 +206,8 @@ class FakeDenoiser:
 
     "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. `gate` (if given) is
     called before every call: tests use it to stop the compute thread at a step boundary. Files named in `taken` are
-    inputs, all others must be merged; text encoders have a merger of their own, `text_merger`.
+    inputs, those in `either_way` can be inputs or merged, all others must be merged; text encoders have a merger of
+    their own, `text_merger`.
     """
 
     def __init__(self, merger: FakeMerger, text_merger: FakeMerger, gate: Callable[[], None] | None = None) -> None:
@@ -215,6 +216,7 @@ class FakeDenoiser:
         self.gate = gate
         self.encoding_gate: Callable[[ImageRequest], None] | None = None
         self.taken: set[str] = set()
+        self.either_way: set[str] = set()
         self.calls: list[SeenCall] = []
         self.encoded: list[tuple[str, LoraSet]] = []
         self.threads: set[str] = set()
@@ -228,6 +230,10 @@ class FakeDenoiser:
     def takes(self, weights: Sequence[LoraWeights]) -> bool:
         """Return whether all files are in `taken`."""
         return self.taken.issuperset(one.name for one in weights)
+
+    def may_take(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether all files are in `either_way`."""
+        return bool(self.either_way) and self.either_way.issuperset(one.name for one in weights)
 
     def measure(self, request: ImageRequest) -> PromptSize:
         """Count words; a chunk is ten of them."""

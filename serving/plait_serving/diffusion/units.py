@@ -138,11 +138,11 @@ class Unit:
         """Whether the next step could run now: its LoRA set is in host memory."""
         return not self.loras or self.job.lease is not None
 
-    def candidate(self, merged: LoraSet) -> Candidate:
+    def candidate(self, merged: LoraSet, *, row_wise: bool = False) -> Candidate:
         """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
-        weights."""
+        weights, `row_wise` whether its set is an input instead of being merged."""
         request = self.job.request
-        key = GroupKey(request.width, request.height, request.uses_cfg, merged)
+        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise)
         return Candidate(
             order=self.order,
             key=key,

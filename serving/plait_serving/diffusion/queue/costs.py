@@ -12,6 +12,9 @@ estimated from the known ones, and optimistically, so that `policy.choose` tries
   So sizes are tried in doublings, and one that is much worse than its half ends the search;
 - less than twice b: on the line through the two largest known.
 
+Where sets are inputs or merged at will, a way of which no count is known is hoped to take
+`_HOPED_SHARE_OF_ANOTHER_WAY` of the best other one.
+
 What is in use is measured all the time. A count that looked worse is forgotten after `_FORGET_AFTER_CALLS` calls
 without it, and so tried again: the host may have changed. All others are forgotten when the one in use becomes much
 faster at once: what runs the steps has changed (a module was compiled, another process ended).
@@ -22,6 +25,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from plait_serving.diffusion.queue.policy import JOIN_SHARE, GroupKey
 
@@ -36,14 +40,24 @@ _FORGET_AFTER_CALLS = 1000
 _FASTER_AT_ONCE = 1.2
 # Between a launch-bound GPU (0) and a compute-bound CPU (1).
 _HOPED_SHARE_OF_ANOTHER_ROW = 0.5
+# Low enough that another way is tried, high enough that it is not when it would have to be much faster to pay.
+_HOPED_SHARE_OF_ANOTHER_WAY = 0.8
+
+
+class _Way(Enum):
+    """How LoRA sets act in a call: not at all, or as an executor takes them; merged; as inputs instead of merged."""
+
+    PLAIN = auto()
+    MERGED = auto()
+    ROW_WISE = auto()
 
 
 class StepCosts:
-    """Seconds per denoiser call, by pixels, guidance, whether a set is merged, and rows. Thread-safe."""
+    """Seconds per denoiser call, by pixels, guidance, how LoRA sets act, and rows. Thread-safe."""
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
         self._first_guess_s = first_guess_s
-        self._kinds: dict[tuple[int, bool, bool], _Kind] = {}
+        self._kinds: dict[tuple[int, bool, _Way], _Kind] = {}
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
@@ -52,12 +66,10 @@ class StepCosts:
             self._kinds.setdefault(_kind(key), _Kind()).record(rows, seconds)
 
     def shortest_s(self, key: GroupKey, rows: int) -> float:
-        """Return the seconds that one call takes at least, whether or not a set is merged; 0 before any such call was
-        measured often enough to refuse a request by it."""
-        pixels, uses_cfg, _ = _kind(key)
+        """Return the seconds that one call takes at least, however LoRA sets act; 0 before any such call was measured
+        often enough to refuse a request by it."""
         with self._lock:
-            kinds = [self._kinds.get((pixels, uses_cfg, merged)) for merged in (False, True)]
-            return min((kind.step_s(rows) for kind in kinds if kind is not None and kind.known), default=0.0)
+            return min((kind.step_s(rows) for kind in self._ways(key) if kind.known), default=0.0)
 
     def measured_s(self, key: GroupKey, rows: int) -> float | None:
         """Return the expected seconds of one call if calls of as many rows were measured often enough, else None."""
@@ -69,7 +81,18 @@ class StepCosts:
         """Return the expected seconds of one call."""
         with self._lock:
             kind = self._kinds.get(_kind(key))
-            return self._first_guess_s * rows if kind is None else kind.step_s(rows)
+            if kind is not None and kind.known:
+                return kind.step_s(rows)
+            hoped = [_HOPED_SHARE_OF_ANOTHER_WAY * other.step_s(rows) for other in self._ways(key) if other is not kind]
+            own = [] if kind is None else [kind.step_s(rows)]
+            guess_s = self._first_guess_s * rows
+            # Merging begins: what it takes says whether two sets as inputs could be worth a try.
+            return min(own + hoped, default=guess_s / _HOPED_SHARE_OF_ANOTHER_WAY if key.row_wise else guess_s)
+
+    def _ways(self, key: GroupKey) -> list[_Kind]:
+        pixels, uses_cfg, _ = _kind(key)
+        kinds = [self._kinds.get((pixels, uses_cfg, way)) for way in _Way]
+        return [kind for kind in kinds if kind is not None]
 
 
 @dataclass(slots=True)
@@ -148,7 +171,8 @@ def _estimate_s(known: dict[int, float], rows: int) -> float:
     return known[b] + another_row_s * (rows - b)
 
 
-def _kind(key: GroupKey) -> tuple[int, bool, bool]:
-    """Return what calls of equal costs share: pixels, guidance, and whether a set is merged. What has to be merged runs
-    on torch."""
-    return key.width * key.height, key.uses_cfg, bool(key.loras)
+def _kind(key: GroupKey) -> tuple[int, bool, _Way]:
+    """Return what calls of equal costs share: pixels, guidance, and how LoRA sets act. What has to be merged runs on
+    torch."""
+    way = _Way.MERGED if key.loras else _Way.ROW_WISE if key.row_wise else _Way.PLAIN
+    return key.width * key.height, key.uses_cfg, way

@@ -1,11 +1,13 @@
 """Which group runs the next step: the core decision of the server, as a pure function.
 
 A group is what can share one denoiser call: equal shape, guidance on or off, and LoRA set to merge (an executor that
-takes sets as inputs has nothing to merge, so all sets share its calls). Between steps the compute
-thread calls `choose` for the units to run next. The trade-offs:
+takes sets as inputs has nothing to merge, so all sets share its calls). A unit that could go both ways is a candidate
+twice, of two groups. Between steps the compute thread calls `choose` for the units to run next. The trade-offs:
 
 - Staying with the live LoRA set costs nothing, another set costs a merge. A switch pays when the other group
   does more useful rows per second even after the merge is spread over the steps it is expected to stay.
+- Sets as inputs make a call longer but let all sets share it, and need no merge: that way is taken when it does more
+  rows per second than merging, both as measured.
 - A unit with a deadline that is about to be missed goes first (earliest deadline among those that can still be met).
 - A call is only as large as pays. All that waits in a group could be cut into calls in many ways; the first call is the
   shortest whose cut, all calls together, takes hardly longer (`JOIN_SHARE`) than the best one. So where a call costs in
@@ -39,17 +41,22 @@ make a batch grow and shrink."""
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What units must agree in to share a denoiser call. `loras` is the set that must be merged into the weights."""
+    """What units must agree in to share a denoiser call. `loras` is the set that must be merged into the weights.
+
+    `row_wise`: sets are inputs of the call, by an executor that could have merged them, so it may be slower than a call
+    without sets.
+    """
 
     width: int
     height: int
     uses_cfg: bool
     loras: LoraSet
+    row_wise: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A unit that could take part in the next step. `order` is unique and grows with arrival.
+    """A unit that could take part in the next step, in one way. `order` is unique by key and grows with arrival.
 
     `deadline_s` is on the same clock as `now_s` of `choose`; None means no deadline.
     """
@@ -116,15 +123,30 @@ def _choose_of_one_tenant(
     units = sorted(candidates, key=lambda unit: unit.order)
     due = [unit for unit in units if unit.overtaken >= limits.overtake_limit]
     if due:
-        return _batch_that_pays(due[0], units, costs, limits, running)
+        return _best_batch(_ways_of(due[0], units), units, costs, limits, running)
     units.sort(key=lambda unit: (unit.order not in running, unit.order))
     urgent = _most_urgent(units, costs, limits, now_s)
     if urgent is not None:
-        return _batch_that_pays(urgent, units, costs, limits, running)
+        return _best_batch(_ways_of(urgent, units), units, costs, limits, running)
     seeds: dict[GroupKey, Candidate] = {}
     for unit in units:
         seeds.setdefault(unit.key, unit)
-    batches = [_batch_that_pays(seed, units, costs, limits, running) for seed in seeds.values()]
+    return _best_batch(list(seeds.values()), units, costs, limits, running)
+
+
+def _ways_of(unit: Candidate, units: Sequence[Candidate]) -> list[Candidate]:
+    return [way for way in units if way.order == unit.order]
+
+
+def _best_batch(
+    seeds: Sequence[Candidate],
+    units: Sequence[Candidate],
+    costs: Costs,
+    limits: BatchLimits,
+    running: Collection[int],
+) -> tuple[Candidate, ...]:
+    """Return the batch with one of the seeds that does the most rows per second."""
+    batches = [_batch_that_pays(seed, units, costs, limits, running) for seed in seeds]
     return max(batches, key=lambda batch: (_worth(batch, costs, running), -batch[0].order))
 
 

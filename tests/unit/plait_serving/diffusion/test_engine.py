@@ -125,6 +125,27 @@ def test_sets_that_are_inputs_share_a_call_and_are_not_merged(rig):
     assert {call.loras for call in calls} == {(), (LoraRef(name="b", scale=5),)}
 
 
+def test_sets_that_could_go_both_ways_share_calls_or_are_merged(rig):
+    """Alone a set is merged. Beside another it is an input where a call for all costs hardly more than one for each;
+    either way each request gets its own images."""
+    gate = Gate()
+    built = rig(gate=gate)
+    built.denoiser.either_way.update("ab")
+    alone = built.ask("alone", loras=(LoraRef(name="a", scale=2),), steps=2)
+    gate.wait_step()
+    gate.let(1)
+    built.engine._loop._switch_cost_s = lambda _: 1e9  # merging never pays from here on
+    others = {s: built.ask(f"p{s}", loras=(LoraRef(name="b", scale=s),), steps=3) for s in (3, 4)} | {
+        0: built.ask("plain", steps=3)
+    }
+    gate.release_all()
+    assert value(alone.result().images[0]) == 10 + 2 * (1 + 2)
+    for scale, watch in others.items():
+        assert value(watch.result().images[0]) == 10 + 3 * (1 + scale)
+    assert [target for target in built.merger.history if target] == [(LoraRef(name="a", scale=2),)]
+    assert (0.0, 3.0, 4.0) in {tuple(sorted(call.inputs)) for call in built.denoiser.calls}
+
+
 def test_a_denoiser_that_takes_sets_from_now_on_gets_them_as_inputs(rig):
     """Between two steps: what was merged is restored, and the request goes on with the same images."""
     gate = Gate()

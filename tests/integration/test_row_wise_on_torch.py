@@ -1,0 +1,75 @@
+"""`executor: torch` with LoRA sets as inputs where requests of different sets wait together, against diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+
+from plait_serving.diffusion.knobs import Exact, ExecutorName
+from support.denoise import max_difference
+from support.engine_probe import Probe
+from support.prepared import CLOSE, CONTROLLED, PLAIN, Models, dressed, write_models
+from support.tiny import tiny_sd
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Tiny models."""
+    return write_models(tmp_path_factory.mktemp("row-wise"), partial(tiny_sd, dtype=torch.float32))
+
+
+@pytest.fixture(scope="module")
+def probe(models: Models) -> Iterator[Probe]:
+    """The engine on torch."""
+    probe = models.build(executor=ExecutorName.TORCH)
+    yield probe
+    probe.engine.stop(drain_s=0)
+
+
+def test_requests_of_different_sets_share_every_call(models, probe):
+    """Attention, two files of different ranks, text encoders, convolutions, none, a ControlNet: each request's latents
+    are diffusers', and nothing is merged into the UNet."""
+    requests = [*(dressed(name) for name in ("kohya", "both", "text", "conv")), PLAIN, CONTROLLED]
+    probe.latents(PLAIN)  # restores what a test before may have merged
+    before = probe.engine.statistics().lora_switches
+    found = probe.latents(*requests)
+    assert probe.batches == [6, 6]
+    assert probe.engine.statistics().lora_switches == before
+    for ours, one in zip(found, requests, strict=True):
+        assert max_difference(ours, models.reference(one)) < CLOSE
+    assert max_difference(found[0], probe.latents(PLAIN)[0][:1]) > 1e-2
+
+
+def test_a_set_alone_is_merged(models, probe):
+    """Nothing could share its calls; then diffusers' latents of a plain request, bit for bit."""
+    probe.latents(PLAIN)  # restores what a test before may have merged
+    before = probe.engine.statistics().lora_switches
+    (ours,) = probe.latents(dressed("conv"))
+    assert probe.engine.statistics().lora_switches == before + 1
+    assert max_difference(ours, models.reference(dressed("conv"))) < 1e-5
+    assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
+
+
+def test_exact_always_merges_each_set(models, probe):
+    """Calls of one set each, whoever waits."""
+    probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"exact": Exact.ALWAYS}))
+    try:
+        requests = [dressed("kohya"), dressed("conv")]
+        found = probe.latents(*requests)
+        assert set(probe.batches) == {1}
+        for ours, one in zip(found, requests, strict=True):
+            assert max_difference(ours, models.reference(one)) < 1e-5
+    finally:
+        probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"exact": Exact.NEVER}))
+
+
+def test_a_layer_that_takes_no_factors_is_merged_beside_others(models, probe):
+    """The time embedding is computed before both halves: that set cannot be an input, the others go together."""
+    requests = [dressed("time"), dressed("kohya"), dressed("conv")]
+    found = probe.latents(*requests)
+    assert sorted(probe.batches) == [1, 1, 2, 2]
+    for ours, one in zip(found, requests, strict=True):
+        assert max_difference(ours, models.reference(one)) < CLOSE

@@ -1,0 +1,166 @@
+"""Operators without a GPU form, by difference: each form against fp64 on whatever hypothesis thinks of; and compiled.
+
+The others have theirs beside their tests, with Triton's interpreter among the forms.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from plait_kernels.executors import Computation
+from plait_kernels.executors.adapters import Twin
+from plait_kernels.geglu.reference import geglu
+from plait_kernels.group_norm_silu.reference import group_norm_silu
+from plait_kernels.int8_lookup.reference import int8_lookup
+from plait_kernels.lora_merge import MergeOp, Term
+from plait_kernels.lora_merge.reference import merged
+from plait_kernels.registry import IMPLS, load
+from support.kernels import ROUNDING, fuzz
+
+torch.set_num_threads(1)
+
+MERGES = [impl.name for impl in IMPLS if impl.op == "lora_merge"]
+LOOKUPS = [impl.name for impl in IMPLS if impl.op == "int8_lookup"]
+SIDES = st.integers(0, 9)
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    """Normal numbers in fp32."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gapped(value: torch.Tensor) -> torch.Tensor:
+    """The same values, with a poisoned neighbour behind each."""
+    wide = value.new_full((*value.shape, 2), math.nan)
+    wide[..., 0] = value
+    return wide[..., 0]
+
+
+@fuzz
+@given(
+    st.tuples(SIDES, SIDES) | st.tuples(SIDES, SIDES, st.integers(1, 3), st.integers(1, 3)),
+    st.lists(st.tuples(st.integers(0, 5), st.floats(-2, 2)), max_size=3),
+    st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_merges_do_not_differ(shape, ranks, dtype, has_gaps, proven):
+    """Any shape, rank 0, no term, nothing at all, weights and factors with gaps: one rounding from fp64."""
+    width = math.prod(shape[1:])
+    lay = gapped if has_gaps else torch.Tensor.contiguous
+    terms = [
+        Term(up=lay(drawn(2 * i, shape[0], rank)), down=lay(drawn(2 * i + 1, rank, width)), c=c)
+        for i, (rank, c) in enumerate(ranks)
+    ]
+    pristine = lay(drawn(99, *shape).to(dtype))
+    products = [term.c * (term.up.double() @ term.down.double()) for term in terms]
+    wanted = pristine.double() + sum(products, torch.zeros(shape[0], width, dtype=torch.float64)).reshape(shape)
+    scale = max([1.0, *(float(one.abs().max()) for one in (wanted, *products) if one.numel())])
+    for name in MERGES:
+        op: MergeOp = load("lora_merge", "cpu", dtype, name)
+        weight = lay(torch.full(shape, math.nan, dtype=dtype))
+        op(weight, pristine, terms, proven_finite=proven)
+        if weight.numel():
+            assert float((weight.double() - wanted).abs().max()) <= 2 * ROUNDING[dtype] * scale, name
+
+
+@fuzz
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.lists(st.integers(0, 12), max_size=6), st.booleans(), st.integers(0, 99)
+)
+def test_lookups_do_not_differ(rows, width, sizes, weighted, seed):
+    """Any width, bags of any size, none: 16 u of the largest magnitude that a row may have, for all ids."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.ops.quantized.embedding_bag_byte_prepack(drawn(seed, rows, width) * 10)
+    ids = torch.randint(rows, (sum(sizes),), generator=generator)
+    offsets = torch.tensor([0, *sizes]).cumsum(0)
+    weights = drawn(seed + 1, sum(sizes)) if weighted else None
+    floats = torch.ops.quantized.embedding_bag_byte_unpack(table).double()[ids]
+    floats = floats if weights is None else floats * weights.double()[:, None]
+    wanted = torch.stack([part.sum(0) for part in floats.split(sizes)]) if sizes else floats.new_zeros(0, width)
+    used = torch.ones(len(ids)) if weights is None else weights
+    bound = 2.0**-20 * 50 * (1 + float(used.abs().sum()))  # no value is beyond 50
+    for name in LOOKUPS:
+        found = load("int8_lookup", "cpu", torch.float32, name)(table, ids, offsets, weights)
+        assert found.shape == wanted.shape
+        assert not found.numel() or float((found.double() - wanted).abs().max()) <= bound, name
+
+
+LAYERS = st.sampled_from(
+    [
+        (nn.Linear(5, 3), (5,)), (nn.Linear(4, 7, bias=False), (6, 4)), (nn.Conv2d(3, 5, 1), (3, 4, 5)),
+        (nn.Conv2d(2, 3, 3, padding=1), (2, 5, 4)), (nn.Conv2d(2, 4, 3, stride=2, padding=1), (2, 7, 6)),
+        (nn.Conv2d(3, 2, (1, 2), stride=(2, 1)), (3, 5, 5)),
+    ]
+)  # fmt: skip
+
+
+@fuzz
+@given(LAYERS, st.integers(1, 4), st.integers(0, 5), st.booleans(), st.booleans())
+def test_row_wise_layers_do_not_differ(layer, rows, rank, is_shared, has_gaps):
+    """Factors by row or the same for all, of rank 0 too: eager, traced (what other executors convert), and fp64."""
+    module, shape = layer
+    twin = Twin(Computation(module=Alone(module), inputs=(), example=(), takes_factors=True))
+    (own,) = twin.layers
+    given_rows = 1 if is_shared else rows
+    x = drawn(0, rows, *shape)
+    x = gapped(x) if has_gaps else x
+    first, second = drawn(1, given_rows, own.width_in, rank), drawn(2, given_rows, rank, own.width_out)
+    wanted = formula(module, x, first.expand(rows, -1, -1), second.expand(rows, -1, -1))
+    with torch.inference_mode(mode=False), torch.no_grad():
+        eager = twin(x, first, second)[0]
+        traced = torch.jit.trace(lambda *a: twin(*a)[0], (x, first, second), check_trace=False)
+        for found in (eager, traced(x, first, second)):
+            assert found.shape == wanted.shape
+            assert float((found.double() - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
+
+
+class Alone(nn.Module):
+    """A layer whose output is a tuple, as a `Computation` wants it."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        """The layer."""
+        return (self.layer(x),)
+
+
+def formula(module: nn.Module, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """The layer plus `x @ A @ B`, of windows for a convolution, in fp64."""
+    x, products = x.double(), first.double() @ second.double()
+    bias = None if module.bias is None else module.bias.double()
+    if isinstance(module, nn.Linear):
+        added = torch.bmm(x.unsqueeze(1) if x.ndim == 2 else x, products)
+        return F.linear(x, module.weight.double(), bias) + added.reshape(*x.shape[:-1], -1)
+    plain = F.conv2d(x, module.weight.double(), bias, module.stride, module.padding)
+    windows = F.unfold(x, module.kernel_size, padding=module.padding, stride=module.stride).transpose(1, 2)
+    return plain + torch.bmm(windows, products).transpose(1, 2).reshape(plain.shape)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU needs a compiler")
+def test_compiled_definitions_do_not_differ():
+    """What `torch.compile` makes of each definition, on an odd shape: within fp32's rounding of it."""
+    table = torch.ops.quantized.embedding_bag_byte_prepack(drawn(0, 19, 7))
+    terms = [Term(up=drawn(1, 11, 3), down=drawn(2, 3, 13), c=0.4)]
+    cases = [
+        (geglu, (drawn(3, 5, 3, 26),)),
+        (group_norm_silu, (drawn(4, 2, 6, 5, 7), 3, drawn(5, 6), drawn(6, 6), 1e-5)),
+        (lambda ids, offsets: int8_lookup(table, ids, offsets), (torch.arange(9) * 2, torch.tensor([0, 0, 4, 9]))),
+        (lambda pristine: pristine + sum(t.c * t.up @ t.down for t in terms), (drawn(7, 11, 13),)),
+    ]
+    for form, arguments in cases:
+        torch.compiler.reset()
+        found, wanted = torch.compile(form, dynamic=False)(*arguments), form(*arguments)
+        assert float((found - wanted).abs().max()) <= 1e-5 * max(1.0, float(wanted.abs().max()))
+    assert torch.allclose(cases[3][0](drawn(7, 11, 13)), merged(drawn(7, 11, 13), terms), atol=1e-5)
