@@ -210,7 +210,7 @@ class DenoiseLoop:
         self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
-            if self._stepper.settled:
+            if self._stepper.settled and unit.job.request.tenant.counts:
                 self._forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
         for job in {unit.job for unit in prepared}:
             job.spent.denoise_s += seconds
@@ -236,7 +236,7 @@ class DenoiseLoop:
             self._fail(job, error)
             return False
         self._charge(job, job.spent.encode_s - spent_s)
-        if ready and unit.step == 0 and not job.request.controlnets:
+        if ready and unit.step == 0 and not job.request.controlnets and job.request.tenant.counts:
             self._forecast.charged_encode(job.chunks, job.spent.encode_s)
         return ready
 
@@ -299,7 +299,8 @@ class DenoiseLoop:
         now_s = self._clock()
         decode_s, request = now_s - started_s, job.request
         self._charge(job, decode_s)
-        self._forecast.charged_decode(request.width * request.height, decode_s / request.n)
+        if request.tenant.counts:
+            self._forecast.charged_decode(request.width * request.height, decode_s / request.n)
         result = result_of(job, images, flagged, decode_s=decode_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
         return True

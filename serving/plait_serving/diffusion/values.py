@@ -85,6 +85,12 @@ class Tenant:
     weight: float = 1.0
     queued_s: float | None = None
 
+    @property
+    def counts(self) -> bool:
+        """Whether its requests are counted, and forecasts learn from them: all but plait's own warm-up, which has no
+        name, is as small as can be, and pays for what is done once."""
+        return bool(self.name)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageRequest:

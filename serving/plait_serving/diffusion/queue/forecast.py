@@ -9,7 +9,8 @@ Two questions with two answers:
   cannot be met.
 
 What was never measured is scaled from the nearest that was: steps by pixels, guidance and ControlNets, decodes by
-pixels. Nothing measured: 0.
+pixels. Up only by the square root of that: a small call is mostly the cost of any call, and a request that is refused
+for a guess is never measured. Nothing measured: 0.
 """
 
 from __future__ import annotations
@@ -126,4 +127,4 @@ class _Charges(Generic[K]):
         if not scales:
             return 0.0
         nearest = min(scales, key=lambda seen: abs(math.log(scales[seen])))
-        return median(self.kinds[nearest]) * scales[nearest]
+        return median(self.kinds[nearest]) * min(scales[nearest], math.sqrt(scales[nearest]))

@@ -132,12 +132,15 @@ def test_work_is_forecast_from_what_was_charged():
 
 
 def test_what_was_never_measured_is_scaled_from_the_nearest():
-    """Four times the pixels, no guidance: twice the work; decoding is four times as long."""
+    """A quarter of the pixels, no guidance: an eighth of the work. Up by the square root: four times the pixels without
+    guidance are twice the work, and four times as long to decode."""
     forecast = WorkForecast(StepCosts())
     forecast.charged_step(StepKind.of(asked()), 0.5)
     forecast.charged_decode(64 * 64, 0.3)
-    other = asked(width=128, height=128, guidance_scale=1.0)
-    assert forecast.work_s(other, 1) == pytest.approx(10 * 0.5 * 2 + 4 * 0.3)
+    smaller = asked(width=32, height=32, guidance_scale=1.0)
+    assert forecast.work_s(smaller, 1) == pytest.approx(10 * 0.5 / 8 + 0.3 / 4)
+    larger = asked(width=128, height=128, guidance_scale=1.0)
+    assert forecast.work_s(larger, 1) == pytest.approx(10 * 0.5 * 2**0.5 + 2 * 0.3)
 
 
 def test_a_deadline_is_judged_by_the_time_alone():

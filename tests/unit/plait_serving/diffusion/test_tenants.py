@@ -78,6 +78,21 @@ def test_a_thousand_requests_of_one_tenant_do_not_delay_another(rig):
     assert sum(1 for watch in flood if watch.ended.is_set()) == 1000
 
 
+def test_nothing_is_learned_from_the_warm_up(rig):
+    """It pays for what is done once, at a fraction of a real size: a fresh server would refuse by it what it can do."""
+    gate = Gate()
+    built = rig(gate=gate, queue_seconds=1)
+    warm_up = built.ask("warm-up", steps=1, tenant=Tenant(name=""), width=8, height=8)
+    gate.wait_step()
+    time.sleep(0.1)
+    gate.passes.release()
+    warm_up.result()
+    watches = [built.ask(f"r{i}", steps=50, width=512, height=512) for i in range(8)]
+    gate.release_all()
+    for watch in watches:
+        watch.result()
+
+
 def test_a_flood_is_refused_and_another_tenant_is_not(rig):
     """The flood fills the queue; the other has its own half. What both used is counted."""
     gate = Gate()
