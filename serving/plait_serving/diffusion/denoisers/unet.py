@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -145,23 +146,12 @@ class UNetDenoiser:
         # by now.
         compiled = self._halves or self._row_wise if any(call.loras for call in calls) else self._compiled(calls)
         self._ran = compiled
-        by_torch = compiled is None or compiled is self._row_wise
-        with nullcontext() if by_torch else one_thread():
-            return self._predict(calls, compiled)
-
-    def _predict(self, calls: Sequence[StepCall], compiled: CompiledHalves | None) -> list[torch.Tensor | EngineError]:
         layout = BatchLayout.of([call.conditioning for call in calls])
         sample = stack_samples(calls, layout)
         fused = self._fuses()
         questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None and not fused)
         try:
-            text, embedding = self._constants(calls, sample, layout)
-            factors = self._factors.of([call.loras for call in calls], layout)
-            if compiled is not None:
-                half = compiled.encode(sample, embedding, text, factors[0])
-            else:
-                self._load_weights()
-                half = encoder_half(self._unet, sample, embedding, text)
+            half, decode = self._encode(calls, sample, layout, compiled)
         except BaseException:
             questions.abandon()
             raise
@@ -169,11 +159,26 @@ class UNetDenoiser:
             errors = [_apply_all(half, layout, k, parts) for k, parts in enumerate(questions.parts())]
         else:
             errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
-        if compiled is not None:
-            output = compiled.decode(half, factors[1])
-        else:
-            output = decoder_half(self._unet, half, forward_size=needs_forward_size(self._unet, sample))
-        return split_output(output, calls, layout, errors)
+        with self._threads(compiled):
+            return split_output(decode(), calls, layout, errors)
+
+    def _encode(
+        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, compiled: CompiledHalves | None
+    ) -> tuple[EncoderOutput, Callable[[], torch.Tensor]]:
+        """Compute the encoder half; return its output, and what computes the decoder half from it."""
+        with self._threads(compiled):
+            text, embedding = self._constants(calls, sample, layout)
+            first, second = self._factors.of([call.loras for call in calls], layout)
+            if compiled is not None:
+                half = compiled.encode(sample, embedding, text, first)
+                return half, partial(compiled.decode, half, second)
+            self._load_weights()
+            half = encoder_half(self._unet, sample, embedding, text)
+            return half, partial(decoder_half, self._unet, half, forward_size=needs_forward_size(self._unet, sample))
+
+    def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
+        """Return what surrounds the work on halves: programs of another library have the cores to themselves."""
+        return nullcontext() if compiled is None or compiled is self._row_wise else one_thread()
 
     @torch.inference_mode()
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
@@ -184,7 +189,7 @@ class UNetDenoiser:
         compiled = self._compiled(calls)
         self._fuses()
         if compiled is not None:
-            with one_thread():
+            with self._threads(compiled):
                 compiled.encode(sample, embedding, text, None)
         else:
             self._load_weights()
