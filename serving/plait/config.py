@@ -16,6 +16,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
+from plait_deploy.kuberay.options import DeploySection
 from plait_loadtest import strict_yaml
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
@@ -229,6 +230,7 @@ class PlaitConfig(ServedConfig):
     """The whole plait.yaml."""
 
     ray: RaySection = RaySection()
+    deploy: DeploySection = DeploySection()
 
 
 def worker_name(model: str, role: str) -> str:
