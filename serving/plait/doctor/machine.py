@@ -1,18 +1,29 @@
-"""The checks of `plait doctor`. Each check is a small function that returns findings."""
+"""What the machine gives: Python and packages, cores, memory, files, folders that can be written to, the port."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Mapping
 from pathlib import Path
 
+from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
+
+__all__ = [
+    "check_caches",
+    "check_cpu",
+    "check_files",
+    "check_home",
+    "check_machine",
+    "check_packages",
+    "check_port",
+    "check_python",
+]
 
 GIB = 1 << 30
 # The starter model's server, measured: Ray and Serve 1.1 GiB, ingress 0.2, base replica 0.6, two ControlNets 0.5 each.
@@ -20,42 +31,16 @@ NEEDED_MEMORY_BYTES = 3 * GIB
 # Ray's object store of the default configuration; images above 100 kB pass through it.
 NEEDED_SHM_BYTES = 256 << 20
 NEEDED_DISK_BYTES = 1 * GIB
-
-
-class CheckStatus(StrEnum):
-    """OK; WARN: plait runs, with a caveat; FAIL: it will not run."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class CheckResult:
-    """The result of one check."""
-
-    name: str
-    verdict: CheckStatus
-    detail: str
-
-
-def examine(environ: Mapping[str, str], *, host: str, port: int, starter: Path) -> list[CheckResult]:
-    """Run all checks."""
-    checks: Sequence[Callable[[], list[CheckResult]]] = (
-        check_python,
-        check_packages,
-        check_machine,
-        lambda: check_home(environ),
-        lambda: check_port(host, port),
-        lambda: check_starter(starter),
-    )
-    return [finding for check in checks for finding in check()]
+NEEDED_FILES = 4096
+"""Ray warns below it: each process holds sockets to every other."""
+_CACHES = {"XDG_CACHE_HOME": ".cache", "HF_HOME": ".cache/huggingface"}
 
 
 def check_python() -> list[CheckResult]:
-    """Check for Python 3.11 or newer on Linux."""
-    fine = sys.version_info >= (3, 11) and platform.system() == "Linux"
-    return [_finding("python", fine, f"{platform.python_version()} on {platform.system()}")]
+    """Check for Python 3.11 to 3.13 on Linux."""
+    fine = (3, 11) <= sys.version_info[:2] <= (3, 13) and platform.system() == "Linux"
+    detail = f"{platform.python_version()} on {platform.system()}"
+    return [finding("python", fine, detail, "install Python 3.11, 3.12 or 3.13 on Linux")]
 
 
 def check_packages() -> list[CheckResult]:
@@ -65,11 +50,8 @@ def check_packages() -> list[CheckResult]:
     try:
         requirements = [Requirement(text) for text in importlib.metadata.requires("plait") or []]
     except importlib.metadata.PackageNotFoundError:
-        return [
-            CheckResult(
-                "packages", CheckStatus.WARN, "plait itself is not installed (make setup); versions were not compared"
-            )
-        ]
+        detail = "plait itself is not installed; versions were not compared"
+        return [warning("packages", False, detail, "make setup, or pip install")]
     bad, versions = [], {}
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -82,7 +64,8 @@ def check_packages() -> list[CheckResult]:
         if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
             bad.append(f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
     shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "ray") if name in versions)
-    return [_finding("packages", not bad, "; ".join(bad) or f"{len(versions)} as required ({shown})")]
+    detail = "; ".join(bad) or f"{len(versions)} as required ({shown})"
+    return [finding("packages", not bad, detail, "pip install --upgrade plait (floors close published CVEs)")]
 
 
 def check_machine() -> list[CheckResult]:
@@ -93,16 +76,44 @@ def check_machine() -> list[CheckResult]:
     memory = _available_memory_bytes()
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
     disk = shutil.disk_usage("/tmp").free  # noqa: S108  # Ray's session folder
+    shown = f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed"
     return [
-        CheckResult("cores", CheckStatus.OK if cores >= 2 else CheckStatus.WARN, f"{cores}"),
-        _finding(
-            "memory",
-            memory >= NEEDED_MEMORY_BYTES,
-            f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed",
-        ),
-        CheckResult("shm", _enough(shm, NEEDED_SHM_BYTES), f"{shm / GIB:.2f} GiB free; docker: --shm-size"),
-        _finding("/tmp", disk >= NEEDED_DISK_BYTES, f"{disk / GIB:.1f} GiB free"),  # noqa: S108
+        warning("cores", cores >= 2, f"{cores}", "give it two: one computes, one answers"),
+        finding("memory", memory >= NEEDED_MEMORY_BYTES, shown, "stop other programs, or raise the container's limit"),
+        warning("shm", shm >= NEEDED_SHM_BYTES, f"{shm / GIB:.2f} GiB free", "docker: --shm-size 1g"),
+        finding("/tmp", disk >= NEEDED_DISK_BYTES, f"{disk / GIB:.1f} GiB free", "make room: Ray's session lies there"),  # noqa: S108
     ]
+
+
+def check_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[CheckResult]:
+    """Check for the vector instructions that the engine's programs are compiled to."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    flags = next((set(line.split(":")[1].split()) for line in text.splitlines() if line.startswith("flags")), None)
+    if flags is None:
+        return [CheckResult(name="cpu", verdict=CheckStatus.OK, detail=f"{platform.machine()}; no flags to be read")]
+    used = [name for name in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    detail = f"{platform.machine()} with {', '.join(used) or 'no vector instructions that programs use'}"
+    return [warning("cpu", {"avx2", "fma"} <= flags, detail, "expect images to take several times as long here")]
+
+
+def check_files() -> list[CheckResult]:
+    """Check how many files a process may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"{soft} open files (up to {hard})"
+    return [warning("files", soft >= NEEDED_FILES, detail, f"ulimit -n {max(65536, NEEDED_FILES)}")]
+
+
+def check_caches(environ: Mapping[str, str]) -> list[CheckResult]:
+    """Check that converted models and downloads can be kept."""
+    home = Path(environ.get("HOME") or "/nonexistent")
+    folders = {name: Path(environ.get(name) or home / usual) for name, usual in _CACHES.items()}
+    shut = [f"{folder} ({name})" for name, folder in folders.items() if not _can_write(folder)]
+    detail = f"{' and '.join(shut)} cannot be written to" if shut else ", ".join(map(str, folders.values()))
+    advice = "set XDG_CACHE_HOME and HF_HOME: without them every start converts its models again"
+    return [warning("caches", not shut, detail, advice)]
 
 
 def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
@@ -114,49 +125,40 @@ def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
     try:
         root = state_root(environ)
     except PlaitError as error:
-        return [CheckResult("state", CheckStatus.FAIL, str(error))]
+        return [finding("state", False, str(error), "name a folder of your own with PLAIT_STATE_DIR")]
     note = "" if usable else f" (HOME={home or 'unset'} is not writable)"
-    return [CheckResult("state", CheckStatus.OK, f"{root}{note}")]
+    return [CheckResult(name="state", verdict=CheckStatus.OK, detail=f"{root}{note}")]
 
 
 def check_port(host: str, port: int) -> list[CheckResult]:
-    """Check that the port is free, or held by a server that answers `/health`."""
+    """Check that the port is free, or held by a server that is ready."""
     from plait.server import ports
 
     try:
         ports.check_port(host, port)
     except PlaitError as error:
-        if ports.health(f"http://{host}:{port}", timeout_s=1.0) is None:
-            return [CheckResult("port", CheckStatus.OK, f"{port}: a server answers /health there")]
-        return [CheckResult("port", CheckStatus.WARN, str(error))]
-    return [CheckResult("port", CheckStatus.OK, f"{port} is free on {host}")]
+        wrong = ports.health(f"http://{host}:{port}", timeout_s=1.0)
+        if wrong is None:
+            detail = f"{port}: a server answers /health there"
+            return [CheckResult(name="port", verdict=CheckStatus.OK, detail=detail)]
+        return [warning("port", False, f"{error} (/health: {wrong})", "wait until it is ready, or take another --port")]
+    return [CheckResult(name="port", verdict=CheckStatus.OK, detail=f"{port} is free on {host}")]
 
 
-def check_starter(folder: Path) -> list[CheckResult]:
-    """Check the starter files against the SHA-256 sums in their manifest."""
-    from plait_serving.starter.manifest import files_in, manifest_problems
-
-    try:
-        problems = manifest_problems(folder)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        problems = [f"its manifest cannot be read ({error})"]
-    return [
-        _finding(
-            "starter", not problems, "; ".join(problems[:3]) or f"{len(files_in(folder))} files as in the manifest"
-        )
-    ]
+def _can_write(folder: Path) -> bool:
+    """Return whether the folder, or the first of its parents that is there, takes new files."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
 
 def _available_memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """Return what is available, or what the container's limit leaves."""
+    try:
+        import torch
 
+        from plait_serving.diffusion.memory import available_bytes
+    except ImportError:  # another check says so
+        import psutil
 
-def _finding(name: str, fine: bool, detail: str) -> CheckResult:
-    return CheckResult(name, CheckStatus.OK if fine else CheckStatus.FAIL, detail)
-
-
-def _enough(found: int, needed: int) -> CheckStatus:
-    return CheckStatus.OK if found >= needed else CheckStatus.WARN
+        return int(psutil.virtual_memory().available)
+    return available_bytes(torch.device("cpu"))

@@ -10,7 +10,7 @@ from plait.errors import ConfigError
 from plait_deploy.kuberay.sizing import Workload
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
-from plait_serving.images.config import MODEL_CPUS
+from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import WORKER_CPUS, HnSection, WholeSection
 from plait_serving.sections import INGRESS_CPUS
 
@@ -54,17 +54,8 @@ def workloads(config: PlaitConfig) -> list[Workload]:
     ingresses = config.server.ingress_replicas
     found = [Workload(name=INGRESS, num_cpus=INGRESS_CPUS, min_replicas=ingresses, max_replicas=ingresses)]
     if (images := config.images) is not None:
-        services = {CONTROLNET_PREFIX + name: it for name, it in images.controlnet_services().items()}
-        for name, section in {ENGINE: images, **services}.items():
-            found.append(
-                Workload(
-                    name=name,
-                    num_cpus=section.num_cpus or MODEL_CPUS,
-                    num_gpus=section.num_gpus,
-                    min_replicas=section.replicas,
-                    max_replicas=section.replicas,
-                )
-            )
+        found.append(_of(ENGINE, images))
+        found += [_of(CONTROLNET_PREFIX + name, it) for name, it in images.controlnet_services().items()]
     for model, section in config.ranking_models.items():
         for role, part in section.parts.items():
             found.append(
@@ -77,6 +68,16 @@ def workloads(config: PlaitConfig) -> list[Workload]:
                 )
             )
     return found
+
+
+def _of(name: str, section: ImagesSection | ControlNetSection) -> Workload:
+    return Workload(
+        name=name,
+        num_cpus=section.num_cpus or MODEL_CPUS,
+        num_gpus=section.num_gpus,
+        min_replicas=section.replicas,
+        max_replicas=section.replicas,
+    )
 
 
 def _shapes(config: PlaitConfig) -> dict[str, Any]:
