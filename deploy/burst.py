@@ -56,9 +56,9 @@ def verdict(spread: dict[str, float], requests: int) -> int:
     if len(spread) < 2:
         print(f"{len(spread)} replicas report: nothing can spread")
         return 1
-    least = requests / len(spread) / 2
-    short = [replica for replica, count in spread.items() if count < least]
-    print(f"{len(short)} of {len(spread)} replicas had less than {least:g}" if short else "it spreads")
+    fewest = requests / len(spread) / 2
+    short = [replica for replica, count in spread.items() if count < fewest]
+    print(f"{len(short)} of {len(spread)} replicas had less than {fewest:g}" if short else "it spreads")
     return 1 if short else 0
 
 

@@ -96,7 +96,7 @@ def _wait(head: RayHead, process: subprocess.Popen[bytes], log: Path) -> None:
     until_s = time.monotonic() + _START_S
     while time.monotonic() < until_s and process.poll() is None:
         try:
-            with urllib.request.urlopen(f"{head.dashboard}/api/healthz", timeout=5):
+            with urllib.request.urlopen(f"{head.dashboard}/api/gcs_healthz", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.3)

@@ -59,7 +59,7 @@ def disruption_budgets(options: DeploySection, pods: list[Pods]) -> list[dict[st
 
     Kubernetes takes only `minAvailable` for pods that no Deployment owns.
     """
-    least = {_HEAD_GROUP: 1} | {it.name: max(1, it.min_pods - 1) for it in pods}
+    fewest = {_HEAD_GROUP: 1} | {it.name: max(1, it.min_pods - 1) for it in pods}
     return [
         {
             "apiVersion": "policy/v1",
@@ -70,7 +70,7 @@ def disruption_budgets(options: DeploySection, pods: list[Pods]) -> list[dict[st
                 "selector": {"matchLabels": {SERVICE_LABEL: options.name, _GROUP: group}},
             },
         }
-        for group, count in least.items()
+        for group, count in fewest.items()
     ]
 
 

@@ -11,7 +11,16 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-__all__ = ["CpuGroup", "DeploySection", "Folder", "GpuGroup", "IncrementalUpgrade", "Network", "Volumes", "WorkerGroup"]
+__all__ = [
+    "CpuGroup",
+    "DeploySection",
+    "Folder",
+    "GpuGroup",
+    "IncrementalUpgrade",
+    "NetworkAccess",
+    "Volumes",
+    "WorkerGroup",
+]
 
 _DIGEST = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
 
@@ -93,7 +102,7 @@ class Volumes(_Section):
         return self
 
 
-class Network(_Section):
+class NetworkAccess(_Section):
     """Who may speak to the pods, besides each other. Pods of the same namespace may always send requests."""
 
     operator_namespace: Annotated[DnsLabel, Field(description="where KubeRay's operator runs")] = "kuberay-system"
@@ -135,7 +144,7 @@ class DeploySection(_Section):
     cpu: CpuGroup = CpuGroup()
     gpu: GpuGroup = GpuGroup()
     volumes: Volumes = Volumes()
-    network: Network = Network()
+    network: NetworkAccess = NetworkAccess()
     metrics_secret: Annotated[
         DnsLabel | None,
         Field(description="has an API key as api_key, for Prometheus; needed where the server has keys"),

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from plait_deploy.errors import DeployError
 
-__all__ = ["Workload", "pods_for"]
+__all__ = ["Reservation", "pods_for"]
 
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Reservation:
     """A Serve deployment: what one replica reserves in cores and GPUs, and how many there are, at least and at most."""
 
     name: str
@@ -28,7 +28,7 @@ class _Pod:
     cpus: float
     gpus: list[float] = field(default_factory=list)
 
-    def takes(self, one: Workload) -> bool:
+    def takes(self, one: Reservation) -> bool:
         """Reserve for a replica if it fits. Ray gives whole GPUs, or a fraction of a single one."""
         if one.num_cpus > self.cpus + _ROUNDING:
             return False
@@ -42,14 +42,16 @@ class _Pod:
         return True
 
 
-def pods_for(workloads: Sequence[Workload], *, cpus: int, gpus: int = 0, at_most: bool, key: str = "deploy.cpu") -> int:
+def pods_for(
+    reservations: Sequence[Reservation], *, cpus: int, gpus: int = 0, at_most: bool, key: str = "deploy.cpu"
+) -> int:
     """Return the number of pods with `cpus` cores and `gpus` GPUs that carry all replicas: as many as there are at
     most, or at least.
 
     Raises DeployError if a replica fits no pod; `key` names what to change.
     """
     pods: list[_Pod] = []
-    for one in _replicas(workloads, at_most=at_most):
+    for one in _replicas(reservations, at_most=at_most):
         if any(pod.takes(one) for pod in pods):
             continue
         pods.append(_Pod(cpus=float(cpus), gpus=[1.0] * gpus))
@@ -60,7 +62,7 @@ def pods_for(workloads: Sequence[Workload], *, cpus: int, gpus: int = 0, at_most
     return len(pods)
 
 
-def _replicas(workloads: Sequence[Workload], *, at_most: bool) -> Iterable[Workload]:
-    for one in sorted(workloads, key=lambda it: (it.num_gpus, it.num_cpus, it.name), reverse=True):
+def _replicas(reservations: Sequence[Reservation], *, at_most: bool) -> Iterable[Reservation]:
+    for one in sorted(reservations, key=lambda it: (it.num_gpus, it.num_cpus, it.name), reverse=True):
         for _ in range(one.max_replicas if at_most else one.min_replicas):
             yield one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 from plait.doctor.findings import CheckResult, finding, warning
 from plait.errors import PlaitError, ServeError
+from plait.server.cluster import prepare_environment
 
 __all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "serve_findings"]
 
@@ -98,12 +100,8 @@ def _where(address: str | None, port: int) -> tuple[str, Path | None]:
 
 def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str, Any]]:
     if token is not None and token.is_file():
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
-        if "RAY_AUTH_TOKEN" not in os.environ:
-            os.environ.setdefault("RAY_AUTH_TOKEN_PATH", str(token))
+        prepare_environment(token)  # as the server did: else Ray takes its address on loopback for a mistake
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import logging
-
     import ray
     from ray import serve
 

@@ -8,6 +8,7 @@ import platform
 import resource
 import shutil
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -146,9 +147,14 @@ def check_port(host: str, port: int) -> list[CheckResult]:
 
 
 def _can_write(folder: Path) -> bool:
-    """Return whether the folder, or the first of its parents that is there, takes new files."""
+    """Return whether the folder, or the first of its parents that is there, takes a new file; it is tried, since root
+    may write by mode where a file system takes nothing."""
     there = next(each for each in (folder, *folder.parents) if each.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return True
+    except OSError:
+        return False
 
 
 def _available_memory_bytes() -> int:

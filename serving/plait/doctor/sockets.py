@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 
-__all__ = ["Listener", "check_sockets", "ray_listeners", "sockets_findings"]
+__all__ = ["RaySocket", "check_sockets", "ray_listeners", "sockets_findings"]
 
 _PROGRAMS = ("gcs_server", "raylet", "ray/dashboard", "ray::", "ray/_private", "ray-dashboard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listener:
+class RaySocket:
     """A listening TCP socket of one of Ray's processes. `has_token`: whether its environment asks for one; None if that
     cannot be read. `is_ours`: whether `plait serve` started it."""
 
@@ -39,7 +39,7 @@ def check_sockets(*, all_rays: bool) -> list[CheckResult]:
     return sockets_findings(ray_listeners(), all_rays=all_rays)
 
 
-def sockets_findings(listeners: Iterable[Listener], *, all_rays: bool = False) -> list[CheckResult]:
+def sockets_findings(listeners: Iterable[RaySocket], *, all_rays: bool = False) -> list[CheckResult]:
     """Return a failure if another machine reaches a socket of a Ray of plait's that asks for no token; a warning if it
     asks, or if the Ray is another program's."""
     listeners = list(listeners)
@@ -60,7 +60,7 @@ def sockets_findings(listeners: Iterable[Listener], *, all_rays: bool = False) -
     return [warning("sockets", False, f"{shown}; {state}", "let a firewall or a NetworkPolicy admit the cluster alone")]
 
 
-def ray_listeners() -> Iterator[Listener]:
+def ray_listeners() -> Iterator[RaySocket]:
     """Yield what Ray's processes that this user may look at listen on."""
     import psutil
 
@@ -76,7 +76,7 @@ def ray_listeners() -> Iterator[Listener]:
         has_token, is_ours = _environment(process)
         for one in connections:
             if one.status == psutil.CONN_LISTEN:
-                yield Listener(
+                yield RaySocket(
                     pid=process.pid,
                     program=program,
                     address=one.laddr.ip,
@@ -99,7 +99,7 @@ def _environment(process: object) -> tuple[bool | None, bool]:
     return environ.get("RAY_AUTH_MODE") == "token", RUN_ID_VARIABLE in environ
 
 
-def _shown(listeners: Iterable[Listener]) -> str:
+def _shown(listeners: Iterable[RaySocket]) -> str:
     """Return the sockets by program, each address once."""
     by_program: dict[str, set[str]] = defaultdict(set)
     for it in listeners:

@@ -7,14 +7,14 @@ from typing import Any
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, TuningSection, worker_name
 from plait.errors import ConfigError
-from plait_deploy.kuberay.sizing import Workload
+from plait_deploy.kuberay.sizing import Reservation
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import WORKER_CPUS, HnSection, WholeSection
 from plait_serving.sections import INGRESS_CPUS
 
-__all__ = ["kuberay_manifests", "serve_application", "workloads"]
+__all__ = ["kuberay_manifests", "reservations", "serve_application"]
 
 
 def kuberay_manifests(config: PlaitConfig) -> str:
@@ -29,7 +29,7 @@ def kuberay_manifests(config: PlaitConfig) -> str:
     try:
         return render_kuberay(
             serve_application(config),
-            workloads(config),
+            reservations(config),
             config.deploy,
             port=config.server.port or 8000,
             has_keys=bool(config.server.api_keys),
@@ -49,17 +49,17 @@ def serve_application(config: PlaitConfig) -> ServeApplication:
     return ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=config.knobs())
 
 
-def workloads(config: PlaitConfig) -> list[Workload]:
+def reservations(config: PlaitConfig) -> list[Reservation]:
     """Return what each deployment of the application reserves (`plait.app` says the same to Ray)."""
     ingresses = config.server.ingress_replicas
-    found = [Workload(name=INGRESS, num_cpus=INGRESS_CPUS, min_replicas=ingresses, max_replicas=ingresses)]
+    found = [Reservation(name=INGRESS, num_cpus=INGRESS_CPUS, min_replicas=ingresses, max_replicas=ingresses)]
     if (images := config.images) is not None:
         found.append(_of(ENGINE, images))
         found += [_of(CONTROLNET_PREFIX + name, it) for name, it in images.controlnet_services().items()]
     for model, section in config.ranking_models.items():
         for role, part in section.parts.items():
             found.append(
-                Workload(
+                Reservation(
                     name=worker_name(model, role),
                     num_cpus=part.num_cpus or WORKER_CPUS,
                     num_gpus=part.num_gpus if isinstance(part, HnSection | WholeSection) else 0.0,
@@ -70,8 +70,8 @@ def workloads(config: PlaitConfig) -> list[Workload]:
     return found
 
 
-def _of(name: str, section: ImagesSection | ControlNetSection) -> Workload:
-    return Workload(
+def _of(name: str, section: ImagesSection | ControlNetSection) -> Reservation:
+    return Reservation(
         name=name,
         num_cpus=section.num_cpus or MODEL_CPUS,
         num_gpus=section.num_gpus,

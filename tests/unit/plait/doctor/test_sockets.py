@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from plait.doctor.findings import CheckStatus
-from plait.doctor.sockets import Listener, ray_listeners, sockets_findings
+from plait.doctor.sockets import RaySocket, ray_listeners, sockets_findings
 from plait.server.processes import RUN_ID_VARIABLE
 
 LISTEN = (
@@ -18,7 +18,7 @@ LISTEN = (
 
 
 def listener(address="127.0.0.1", *, has_token=True, is_ours=True):
-    return Listener(pid=1, program="raylet", address=address, port=6379, has_token=has_token, is_ours=is_ours)
+    return RaySocket(pid=1, program="raylet", address=address, port=6379, has_token=has_token, is_ours=is_ours)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, strategies
 
 from plait_deploy.errors import DeployError
-from plait_deploy.kuberay.sizing import Workload, pods_for
+from plait_deploy.kuberay.sizing import Reservation, pods_for
 
 
 def work(name="a", cpus=1.0, gpus=0.0, least=1, most=None):
-    return Workload(name=name, num_cpus=cpus, num_gpus=gpus, min_replicas=least, max_replicas=most or least)
+    return Reservation(name=name, num_cpus=cpus, num_gpus=gpus, min_replicas=least, max_replicas=most or least)
 
 
 @pytest.mark.parametrize(
