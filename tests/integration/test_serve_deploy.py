@@ -70,7 +70,7 @@ class Cluster:
             return 0, str(error)
 
     def image(self) -> tuple[int, Any]:
-        """A small picture."""
+        """A small image."""
         return self.ask("/v1/images/generations", {"prompt": "red apple", "num_inference_steps": 2, "seed": 1})
 
     def ranking(self) -> tuple[int, Any]:
