@@ -138,7 +138,14 @@ def test_a_burst_spreads_over_the_replicas(cluster, capsys):
     cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 39, "not ready")
     cluster.wait(lambda: "UPDATING" not in cluster.head.serve("status"), "not upgraded")
     cluster.image()
-    command = [sys.executable, REPOSITORY / "deploy" / "burst.py", "--url", f"http://127.0.0.1:{cluster.port}"]
+    command = [
+        sys.executable,
+        REPOSITORY / "deploy" / "burst.py",
+        "--url",
+        f"http://127.0.0.1:{cluster.port}",
+        "--replicas",
+        "2",
+    ]
     time.sleep(12)  # Ray reports every 10 s
     done = subprocess.run(
         [*command, "--metrics", cluster.head.metrics], capture_output=True, text=True, timeout=200, check=False

@@ -6,6 +6,7 @@ import ipaddress
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 
@@ -86,14 +87,17 @@ def ray_listeners() -> Iterator[RaySocket]:
                 )
 
 
-def _environment(process: object) -> tuple[bool | None, bool]:
+def _environment(process: Any) -> tuple[bool | None, bool]:
     """Return whether the process asks for a token, if that can be read, and whether a run of plait started it."""
     import psutil
 
     from plait.server.processes import RUN_ID_VARIABLE
 
     try:
-        environ = process.environ()  # type: ignore[attr-defined]  # psutil has no types
+        # A Ray worker writes its title over its environment; the raylet that started it has the same one.
+        titled = "".join(process.cmdline()[:1]).startswith("ray::")
+        source = next(iter(process.parents()), process) if titled else process
+        environ = source.environ()
     except (psutil.AccessDenied, psutil.NoSuchProcess, OSError):
         return None, False
     return environ.get("RAY_AUTH_MODE") == "token", RUN_ID_VARIABLE in environ

@@ -112,4 +112,10 @@ def burst():
 )
 def test_a_burst_spreads_if_every_replica_has_half_of_its_share(burst, spread, code):
     """Twelve requests over the replicas."""
-    assert burst.verdict(spread, 12) == code
+    assert burst.verdict(spread, None) == code
+
+
+def test_a_burst_knows_replicas_that_are_gone(burst):
+    """With the number of replicas given, one that Ray still reports does not count; one that is missing does."""
+    assert burst.verdict({"a": 10, "b": 8, "gone": 0}, 2) == 0
+    assert burst.verdict({"a": 10, "b": 8}, 3) == 1
