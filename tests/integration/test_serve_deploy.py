@@ -27,6 +27,9 @@ from support.server import REPOSITORY, free_port
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 READY_S = 300.0
+REFUSED = -1
+"""An answer that says when to come back, which a client does."""
+TRIES = 5
 SMALL = """
 version: 1
 server: {host: 127.0.0.1, port: %d, drain_s: 30, ingress_replicas: %d}
@@ -65,6 +68,8 @@ class Cluster:
                 return answer.status, json.loads(answer.read())
         except urllib.error.HTTPError as error:
             with error:
+                if error.headers.get("retry-after"):
+                    return REFUSED, error.code
                 return error.code, error.read()[:300].decode(errors="replace")
         except OSError as error:
             return 0, str(error)
@@ -156,7 +161,8 @@ def test_a_burst_spreads_over_the_replicas(cluster, capsys):
 
 @pytest.mark.slow
 def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
-    """Two replicas of each deployment, a load that never stops, a second version: every request is answered."""
+    """Two replicas of each deployment, a load that never stops, a second version: every request is answered, those that
+    are asked to come back when they do."""
     cluster.deploy(capsys, max_steps=40, replicas=2)
     cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 40, "not ready")
     stop, found = threading.Event(), Counter()
@@ -164,8 +170,12 @@ def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
 
     def load(one, pause_s):
         while not stop.is_set():
-            status, answer = one()
-            found[one.__name__, status] += 1
+            for _ in range(TRIES):
+                status, answer = one()
+                found[one.__name__, status] += 1
+                if status != REFUSED:
+                    break
+                time.sleep(1)
             if status != 200:
                 wrong.append((one.__name__, status, answer))
             stop.wait(pause_s)
@@ -188,3 +198,4 @@ def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
     assert wrong == []
     assert found["image", 200] > 5
     assert found["ranking", 200] > 100
+    assert found["ranking", REFUSED] + found["image", REFUSED] < 0.05 * found.total()
