@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ __all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "serve_fin
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
 """What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""
 _ANSWER_S = 60.0
+_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +107,7 @@ def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str
     import ray
     from ray import serve
 
+    _reach(address)  # Ray would try for minutes
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="plait")
     except (ConnectionError, ValueError, RuntimeError) as error:
@@ -125,6 +128,17 @@ def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str
         return _nodes(ray), {"applications": found, "proxies": proxies}
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Connect once to an address of the form host:port. Raises `ServeError` if nobody answers there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ServeError(f"no Ray answers at {address}: {error.strerror or error}") from error
 
 
 def _nodes(ray: Any) -> list[NodeFacts]:
