@@ -8,26 +8,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeApplication:
-    """One application: how to build it, with which arguments, and the knobs of its deployments by name."""
+    """One application: how to build it, with which arguments, and what is set for its deployments by name: knobs, and
+    what a replica's actor asks Ray for (which replaces what the code says)."""
 
     name: str
     import_path: str
     args: Mapping[str, Any]
     knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    actors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     route_prefix: str = "/"
 
 
-def render_serve(application: ServeApplication, *, host: str, port: int) -> str:
+def render_serve(
+    application: ServeApplication, *, host: str, port: int, proxies: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
+) -> str:
     """Return the YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
     document = {
-        "proxy_location": "HeadOnly",
+        "proxy_location": proxies,
         "http_options": {"host": host, "port": port},
         "logging_config": {"enable_access_log": False},
         "applications": [
@@ -36,14 +40,21 @@ def render_serve(application: ServeApplication, *, host: str, port: int) -> str:
                 "route_prefix": application.route_prefix,
                 "import_path": application.import_path,
                 "args": dict(application.args),
-                "deployments": [
-                    {"name": name, "user_config": dict(knobs)} for name, knobs in application.knobs.items()
-                ],
+                "deployments": [_deployment(application, name) for name in {**application.actors, **application.knobs}],
             }
         ],
     }
     _check(document)
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+
+
+def _deployment(application: ServeApplication, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": name}
+    if (actor := application.actors.get(name)) is not None:
+        found["ray_actor_options"] = dict(actor)
+    if (knobs := application.knobs.get(name)) is not None:
+        found["user_config"] = dict(knobs)
+    return found
 
 
 def _check(document: Mapping[str, Any]) -> None:

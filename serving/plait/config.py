@@ -16,6 +16,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from plait.errors import ConfigError
+from plait_deploy.kuberay.options import DeploySection
 from plait_loadtest import strict_yaml
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
@@ -135,6 +136,11 @@ class ServerSection(Section):
         return any(key.role == "admin" for key in self.api_keys) if self.api_keys else self.is_loopback
 
 
+VERSION = 1
+"""Of plait.yaml: raised by a change that files of before do not survive."""
+_GONE = {("images", "knobs", "exact"): ("alone", "never is fast, always gives every request diffusers' bits")}
+"""Values that earlier plaits took, by key, and what to write instead."""
+
 TUNING_WITHOUT_ADMIN = "tuning over HTTP starts processes: server.api_keys must have a key with the role admin"
 
 
@@ -226,9 +232,11 @@ class RaySection(Section):
 
 
 class PlaitConfig(ServedConfig):
-    """The whole plait.yaml."""
+    """The whole plait.yaml. A file without a version is of the first."""
 
+    version: Literal[1] = 1
     ray: RaySection = RaySection()
+    deploy: DeploySection = DeploySection()
 
 
 def worker_name(model: str, role: str) -> str:
@@ -254,10 +262,26 @@ def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> P
 
 def parse_config(data: Mapping[str, Any], *, source: str, folder: Path) -> PlaitConfig:
     """Check plain data as a configuration; relative paths are resolved against `folder`. Raises `ConfigError`."""
+    if outdated := _outdated(data):
+        raise ConfigError(source, [outdated])
     try:
         return PlaitConfig.model_validate(data, context={"folder": folder})
     except ValidationError as error:
         raise ConfigError(source, [_problem(dict(item)) for item in error.errors()]) from error
+
+
+def _outdated(data: Mapping[str, Any]) -> str | None:
+    """Return in one sentence what this plait cannot read of a file for another one, or None."""
+    version = data.get("version", VERSION)
+    if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
+        return f"version: {version} is newer than {VERSION}, the newest that this plait reads; upgrade plait"
+    for (*keys, last), (value, advice) in _GONE.items():
+        place: Any = data
+        for key in keys:
+            place = place.get(key) if isinstance(place, Mapping) else None
+        if isinstance(place, Mapping) and place.get(last) == value:
+            return f"{'.'.join((*keys, last))}: {value} is gone; {advice}"
+    return None
 
 
 def dump_config(config: PlaitConfig) -> str:

@@ -11,8 +11,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from plait import doctor
-from plait.doctor import CheckStatus
+from plait.doctor import machine
+from plait.doctor.findings import CheckStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,7 +54,7 @@ def test_version_floors(hole: str) -> None:
 
 def test_cve_2026_27482_the_doctor_compares_what_runs_with_the_floors() -> None:
     """`plait doctor` tells who has an older one."""
-    (found,) = doctor.check_packages()
+    (found,) = machine.check_packages()
     assert found.verdict is CheckStatus.OK
 
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from plait.config import PlaitConfig
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -18,6 +15,7 @@ class RenderTarget(StrEnum):
     """The manifest formats that can be rendered."""
 
     SERVE = "serve"
+    KUBERAY = "kuberay"
 
 
 @app.callback()
@@ -28,35 +26,24 @@ def deploy() -> None:
 @app.command()
 def render(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
-    target: Annotated[RenderTarget, typer.Option(help="serve: a Ray Serve config file")] = RenderTarget.SERVE,  # noqa: ARG001
+    target: Annotated[
+        RenderTarget, typer.Option(help="serve: a Ray Serve config file; kuberay: all manifests for KubeRay 1.7")
+    ] = RenderTarget.SERVE,
+    image: Annotated[str | None, typer.Option(help="kuberay: the image with plait, as name@sha256:...")] = None,
+    allow_tag: Annotated[bool, typer.Option("--allow-tag", help="kuberay: take an image without a digest")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
-    """Print the Serve YAML; run it on a Ray cluster with `serve deploy FILE`."""
+    """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
+    import json
+
     from plait.config import load_config
-    from plait_deploy.serve import ServeApplication, render_serve
+    from plait.offline.manifests import kuberay_manifests, serve_application
+    from plait_deploy.serve import render_serve
 
-    loaded = load_config(config, overrides=settings or [])
-    args = {"server": loaded.server.model_dump(mode="json", exclude_defaults=True), **_shapes(loaded)}
-    application = ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=loaded.knobs())
-    print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")
-
-
-def _shapes(config: PlaitConfig) -> dict[str, Any]:
-    """Return the sections without their knobs, which belong to the deployments, where a change is a reconfigure.
-
-    The knob `controlnet_placement` stays if it is local, since it also decides which deployments exist.
-    """
-    from plait_serving.diffusion.knobs import Placement
-
-    images, recommend = config.images, config.recommend
-    shapes: dict[str, Any] = {"images": None, "recommend": None}
-    if images is not None:
-        shapes["images"] = images.model_dump(mode="json", exclude_defaults=True, exclude={"knobs"})
-        if images.knobs.controlnet_placement is Placement.LOCAL:  # this knob also decides which deployments there are
-            shapes["images"]["knobs"] = {"controlnet_placement": Placement.LOCAL.value}
-    if recommend is not None:
-        parts = {part: {"knobs"} for part in ("cn", "hn", "whole")}
-        shapes["recommend"] = recommend.model_dump(
-            mode="json", exclude_defaults=True, exclude={"models": {"__all__": parts}}
-        )
-    return shapes
+    options = [f"deploy.image={json.dumps(image)}"] if image is not None else []
+    options += ["deploy.allow_tag=true"] if allow_tag else []
+    loaded = load_config(config, overrides=[*(settings or []), *options])
+    if target is RenderTarget.KUBERAY:
+        print(kuberay_manifests(loaded), end="")
+        return
+    print(render_serve(serve_application(loaded), host=loaded.server.host, port=loaded.server.port), end="")

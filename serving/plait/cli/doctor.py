@@ -1,8 +1,9 @@
-"""`plait doctor`: check whether plait will run on this machine."""
+"""`plait doctor`: check whether plait will run on this machine, and whether a cluster does."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,20 +13,39 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 @app.command()
 def doctor(
+    config: Annotated[Path | None, typer.Argument(help="plait.yaml, whose folders of models are checked too")] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="the port that the server would take")] = 8000,
+    cluster: Annotated[bool, typer.Option("--cluster", help="also ask a running Ray: its nodes and Serve")] = False,
+    address: Annotated[
+        str | None, typer.Option(help="that Ray; if left out, the one of plait serve on the port, or any here")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
-    """Check versions, memory, cores, home, port and the starter files. Exit with code 1 if something will not work."""
+    """Check this machine, its sockets and models, and a cluster; say what to do. Exit with code 1 on a problem."""
     import json
     from dataclasses import asdict
 
-    from plait.doctor import CheckStatus, examine
+    from plait.config import load_config
+    from plait.doctor.cluster import check_cluster
+    from plait.doctor.examine import examine
+    from plait.doctor.findings import CheckStatus
     from plait_serving.images.config import STARTER_FOLDER
 
-    findings = examine(os.environ, host="127.0.0.1", port=port, starter=STARTER_FOLDER)
+    findings = examine(
+        os.environ,
+        host="127.0.0.1",
+        port=port,
+        starter=STARTER_FOLDER,
+        config=load_config(config),
+        cluster=cluster and address is not None,
+    )
+    if cluster:
+        findings += check_cluster(address, port)
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         for finding in findings:
             print(f"{finding.verdict:<4}  {finding.name:<9} {finding.detail}")
+            if finding.advice:
+                print(f"{'':15}  {finding.advice}")
     raise typer.Exit(1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0)

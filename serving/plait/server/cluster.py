@@ -36,6 +36,18 @@ _LAST_ANSWERS_S = 2.0
 """Time for the last answers: once the last image is finished, its answer still has to be encoded and sent."""
 
 
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray runs workers at nice 15, for machines that people work at; ours are the server.
+    "RAY_worker_niceness": "0",
+    # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+}
+"""What a Ray that serves plait is started with, on whatever machines."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentState:
     """The progress of the application. `failure` is set once it can no longer come up."""
@@ -298,16 +310,12 @@ def prepare_environment(token_path: Path) -> None:
     if os.environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         # Ray would write ~/.ray/auth_token; a home may be missing or read-only.
         os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray runs workers at nice 15, for machines that people work at; ours are the server.
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
-    os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+    os.environ["RAY_USAGE_STATS_ENABLED"] = RAY_ENVIRONMENT["RAY_USAGE_STATS_ENABLED"]
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where no other machines are to take part:
     # the switch is named after the systems on which that is the default.
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
-    os.environ.setdefault("RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S", "1")
     os.environ.pop("RAY_ADDRESS", None)
 
 

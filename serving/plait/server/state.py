@@ -24,6 +24,9 @@ from plait.server.processes import ProcessId
 # Ray puts unix sockets under its temporary folder: 107 characters at most, of which it uses 65 itself.
 _LONGEST_TEMP_FOLDER = 40
 
+_VERSION = 1
+"""Of run.json: raised by a change that an older plait must not misread."""
+
 MAX_LOG_BYTES = 64 << 20
 """The log of a run takes at most about twice as much."""
 
@@ -47,12 +50,19 @@ class RunRecord:
 
     def to_json(self) -> str:
         """Return the text of run.json."""
-        return json.dumps(asdict(self), indent=1)
+        return json.dumps({"version": _VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Parse the text of run.json. Raises ValueError, KeyError or TypeError if it is not a record."""
+        """Parse the text of run.json; one without a version is of the first. Raises ValueError, KeyError or TypeError
+        if it is not a record, `StateError` if a newer plait wrote it."""
         data: dict[str, Any] = json.loads(text)
+        version = data.pop("version", 1)
+        if version > _VERSION:
+            raise StateError(
+                f"a newer plait wrote the state of this port (version {version}, {_VERSION} is read): "
+                "stop that server with its own plait, or choose another PLAIT_STATE_DIR"
+            )
         command = ProcessId(**data.pop("command"))
         processes = tuple(ProcessId(**item) for item in data.pop("processes"))
         return cls(command=command, processes=processes, **data)
@@ -98,8 +108,8 @@ class PortState:
     def claim(cls, root: Path, port: int) -> Self:
         """Take the port's lock. Raises `StateError` if another plait holds it."""
         folder = _private_folder(root / f"port-{port}")
-        lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         previous = _read_record(folder)
+        lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

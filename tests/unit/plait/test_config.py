@@ -23,6 +23,16 @@ def write(folder: Path, text: str) -> Path:
     return path
 
 
+def test_a_file_without_a_version_is_of_the_first(tmp_path):
+    """What was written before files had versions is read as it was meant."""
+    old, new = (
+        load_config(write(tmp_path, "images: {replicas: 2}")),
+        parse_config({"version": 1, "images": {"replicas": 2}}, source="", folder=tmp_path),
+    )
+    assert old == new
+    assert yaml.safe_load(dump_config(old))["version"] == 1
+
+
 def test_defaults_serve_the_starter_on_loopback():
     """Without a file the starter model is served on 127.0.0.1:8000 by a local Ray."""
     config = load_config()
@@ -37,6 +47,9 @@ def test_defaults_serve_the_starter_on_loopback():
     ("text", "problem"),
     [
         ("server: {prt: 1}", "server.prt: unknown key"),
+        ("version: 2", "version: 2 is newer than 1, the newest that this plait reads; upgrade plait"),
+        ("version: one", "version: "),
+        ("images: {knobs: {exact: alone}}", "images.knobs.exact: alone is gone; never is fast"),
         ("sever: {}", "sever: unknown key"),
         ("server: {port: 70000}", "server.port: input should be less than or equal to 65535 (got 70000)"),
         ("images: {knobs: {largest_batch: 0}}", "images.knobs.largest_batch"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import socket
 import stat
@@ -30,6 +31,20 @@ def record(**changes):
         **changes,
     }
     return RunRecord(**facts)
+
+
+def test_the_state_of_a_newer_plait_is_refused_in_one_sentence(tmp_path):
+    """Its server may still run, and what it wrote may mean something else; a record of before versions is read."""
+    state = PortState.claim(tmp_path, 1)
+    state.write(record())
+    text = (state.folder / "run.json").read_text()
+    state.release()
+    old = json.loads(text)
+    assert old.pop("version") == 1
+    assert RunRecord.from_json(json.dumps(old)) == record()
+    (state.folder / "run.json").write_text(json.dumps({**old, "version": 2}))
+    with pytest.raises(StateError, match="a newer plait wrote the state of this port"):
+        PortState.claim(tmp_path, 1)
 
 
 def test_serve_state_root_prefers_the_explicit_folder(tmp_path):

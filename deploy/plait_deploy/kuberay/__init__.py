@@ -1,0 +1,1 @@
+"""Manifests for KubeRay: what a plait.yaml needs on Kubernetes."""

@@ -1,0 +1,252 @@
+"""The RayService: a head that serves nothing, CPU pods (CN) and GPU pods (HN).
+
+What KubeRay 1.7 does with it, as far as it shapes what is written here: it hands `serveConfigV2` to the head once the
+head is ready, so the head's readiness cannot wait for models; it finds the dashboard's port in the head's own headless
+service, where it must stay; it fills in probes only where there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plait_deploy.kuberay.options import DeploySection, GpuGroup, WorkerGroup
+
+__all__ = [
+    "CPU_NODE",
+    "DASHBOARD_PORT",
+    "GPU_NODE",
+    "METRICS_PORT",
+    "NODE_LABEL",
+    "SERVICE_LABEL",
+    "Pods",
+    "Timing",
+    "rayservice",
+]
+
+NODE_LABEL, CPU_NODE, GPU_NODE = "plait-node", "cn", "hn"
+"""The label of a Ray node, and its values: a CN has cores and memory, an HN GPUs."""
+SERVICE_LABEL = "plait-service"
+"""The label of a pod whose value is `deploy.name`."""
+
+DASHBOARD_PORT, METRICS_PORT = 8265, 8080
+_GCS_PORT, _AGENT_PORT = 6379, 52365
+_USER = 1000
+"""The user of `deploy/Dockerfile`."""
+_SPREAD_S = 15
+"""How long a pod that ends may still be sent requests, until every node knows."""
+_MARGIN_S = 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds that follow from the longest request (`server.drain_s`)."""
+
+    longest_request_s: float
+
+    @property
+    def leaving_s(self) -> int:
+        """How long a pod goes on after it was asked to end: nobody sends to it, its requests finish."""
+        return _SPREAD_S + int(-(-self.longest_request_s // 1))
+
+    @property
+    def grace_s(self) -> int:
+        """When Kubernetes kills a pod that has not ended."""
+        return self.leaving_s + _MARGIN_S
+
+    @property
+    def deletion_delay_s(self) -> int:
+        """When the cluster of the version before goes. KubeRay's default, 60 s, is the least."""
+        return max(60, self.leaving_s + _MARGIN_S)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """The worker pods of one node class."""
+
+    node: str
+    group: WorkerGroup
+    min_pods: int
+    max_pods: int
+
+    @property
+    def name(self) -> str:
+        """The name of KubeRay's worker group."""
+        return "gpu" if self.node == GPU_NODE else "cpu"
+
+
+def rayservice(
+    options: DeploySection,
+    pods: list[Pods],
+    *,
+    serve_config: str,
+    port: int,
+    timing: Timing,
+    ray_version: str,
+    environment: Mapping[str, str],
+) -> dict[str, Any]:
+    """Return the manifest. `environment` is of every container."""
+    env = {**environment, "XDG_CACHE_HOME": options.volumes.cache.path, "HF_HOME": f"{options.volumes.cache.path}/hub"}
+    labels = {SERVICE_LABEL: options.name}
+    queue = {} if options.queue is None else {"kueue.x-k8s.io/queue-name": options.queue}
+    spec: dict[str, Any] = {
+        "rayClusterDeletionDelaySeconds": timing.deletion_delay_s,
+        "excludeHeadPodFromServeSvc": True,
+        "upgradeStrategy": _upgrade(options),
+        "serveConfigV2": serve_config,
+        "rayClusterConfig": {
+            "rayVersion": ray_version,
+            "authOptions": {"mode": "token"} | _optional(secretName=options.token_secret),
+            "enableInTreeAutoscaling": options.autoscaling,
+            **({"autoscalerOptions": {"version": "v2"}} if options.autoscaling else {}),
+            "headGroupSpec": _head(options, port=port, env=env, timing=timing, labels=labels),
+            "workerGroupSpecs": [
+                _workers(options, it, port=port, env=env, timing=timing, labels=labels) for it in pods
+            ],
+        },
+    }
+    metadata = {"name": options.name} | _optional(namespace=options.namespace) | {"labels": {**labels, **queue}}
+    return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata, "spec": spec}
+
+
+def _upgrade(options: DeploySection) -> dict[str, Any]:
+    if options.upgrade is None:
+        return {"type": "NewCluster"}
+    return {
+        "type": "NewClusterWithIncrementalUpgrade",
+        "clusterUpgradeOptions": {
+            "gatewayClassName": options.upgrade.gateway_class,
+            "stepSizePercent": options.upgrade.step_percent,
+            "intervalSeconds": options.upgrade.interval_s,
+            "maxSurgePercent": options.upgrade.max_surge_percent,
+        },
+    }
+
+
+def _head(
+    options: DeploySection, *, port: int, env: Mapping[str, str], timing: Timing, labels: Mapping[str, str]
+) -> dict[str, Any]:
+    ports = {"gcs-server": _GCS_PORT, "dashboard": DASHBOARD_PORT, "serve": port, "metrics": METRICS_PORT}
+    container = _container("ray-head", options, options.head, ports=ports, env=env)
+    # Ready as soon as Ray is: KubeRay sends the application only then.
+    container["readinessProbe"] = _ray_is_alive(period_s=5, failures=6)
+    # The autoscaler beside the head asks Kubernetes for pods; nothing else here needs a token of it.
+    template = _template(options, container, timing=timing, labels=labels, has_account=options.autoscaling)
+    template["spec"] |= _optional(nodeSelector=options.head.node_selector or None)
+    # Without cores the head runs Ray's own processes alone, no replica.
+    return {"rayStartParams": {"num-cpus": "0"}, "template": template}
+
+
+def _workers(
+    options: DeploySection,
+    pods: Pods,
+    *,
+    port: int,
+    env: Mapping[str, str],
+    timing: Timing,
+    labels: Mapping[str, str],
+) -> dict[str, Any]:
+    group = pods.group
+    container = _container("ray-worker", options, group, ports={"serve": port, "metrics": METRICS_PORT}, env=env)
+    container["readinessProbe"] = _models_are_warm(port)
+    # Kubernetes takes a pod off the lists as it asks it to end, and Ray ends at once when it is asked. In between,
+    # requests finish.
+    container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(timing.leaving_s)]}}}
+    template = _template(options, container, timing=timing, labels=labels, has_account=False)
+    template["spec"] |= _optional(nodeSelector=group.node_selector or None)
+    if isinstance(group, GpuGroup):
+        template["spec"]["tolerations"] = [{"key": group.resource, "operator": "Exists", "effect": "NoSchedule"}]
+    return {
+        "groupName": pods.name,
+        "replicas": pods.min_pods,
+        "minReplicas": pods.min_pods,
+        "maxReplicas": pods.max_pods,
+        "labels": {NODE_LABEL: pods.node},
+        "rayStartParams": {},
+        "template": template,
+    }
+
+
+def _container(
+    name: str, options: DeploySection, group: WorkerGroup, *, ports: Mapping[str, int], env: Mapping[str, str]
+) -> dict[str, Any]:
+    assert options.image is not None
+    size: dict[str, Any] = {"cpu": str(group.cpus), "memory": group.memory}
+    if isinstance(group, GpuGroup):
+        size[group.resource] = str(group.gpus)
+    volumes = options.volumes
+    return {
+        "name": name,
+        "image": options.image,
+        "env": [{"name": key, "value": value} for key, value in sorted(env.items())],
+        "ports": [{"name": key, "containerPort": value} for key, value in ports.items()],
+        "resources": {"requests": dict(size), "limits": dict(size)},
+        "volumeMounts": [
+            {"name": "models", "mountPath": volumes.models.path, "readOnly": True},
+            {"name": "cache", "mountPath": volumes.cache.path},
+        ],
+        # Whether Ray's processes live, which no queue delays: a busy pod is not a dead one.
+        "livenessProbe": _ray_is_alive(period_s=10, failures=12),
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+
+
+def _ray_is_alive(*, period_s: int, failures: int) -> dict[str, Any]:
+    """Ray's own health check, which needs no token: the raylet, and on the head the GCS."""
+    return {
+        "httpGet": {"path": "/api/healthz", "port": _AGENT_PORT},
+        "initialDelaySeconds": 10,
+        "periodSeconds": period_s,
+        "timeoutSeconds": 5,
+        "failureThreshold": failures,
+    }
+
+
+def _models_are_warm(port: int) -> dict[str, Any]:
+    """plait's `/health`: models are loaded, and a warm-up image was made. A server that answers only to its own names
+    answers to localhost."""
+    return {
+        "httpGet": {
+            "path": "/health",
+            "port": port,
+            "httpHeaders": [{"name": "Host", "value": "localhost"}],
+        },
+        "periodSeconds": 5,
+        "timeoutSeconds": 5,
+        "failureThreshold": 3,
+    }
+
+
+def _template(
+    options: DeploySection,
+    container: dict[str, Any],
+    *,
+    timing: Timing,
+    labels: Mapping[str, str],
+    has_account: bool,
+) -> dict[str, Any]:
+    claims = {"models": options.volumes.models, "cache": options.volumes.cache}
+    spec: dict[str, Any] = {
+        "containers": [container],
+        "terminationGracePeriodSeconds": timing.grace_s,
+        "automountServiceAccountToken": has_account,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": _USER,
+            "fsGroup": _USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "volumes": [
+            {"name": name, "persistentVolumeClaim": {"claimName": it.claim or f"{options.name}-{name}"}}
+            for name, it in claims.items()
+        ],
+    }
+    if options.pull_secret is not None:
+        spec["imagePullSecrets"] = [{"name": options.pull_secret}]
+    return {"metadata": {"labels": dict(labels)}, "spec": spec}
+
+
+def _optional(**items: Any) -> dict[str, Any]:
+    return {key: value for key, value in items.items() if value is not None}

@@ -1,0 +1,115 @@
+"""One plait.yaml as a complete set of manifests for KubeRay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import yaml
+
+from plait_deploy.errors import DeployError
+from plait_deploy.kuberay.around import disruption_budgets, network_policy, pod_monitor, volume_claims
+from plait_deploy.kuberay.folders import mapped
+from plait_deploy.kuberay.options import DeploySection, GpuGroup, WorkerGroup
+from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, Pods, Timing, rayservice
+from plait_deploy.kuberay.sizing import Reservation, pods_for
+from plait_deploy.serve import ServeApplication, render_serve
+
+__all__ = ["render_kuberay"]
+
+
+def render_kuberay(
+    application: ServeApplication,
+    reservations: Sequence[Reservation],
+    options: DeploySection,
+    *,
+    port: int,
+    has_keys: bool,
+    longest_request_s: float,
+    ray_version: str,
+    environment: Mapping[str, str],
+) -> str:
+    """Return the YAML documents of all objects. `reservations`: every deployment of the application.
+
+    Raises DeployError if what is asked for contradicts itself or fits no pod; then there is no document at all.
+    """
+    if options.image is None:
+        raise DeployError("no image: give --image name@sha256:... (deploy/Dockerfile builds one)")
+    if has_keys and options.network.monitoring_namespace is not None and options.metrics_secret is None:
+        raise DeployError(
+            "the server asks for keys, so Prometheus needs one: name the Secret that has it (deploy.metrics_secret), "
+            "or set deploy.network.monitoring_namespace to null"
+        )
+    pods = _pods(reservations, options)
+    timing = Timing(longest_request_s=longest_request_s)
+    placed = replace(
+        application,
+        args=mapped(application.args, options.volumes),
+        actors={it.name: _actor(it) for it in reservations},
+    )
+    service = rayservice(
+        options,
+        pods,
+        serve_config=render_serve(placed, host="0.0.0.0", port=port, proxies="EveryNode"),  # noqa: S104  # in a pod
+        port=port,
+        timing=timing,
+        ray_version=ray_version,
+        environment=environment,
+    )
+    documents = [
+        *volume_claims(options),
+        network_policy(options, port=port),
+        *disruption_budgets(options, pods),
+        *([] if options.network.monitoring_namespace is None else [pod_monitor(options)]),
+        service,
+    ]
+    # A copy through JSON shares no parts, of which YAML would make aliases.
+    separate = json.loads(json.dumps(documents))
+    return yaml.dump_all(separate, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[Pods]:
+    """Return the groups that have something to carry. Without autoscaling all pods are there from the start."""
+    found = []
+    for node, group, key in ((CPU_NODE, options.cpu, "deploy.cpu"), (GPU_NODE, options.gpu, "deploy.gpu")):
+        carried = [it for it in reservations if _node(it) == node]
+        if not carried:
+            continue
+        gpus = group.gpus if isinstance(group, GpuGroup) else 0
+        fewest = pods_for(carried, cpus=group.cpus, gpus=gpus, at_most=False, key=key)
+        needed = pods_for(carried, cpus=group.cpus, gpus=gpus, at_most=True, key=key)
+        found.append(_counts(node, group, key, fewest=fewest, needed=needed, autoscaling=options.autoscaling))
+    return found
+
+
+def _counts(node: str, group: WorkerGroup, key: str, *, fewest: int, needed: int, autoscaling: bool) -> Pods:
+    max_pods = group.max_pods if group.max_pods is not None else max(needed, group.min_pods or 0)
+    start = group.min_pods if group.min_pods is not None else (fewest if autoscaling else min(needed, max_pods))
+    if max_pods < fewest:
+        raise DeployError(f"{key}.max_pods is {max_pods}, and the replicas need {fewest} pods of that size")
+    if not autoscaling and start < fewest:
+        raise DeployError(
+            f"{key}.min_pods is {start}, and the replicas need {fewest} pods: nothing adds them without autoscaling"
+        )
+    return Pods(node=node, group=group, min_pods=start, max_pods=max_pods)
+
+
+def _node(reservation: Reservation) -> str:
+    return GPU_NODE if reservation.num_gpus > 0 else CPU_NODE
+
+
+def _actor(reservation: Reservation) -> dict[str, object]:
+    gpus = {"num_gpus": reservation.num_gpus} if reservation.num_gpus else {}
+    return {"num_cpus": reservation.num_cpus, **gpus, "label_selector": {NODE_LABEL: _node(reservation)}}
+
+
+class _Dumper(yaml.SafeDumper):
+    """Texts of several lines are blocks."""
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _text)

@@ -1,0 +1,1 @@
+"""The checks of `plait doctor`. Each check is a small function that returns findings."""

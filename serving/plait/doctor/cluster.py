@@ -1,0 +1,188 @@
+"""What a running Ray says: its nodes, what is installed on each, and whether Serve's applications answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.doctor.findings import CheckResult, finding, warning
+from plait.errors import PlaitError, ServeError
+from plait.server.cluster import prepare_environment
+
+__all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "serve_findings"]
+
+COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
+"""What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""
+_ANSWER_S = 60.0
+_CONNECT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """A node of the cluster. `versions` by package, None where it is missing; empty if the node did not answer."""
+
+    name: str
+    alive: bool
+    versions: Mapping[str, str | None]
+
+
+def check_cluster(address: str | None, port: int) -> list[CheckResult]:
+    """Attach to a Ray, by default to that of `plait serve` on this port, or else to the one of this machine; ask every
+    node and Serve; detach."""
+    try:
+        nodes, status = _ask(*_where(address, port))
+    except PlaitError as error:
+        advice = "start it, or name it with --address; Ray's token belongs in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        return [finding("ray", False, str(error), advice)]
+    return [*node_findings(nodes), *serve_findings(status)]
+
+
+def node_findings(nodes: list[NodeFacts]) -> Iterator[CheckResult]:
+    """Yield what differs between nodes, and which are lost."""
+    lost = [node.name for node in nodes if not node.alive]
+    alive = [node for node in nodes if node.alive]
+    detail = f"{len(alive)} alive" + (f", lost: {', '.join(lost)}" if lost else "")
+    yield warning(
+        "nodes", not lost, detail, "see why they went (ray status, kubectl get pods); replicas move by themselves"
+    )
+    silent = [node.name for node in alive if not node.versions]
+    if silent:
+        detail = f"no answer from {', '.join(silent)}"
+        yield finding("versions", False, detail, "look at those nodes: a task did not run there within a minute")
+    asked = [node for node in alive if node.versions]
+    differing = []
+    for package in COMPARED:
+        found: dict[str, list[str]] = {}
+        for node in asked:
+            found.setdefault(node.versions.get(package) or "missing", []).append(node.name)
+        if len(found) > 1 or "missing" in found:
+            differing.append(f"{package} " + ", ".join(f"{what} on {' '.join(on)}" for what, on in found.items()))
+    detail = "; ".join(differing) or f"the same on {len(asked)} nodes"
+    yield finding("versions", not differing, detail, "run one image on all nodes (deploy/Dockerfile)")
+
+
+def serve_findings(status: Mapping[str, Any]) -> Iterator[CheckResult]:
+    """Yield whether each application runs, and which deployments do not; `status` is that of `serve status`."""
+    applications = status.get("applications") or {}
+    if not applications:
+        yield warning("serve", False, "no application is deployed", "serve deploy FILE, or plait serve --address")
+    for name, app in applications.items():
+        bad = [
+            f"{deployment} {state['status'].lower()}" + (f" ({state['message'][:200]})" if state.get("message") else "")
+            for deployment, state in (app.get("deployments") or {}).items()
+            if state["status"] != "HEALTHY"
+        ]
+        detail = f"{name} {app['status'].lower()}" + (f": {'; '.join(bad)}" if bad else "")
+        yield finding("serve", app["status"] == "RUNNING" and not bad, detail, "read the replicas' logs (serve status)")
+    sick = [node for node, state in (status.get("proxies") or {}).items() if state != "HEALTHY"]
+    if sick:
+        detail = f"{len(sick)} HTTP proxies are not healthy"
+        yield finding("serve", False, detail, "a node without its proxy takes no requests: look at its log")
+
+
+def _where(address: str | None, port: int) -> tuple[str, Path | None]:
+    """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
+    from plait.server.state import RunRecord, state_root
+
+    if address is not None:
+        return address, None
+    folder = state_root(os.environ) / f"port-{port}"
+    try:
+        record = RunRecord.from_json((folder / "run.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError):
+        return "auto", None
+    return record.gcs_address or "auto", folder / "auth_token"
+
+
+def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str, Any]]:
+    if token is not None and token.is_file():
+        prepare_environment(token)  # as the server did: else Ray takes its address on loopback for a mistake
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+    from ray import serve
+
+    _reach(address)  # Ray would try for minutes
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="plait")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ServeError(f"no Ray answers at {address}: {' '.join(str(error).split())[:200]}") from error
+    try:
+        status = serve.status()
+        proxies = {node: str(getattr(state, "value", state)) for node, state in status.proxies.items()}
+        found = {
+            name: {
+                "status": str(getattr(app.status, "value", app.status)),
+                "deployments": {
+                    part: {"status": str(getattr(it.status, "value", it.status)), "message": it.message}
+                    for part, it in app.deployments.items()
+                },
+            }
+            for name, app in status.applications.items()
+        }
+        return _nodes(ray), {"applications": found, "proxies": proxies}
+    finally:
+        ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Connect once to an address of the form host:port. Raises `ServeError` if nobody answers there."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except OSError as error:
+        raise ServeError(f"no Ray answers at {address}: {error.strerror or error}") from error
+
+
+def _nodes(ray: Any) -> list[NodeFacts]:
+    """Run one task on each node that is alive."""
+    task = ray.remote(num_cpus=0, max_retries=0)(_versions_task())
+    listed = ray.nodes()
+    asked = {
+        node["NodeID"]: task.options(label_selector={"ray.io/node-id": node["NodeID"]}).remote()
+        for node in listed
+        if node["Alive"]
+    }
+    ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=_ANSWER_S)
+    answers = {}
+    for node_id, reference in asked.items():
+        try:
+            answers[node_id] = json.loads(ray.get(reference)) if reference in ready else {}
+        except ray.exceptions.RayError:
+            answers[node_id] = {}
+    return [
+        NodeFacts(
+            name=str(node.get("NodeManagerHostname") or node["NodeID"][:8]),
+            alive=bool(node["Alive"]),
+            versions=answers.get(node["NodeID"], {}),
+        )
+        for node in listed
+    ]
+
+
+def _versions_task() -> Callable[[], str]:
+    """Return what a node runs: what is installed there, as JSON. A function inside another one travels as its code, so
+    it also runs where plait is missing."""
+    packages = COMPARED[1:]
+
+    def versions() -> str:
+        import importlib.metadata
+        import json as text
+        import platform
+
+        found: dict[str, str | None] = {"python": platform.python_version()}
+        for name in packages:
+            try:
+                found[name] = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                found[name] = None
+        return text.dumps(found)
+
+    return versions

@@ -1,0 +1,40 @@
+"""What a check says: whether something will work, what was seen, and what to do about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["CheckResult", "CheckStatus", "finding", "warning"]
+
+
+class CheckStatus(StrEnum):
+    """OK; WARN: plait runs, with a caveat; FAIL: it will not run."""
+
+    OK = "ok"
+    WARN = "warn"
+    FAIL = "fail"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckResult:
+    """The result of one check. `advice`: what to do; empty where nothing is to be done."""
+
+    name: str
+    verdict: CheckStatus
+    detail: str
+    advice: str = ""
+
+
+def finding(name: str, fine: bool, detail: str, advice: str) -> CheckResult:
+    """Return a result that is a failure, with the advice, unless all is fine."""
+    if fine:
+        return CheckResult(name=name, verdict=CheckStatus.OK, detail=detail)
+    return CheckResult(name=name, verdict=CheckStatus.FAIL, detail=detail, advice=advice)
+
+
+def warning(name: str, fine: bool, detail: str, advice: str) -> CheckResult:
+    """Return a result that is a warning, with the advice, unless all is fine."""
+    if fine:
+        return CheckResult(name=name, verdict=CheckStatus.OK, detail=detail)
+    return CheckResult(name=name, verdict=CheckStatus.WARN, detail=detail, advice=advice)

@@ -1,0 +1,170 @@
+"""What the machine gives: Python and packages, cores, memory, files, folders that can be written to, the port."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
+from plait.errors import PlaitError
+
+__all__ = [
+    "check_caches",
+    "check_cpu",
+    "check_files",
+    "check_home",
+    "check_machine",
+    "check_packages",
+    "check_port",
+    "check_python",
+]
+
+GIB = 1 << 30
+# The starter model's server, measured: Ray and Serve 1.1 GiB, ingress 0.2, base replica 0.6, two ControlNets 0.5 each.
+NEEDED_MEMORY_BYTES = 3 * GIB
+# Ray's object store of the default configuration; images above 100 kB pass through it.
+NEEDED_SHM_BYTES = 256 << 20
+NEEDED_DISK_BYTES = 1 * GIB
+NEEDED_FILES = 4096
+"""Ray warns below it: each process holds sockets to every other."""
+_CACHES = {"XDG_CACHE_HOME": ".cache", "HF_HOME": ".cache/huggingface"}
+
+
+def check_python() -> list[CheckResult]:
+    """Check for Python 3.11 to 3.13 on Linux."""
+    fine = (3, 11) <= sys.version_info[:2] <= (3, 13) and platform.system() == "Linux"
+    detail = f"{platform.python_version()} on {platform.system()}"
+    return [finding("python", fine, detail, "install Python 3.11, 3.12 or 3.13 on Linux")]
+
+
+def check_packages() -> list[CheckResult]:
+    """Check the installed packages against every requirement of the distribution, including its security floors."""
+    from packaging.requirements import Requirement
+
+    try:
+        requirements = [Requirement(text) for text in importlib.metadata.requires("plait") or []]
+    except importlib.metadata.PackageNotFoundError:
+        detail = "plait itself is not installed; versions were not compared"
+        return [warning("packages", False, detail, "make setup, or pip install")]
+    bad, versions = [], {}
+    for requirement in requirements:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        try:
+            versions[requirement.name] = importlib.metadata.version(requirement.name)
+        except importlib.metadata.PackageNotFoundError:
+            bad.append(f"{requirement.name} is missing")
+            continue
+        if not requirement.specifier.contains(versions[requirement.name], prereleases=True):
+            bad.append(f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
+    shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "ray") if name in versions)
+    detail = "; ".join(bad) or f"{len(versions)} as required ({shown})"
+    return [finding("packages", not bad, detail, "pip install --upgrade plait (floors close published CVEs)")]
+
+
+def check_machine() -> list[CheckResult]:
+    """Check cores, memory, shared memory and disk."""
+    from plait_fabric.cores import usable_cores
+
+    cores = usable_cores()
+    memory = _available_memory_bytes()
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
+    disk = shutil.disk_usage("/tmp").free  # noqa: S108  # Ray's session folder
+    shown = f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed"
+    return [
+        warning("cores", cores >= 2, f"{cores}", "give it two: one computes, one answers"),
+        finding("memory", memory >= NEEDED_MEMORY_BYTES, shown, "stop other programs, or raise the container's limit"),
+        warning("shm", shm >= NEEDED_SHM_BYTES, f"{shm / GIB:.2f} GiB free", "docker: --shm-size 1g"),
+        finding("/tmp", disk >= NEEDED_DISK_BYTES, f"{disk / GIB:.1f} GiB free", "make room: Ray's session lies there"),  # noqa: S108
+    ]
+
+
+def check_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[CheckResult]:
+    """Check for the vector instructions that the engine's programs are compiled to."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    flags = next((set(line.split(":")[1].split()) for line in text.splitlines() if line.startswith("flags")), None)
+    if flags is None:
+        return [CheckResult(name="cpu", verdict=CheckStatus.OK, detail=f"{platform.machine()}; no flags to be read")]
+    used = [name for name in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
+    detail = f"{platform.machine()} with {', '.join(used) or 'no vector instructions that programs use'}"
+    return [warning("cpu", {"avx2", "fma"} <= flags, detail, "expect images to take several times as long here")]
+
+
+def check_files() -> list[CheckResult]:
+    """Check how many files a process may open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    detail = f"{soft} open files (up to {hard})"
+    return [warning("files", soft >= NEEDED_FILES, detail, f"ulimit -n {max(65536, NEEDED_FILES)}")]
+
+
+def check_caches(environ: Mapping[str, str]) -> list[CheckResult]:
+    """Check that converted models and downloads can be kept."""
+    home = Path(environ.get("HOME") or "/nonexistent")
+    folders = {name: Path(environ.get(name) or home / usual) for name, usual in _CACHES.items()}
+    shut = [f"{folder} ({name})" for name, folder in folders.items() if not _can_write(folder)]
+    detail = f"{' and '.join(shut)} cannot be written to" if shut else ", ".join(map(str, folders.values()))
+    advice = "set XDG_CACHE_HOME and HF_HOME: without them every start converts its models again"
+    return [warning("caches", not shut, detail, advice)]
+
+
+def check_home(environ: Mapping[str, str]) -> list[CheckResult]:
+    """Report where state is stored; an unusable home is fine, it only moves the state folder."""
+    from plait.server.state import state_root
+
+    home = environ.get("HOME", "")
+    usable = bool(home) and os.access(home, os.W_OK)
+    try:
+        root = state_root(environ)
+    except PlaitError as error:
+        return [finding("state", False, str(error), "name a folder of your own with PLAIT_STATE_DIR")]
+    note = "" if usable else f" (HOME={home or 'unset'} is not writable)"
+    return [CheckResult(name="state", verdict=CheckStatus.OK, detail=f"{root}{note}")]
+
+
+def check_port(host: str, port: int) -> list[CheckResult]:
+    """Check that the port is free, or held by a server that is ready."""
+    from plait.server import ports
+
+    try:
+        ports.check_port(host, port)
+    except PlaitError as error:
+        wrong = ports.health(f"http://{host}:{port}", timeout_s=1.0)
+        if wrong is None:
+            detail = f"{port}: a server answers /health there"
+            return [CheckResult(name="port", verdict=CheckStatus.OK, detail=detail)]
+        return [warning("port", False, f"{error} (/health: {wrong})", "wait until it is ready, or take another --port")]
+    return [CheckResult(name="port", verdict=CheckStatus.OK, detail=f"{port} is free on {host}")]
+
+
+def _can_write(folder: Path) -> bool:
+    """Return whether the folder, or the first of its parents that is there, takes a new file; it is tried, since root
+    may write by mode where a file system takes nothing."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            return True
+    except OSError:
+        return False
+
+
+def _available_memory_bytes() -> int:
+    """Return what is available, or what the container's limit leaves."""
+    try:
+        import torch
+
+        from plait_serving.diffusion.memory import available_bytes
+    except ImportError:  # another check says so
+        import psutil
+
+        return int(psutil.virtual_memory().available)
+    return available_bytes(torch.device("cpu"))

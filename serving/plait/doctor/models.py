@@ -1,0 +1,96 @@
+"""The folders of models: their sums, whether their formats are safe to load, whether they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from plait.config import PlaitConfig
+from plait.doctor.findings import CheckResult, CheckStatus, finding
+
+__all__ = ["check_models", "check_starter"]
+
+_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+"""The folders of a diffusers model that hold weights."""
+
+
+def check_starter(folder: Path) -> list[CheckResult]:
+    """Check the starter files against the SHA-256 sums in their manifest."""
+    from plait_serving.starter.manifest import files_in, manifest_problems
+
+    try:
+        problems = manifest_problems(folder)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        problems = [f"its manifest cannot be read ({error})"]
+    detail = "; ".join(problems[:3]) or f"{len(files_in(folder))} files as in the manifest"
+    return [finding("starter", not problems, detail, "install plait again")]
+
+
+def check_models(config: PlaitConfig) -> list[CheckResult]:
+    """Check every folder that a configuration names; nothing is loaded. A hub id is checked when it is fetched."""
+    return [*_image_models(config), *_packages(config)]
+
+
+def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
+    images = config.images
+    if images is None:
+        return
+    if not images.is_starter and not images.is_hub_id:
+        folder = Path(images.model)
+        parts = [folder / part for part in _PARTS if (folder / part).is_dir()]
+        if not parts:
+            detail = f"{folder}: no diffusers folder" + ("" if folder.is_dir() else " (there is no such folder)")
+            yield finding("models", False, detail, "images.model names a folder with unet/, vae/ and text_encoder/")
+        for part in parts:
+            yield _weights(part)
+    for section in (images.controlnets or {}).values():
+        yield _weights(section.folder)
+    if images.loras.folder is not None:
+        yield from _loras(images.loras.folder)
+
+
+def _weights(folder: Path) -> CheckResult:
+    """Weights must be safetensors: a pickle runs code when it is loaded."""
+    from plait_serving.diffusion.errors import EngineError
+    from plait_serving.diffusion.weight_files import find_weights
+
+    try:
+        found = find_weights(folder)
+    except (EngineError, OSError) as error:
+        advice = "convert it with diffusers' save_pretrained(safe_serialization=True), or copy the folder again"
+        return finding("models", False, str(error), advice)
+    size = sum(path.stat().st_size for path in found.files) / 1e9
+    return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{folder}: safetensors, {size:.2f} GB")
+
+
+def _loras(folder: Path) -> Iterator[CheckResult]:
+    from plait.offline.inventory import lora_format, safetensors_header
+
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else None
+    if files is None:
+        yield finding("models", False, f"{folder}: there is no such folder", "correct images.loras.folder")
+        return
+    bad = [path.name for path in files if lora_format(safetensors_header(path)) == "unknown"]
+    detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else f"{folder}: {len(files)} LoRAs"
+    yield finding("models", not bad, detail, "remove it, or save it as PEFT or kohya safetensors")
+
+
+def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
+    from plait_disagg.package.errors import PackageError
+    from plait_disagg.package.manifest import read_manifest, sha256_of
+
+    if config.recommend is None or config.recommend.models is None:
+        return
+    for name, section in config.recommend.models.items():
+        try:
+            manifest = read_manifest(section.folder)
+            changed = [
+                file
+                for file, sum_ in manifest.files.items()
+                if not (section.folder / file).is_file() or sha256_of(section.folder / file) != sum_
+            ]
+        except (PackageError, OSError) as error:
+            yield finding("models", False, f"{name}: {error}", "package it (plait models package)")
+            continue
+        state = f"{', '.join(changed[:3])} missing or changed" if changed else f"{section.folder}, intact"
+        yield finding("models", not changed, f"{name}: {state}", "copy the folder again, or package the model again")

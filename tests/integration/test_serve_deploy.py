@@ -1,0 +1,201 @@
+"""What `plait deploy render` prints, given to `serve deploy` on a Ray that an operator started: it answers, and a new
+version takes over without losing a request."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.cli import main as root
+from plait.demo.ranking import PEOPLE
+from support.ray_head import RayHead, ray_head
+from support.server import REPOSITORY, free_port
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+READY_S = 300.0
+REFUSED = -1
+"""An answer that says when to come back, which a client does."""
+TRIES = 5
+SMALL = """
+version: 1
+server: {host: 127.0.0.1, port: %d, drain_s: 30, ingress_replicas: %d}
+images: {executor: torch, controlnets: {}, replicas: %d, name: emoji, limits: {max_steps: %d}}
+recommend: {models: {picks: {folder: %s, mode: whole, whole: {replicas: %d}}}}
+"""
+
+
+@dataclass
+class Cluster:
+    """A head, and the port at which Serve answers on it."""
+
+    head: RayHead
+    port: int
+    folder: Path
+
+    def deploy(self, capsys, *, max_steps: int, replicas: int = 1) -> None:
+        """Renders a plait.yaml and hands it to Serve."""
+        from plait_serving.ranking.config import STARTER_RANKING_FOLDER
+
+        config, manifest = self.folder / "plait.yaml", self.folder / "serve.yaml"
+        config.write_text(SMALL % (self.port, replicas, replicas, max_steps, STARTER_RANKING_FOLDER, replicas))
+        capsys.readouterr()
+        assert root.main(["deploy", "render", "--target", "serve", str(config)]) == 0
+        manifest.write_text(capsys.readouterr().out)
+        self.head.serve("deploy", str(manifest))
+
+    def ask(self, path: str, body: Any = None, timeout_s: float = 60) -> tuple[int, Any]:
+        """GET, or POST if there is a body: status and JSON."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                return answer.status, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                if error.headers.get("retry-after"):
+                    return REFUSED, error.code
+                return error.code, error.read()[:300].decode(errors="replace")
+        except OSError as error:
+            return 0, str(error)
+
+    def image(self) -> tuple[int, Any]:
+        """A small image."""
+        return self.ask("/v1/images/generations", {"prompt": "red apple", "num_inference_steps": 2, "seed": 1})
+
+    def ranking(self) -> tuple[int, Any]:
+        """Films for the demo's first person."""
+        return self.ask(
+            "/v1/recommend", {"model": "picks", "user": PEOPLE[0].features(), "candidates": "all", "top_k": 5}
+        )
+
+    def max_steps(self) -> int | None:
+        """What the version that answers says about itself; None if nothing answers."""
+        status, found = self.ask("/v1/models", timeout_s=20)
+        if status != 200:
+            return None
+        return next((it["limits"]["max_steps"] for it in found["data"] if "limits" in it), None)
+
+    def wait(self, done, what: str) -> None:
+        until_s = time.monotonic() + READY_S
+        while not done():
+            assert time.monotonic() < until_s, f"{what}: {self.head.serve('status')[-3000:]}"
+            time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    with ray_head() as head:
+        yield Cluster(head, free_port(), tmp_path_factory.mktemp("deploy"))
+
+
+def test_serve_deploy_of_the_yaml_answers_an_image_and_a_ranking(cluster, capsys):
+    """Through Ray's REST API with a token, as on a cluster; the image is a PNG, the films are ranked."""
+    cluster.deploy(capsys, max_steps=40)
+    cluster.wait(lambda: cluster.ask("/health")[0] == 200, "not ready")
+    status, image = cluster.image()
+    assert status == 200, image
+    assert base64.b64decode(image["data"][0]["b64_json"]).startswith(b"\x89PNG")
+    status, ranked = cluster.ranking()
+    assert status == 200, ranked
+    scores = [it["score"] for it in ranked["items"]]
+    assert scores == sorted(scores, reverse=True)
+    assert cluster.max_steps() == 40
+
+
+def test_dashboards_and_alerts_read_metrics_that_are_there(cluster, capsys):
+    """Every metric of deploy/dashboards is in the /metrics of a server that has made an image and ranked."""
+    if cluster.max_steps() is None:
+        cluster.deploy(capsys, max_steps=40)
+        cluster.wait(lambda: cluster.ask("/health")[0] == 200, "not ready")
+    assert (cluster.image()[0], cluster.ranking()[0]) == (200, 200)
+    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/metrics", timeout=30) as answer:
+        text = answer.read().decode()
+    there = set(re.findall(r"^(?:# TYPE )?(plait_\w+)", text, re.MULTILINE))
+    named = {
+        name
+        for file in (REPOSITORY / "deploy" / "dashboards").iterdir()
+        for name in re.findall(r"\bplait_\w+", file.read_text())
+    }
+    assert len(named) > 20
+    assert named - there == set()
+
+
+@pytest.mark.slow
+def test_a_burst_spreads_over_the_replicas(cluster, capsys):
+    """`deploy/burst.py` against two replicas of the engine: Ray's own counts say who had what."""
+    cluster.deploy(capsys, max_steps=39, replicas=2)
+    cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 39, "not ready")
+    cluster.wait(lambda: "UPDATING" not in cluster.head.serve("status"), "not upgraded")
+    cluster.image()
+    command = [
+        sys.executable,
+        REPOSITORY / "deploy" / "burst.py",
+        "--url",
+        f"http://127.0.0.1:{cluster.port}",
+        "--replicas",
+        "2",
+    ]
+    time.sleep(12)  # Ray reports every 10 s
+    done = subprocess.run(
+        [*command, "--metrics", cluster.head.metrics], capture_output=True, text=True, timeout=200, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
+    """Two replicas of each deployment, a load that never stops, a second version: every request is answered, those that
+    are asked to come back when they do."""
+    cluster.deploy(capsys, max_steps=40, replicas=2)
+    cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 40, "not ready")
+    stop, found = threading.Event(), Counter()
+    wrong: list[Any] = []
+
+    def load(one, pause_s):
+        while not stop.is_set():
+            for _ in range(TRIES):
+                status, answer = one()
+                found[one.__name__, status] += 1
+                if status != REFUSED:
+                    break
+                time.sleep(1)
+            if status != 200:
+                wrong.append((one.__name__, status, answer))
+            stop.wait(pause_s)
+
+    loads = [(cluster.image, 0.3), (cluster.ranking, 0.05), (cluster.ranking, 0.05)]
+    threads = [threading.Thread(target=load, args=each) for each in loads]
+    for thread in threads:
+        thread.start()
+    try:
+        time.sleep(2)
+        cluster.deploy(capsys, max_steps=41, replicas=2)
+        cluster.wait(lambda: "DEPLOYING" not in cluster.head.serve("status"), "not upgraded")
+        cluster.wait(lambda: cluster.max_steps() == 41, "the old version answers")
+        time.sleep(2)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(90)
+    print(dict(found))
+    assert wrong == []
+    assert found["image", 200] > 5
+    assert found["ranking", 200] > 100
+    assert found["ranking", REFUSED] + found["image", REFUSED] < 0.05 * found.total()

@@ -1,0 +1,112 @@
+"""The checks of the machine tell what will not work, and only that."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import resource
+import socket
+import sys
+
+import pytest
+
+from plait.doctor import devices, machine
+from plait.doctor.findings import CheckStatus
+
+
+def test_cli_doctor_compares_versions_with_the_floors(monkeypatch):
+    """A package below its security floor is a failure that says which and what is required."""
+    monkeypatch.setattr(
+        importlib.metadata, "requires", lambda _: ["starlette>=1.0.1", "nothing-like-this>=1", 'x; extra == "dev"']
+    )
+    monkeypatch.setattr(importlib.metadata, "version", fake_version)
+    (finding,) = machine.check_packages()
+    assert finding.verdict is CheckStatus.FAIL
+    assert finding.detail == "starlette 0.40.0 is not >=1.0.1; nothing-like-this is missing"
+    assert "pip install" in finding.advice
+
+
+def fake_version(name):
+    if name != "starlette":
+        raise importlib.metadata.PackageNotFoundError(name)
+    return "0.40.0"
+
+
+def test_cli_doctor_says_who_has_the_port():
+    """A busy port is a warning: another port will do."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        (finding,) = machine.check_port("127.0.0.1", other.getsockname()[1])
+    assert finding.verdict is CheckStatus.WARN
+
+
+def test_cli_doctor_unusable_home_is_no_failure(tmp_path):
+    """Without a home the state goes elsewhere, and doctor says where."""
+    (finding,) = machine.check_home({"HOME": "/proc/nothing"})
+    assert finding.verdict is CheckStatus.OK
+    assert "/proc/nothing is not writable" in finding.detail
+    (finding,) = machine.check_home({"PLAIT_STATE_DIR": "/proc/nothing"})
+    assert finding.verdict is CheckStatus.FAIL
+    assert "PLAIT_STATE_DIR" in finding.advice
+
+
+def test_cli_doctor_knows_the_pythons(monkeypatch):
+    """3.11 to 3.13 are supported; others are a failure that names them."""
+    for version, verdict in {(3, 10): "fail", (3, 11): "ok", (3, 13): "ok", (3, 14): "fail"}.items():
+        monkeypatch.setattr(sys, "version_info", (*version, 0, "final", 0))
+        (finding,) = machine.check_python()
+        assert (finding.verdict, "3.12" in finding.advice) == (verdict, verdict == "fail")
+
+
+def test_cli_doctor_finds_missing_vector_instructions(tmp_path):
+    """Without AVX2 images take long; a list that cannot be read is no problem."""
+    file = tmp_path / "cpuinfo"
+    file.write_text("processor : 0\nflags\t\t: fpu sse2 avx\n")
+    (finding,) = machine.check_cpu(file)
+    assert (finding.verdict, "no vector" in finding.detail) == (CheckStatus.WARN, True)
+    file.write_text("flags : fma avx2 avx512f avx512_bf16\n")
+    (finding,) = machine.check_cpu(file)
+    assert (finding.verdict, "avx512_bf16" in finding.detail) == (CheckStatus.OK, True)
+    (finding,) = machine.check_cpu(tmp_path / "none")
+    assert finding.verdict is CheckStatus.OK
+
+
+def test_cli_doctor_finds_low_file_limits(monkeypatch):
+    """1024 open files are too few for Ray; the advice is a command."""
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1 << 20))
+    (finding,) = machine.check_files()
+    assert (finding.verdict, finding.advice) == (CheckStatus.WARN, "ulimit -n 65536")
+
+
+def test_cli_doctor_finds_caches_that_keep_nothing(tmp_path):
+    """A cache that cannot be written to is named by its variable."""
+    (finding,) = machine.check_caches({"HOME": str(tmp_path)})
+    assert finding.verdict is CheckStatus.OK
+    (finding,) = machine.check_caches({"HOME": str(tmp_path), "XDG_CACHE_HOME": "/proc/nothing"})
+    assert finding.verdict is CheckStatus.WARN
+    assert "/proc/nothing (XDG_CACHE_HOME)" in finding.detail
+
+
+def test_cli_doctor_finds_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
+    """A CPU build of torch beside GPUs, and a CUDA build without any, are warnings that say what to install."""
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+    (finding,) = devices.check_torch(tmp_path)
+    assert finding.verdict is CheckStatus.OK
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "nvidiactl").touch()
+    (finding,) = devices.check_torch(tmp_path)
+    assert finding.verdict is CheckStatus.WARN
+    assert "nvidia0" in finding.detail
+    assert "nvidiactl" not in finding.detail
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (finding,) = devices.check_torch(tmp_path)
+    assert "driver" in finding.advice
+
+
+@pytest.mark.parametrize("free", [1 << 20, 1 << 40])
+def test_cli_doctor_counts_memory(monkeypatch, free):
+    """Too little memory is a failure, and enough is none."""
+    monkeypatch.setattr(machine, "_available_memory_bytes", lambda: free)
+    found = {it.name: it.verdict for it in machine.check_machine()}
+    assert found["memory"] is (CheckStatus.FAIL if free == 1 << 20 else CheckStatus.OK)

@@ -1,0 +1,103 @@
+"""Folders of models: what is changed, missing or pickled is named before anything is loaded."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+from plait.config import load_config
+from plait.doctor import models
+from plait.doctor.findings import CheckStatus
+from plait_serving.ranking.config import STARTER_RANKING_FOLDER
+from plait_serving.starter.manifest import WEIGHTS, write_manifest
+
+
+@pytest.fixture
+def starter(tmp_path):
+    (tmp_path / "a.bin").write_bytes(b"weights")
+    write_manifest(tmp_path)
+    return tmp_path
+
+
+def test_cli_doctor_accepts_intact_starter_files(starter):
+    """Files that match their manifest are fine."""
+    (finding,) = models.check_starter(starter)
+    assert finding.verdict is CheckStatus.OK
+
+
+@pytest.mark.parametrize("harm", ["changed", "missing", "no manifest", "broken manifest"])
+def test_cli_doctor_finds_harmed_starter_files(starter, harm):
+    """A changed or missing file, or no readable manifest, is a failure that names it."""
+    if harm == "changed":
+        (starter / "a.bin").write_bytes(b"other")
+    elif harm == "missing":
+        (starter / "a.bin").unlink()
+    elif harm == "no manifest":
+        (starter / "MANIFEST.json").unlink()
+    else:
+        (starter / "MANIFEST.json").write_text("[]")
+    (finding,) = models.check_starter(starter)
+    assert finding.verdict is CheckStatus.FAIL
+    assert ("a.bin" if harm in ("changed", "missing") else "manifest") in finding.detail.lower()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A configuration whose models are copies of the starter's; no weights are loaded here."""
+    shutil.copytree(WEIGHTS / "emoji", tmp_path / "base")
+    shutil.copytree(WEIGHTS / "loras", tmp_path / "loras")
+    shutil.copytree(STARTER_RANKING_FOLDER, tmp_path / "picks")
+    path = tmp_path / "plait.yaml"
+    path.write_text(
+        "images: {model: ./base, loras: {folder: loras}, controlnets: {}}\n"
+        "recommend: {models: {picks: {folder: picks}}}\n"
+    )
+    return path
+
+
+def problems(path):
+    return [it for it in models.check_models(load_config(path)) if it.verdict is not CheckStatus.OK]
+
+
+def test_cli_doctor_accepts_whole_folders(config):
+    """A diffusers folder, LoRAs and a package that are as they were made."""
+    assert problems(config) == []
+
+
+def test_cli_doctor_finds_pickled_weights(config):
+    """A pickle runs code when it is loaded, so there must be safetensors."""
+    for file in (config.parent / "base" / "unet").glob("*.safetensors"):
+        file.rename(file.with_suffix(".bin"))
+    (found,) = problems(config)
+    assert "pickled" in found.detail
+    assert "safe_serialization" in found.advice
+
+
+def test_cli_doctor_finds_what_is_no_lora(config):
+    """A file of the right name with something else in it."""
+    (config.parent / "loras" / "noise.safetensors").write_bytes(b"noise")
+    (found,) = problems(config)
+    assert "noise.safetensors" in found.detail
+
+
+@pytest.mark.parametrize("harm", ["changed", "no package"])
+def test_cli_doctor_finds_harmed_packages(config, harm):
+    """The sums in package.json are compared."""
+    folder = config.parent / "picks"
+    file = max((it for it in folder.iterdir() if it.name != "package.json"), key=lambda it: it.stat().st_size)
+    if harm == "changed":
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    else:
+        (folder / "package.json").unlink()
+    (found,) = problems(config)
+    assert (file.name if harm == "changed" else "package.json") in found.detail
+
+
+def test_cli_doctor_finds_folders_that_are_not_there(config):
+    """A folder that a configuration names and nobody made."""
+    shutil.rmtree(config.parent / "base")
+    shutil.rmtree(config.parent / "loras")
+    assert len(problems(config)) == 2

@@ -1,0 +1,100 @@
+"""`plait doctor` as a command, on a healthy set-up and on broken ones: exit code 1 and advice for the one planted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from plait.cli import main as root
+from plait.doctor import machine, sockets
+from plait.server.processes import RUN_ID_VARIABLE
+from plait_serving.starter.manifest import write_manifest
+
+
+@pytest.fixture
+def doctor(tmp_path, monkeypatch, capsys):
+    """Runs the command and returns its exit code and its failures. Other programs of this machine do not count."""
+    starter = tmp_path / "starter"
+    starter.mkdir()
+    (starter / "a").write_bytes(b"weights")
+    write_manifest(starter)
+    monkeypatch.setattr(machine, "_available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr("plait_serving.images.config.STARTER_FOLDER", starter)
+    monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    ours: list[int] = []
+    everybody = sockets.ray_listeners
+    monkeypatch.setattr(sockets, "ray_listeners", lambda: [it for it in everybody() if it.pid in ours])
+
+    def run(*arguments):
+        code = root.main(["doctor", "--json", "--port", "0", *arguments])
+        found = json.loads(capsys.readouterr().out)
+        assert {"python", "packages", "torch", "cpu", "memory", "files", "caches", "sockets", "starter"} <= {
+            it["name"] for it in found
+        }
+        assert all(bool(it["advice"]) == (it["verdict"] != "ok") for it in found)
+        return code, [it for it in found if it["verdict"] == "fail"]
+
+    run.ours = ours
+    return run
+
+
+def test_a_healthy_set_up_passes(doctor):
+    """Nothing is wrong: exit code 0."""
+    assert doctor() == (0, [])
+
+
+def test_a_harmed_starter_is_found(doctor, tmp_path):
+    """A changed file of the weights."""
+    (tmp_path / "starter" / "a").write_bytes(b"other")
+    code, (found,) = doctor()
+    assert (code, found["name"]) == (1, "starter")
+
+
+def test_an_unusable_state_folder_is_found(doctor, monkeypatch):
+    """An explicit folder that is nobody's."""
+    monkeypatch.setenv("PLAIT_STATE_DIR", "/proc/nothing")
+    code, (found,) = doctor()
+    assert (code, found["name"]) == (1, "state")
+
+
+def test_a_folder_of_pickles_is_found(doctor, tmp_path):
+    """A plait.yaml that names weights which run code."""
+    unet = tmp_path / "base" / "unet"
+    unet.mkdir(parents=True)
+    (unet / "diffusion_pytorch_model.bin").write_bytes(b"")
+    path = tmp_path / "plait.yaml"
+    path.write_text("images: {model: ./base}\nrecommend: null\n")
+    code, (found,) = doctor(str(path))
+    assert (code, found["name"]) == (1, "models")
+    assert "pickled" in found["detail"]
+
+
+def test_a_ray_without_a_token_on_all_interfaces_is_found(doctor):
+    """A socket that any machine of the network reaches."""
+    program = "import socket, time; s = socket.create_server(('0.0.0.0', 0)); print(1, flush=True); time.sleep(60)"
+    environ = {RUN_ID_VARIABLE: "r1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "gcs_server"], stdout=subprocess.PIPE, env=environ
+    ) as process:
+        try:
+            process.stdout.readline()
+            doctor.ours.append(process.pid)
+            code, (found,) = doctor()
+        finally:
+            process.kill()
+    assert (code, found["name"]) == (1, "sockets")
+    assert "RAY_AUTH_MODE=token" in found["advice"]
+
+
+def test_text_shows_the_advice_below_the_finding(doctor, tmp_path, capsys):
+    """Without --json: one line a finding, and what to do under it."""
+    (tmp_path / "starter" / "a").write_bytes(b"other")
+    assert root.main(["doctor", "--port", "0"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("fail  starter"))
+    assert lines[at + 1].strip() == "install plait again"

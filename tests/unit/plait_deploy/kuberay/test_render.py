@@ -1,0 +1,255 @@
+"""`plait deploy render --target kuberay`: complete manifests that Kubernetes and KubeRay accept, of the same file that
+runs locally."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
+
+from plait.app import AppArgs
+from plait.cli import main as root
+from plait.config import load_config
+from support.kuberay import crd_problems, kubernetes_problems
+
+GOLDEN = Path(__file__).parent / "golden"
+DIGEST = "registry.example/plait@sha256:" + "0123456789abcdef" * 4
+
+STARTER = "server: {drain_s: 90}\n"
+SPLIT = """
+server:
+  drain_s: 300
+  api_keys: [{sha256: %s, tenant: shop, role: admin}]
+  allowed_hosts: [plait.example]
+images:
+  model: ./models/base
+  num_gpus: 1
+  num_cpus: 4
+  replicas: 2
+  controlnets: {edges: {folder: models/edges, num_gpus: 0.5}}
+  loras: {folder: models/loras}
+recommend:
+  models:
+    shop: {folder: models/shop, cn: {replicas: {min: 2, max: 8}, num_cpus: 3}, hn: {num_gpus: 0.5, num_cpus: 1}}
+deploy:
+  name: shop
+  namespace: serving
+  token_secret: ray-token
+  pull_secret: registry
+  metrics_secret: plait-metrics
+  autoscaling: true
+  queue: team
+  cpu: {cpus: 8, memory: 64Gi, max_pods: 6, node_selector: {pool: memory}}
+  gpu: {cpus: 16, memory: 128Gi, gpus: 2}
+  volumes: {models_from: models, models: {path: /srv/models, claim: weights}, cache: {path: /cache, storage_class: nfs}}
+  network: {client_namespaces: [edge]}
+  upgrade: {gateway_class: istio, step_percent: 10, max_surge_percent: 50}
+""" % ("ab" * 32)
+FILES = {"starter": STARTER, "split": SPLIT}
+
+
+@pytest.fixture
+def render(tmp_path, capsys):
+    """The exit code and what is printed for a plait.yaml."""
+
+    def run(text: str, *arguments: str, image: str | None = DIGEST):
+        path = tmp_path / "plait.yaml"
+        path.write_text(text)
+        given = [] if image is None else ["--image", image]
+        code = root.main(["deploy", "render", "--target", "kuberay", str(path), *given, *arguments])
+        return code, capsys.readouterr()
+
+    return run
+
+
+def documents(text: str, kind: str | None = None) -> list[dict]:
+    return [it for it in yaml.safe_load_all(text) if kind in (None, it["kind"])]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_manifests_are_the_golden_ones(render, monkeypatch, name):
+    """Every change of what is rendered is seen in review; PLAIT_GOLDEN=write writes the files anew."""
+    monkeypatch.setattr("plait.offline.manifests.version", lambda _: "2.60.0")
+    code, printed = render(FILES[name])
+    assert code == 0, printed.err
+    if os.environ.get("PLAIT_GOLDEN") == "write":
+        (GOLDEN / f"{name}.yaml").write_text(printed.out)
+    assert printed.out == (GOLDEN / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_kubernetes_accepts_every_object_and_every_pod(render, name):
+    """Claims, policies and budgets, and the pods inside the RayService, by Kubernetes' strict schemas."""
+    objects = documents(render(FILES[name])[1].out)
+    assert {"PersistentVolumeClaim", "NetworkPolicy", "PodDisruptionBudget", "RayService"} <= {
+        it["kind"] for it in objects
+    }
+    assert [problem for it in objects for problem in kubernetes_problems(it)] == []
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_kuberay_accepts_the_service(render, name):
+    """The CRD's schema, which knows every field; and it does refuse one that it does not know."""
+    (service,) = documents(render(FILES[name])[1].out, "RayService")
+    assert crd_problems(service) == []
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["minReplica"] = 1
+    service["spec"]["rayClusterConfig"]["authOptions"]["mode"] = "none"
+    assert len(crd_problems(service)) == 2
+
+
+def test_the_schemas_refuse_what_is_wrong():
+    """A misspelt key of a pod and of a policy is found: the judges are awake."""
+    pod = {"metadata": {}, "spec": {"containers": [{"name": "a", "imagee": "b"}]}}
+    service = {"kind": "RayService", "spec": {"rayClusterConfig": {"headGroupSpec": {"template": pod}}}}
+    service["spec"]["rayClusterConfig"]["workerGroupSpecs"] = []
+    assert kubernetes_problems(service)
+    policy = {"apiVersion": "policy/v1", "kind": "PodDisruptionBudget", "metadata": {}, "spec": {"minAvailabel": 1}}
+    assert kubernetes_problems(policy)
+
+
+def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
+    """Ray's schema accepts it; the builder's arguments are those of the file, with folders where pods have them."""
+    _, printed = render(SPLIT)
+    (service,) = documents(printed.out, "RayService")
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    application = ServeDeploySchema.model_validate(serve).applications[0]
+    args = AppArgs.model_validate(application.args)
+    config = load_config(tmp_path / "plait.yaml")
+    assert args.server.api_keys == config.server.api_keys
+    assert args.server.drain_s == 300
+    assert args.images.model == "/srv/models/base"
+    assert str(args.images.controlnets["edges"].folder) == "/srv/models/edges"
+    assert str(args.ranking_models["shop"].folder) == "/srv/models/shop"
+    asked = {it.name: it.ray_actor_options for it in application.deployments}
+    nodes = {name: it.label_selector["plait-node"] for name, it in asked.items()}
+    assert nodes == {
+        "ingress": "cn",
+        "engine": "hn",
+        "controlnet-edges": "hn",
+        "cn-shop": "cn",
+        "hn-shop": "hn",
+    }
+    assert (asked["engine"].num_gpus, asked["engine"].num_cpus, asked["hn-shop"].num_gpus) == (1, 4, 0.5)
+
+
+def test_reservations_are_those_of_the_application(render):
+    """The Serve YAML replaces what `plait.app` asks Ray for, so it must ask for the same."""
+    from plait.app import application
+
+    config = load_config(None, overrides=["images.num_cpus=2", "server.ingress_replicas=3"])
+    (service,) = documents(render("images: {num_cpus: 2}\nserver: {ingress_replicas: 3}\n")[1].out, "RayService")
+    serve = yaml.safe_load(service["spec"]["serveConfigV2"])
+    rendered = {it["name"]: it["ray_actor_options"] for it in serve["applications"][0]["deployments"]}
+    built = dict(_deployments(application(config)))
+    assert rendered.keys() == built.keys()
+    for name, actor in built.items():
+        assert rendered[name]["num_cpus"] == actor["num_cpus"]
+        assert rendered[name].get("num_gpus", 0) == actor.get("num_gpus", 0)
+
+
+def _deployments(application):
+    from collections.abc import Mapping
+
+    from plait_serving.deployments.ranking.source import RankModel
+
+    deployment = application._bound_deployment
+    yield deployment.name, deployment.ray_actor_options
+    todo = [*deployment.init_args, *deployment.init_kwargs.values()]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, type(application)):
+            yield from _deployments(one)
+        elif isinstance(one, Mapping):
+            todo += one.values()
+        elif isinstance(one, RankModel):
+            todo += [one.workers, one.hns]
+
+
+def test_times_outlast_the_longest_request(render):
+    """A pod that is asked to end, and a cluster that was replaced, stay longer than any request may run."""
+    (service,) = documents(render("server: {drain_s: 1800}\n")[1].out, "RayService")
+    assert service["spec"]["rayClusterDeletionDelaySeconds"] > 1800
+    for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
+        pod = group["template"]["spec"]
+        _, seconds = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+        assert 1800 < int(seconds) < pod["terminationGracePeriodSeconds"]
+
+
+def test_ready_is_warm_and_alive_does_not_ask_the_queue(render):
+    """Workers are ready when plait is; whether they live is Ray's to say; the head waits for no model."""
+    (service,) = documents(render(STARTER)[1].out, "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    (worker,) = [it["template"]["spec"]["containers"][0] for it in cluster["workerGroupSpecs"]]
+    head = cluster["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert worker["readinessProbe"]["httpGet"]["path"] == "/health"
+    paths = {it["livenessProbe"]["httpGet"]["path"] for it in (worker, head)}
+    assert paths | {head["readinessProbe"]["httpGet"]["path"]} == {"/api/healthz"}
+    assert service["spec"]["excludeHeadPodFromServeSvc"] is True
+
+
+def test_only_the_operator_reaches_the_dashboard(render):
+    """No object of ours is a Service, and the policy opens 8265 to the operator's namespace alone."""
+    objects = documents(render(SPLIT)[1].out)
+    assert [it for it in objects if it["kind"] == "Service"] == []
+    (policy,) = [it for it in objects if it["kind"] == "NetworkPolicy"]
+    openings = [
+        rule["from"] for rule in policy["spec"]["ingress"] if any(it["port"] == 8265 for it in rule.get("ports", []))
+    ]
+    namespace = {"matchLabels": {"kubernetes.io/metadata.name": "kuberay-system"}}
+    assert openings == [[{"namespaceSelector": namespace}]]
+    everything = [rule["from"] for rule in policy["spec"]["ingress"] if "ports" not in rule]
+    assert everything == [[{"podSelector": {"matchLabels": {"plait-service": "shop"}}}]]
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "image", "said"),
+    [
+        (STARTER, [], None, "no image"),
+        (STARTER, [], "plait:latest", "has no digest"),
+        ("deploy: {imag: x}", [], DIGEST, "deploy.imag: unknown key"),
+        ("deploy: {gpu: {gpu: 2}}", [], DIGEST, "deploy.gpu.gpu: unknown key"),
+        ("deploy: {name: Plait}", [], DIGEST, "deploy.name"),
+        ("deploy: {name: %s}" % ("a" * 48), [], DIGEST, "deploy.name"),
+        ("images: {num_gpus: 4}", [], DIGEST, "engine wants 0.4 cores and 4 GPUs, and a pod of deploy.gpu has 8 and 1"),
+        ("images: {num_cpus: 6}", [], DIGEST, "engine wants 6 cores, and a pod of deploy.cpu has 4: it fits no node"),
+        ("images: {num_cpus: 4, replicas: 3}\ndeploy: {cpu: {max_pods: 2}}", [], DIGEST, "the replicas need 4 pods"),
+        ("images: {num_cpus: 4}\ndeploy: {cpu: {min_pods: 1}}", [], DIGEST, "nothing adds them without autoscaling"),
+        ("deploy: {cpu: {min_pods: 3, max_pods: 2}}", [], DIGEST, "min_pods 3 is more than max_pods 2"),
+        ("deploy: {upgrade: {gateway_class: istio}}", [], DIGEST, "upgrade needs autoscaling"),
+        (
+            "deploy: {autoscaling: true, upgrade: {gateway_class: i, step_percent: 50, max_surge_percent: 20}}",
+            [],
+            DIGEST,
+            "step_percent 50 is more than max_surge_percent 20",
+        ),
+        ("images: {model: ./base}", [], DIGEST, "images.model: "),
+        ("tuning: {enabled: true, folder: /models/t}", [], DIGEST, "tuning.folder: /models/t is written to"),
+        ("server: {api_keys: [{sha256: %s}]}" % ("ab" * 32), [], DIGEST, "deploy.metrics_secret"),
+        ("deploy: {volumes: {cache: {path: /models}}}", [], DIGEST, "models and cache are both at /models"),
+        ("deploy: {volumes: {cache: {path: cache}}}", [], DIGEST, "not an absolute path"),
+    ],
+)
+def test_what_cannot_be_deployed_is_refused_in_one_sentence(render, text, arguments, image, said):
+    """A contradiction is exit code 1, one line that names the key, and no document at all."""
+    code, printed = render(text, *arguments, image=image)
+    assert (code, printed.out) == (1, "")
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_tag_is_taken_if_one_says_so(render):
+    """--allow-tag, for a registry on this machine."""
+    code, printed = render(STARTER, "--allow-tag", image="localhost:5000/plait:dev")
+    assert code == 0, printed.err
+    assert "localhost:5000/plait:dev" in printed.out
+
+
+def test_a_server_on_this_machine_ignores_the_section(tmp_path):
+    """The same file runs locally, and its Serve YAML does not change with it."""
+    path = tmp_path / "plait.yaml"
+    path.write_text(SPLIT)
+    assert "deploy" not in AppArgs.model_fields
+    assert load_config(path).logical_cpus > 0

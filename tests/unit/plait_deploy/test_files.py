@@ -1,0 +1,121 @@
+"""What lies in deploy/ beside the packages: the Dockerfile, the dashboard, the alerts, the burst's arithmetic."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[3]
+DEPLOY = ROOT / "deploy"
+HADOLINT = Path(sys.executable).parent / "hadolint"
+
+
+def lint(file: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([HADOLINT, "--no-color", file], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_linter_has_nothing_against_the_dockerfile(tmp_path):
+    """hadolint, which does find fault with another one."""
+    assert lint(DEPLOY / "Dockerfile").stdout == ""
+    (tmp_path / "Dockerfile").write_text("FROM python:latest\nRUN cd /x && pip install plait\n")
+    assert lint(tmp_path / "Dockerfile").returncode != 0
+
+
+def test_the_base_image_is_named_by_a_digest_that_must_be_given():
+    """Neither the name nor the digest has a default, so nothing is built without them; no stage begins elsewhere."""
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    assert {"ARG BASE", "ARG BASE_SHA256"} <= set(lines)
+    stages = [line.split()[1] for line in lines if line.startswith("FROM ")]
+    assert len(stages) == 2
+    assert set(stages) == {"${BASE}@sha256:${BASE_SHA256}"}
+
+
+def test_the_image_runs_as_nobody_special_with_a_home_and_baked_wheels():
+    """The user of the manifests, a home that it may write to, and no index at the end."""
+    from plait_deploy.kuberay import rayservice
+
+    text = (DEPLOY / "Dockerfile").read_text()
+    last = text.split("FROM ")[-1]
+    assert re.findall(r"^USER (\d+):", last, re.MULTILINE) == [str(rayservice._USER)]
+    assert "HOME=/home/plait" in last
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"--no-index --find-links /wheels plait=={version}" in last
+    assert "XDG_CACHE_HOME=/cache" in last
+
+
+def metrics_of(expression: str) -> set[str]:
+    """The metrics that a PromQL expression reads."""
+    return set(re.findall(r"\bplait_\w+", expression))
+
+
+def expressions() -> dict[str, str]:
+    """Every expression of the dashboard and of the alerts, by where it stands."""
+    panels = json.loads((DEPLOY / "dashboards" / "plait.json").read_text())["panels"]
+    rules = yaml.safe_load((DEPLOY / "dashboards" / "alerts.yaml").read_text())["spec"]["groups"][0]["rules"]
+    found = {f"{panel['title']} {it['refId']}": it["expr"] for panel in panels for it in panel["targets"]}
+    return found | {rule["alert"]: rule["expr"] for rule in rules}
+
+
+@pytest.mark.parametrize("where", expressions())
+def test_expressions_count_each_proxy_once(where):
+    """Every proxy answers for all replicas: what several report is one thing, so it is never added up as it comes."""
+    expression = expressions()[where]
+    assert metrics_of(expression)
+    assert expression.count("(") == expression.count(")")
+    if not expression.startswith("absent("):
+        assert expression.count("max without (instance, pod) (") == len(re.findall(r"\bplait_\w+", expression))
+
+
+def test_panels_do_not_overlap_and_say_what_they_show():
+    """Two columns, each panel with a description."""
+    panels = json.loads((DEPLOY / "dashboards" / "plait.json").read_text())["panels"]
+    places = [(it["gridPos"]["x"], it["gridPos"]["y"]) for it in panels]
+    assert len(set(places)) == len(places)
+    assert all(it["description"] for it in panels)
+
+
+def test_every_alert_leads_to_a_part_of_the_runbook():
+    """`runbook` names a heading of deploy/README.md."""
+    headings = {it.lower() for it in re.findall(r"^#+ (.+)$", (DEPLOY / "README.md").read_text(), re.MULTILINE)}
+    rules = yaml.safe_load((DEPLOY / "dashboards" / "alerts.yaml").read_text())["spec"]["groups"][0]["rules"]
+    for rule in rules:
+        document, _, part = rule["annotations"]["runbook"].partition(": ")
+        assert document == "deploy/README.md"
+        assert part.lower() in headings, rule["alert"]
+
+
+@pytest.fixture
+def burst():
+    spec = importlib.util.spec_from_file_location("burst", DEPLOY / "burst.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("spread", "code"),
+    [
+        ({"a": 6, "b": 6}, 0),
+        ({"a": 9, "b": 3}, 0),
+        ({"a": 10, "b": 2}, 1),
+        ({"a": 12}, 1),
+        ({"a": 4, "b": 4, "c": 4}, 0),
+    ],
+)
+def test_a_burst_spreads_if_every_replica_has_half_of_its_share(burst, spread, code):
+    """Twelve requests over the replicas."""
+    assert burst.verdict(spread, None) == code
+
+
+def test_a_burst_knows_replicas_that_are_gone(burst):
+    """With the number of replicas given, one that Ray still reports does not count; one that is missing does."""
+    assert burst.verdict({"a": 10, "b": 8, "gone": 0}, 2) == 0
+    assert burst.verdict({"a": 10, "b": 8}, 3) == 1
