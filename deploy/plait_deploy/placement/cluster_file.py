@@ -39,7 +39,11 @@ def parse_cluster(data: object) -> ClusterState:
         if len(nodes) > MAX_NODES:
             raise ClusterError(f"more than {MAX_NODES} nodes")
     names = [node.name for node in nodes]
-    if double := next((name for name in names if names.count(name) > 1), None) if len(set(names)) < len(names) else None:
+    if (
+        double := next((name for name in names if names.count(name) > 1), None)
+        if len(set(names)) < len(names)
+        else None
+    ):
         raise ClusterError(f"two nodes are named {double}")
     _check_totals(top.get("totals"), nodes)
     state = ClusterState(nodes)

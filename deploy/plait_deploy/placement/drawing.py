@@ -210,9 +210,7 @@ def _card(
     body.append("</g>")
 
 
-def _column(
-    body: list[str], x: float, top: float, size: _Size, parts: Sequence[tuple[float, str]]
-) -> None:
+def _column(body: list[str], x: float, top: float, size: _Size, parts: Sequence[tuple[float, str]]) -> None:
     """Draw a device: parts in milli-GPUs, from below."""
     bottom = top + size.height
     for milli, fill in parts:

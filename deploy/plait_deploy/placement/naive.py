@@ -26,7 +26,9 @@ def fragment(classes: Sequence[TaskClass], cpu_milli: int, devices: Sequence[int
     return total
 
 
-def gain(classes: Sequence[TaskClass], task: Task, cpu_milli: int, devices: Sequence[int], model: str) -> tuple[int, int]:
+def gain(
+    classes: Sequence[TaskClass], task: Task, cpu_milli: int, devices: Sequence[int], model: str
+) -> tuple[int, int]:
     """Return F before minus F after placing the task on its best device, and that device (-1 if it is not a part)."""
     before = fragment(classes, cpu_milli, devices, model)
     if not task.is_share:
@@ -48,7 +50,13 @@ def gain(classes: Sequence[TaskClass], task: Task, cpu_milli: int, devices: Sequ
 
 
 def device_value(
-    classes: Sequence[TaskClass], steps: int, milli: int, *, grain: int, patience: float, seen: dict[tuple[int, int], float]
+    classes: Sequence[TaskClass],
+    steps: int,
+    milli: int,
+    *,
+    grain: int,
+    patience: float,
+    seen: dict[tuple[int, int], float],
 ) -> float:
     """Return V of `prospects.py` for one device with that many steps of CPU, in milli-GPUs. `seen` keeps what was
     computed before."""

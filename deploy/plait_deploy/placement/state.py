@@ -87,7 +87,9 @@ class ClusterState:
         """Give back what `place` took. Raises `TaskError`, and changes nothing, if it was not placed there."""
         node, row = at.node, self.devices[at.node]
         whole = self.nodes[node]
-        over = self.cpu[node] + task.cpu_milli > whole.cpu_milli or self.memory[node] + task.memory_mib > whole.memory_mib
+        over = (
+            self.cpu[node] + task.cpu_milli > whole.cpu_milli or self.memory[node] + task.memory_mib > whole.memory_mib
+        )
         if over or len(set(at.devices)) != task.gpus or any(row[g] + task.gpu_milli > WHOLE for g in at.devices):
             raise TaskError(f"{task} was not placed on devices {list(at.devices)} of node {whole.name}")
         self._change(task, at, 1)

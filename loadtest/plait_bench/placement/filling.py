@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from statistics import fmean
-from typing import ClassVar
 
 import numpy as np
 
@@ -32,7 +31,6 @@ class Simulated(Workload):
     """A list of tasks replayed by each policy. Subclasses say how."""
 
     metrics = METRICS
-    compared: ClassVar[frozenset[str]] = frozenset()  # type: ignore[misc]
     ours = OURS
     trace: Trace
     classes: tuple[TaskClass, ...]

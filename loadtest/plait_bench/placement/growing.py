@@ -26,7 +26,6 @@ class Growing(Workload):
 
     systems = (OURS, "fgd", "first-fit")
     ours = OURS
-    compared: ClassVar[frozenset[str]] = frozenset()  # type: ignore[misc]
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 3)
     metrics: Mapping[str, Metric] = {
         "decision_us": Metric(unit="us", better="lower"),

@@ -98,9 +98,7 @@ def _more_gpus(tasks: Sequence[Task], rng: np.random.Generator) -> list[Task]:
 def _shifted(tasks: Sequence[Task], rng: np.random.Generator) -> list[Task]:
     """Each part of a GPU up to 0.1 larger or smaller: several hundred classes."""
     moved = np.clip([task.gpu_milli + int(rng.integers(-100, 101)) for task in tasks], 50, WHOLE).tolist()
-    return [
-        replace(task, gpu_milli=milli) if task.is_share else task for task, milli in zip(tasks, moved, strict=True)
-    ]
+    return [replace(task, gpu_milli=milli) if task.is_share else task for task, milli in zip(tasks, moved, strict=True)]
 
 
 def _picky(tasks: Sequence[Task], rng: np.random.Generator) -> list[Task]:

@@ -1,4 +1,4 @@
-"""`plait deploy`: a plait.yaml as a manifest for another runtime (`render`), and its replicas on a cluster (`place`)."""
+"""`plait deploy`: a plait.yaml as a manifest for another runtime (`render`); its replicas on a cluster (`place`)."""
 
 from __future__ import annotations
 
