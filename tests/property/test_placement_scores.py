@@ -83,7 +83,7 @@ CORES = st.sampled_from([0, 1_000, 4_000, 12_000])
 @given(state=states(cpu=st.sampled_from([16_000, 32_000])), known=classes(picky=False, cpu=CORES))
 def test_prospects_are_those_of_the_recursion(state: ClusterState, known: list[TaskClass]) -> None:
     """V of every node, to a thousandth of a GPU's thousandth for each device."""
-    tables, grain = ProspectTables(known, state, patience=0.05), max(1, -(-int(state.cpu.max()) // STEPS))
+    tables, grain = ProspectTables(known, state, patience=0.05), -(-max(node.cpu_milli for node in state.nodes) // STEPS)
     found = tables.values(state, np.arange(len(state.nodes))) / UNIT
     for node, value in enumerate(found.tolist()):
         cpu, devices, _ = row_of(state, node)

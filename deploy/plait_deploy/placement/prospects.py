@@ -39,7 +39,7 @@ class ProspectTables:
         weight = sum(each.weight for each in classes)
         if weight <= 0:
             raise TaskError("prospects need at least one class of tasks")
-        self._grain = max(1, -(-int(state.cpu.max()) // STEPS))
+        self._grain = max(1, -(-max(node.cpu_milli for node in state.nodes) // STEPS))
         width = state.devices.shape[1]
         picky = any(each.task.gpu_models for each in classes)
         models = state.models if picky else ("",)
