@@ -19,27 +19,26 @@ MILLIS = st.sampled_from([50, 190, 230, 470, 500, 530, 810, 999, WHOLE])
 
 
 @st.composite
-def tasks(draw: st.DrawFn, *, cpu: st.SearchStrategy[int] | None = None, picky: bool = True) -> Task:
+def tasks(draw: st.DrawFn, *, cpus: tuple[int, ...] = (0, 500, 1_000, 4_000, 12_000), picky: bool = True) -> Task:
     """A task without GPUs, with a part of one, or with whole ones."""
     gpus = draw(st.sampled_from([0, 1, 1, 1, 2, 4]))
     milli = 0 if not gpus else WHOLE if gpus > 1 else draw(MILLIS)
     models = frozenset(draw(st.sets(st.sampled_from("AB"), max_size=1))) if gpus and picky else frozenset()
-    cpus = draw(cpu or st.sampled_from([0, 500, 1_000, 4_000, 12_000]))
-    return Task(cpu_milli=cpus, gpus=gpus, gpu_milli=milli, gpu_models=models)
+    return Task(cpu_milli=draw(st.sampled_from(cpus)), gpus=gpus, gpu_milli=milli, gpu_models=models)
 
 
-def classes(*, picky: bool = True, cpu: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[list[TaskClass]]:
+def classes(*, picky: bool = True) -> st.SearchStrategy[list[TaskClass]]:
     """Up to six classes."""
-    one = st.builds(TaskClass, task=tasks(cpu=cpu, picky=picky), weight=st.integers(1, 50))
+    one = st.builds(TaskClass, task=tasks(picky=picky), weight=st.integers(1, 50))
     return st.lists(one, min_size=1, max_size=6)
 
 
 @st.composite
-def states(draw: st.DrawFn, *, cpu: st.SearchStrategy[int] | None = None) -> ClusterState:
+def states(draw: st.DrawFn, *, cpus: tuple[int, ...] = (0, 3_000, 16_000, 64_000)) -> ClusterState:
     """One to four nodes, with random parts of their devices and CPU taken."""
     nodes = [
         Node(
-            name=str(at), cpu_milli=draw(cpu or st.sampled_from([0, 3_000, 16_000, 64_000])), memory_mib=0,
+            name=str(at), cpu_milli=draw(st.sampled_from(cpus)), memory_mib=0,
             gpus=draw(st.sampled_from([0, 1, 2, 4, 8])), gpu_model=draw(st.sampled_from(MODELS)),
         )
         for at in range(draw(st.integers(1, 4)))
@@ -77,13 +76,13 @@ def test_gains_are_those_of_placing_the_task(state: ClusterState, known: list[Ta
         assert list(zip(gains.tolist(), devices.tolist(), strict=True)) == wanted
 
 
-CORES = st.sampled_from([0, 1_000, 4_000, 12_000])
-
-
-@given(state=states(cpu=st.sampled_from([16_000, 32_000])), known=classes(picky=False, cpu=CORES))
+@given(state=states(cpus=(16_000, 32_000)), known=classes(picky=False))
 def test_prospects_are_those_of_the_recursion(state: ClusterState, known: list[TaskClass]) -> None:
     """V of every node, to a thousandth of a GPU's thousandth for each device."""
-    tables, grain = ProspectTables(known, state, patience=0.05), -(-max(node.cpu_milli for node in state.nodes) // STEPS)
+    tables, grain = (
+        ProspectTables(known, state, patience=0.05),
+        -(-max(node.cpu_milli for node in state.nodes) // STEPS),
+    )
     found = tables.values(state, np.arange(len(state.nodes))) / UNIT
     for node, value in enumerate(found.tolist()):
         cpu, devices, _ = row_of(state, node)

@@ -239,6 +239,7 @@ def _card(canvas: _Canvas, node: int, box: _Box, size: _Size) -> None:
     held = canvas.cpu[node]
     other_cpu = total - int(state.cpu[node]) - sum(held.values())
     canvas.bar(bar, total, [(other_cpu, _OTHER), *((milli, _colour(index)) for index, milli in held.items())])
+    canvas.body.append("</g>")
 
 
 def _column(canvas: _Canvas, box: _Box, parts: Sequence[tuple[float, str]]) -> None:

@@ -25,7 +25,7 @@ from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import WHOLE, Task, TaskClass
 
-PATIENCE = 0.01
+PATIENCE = 0.05
 STEPS = 128
 UNIT = 1024
 """Integers of one milli-GPU."""

@@ -43,6 +43,7 @@ class ClusterState:
         self.running: Ints = np.zeros((len(nodes), width + 2), np.int64)
         self.touched: Ints = np.zeros(len(nodes), np.int64)
         self.clock = 0
+        self._crowds: dict[str, Ints] = {}
 
     @property
     def total_milli(self) -> int:
@@ -64,6 +65,8 @@ class ClusterState:
             fits &= self.whole[nodes] >= task.gpus
         if allowed is not None:
             fits &= allowed[nodes]
+        if task.per_node and task.group in self._crowds:
+            fits &= self._crowds[task.group][nodes] < task.per_node
         return fits
 
     def best_fit_devices(self, task: Task, node: int) -> tuple[int, ...]:
@@ -79,6 +82,8 @@ class ClusterState:
         node = at.node
         row = self.devices[node]
         enough = self.cpu[node] >= task.cpu_milli and self.memory[node] >= task.memory_mib
+        if task.per_node and self._crowd(task.group)[node] >= task.per_node:
+            raise TaskError(f"node {self.nodes[node].name} has {task.per_node} tasks of {task.group} already")
         if len(set(at.devices)) != task.gpus or not enough or any(row[g] < task.gpu_milli for g in at.devices):
             raise TaskError(f"{task} does not fit on devices {list(at.devices)} of node {self.nodes[node].name}")
         self._change(task, at, -1)
@@ -107,8 +112,14 @@ class ClusterState:
             self.whole[node] = free.count(WHOLE)
             self.widest[node] = max(free)
         self.running[node, kind_of(task)] -= sign
+        if task.group:
+            self._crowd(task.group)[node] -= sign
         self.clock += 1
         self.touched[node] = self.clock
+
+    def _crowd(self, group: str) -> Ints:
+        """Return how many tasks of a group each node runs (N,)."""
+        return self._crowds.setdefault(group, np.zeros(len(self.nodes), np.int64))
 
 
 def kind_of(task: Task) -> int:

@@ -39,6 +39,7 @@ def sample_tasks(count: int, seed: int) -> list[Task]:
         Task(cpu_milli=9_000, memory_mib=30_000, gpus=2, gpu_milli=WHOLE),
         Task(cpu_milli=20_000, memory_mib=60_000, gpus=4, gpu_milli=WHOLE),
         Task(cpu_milli=1_000, memory_mib=4_000, gpus=1, gpu_milli=300, gpu_models=frozenset("B")),
+        Task(cpu_milli=1_000, memory_mib=4_000, gpus=1, gpu_milli=WHOLE, group="app", per_node=2),
     ]
     return [kinds[at] for at in rng.integers(len(kinds), size=count)]
 

@@ -31,7 +31,8 @@ class Node:
 class Task:
     """What one replica needs: `gpu_milli` of each of `gpus` devices of one node. Raises `TaskError`.
 
-    `gpu_models`: only these, if any are named. More than one GPU, or none, is never a fraction.
+    `gpu_models`: only these, if any are named. More than one GPU, or none, is never a fraction. `per_node`: at most so
+    many tasks of one `group` on a node; 0 is no limit.
     """
 
     cpu_milli: int
@@ -39,9 +40,11 @@ class Task:
     gpus: int = 0
     gpu_milli: int = 0
     gpu_models: frozenset[str] = frozenset()
+    group: str = ""
+    per_node: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.cpu_milli, self.memory_mib, self.gpus, self.gpu_milli) < 0:
+        if min(self.cpu_milli, self.memory_mib, self.gpus, self.gpu_milli, self.per_node) < 0:
             raise TaskError(f"a task needs 0 or more of everything, not {self}")
         if (self.gpus == 0) != (self.gpu_milli == 0) or self.gpu_milli > WHOLE:
             raise TaskError(f"a task has GPUs and 1 to {WHOLE} milli-GPUs of each, or neither; not {self}")
@@ -61,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskClass:
-    """Tasks that are alike, memory apart. `weight`: how many there are (popularity is its share of all weights)."""
+    """Tasks that are alike, memory and group apart. `weight`: how many there are (popularity is its share of all weights)."""
 
     task: Task
     weight: int

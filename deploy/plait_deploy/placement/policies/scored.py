@@ -14,8 +14,9 @@ from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import Placement, Task
 
 NO_ROOM = np.iinfo(np.int64).min
-REMEMBERED = 256
-"""Tasks whose scores are kept, 16 bytes a node each: more than the distinct ones of the public lists (91 to 159)."""
+REMEMBERED = 512
+"""Tasks whose scores are kept, 16 bytes a node each: more than the distinct ones of the public lists (about 150, and
+300 with the groups of the recommendation services)."""
 
 
 class Ties(StrEnum):

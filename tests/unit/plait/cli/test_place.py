@@ -14,9 +14,9 @@ from plait.offline.placing import demands_of
 
 CLUSTER = """
 nodes:
-  - {name: gpu, count: 2, cpus: 16, memory_gib: 64, gpus: 4, gpu_model: L4, used: {gpus: [0.5]}}
+  - {name: gpu, count: 3, cpus: 16, memory_gib: 64, gpus: 4, gpu_model: L4, used: {gpus: [0.5]}}
   - {name: host, cpus: 32, memory_gib: 64}
-totals: {gpus: 8}
+totals: {gpus: 12}
 """
 CONFIG = """
 images:
@@ -115,13 +115,13 @@ def test_the_document_has_every_replica(files, capsys):
     assert document["policy"] == "fgd"
     assert len(document["replicas"]) == 12
     assert document["unplaced"] == 0
-    used: dict[tuple[str, int], float] = {("gpu-1", 0): 0.5, ("gpu-2", 0): 0.5}
+    used: dict[tuple[str, int], float] = {(f"gpu-{node}", 0): 0.5 for node in (1, 2, 3)}
     for replica in document["replicas"]:
         for device in replica["devices"]:
             key = replica["node"], device
             used[key] = used.get(key, 0) + replica["num_gpus"] / len(replica["devices"])
     assert max(used.values()) <= 1 + 1e-9
-    assert sum(used.values()) == pytest.approx(8 - document["after"]["idle"])
+    assert sum(used.values()) == pytest.approx(12 - document["after"]["idle"])
     assert sum(sum(node["idle_gpus"]) for node in document["nodes"]) == pytest.approx(document["after"]["idle"])
     assert set(document["compared"]) == {"ray-pack", "ray-spread"}
 
@@ -137,7 +137,7 @@ def test_the_drawing_is_written(files, tmp_path, capsys):
 
 def test_a_full_cluster_ends_with_1_and_the_plan(files, capsys):
     """What has a place is shown; the others are counted."""
-    assert place(files, "--set", "images.replicas=9") == 1
+    assert place(files, "--set", "images.replicas=19") == 1
     out, err = capsys.readouterr()
     assert "no room" in out
     assert err.startswith("plait deploy: the cluster is too full for ")
@@ -152,8 +152,8 @@ def test_a_full_cluster_ends_with_1_and_the_plan(files, capsys):
         (CLUSTER, ["--set", "images.gpus=1"], "images.gpus"),
         (CLUSTER, ["--policy", "tetris"], "there is no policy tetris"),
         (CLUSTER, ["--svg", "/proc/nowhere/plan.svg"], "cannot be written"),
-        (CLUSTER.replace("gpus: 8", "gpus: 9"), [], "totals.gpus is 9, but the nodes add up to 8"),
-        (CLUSTER.replace("count: 2", "number: 2"), [], "unknown key number"),
+        (CLUSTER.replace("gpus: 12", "gpus: 9"), [], "totals.gpus is 9, but the nodes add up to 12"),
+        (CLUSTER.replace("count: 3", "number: 3"), [], "unknown key number"),
         ("nodes: [", [], "cluster.yaml"),
         ("nodes: 1\nnodes: 2\n", [], "given twice"),
     ],

@@ -82,6 +82,22 @@ def test_fits_looks_at_devices_and_models(state):
     assert state.fits(Task(cpu_milli=4_000), nodes, None).tolist() == [True, True]
 
 
+def test_a_node_takes_so_many_of_a_group(state):
+    """The limit is the task's; others of the node do not count, and a departure makes room."""
+    one = Task(cpu_milli=100, group="shop", per_node=1)
+    at, nodes = Placement(node=0, devices=()), np.arange(2)
+    state.place(Task(cpu_milli=100, group="feed"), at)
+    assert state.fits(one, nodes, None).tolist() == [True, True]
+    state.place(one, at)
+    assert state.fits(one, nodes, None).tolist() == [False, True]
+    clock = state.clock
+    with pytest.raises(TaskError, match="node gpu has 1 tasks of shop already"):
+        state.place(one, at)
+    assert state.clock == clock
+    state.release(one, at)
+    assert state.fits(one, nodes, None).tolist() == [True, True]
+
+
 @pytest.mark.parametrize(
     "needs",
     [
@@ -90,6 +106,7 @@ def test_fits_looks_at_devices_and_models(state):
         {"gpus": 2, "gpu_milli": 500},
         {"gpus": 1, "gpu_milli": 1001},
         {"gpus": -1, "gpu_milli": 1000},
+        {"per_node": -1},
     ],
 )
 def test_a_task_that_cannot_exist_is_refused(needs):
