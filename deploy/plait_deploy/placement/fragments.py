@@ -56,7 +56,8 @@ class FragmentTables:
     def usable(self, state: ClusterState, nodes: Ints) -> Ints:
         """Return what the average task can use of each of `nodes` (n,), in milli-GPUs times `weight`."""
         parts, wholes = self._rows(state, nodes, 0)
-        return self._parts[parts[:, None] + state.devices[nodes]].sum(1) + self._wholes[wholes + state.whole[nodes]]
+        whole = self._wholes[wholes + state.whole[nodes]]
+        return np.asarray(self._parts[parts[:, None] + state.devices[nodes]].sum(1) + whole)
 
     def fragments(self, state: ClusterState, nodes: Ints | None = None) -> Ints:
         """Return F of each of `nodes` (n,), or of all, in milli-GPUs times `weight`."""

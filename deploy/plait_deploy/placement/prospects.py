@@ -62,7 +62,8 @@ class ProspectTables:
         """Return the value of each of `nodes` (n,), in 1/1024 milli-GPU."""
         devices, cpu = state.devices[nodes], state.cpu[nodes]
         parts = self._of_devices(nodes, cpu, devices, state.gpu_free[nodes])
-        return parts.sum(1) + self._wholes[self._whole_rows(nodes, cpu) + state.whole[nodes]]
+        wholes = self._wholes[self._whole_rows(nodes, cpu) + state.whole[nodes]]
+        return np.asarray(parts.sum(1) + wholes)
 
     def gain(self, state: ClusterState, task: Task, nodes: Ints) -> tuple[Ints, Ints]:
         """Return by how much less value is lost than the task takes, on each of `nodes` (n,), which it fits, and the
@@ -88,11 +89,11 @@ class ProspectTables:
         """Value devices (n, G) of nodes with that much CPU (n,) and GPU (n,) free."""
         share = cpu[:, None] * devices // (np.maximum(free, 1) * self._grain)[:, None]
         row = self._table[nodes][:, None] * (STEPS + 1) + np.minimum(share, STEPS)
-        return self._parts[row * (WHOLE + 1) + devices]
+        return np.asarray(self._parts[row * (WHOLE + 1) + devices])
 
     def _whole_rows(self, nodes: Ints, cpu: Ints) -> Ints:
         rank = np.searchsorted(self._cpus, cpu, side="right")
-        return (self._table[nodes] * self._ranks + rank) * (self._width + 1)
+        return np.asarray((self._table[nodes] * self._ranks + rank) * (self._width + 1))
 
 
 def _usable(classes: Sequence[TaskClass], model: str) -> list[TaskClass]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
 from pathlib import Path
 
 from plait_deploy.placement.errors import PlacementError, TraceError
@@ -45,7 +44,7 @@ def read_tasks(path: Path) -> list[Task]:
     return [task for _, task in sorted(tasks, key=lambda named: named[0])]
 
 
-def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, Mapping[str, str]]]:
+def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             reader = csv.DictReader(lines, restval="")

@@ -64,7 +64,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskClass:
-    """Tasks that are alike, memory and group apart. `weight`: how many there are (popularity is its share of all weights)."""
+    """Tasks alike but for memory and group. `weight`: how many there are (popularity is its share of all weights)."""
 
     task: Task
     weight: int

@@ -61,4 +61,4 @@ class RaySpreadPolicy(_RayPolicy):
     """Serve's default: the node with the fewest replicas."""
 
     def _rank(self, state: ClusterState, task: Task) -> Ints:
-        return -state.running.sum(1)
+        return np.asarray(-state.running.sum(1))

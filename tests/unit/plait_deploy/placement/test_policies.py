@@ -156,17 +156,18 @@ def made_up(seed: int) -> list[Task]:
     """Tasks as in the public lists in small: many large parts that leave holes, some that fill them."""
     rng = np.random.default_rng(seed)
     kinds = [
-        (Task(cpu_milli=4_000, gpus=1, gpu_milli=810), 3), (Task(cpu_milli=3_000, gpus=1, gpu_milli=470), 3),
-        (Task(cpu_milli=2_000, gpus=1, gpu_milli=190), 1), (Task(cpu_milli=8_000, gpus=1, gpu_milli=WHOLE), 5),
-        (Task(cpu_milli=8_000), 2), (Task(cpu_milli=16_000, gpus=4, gpu_milli=WHOLE), 1),
+        (8_000, 810, 4), (6_000, 470, 3), (2_000, 320, 2), (4_000, 230, 2), (4_000, 650, 2), (3_000, 130, 1),
+        (12_000, WHOLE, 8), (16_000, 0, 1),
     ]  # fmt: skip
-    odds = np.array([weight for _, weight in kinds], float)
-    return [kinds[at][0] for at in rng.choice(len(kinds), size=400, p=odds / odds.sum())]
+    tasks = [Task(cpu_milli=cpu, gpus=min(milli, 1), gpu_milli=milli) for cpu, milli, _ in kinds]
+    odds = np.array([weight for *_, weight in kinds], float)
+    return [tasks[at] for at in rng.choice(len(kinds), size=400, p=odds / odds.sum())]
 
 
 def test_plait_allocates_more_than_fgd_and_first_fit():
-    """On made-up tasks, mean of eight seeds: the published order, and ours above it."""
-    nodes = [Node(name=str(at), cpu_milli=96_000, memory_mib=0, gpus=8) for at in range(24)]
+    """Where nodes differ in CPU per GPU, mean of eight seeds: by points, not by tenths; and random is far behind."""
+    shapes = [(64_000, 8), (96_000, 8), (128_000, 4)]
+    nodes = [Node(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes * 10)]
     means = {}
     for name in ("plait", "fgd", "first-fit", "random"):
         ends = []
@@ -176,8 +177,8 @@ def test_plait_allocates_more_than_fgd_and_first_fit():
             come = inflated(tasks, state.total_milli, seed)
             ends.append(fill(state, come, make_policy(name, classes, seed=seed), classes).allocated)
         means[name] = float(np.mean(ends))
-    assert means["plait"] > means["fgd"] > means["random"]
-    assert means["plait"] > means["first-fit"] > means["random"]
+    assert means["plait"] > max(means["fgd"], means["first-fit"]) + 0.02
+    assert min(means["fgd"], means["first-fit"]) > means["random"] + 0.02
 
 
 def test_the_names_are_those_of_the_documents():
