@@ -18,8 +18,9 @@ class Demand:
     replicas: int
 
 
-def task_of(name: str, *, num_cpus: float, num_gpus: float, memory_gib: float = 0.0) -> Task:
-    """Return what a replica with these Ray resources needs. Raises `TaskError` for what Ray refuses as well.
+def task_of(name: str, *, num_cpus: float, num_gpus: float, per_node: int = 0) -> Task:
+    """Return what a replica of the deployment `name` with these Ray resources needs; `per_node`: at most so many of
+    them on a node, 0 any. Raises `TaskError` for what Ray refuses as well.
 
     Parts of a CPU or GPU are rounded up to thousandths.
     """
@@ -27,7 +28,7 @@ def task_of(name: str, *, num_cpus: float, num_gpus: float, memory_gib: float = 
         raise TaskError(f"{name}: {num_gpus:g} GPUs; above 1 Ray takes whole numbers only")
     gpus = max(1, int(num_gpus)) if num_gpus > 0 else 0
     milli = 0 if not gpus else WHOLE if num_gpus >= 1 else _up(num_gpus)
-    return Task(cpu_milli=_up(num_cpus), memory_mib=-int(-memory_gib * 1024 // 1), gpus=gpus, gpu_milli=milli)
+    return Task(cpu_milli=_up(num_cpus), gpus=gpus, gpu_milli=milli, group=name if per_node else "", per_node=per_node)
 
 
 def _up(value: float) -> int:

@@ -49,6 +49,9 @@ def place(
     *,
     cluster: Annotated[Path, typer.Option(help="a file that describes the nodes (deploy/README.md)")],
     policy: Annotated[str, typer.Option(help="plait, fgd, first-fit, best-fit, ray-pack, ray-spread, ...")] = "plait",
+    per_node: Annotated[
+        int, typer.Option(min=0, help="at most so many replicas of a deployment on a node; 0: any")
+    ] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
     svg: Annotated[Path | None, typer.Option(help="draw the plan into this file")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
@@ -60,7 +63,7 @@ def place(
     from plait.offline import placing
     from plait_deploy.placement.drawing import draw
 
-    placed = placing.place(load_config(config, overrides=settings or []), cluster, policy=policy)
+    placed = placing.place(load_config(config, overrides=settings or []), cluster, policy=policy, per_node=per_node)
     if svg is not None:
         try:
             svg.write_text(draw(placed.state, placed.plan, title=_title(config, cluster)), encoding="utf-8")

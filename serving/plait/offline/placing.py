@@ -36,11 +36,13 @@ class Placed:
     others: Mapping[str, tuple[Use, int]]
 
 
-def place(config: ServedConfig, cluster: Path, *, policy: str = OURS) -> Placed:
-    """Plan the replicas of a configuration on the cluster that a file describes. Raises `PlaitError`."""
+def place(config: ServedConfig, cluster: Path, *, policy: str = OURS, per_node: int = 0) -> Placed:
+    """Plan the replicas of a configuration on the cluster that a file describes, at most `per_node` of a deployment on
+    a node (0: any). Raises `PlaitError`."""
     try:
-        found = _planned(config, cluster, policy)
-        others = {name: _planned(config, cluster, name) for name in COMPARED if name != policy}
+        demands = demands_of(config, per_node=per_node)
+        found = _planned(demands, cluster, policy)
+        others = {name: _planned(demands, cluster, name) for name in COMPARED if name != policy}
     except PlacementError as error:
         raise PlaitError(str(error)) from error
     return Placed(
@@ -51,8 +53,7 @@ def place(config: ServedConfig, cluster: Path, *, policy: str = OURS) -> Placed:
     )
 
 
-def _planned(config: ServedConfig, cluster: Path, policy: str) -> tuple[ClusterState, PlacementPlan]:
-    demands = demands_of(config)
+def _planned(demands: Sequence[Demand], cluster: Path, policy: str) -> tuple[ClusterState, PlacementPlan]:
     state = _read(cluster)
     return state, plan(state, demands, make_policy(policy, demand_classes(demands)))
 
@@ -69,7 +70,7 @@ def _read(cluster: Path) -> ClusterState:
         raise PlaitError(f"{cluster}: {error}") from error
 
 
-def demands_of(config: ServedConfig) -> list[Demand]:
+def demands_of(config: ServedConfig, *, per_node: int = 0) -> list[Demand]:
     """Return what each deployment asks Ray for; where the number of replicas follows the load, the max. Raises
     `PlacementError` for what Ray refuses."""
     asked: list[tuple[str, float, float, int]] = [
@@ -86,7 +87,7 @@ def demands_of(config: ServedConfig) -> list[Demand]:
             gpus = 0.0 if isinstance(part, CnSection) else part.num_gpus
             asked.append((worker_name(name, role), part.num_cpus or WORKER_CPUS, gpus, part.max_replicas))
     return [
-        Demand(name=name, task=task_of(name, num_cpus=cpus, num_gpus=gpus), replicas=count)
+        Demand(name=name, task=task_of(name, num_cpus=cpus, num_gpus=gpus, per_node=per_node), replicas=count)
         for name, cpus, gpus, count in asked
     ]
 
@@ -104,13 +105,13 @@ def rows_of(placed: Placed) -> list[tuple[str, ...]]:
         found = counted.setdefault((each.demand.name, node, model), [*needs, "0", ""])
         found[2] = str(int(found[2]) + 1)
         found[3] = " ".join(filter(None, [found[3], "+".join(devices)]))
-    heading = ("deployment", "node", "GPU model", "replicas", "CPUs each", "GPUs each", "devices")
+    heading: tuple[str, ...] = ("deployment", "node", "GPU model", "replicas", "CPUs each", "GPUs each", "devices")
     return [heading, *((*key, count, cpus, gpus, devices) for key, (cpus, gpus, count, devices) in counted.items())]
 
 
 def uses_of(placed: Placed) -> list[tuple[str, ...]]:
     """Return the table of the cluster's GPUs before and after, and after Ray's own ways; the heading first."""
-    rows = [("GPUs", "in use", "idle", "stranded", "replicas without a place")]
+    rows: list[tuple[str, ...]] = [("GPUs", "in use", "idle", "stranded", "replicas without a place")]
     ends: Sequence[tuple[str, Use, int]] = [
         ("before", placed.plan.before, 0),
         (f"after, {placed.policy}", placed.plan.after, len(placed.plan.unplaced)),
