@@ -55,21 +55,21 @@ def device_value(
     milli: int,
     *,
     grain: int,
-    patience: float,
+    hurry: float,
     seen: dict[tuple[int, int], float],
 ) -> float:
-    """Return V of `prospects.py` for one device with that many steps of CPU, in milli-GPUs. `seen` keeps what was
-    computed before."""
+    """Return V of `prospects.py` for one device with that many steps of CPU, in milli-GPUs. `hurry`: h; `seen` keeps
+    what was computed before."""
     if (steps, milli) not in seen:
         weight = sum(each.weight for each in classes)
-        gained, chance = 0.0, patience
+        gained, chance = 0.0, hurry
         for each in classes:
             task = each.task
             takes = max(1, -(-task.cpu_milli // grain))
             if task.gpus <= 1 and takes <= steps and task.gpu_milli <= milli:
                 then = device_value(
-                    classes, steps - takes, milli - task.gpu_milli, grain=grain, patience=patience, seen=seen
-                )
+                    classes, steps - takes, milli - task.gpu_milli, grain=grain, hurry=hurry, seen=seen
+                )  # fmt: skip
                 gained += each.weight / weight * (task.gpu_milli + then)
                 chance += each.weight / weight
         seen[steps, milli] = gained / chance
@@ -77,15 +77,15 @@ def device_value(
 
 
 def node_value(
-    classes: Sequence[TaskClass], cpu_milli: int, devices: Sequence[int], *, grain: int, patience: float, steps: int
+    classes: Sequence[TaskClass], cpu_milli: int, devices: Sequence[int], *, grain: int, hurry: float, steps: int
 ) -> float:
-    """Return the value of a node of `prospects.py`, in milli-GPUs, where all classes may use its GPU model."""
+    """Return the value of a node of `prospects.py` for one h, in milli-GPUs, where all classes may use its model."""
     weight, free, whole = sum(each.weight for each in classes), sum(devices), sum(each == WHOLE for each in devices)
     seen: dict[tuple[int, int], float] = {}
     total = 0.0
     for device in devices:
         share = min(steps, cpu_milli * device // (max(1, free) * grain))
-        total += device_value(classes, share, device, grain=grain, patience=patience, seen=seen)
+        total += device_value(classes, share, device, grain=grain, hurry=hurry, seen=seen)
     for each in classes:
         if 1 < each.task.gpus <= whole and each.task.cpu_milli <= cpu_milli:
             total += each.weight / weight * WHOLE * whole

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait_deploy.placement.policies.scored import ScoredPolicy, Ties
-from plait_deploy.placement.prospects import PATIENCE, ProspectTables
+from plait_deploy.placement.prospects import ProspectTables
 from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import Task, TaskClass
 
@@ -17,15 +17,13 @@ from plait_deploy.placement.values import Task, TaskClass
 class PlaitPolicy(ScoredPolicy):
     """The policy of the module docstring."""
 
-    def __init__(
-        self, classes: Sequence[TaskClass], *, ties: Ties = Ties.BEST_FIT, seed: int = 0, patience: float = PATIENCE
-    ) -> None:
+    def __init__(self, classes: Sequence[TaskClass], *, ties: Ties = Ties.BEST_FIT, seed: int = 0) -> None:
         super().__init__(ties=ties, seed=seed)
-        self._classes, self._patience = tuple(classes), patience
+        self._classes = tuple(classes)
 
     def begin(self, state: ClusterState) -> None:
         """Make the tables for the cluster."""
-        self._tables = ProspectTables(self._classes, state, patience=self._patience)
+        self._tables = ProspectTables(self._classes, state)
 
     def score(self, state: ClusterState, task: Task, nodes: Ints) -> tuple[Ints, Ints | None]:
         """Score by the gain of the best device."""
