@@ -12,7 +12,7 @@ from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.prospects import HURRIES, STEPS, UNIT, ProspectTables
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Node, Placement, Task, TaskClass
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement
 
 MODELS = ("A", "B", "")
 MILLIS = st.sampled_from([50, 190, 230, 470, 500, 530, 810, 999, WHOLE])
@@ -37,7 +37,7 @@ def classes(*, picky: bool = True) -> st.SearchStrategy[list[TaskClass]]:
 def states(draw: st.DrawFn, *, cpus: tuple[int, ...] = (0, 3_000, 16_000, 64_000)) -> ClusterState:
     """One to four nodes, with random parts of their devices and CPU taken."""
     nodes = [
-        Node(
+        ClusterNode(
             name=str(at), cpu_milli=draw(st.sampled_from(cpus)), memory_mib=0,
             gpus=draw(st.sampled_from([0, 1, 2, 4, 8])), gpu_model=draw(st.sampled_from(MODELS)),
         )
@@ -47,8 +47,8 @@ def states(draw: st.DrawFn, *, cpus: tuple[int, ...] = (0, 3_000, 16_000, 64_000
     for at, node in enumerate(nodes):
         for device in range(node.gpus):
             if taken := draw(st.sampled_from([0, 0, 190, 470, 810, WHOLE])):
-                state.place(Task(cpu_milli=0, gpus=1, gpu_milli=taken), Placement(node=at, devices=(device,)))
-        state.place(Task(cpu_milli=draw(st.integers(0, node.cpu_milli))), Placement(node=at, devices=()))
+                state.place(Task(cpu_milli=0, gpus=1, gpu_milli=taken), TaskPlacement(node=at, devices=(device,)))
+        state.place(Task(cpu_milli=draw(st.integers(0, node.cpu_milli))), TaskPlacement(node=at, devices=()))
     return state
 
 
@@ -103,7 +103,7 @@ def test_a_prospect_lost_is_the_difference_of_two_values(
         before = int(tables.values(state, one)[0])
         best = []
         for at in [(g,) for g in range(8)] if task.is_share else [state.best_fit_devices(task, node)]:
-            placement = Placement(node=node, devices=at)
+            placement = TaskPlacement(node=node, devices=at)
             if task.is_share and (at[0] >= state.nodes[node].gpus or state.devices[node, at[0]] < task.gpu_milli):
                 continue
             state.place(task, placement)
@@ -118,7 +118,9 @@ def test_nothing_is_taken_twice(state: ClusterState, data: st.DataObject) -> Non
     """A refused placement changes nothing; an accepted one is undone by its release, derived sums included."""
     task = data.draw(tasks())
     node = data.draw(st.integers(0, len(state.nodes) - 1))
-    at = Placement(node=node, devices=tuple(data.draw(st.sets(st.integers(0, state.devices.shape[1] - 1), max_size=4))))
+    at = TaskPlacement(
+        node=node, devices=tuple(data.draw(st.sets(st.integers(0, state.devices.shape[1] - 1), max_size=4)))
+    )
     before = [state.cpu.copy(), state.devices.copy(), state.gpu_free.copy(), state.whole.copy(), state.widest.copy()]
     try:
         state.place(task, at)

@@ -15,7 +15,7 @@ from typing import Any
 
 from plait_deploy.placement.errors import ClusterError
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Node, Placement, Task
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
 
 _GROUP = ("name", "count", "cpus", "memory_gib", "gpus", "gpu_model", "used")
 _USED = ("cpus", "memory_gib", "gpus")
@@ -30,7 +30,7 @@ def parse_cluster(data: object) -> ClusterState:
     groups = top.get("nodes")
     if not isinstance(groups, Sequence) or isinstance(groups, str) or not groups:
         raise ClusterError("nodes: a list of at least one group of nodes")
-    nodes: list[Node] = []
+    nodes: list[ClusterNode] = []
     held: list[Mapping[str, Any]] = []
     for number, group in enumerate(groups):
         made, used = _group(group, f"nodes[{number}]")
@@ -52,7 +52,7 @@ def parse_cluster(data: object) -> ClusterState:
     return state
 
 
-def _group(data: object, where: str) -> tuple[list[Node], Mapping[str, Any]]:
+def _group(data: object, where: str) -> tuple[list[ClusterNode], Mapping[str, Any]]:
     group = _mapping(data, where, _GROUP)
     name = group.get("name")
     if not isinstance(name, str) or not name:
@@ -73,7 +73,7 @@ def _group(data: object, where: str) -> tuple[list[Node], Mapping[str, Any]]:
         if key not in group:
             raise ClusterError(f"{where}: {key} is missing")
     names = [name] if count == 1 else [f"{name}-{number}" for number in range(1, count + 1)]
-    made = [Node(name=each, cpu_milli=cpu, memory_mib=memory, gpus=gpus, gpu_model=model) for each in names]
+    made = [ClusterNode(name=each, cpu_milli=cpu, memory_mib=memory, gpus=gpus, gpu_model=model) for each in names]
     return made, _mapping(group.get("used", {}), f"{where}: used", _USED)
 
 
@@ -91,16 +91,16 @@ def _hold(state: ClusterState, at: int, used: Mapping[str, Any]) -> None:
         raise ClusterError(f"{where}.gpus: a list with the part of each device, such as [0.5, 1]")
     if len(shares) > node.gpus:
         raise ClusterError(f"{where}.gpus: {len(shares)} devices of {node.gpus}")
-    state.place(Task(cpu_milli=cpu, memory_mib=memory), Placement(node=at, devices=()))
+    state.place(Task(cpu_milli=cpu, memory_mib=memory), TaskPlacement(node=at, devices=()))
     for device, share in enumerate(shares):
         milli = round(_number(share, f"{where}.gpus[{device}]") * WHOLE)
         if milli > WHOLE:
             raise ClusterError(f"{where}.gpus[{device}]: {share} of one GPU")
         if milli:
-            state.place(Task(cpu_milli=0, gpus=1, gpu_milli=milli), Placement(node=at, devices=(device,)))
+            state.place(Task(cpu_milli=0, gpus=1, gpu_milli=milli), TaskPlacement(node=at, devices=(device,)))
 
 
-def _check_totals(data: object, nodes: Sequence[Node]) -> None:
+def _check_totals(data: object, nodes: Sequence[ClusterNode]) -> None:
     """Compare the sums of the groups with what the file says they are."""
     if data is None:
         return

@@ -12,7 +12,7 @@ from plait_deploy.placement.errors import NoRoomError, PlacementError
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Node, Placement, Task
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +21,7 @@ class Assigned:
 
     demand: Demand
     replica: int
-    at: Placement | None
+    at: TaskPlacement | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ def plan(state: ClusterState, demands: Sequence[Demand], policy: Policy) -> Plac
         ((each, replica) for each in demands for replica in range(each.replicas)),
         key=lambda item: (-item[0].task.total_milli, -item[0].task.cpu_milli),
     )
-    places: dict[tuple[str, int], Placement | None] = {}
+    places: dict[tuple[str, int], TaskPlacement | None] = {}
     for each, replica in order:
         at = policy.choose(state, each.task)
         places[each.name, replica] = at
@@ -97,13 +97,13 @@ def use_of(state: ClusterState, demands: Sequence[Demand]) -> Use:
     )
 
 
-def _require_a_node(nodes: Sequence[Node], demand: Demand) -> None:
+def _require_a_node(nodes: Sequence[ClusterNode], demand: Demand) -> None:
     task = demand.task
     if not any(_fits_empty(task, node) for node in nodes):
         raise NoRoomError(f"{demand.name}: a replica needs {said(task)}, and no node has that even when it is empty")
 
 
-def _fits_empty(task: Task, node: Node) -> bool:
+def _fits_empty(task: Task, node: ClusterNode) -> bool:
     has = node.cpu_milli >= task.cpu_milli and node.memory_mib >= task.memory_mib and node.gpus >= task.gpus
     return has and (not task.gpus or not task.gpu_models or node.gpu_model in task.gpu_models)
 

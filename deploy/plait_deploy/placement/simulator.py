@@ -14,7 +14,7 @@ from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import Node, Placement, Task, TaskClass
+from plait_deploy.placement.values import ClusterNode, Task, TaskClass, TaskPlacement
 
 SEEDS = range(42, 52)
 """The seeds of the published runs."""
@@ -40,7 +40,7 @@ class Replay:
     wall_s: float
 
 
-def shuffled(nodes: Sequence[Node], seed: int) -> list[Node]:
+def shuffled(nodes: Sequence[ClusterNode], seed: int) -> list[ClusterNode]:
     """Return the nodes in a random order: ties that fall to an order should not fall to the list's."""
     return [nodes[at] for at in np.random.default_rng([seed, 0]).permutation(len(nodes))]
 
@@ -109,7 +109,7 @@ def churn(
     # Little's law: tasks there = arrivals per lifetime; a lifetime is 1.
     every = gpus / (load * state.total_milli)
     arrives, lives = np.cumsum(rng.exponential(every, arrivals)), rng.exponential(1.0, arrivals)
-    leaving: list[tuple[float, int, Task, Placement]] = []
+    leaving: list[tuple[float, int, Task, TaskPlacement]] = []
     meter = _Meter(state, classes)
     refused, spent, seen_s = 0, np.empty(arrivals), 0.0
     seen: list[tuple[float, float, float]] = []

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait_deploy.placement.errors import ClusterError, TaskError
-from plait_deploy.placement.values import WHOLE, Node, Placement, Task
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
 
 Ints = NDArray[np.int64]
 
@@ -25,7 +25,7 @@ class ClusterState:
     one has free, `model` (N,) index into `models`, `running` (N, G + 2) tasks by kind (`kind_of`). Read only.
     """
 
-    def __init__(self, nodes: Sequence[Node]) -> None:
+    def __init__(self, nodes: Sequence[ClusterNode]) -> None:
         if not nodes:
             raise ClusterError("a cluster has at least one node")
         self.nodes = tuple(nodes)
@@ -77,7 +77,7 @@ class ClusterState:
             return (min(room)[1],)
         return tuple(device for device, free in enumerate(row) if free == WHOLE)[: task.gpus]
 
-    def place(self, task: Task, at: Placement) -> None:
+    def place(self, task: Task, at: TaskPlacement) -> None:
         """Take what the task needs. Raises `TaskError`, and changes nothing, if it does not fit there."""
         node = at.node
         row = self.devices[node]
@@ -88,7 +88,7 @@ class ClusterState:
             raise TaskError(f"{task} does not fit on devices {list(at.devices)} of node {self.nodes[node].name}")
         self._change(task, at, -1)
 
-    def release(self, task: Task, at: Placement) -> None:
+    def release(self, task: Task, at: TaskPlacement) -> None:
         """Give back what `place` took. Raises `TaskError`, and changes nothing, if it was not placed there."""
         node, row = at.node, self.devices[at.node]
         whole = self.nodes[node]
@@ -99,7 +99,7 @@ class ClusterState:
             raise TaskError(f"{task} was not placed on devices {list(at.devices)} of node {whole.name}")
         self._change(task, at, 1)
 
-    def _change(self, task: Task, at: Placement, sign: int) -> None:
+    def _change(self, task: Task, at: TaskPlacement, sign: int) -> None:
         node = at.node
         row = self.devices[node]
         self.cpu[node] += sign * task.cpu_milli

@@ -11,19 +11,19 @@ import numpy as np
 
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Node, Placement, Task, TaskClass, classes_of
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 
 MakePolicy = Callable[[Sequence[TaskClass], int], Policy]
 
 
-def sample_nodes() -> list[Node]:
+def sample_nodes() -> list[ClusterNode]:
     """Return a small cluster: 8, 4 and 1 GPUs of two models, a node without GPUs, and one with little CPU."""
     return [
-        Node(name="eight", cpu_milli=96_000, memory_mib=400_000, gpus=8, gpu_model="A"),
-        Node(name="host", cpu_milli=64_000, memory_mib=200_000),
-        Node(name="four", cpu_milli=48_000, memory_mib=200_000, gpus=4, gpu_model="B"),
-        Node(name="poor", cpu_milli=6_000, memory_mib=50_000, gpus=4, gpu_model="A"),
-        Node(name="one", cpu_milli=16_000, memory_mib=60_000, gpus=1, gpu_model="B"),
+        ClusterNode(name="eight", cpu_milli=96_000, memory_mib=400_000, gpus=8, gpu_model="A"),
+        ClusterNode(name="host", cpu_milli=64_000, memory_mib=200_000),
+        ClusterNode(name="four", cpu_milli=48_000, memory_mib=200_000, gpus=4, gpu_model="B"),
+        ClusterNode(name="poor", cpu_milli=6_000, memory_mib=50_000, gpus=4, gpu_model="A"),
+        ClusterNode(name="one", cpu_milli=16_000, memory_mib=60_000, gpus=1, gpu_model="B"),
     ]
 
 
@@ -105,7 +105,7 @@ class PolicyContract:
         tasks = sample_tasks(150, 6)
         classes = classes_of(tasks)
         policy, rng = make(classes, 0), np.random.default_rng(6)
-        held: list[tuple[Task, Placement]] = []
+        held: list[tuple[Task, TaskPlacement]] = []
         draws = self._draws(make, classes)
         for task in tasks:
             at = policy.choose(state, task)
@@ -121,7 +121,7 @@ class PolicyContract:
         """A policy that is handed another cluster chooses by that one."""
         task = Task(cpu_milli=1_000, gpus=1, gpu_milli=WHOLE)
         policy = make(classes_of([task]), 0)
-        full = ClusterState([Node(name="a", cpu_milli=2_000, memory_mib=10, gpus=1)])
+        full = ClusterState([ClusterNode(name="a", cpu_milli=2_000, memory_mib=10, gpus=1)])
         at = policy.choose(full, task)
         assert at is not None
         full.place(task, at)
@@ -133,12 +133,12 @@ class PolicyContract:
         """Whether choices depend on the seed."""
         found = set()
         for seed in range(8):
-            state = ClusterState([Node(name=str(n), cpu_milli=10_000, memory_mib=1, gpus=1) for n in range(8)])
+            state = ClusterState([ClusterNode(name=str(n), cpu_milli=10_000, memory_mib=1, gpus=1) for n in range(8)])
             found.add(make(classes, seed).choose(state, Task(cpu_milli=1_000, gpus=1, gpu_milli=500)))
         return len(found) > 1
 
     @staticmethod
-    def _filled(make: MakePolicy, state: ClusterState, *, seed: int) -> list[tuple[Task, Placement | None]]:
+    def _filled(make: MakePolicy, state: ClusterState, *, seed: int) -> list[tuple[Task, TaskPlacement | None]]:
         """Offer more tasks than there is room for, and place what is chosen."""
         tasks = sample_tasks(120, seed)
         policy = make(classes_of(tasks), seed)

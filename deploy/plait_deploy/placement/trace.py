@@ -6,19 +6,19 @@ import csv
 from pathlib import Path
 
 from plait_deploy.placement.errors import PlacementError, TraceError
-from plait_deploy.placement.values import Node, Task
+from plait_deploy.placement.values import ClusterNode, Task
 
 _NODES = ("sn", "cpu_milli", "memory_mib", "gpu", "model")
 _TASKS = ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "gpu_spec")
 
 
-def read_nodes(path: Path) -> list[Node]:
+def read_nodes(path: Path) -> list[ClusterNode]:
     """Read a list of nodes. Raises `TraceError` naming the file, and the line where there is one to name."""
     nodes = []
     for number, row in _rows(path, _NODES):
         try:
             nodes.append(
-                Node(
+                ClusterNode(
                     name=row["sn"], cpu_milli=int(row["cpu_milli"]), memory_mib=int(row["memory_mib"]),
                     gpus=int(row["gpu"]), gpu_model=row["model"],
                 )

@@ -13,7 +13,7 @@ WHOLE = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
+class ClusterNode:
     """An empty node: `gpus` devices of one `gpu_model`. Raises `ClusterError`."""
 
     name: str
@@ -71,7 +71,7 @@ class TaskClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class TaskPlacement:
     """Where a task goes: the node's index, and the devices that it takes part of."""
 
     node: int

@@ -14,7 +14,7 @@ from plait_bench.placement.lists import Trace
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.simulator import SEEDS
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import Node, TaskClass, classes_of
+from plait_deploy.placement.values import ClusterNode, TaskClass, classes_of
 
 SIZES = (1_250, 5_000, 20_000)
 DECISIONS = 3_000
@@ -61,7 +61,7 @@ class Growing(Workload):
         return fill(state, tasks, policy, self.classes).decisions_s[DECISIONS:]
 
 
-def _repeated(nodes: Sequence[Node], size: int) -> list[Node]:
+def _repeated(nodes: Sequence[ClusterNode], size: int) -> list[ClusterNode]:
     return [
         replace(nodes[number % len(nodes)], name=f"{nodes[number % len(nodes)].name}-{number}")
         for number in range(size)

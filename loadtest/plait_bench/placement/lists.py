@@ -12,7 +12,7 @@ import numpy as np
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_deploy.placement.errors import TraceError
 from plait_deploy.placement.trace import read_nodes, read_tasks
-from plait_deploy.placement.values import WHOLE, Node, Task
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task
 
 PUBLISHED = ("default", "gpushare100", "cpu050")
 CONTENDERS = ("plait", "fgd", "first-fit", "best-fit", "ray-pack")
@@ -33,7 +33,7 @@ _DRAWN_WITH = 7
 class Trace:
     """A cluster's nodes and a list of tasks."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[ClusterNode, ...]
     tasks: tuple[Task, ...]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from plait_deploy.placement.policies.scored import ScoredPolicy, leftover
 from plait_deploy.placement.state import ClusterState, Ints, kind_of
-from plait_deploy.placement.values import WHOLE, Placement, Task
+from plait_deploy.placement.values import WHOLE, Task, TaskPlacement
 
 _CPU_MILLI, _GPU_MILLI = 128_000, 8_000
 _FINE = 10**12
@@ -81,13 +81,13 @@ class RandomPolicy:
     def __init__(self, *, seed: int = 0) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def choose(self, state: ClusterState, task: Task) -> Placement | None:
+    def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Draw a node, then a device."""
         there = np.flatnonzero(state.fits(task, np.arange(len(state.nodes)), state.allows(task)))
         if not there.size:
             return None
         node = int(there[self._rng.integers(there.size)])
         if not task.is_share:
-            return Placement(node=node, devices=state.best_fit_devices(task, node))
+            return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
         room = np.flatnonzero(state.devices[node] >= task.gpu_milli)
-        return Placement(node=node, devices=(int(room[self._rng.integers(room.size)]),))
+        return TaskPlacement(node=node, devices=(int(room[self._rng.integers(room.size)]),))

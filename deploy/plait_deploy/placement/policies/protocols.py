@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import Placement, Task
+from plait_deploy.placement.values import Task, TaskPlacement
 
 
 class Policy(Protocol):
@@ -15,5 +15,5 @@ class Policy(Protocol):
     one state between calls, and notices by `touched` what has changed there. A seed fixes what it does.
     """
 
-    def choose(self, state: ClusterState, task: Task) -> Placement | None:
+    def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Return where the task goes, or None if it fits nowhere now."""

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait_deploy.placement.state import ClusterState, Ints
-from plait_deploy.placement.values import Placement, Task
+from plait_deploy.placement.values import Task, TaskPlacement
 
 
 class _RayPolicy:
@@ -23,7 +23,7 @@ class _RayPolicy:
     def _rank(self, state: ClusterState, task: Task) -> Ints:
         raise NotImplementedError
 
-    def choose(self, state: ClusterState, task: Task) -> Placement | None:
+    def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Return the node of the highest rank, or the first that fits if that one's devices do not."""
         fits = self._fits(state, task)
         first = int(fits.argmax())
@@ -33,7 +33,7 @@ class _RayPolicy:
         node = int(np.where(sums, self._rank(state, task), np.iinfo(np.int64).min).argmax())
         if not fits[node]:
             node = first
-        return Placement(node=node, devices=state.best_fit_devices(task, node))
+        return TaskPlacement(node=node, devices=state.best_fit_devices(task, node))
 
     def _fits(self, state: ClusterState, task: Task) -> NDArray[np.bool_]:
         return state.fits(task, np.arange(len(state.nodes)), state.allows(task))

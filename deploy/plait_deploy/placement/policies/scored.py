@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from plait_deploy.placement.state import ClusterState, Ints
-from plait_deploy.placement.values import Placement, Task
+from plait_deploy.placement.values import Task, TaskPlacement
 
 NO_ROOM = np.iinfo(np.int64).min
 REMEMBERED = 512
@@ -53,7 +53,7 @@ class ScoredPolicy(ABC):
     def begin(self, state: ClusterState) -> None:  # noqa: B027 - most keep nothing per cluster
         """Prepare for a state that has not been seen before."""
 
-    def choose(self, state: ClusterState, task: Task) -> Placement | None:
+    def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Return the node of the highest score, or None if the task fits nowhere now."""
         known = self._fresh(state, task)
         node = self._pick(state, task, known)
@@ -61,7 +61,7 @@ class ScoredPolicy(ABC):
             return None
         device = int(known.device[node])
         devices = (device,) if task.is_share and device >= 0 else state.best_fit_devices(task, node)
-        return Placement(node=node, devices=devices)
+        return TaskPlacement(node=node, devices=devices)
 
     def _fresh(self, state: ClusterState, task: Task) -> _Scores:
         if state is not self._state:

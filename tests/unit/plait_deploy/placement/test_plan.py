@@ -13,7 +13,7 @@ from plait_deploy.placement.errors import ClusterError, NoRoomError, PlacementEr
 from plait_deploy.placement.plan import plan
 from plait_deploy.placement.policies import POLICIES, make_policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import Node, Task
+from plait_deploy.placement.values import ClusterNode, Task
 
 GROUP = {"name": "g", "cpus": 16, "memory_gib": 64, "gpus": 2, "gpu_model": "L4"}
 
@@ -161,7 +161,9 @@ def test_the_drawing_shows_every_node_and_demand():
 
 def test_a_large_cluster_is_drawn_in_part():
     """And the drawing says so; it stays small enough for a browser."""
-    state = ClusterState([Node(name=str(at), cpu_milli=1_000, memory_mib=0, gpus=4) for at in range(DRAWN_NODES + 9)])
+    state = ClusterState(
+        [ClusterNode(name=str(at), cpu_milli=1_000, memory_mib=0, gpus=4) for at in range(DRAWN_NODES + 9)]
+    )
     demands = [demand("a", 700, cpus=0.1, gpus=0.6)]
     made = plan(state, demands, make_policy("plait", demand_classes(demands)))
     text = draw(state, made, title="large")

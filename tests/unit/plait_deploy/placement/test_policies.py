@@ -13,7 +13,7 @@ from plait_deploy.placement.policies.scored import REMEMBERED, Ties
 from plait_deploy.placement.prospects import ProspectTables
 from plait_deploy.placement.simulator import fill, inflated, shuffled
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.values import WHOLE, Node, Placement, Task, TaskClass, classes_of
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 
 HALF = Task(cpu_milli=1_000, gpus=1, gpu_milli=500)
 ONE = Task(cpu_milli=1_000, gpus=1, gpu_milli=WHOLE)
@@ -23,10 +23,12 @@ CPU = Task(cpu_milli=1_000)
 
 def cluster(*gpus: int, cpu_milli: int = 8_000) -> ClusterState:
     """Nodes with that many GPUs."""
-    return ClusterState([Node(name=str(at), cpu_milli=cpu_milli, memory_mib=0, gpus=n) for at, n in enumerate(gpus)])
+    return ClusterState(
+        [ClusterNode(name=str(at), cpu_milli=cpu_milli, memory_mib=0, gpus=n) for at, n in enumerate(gpus)]
+    )
 
 
-def chosen(name: str, state: ClusterState, task: Task, *others: Task) -> Placement:
+def chosen(name: str, state: ClusterState, task: Task, *others: Task) -> TaskPlacement:
     """Where a policy that knows these tasks puts the first."""
     at = make_policy(name, classes_of([task, *others]), seed=1).choose(state, task)
     assert at is not None
@@ -48,32 +50,34 @@ def test_dot_product_avoids_the_node_that_has_most_of_what_is_asked():
 def test_gpu_packing_uses_what_is_in_use():
     """A device in use, then a free one of a node in use, then an idle node."""
     state = cluster(2, 2)
-    state.place(HALF, Placement(node=1, devices=(1,)))
-    assert chosen("gpu-packing", state, HALF) == Placement(node=1, devices=(1,))
-    assert chosen("gpu-packing", state, ONE) == Placement(node=1, devices=(0,))
-    assert chosen("gpu-packing", state, PAIR) == Placement(node=0, devices=(0, 1))
+    state.place(HALF, TaskPlacement(node=1, devices=(1,)))
+    assert chosen("gpu-packing", state, HALF) == TaskPlacement(node=1, devices=(1,))
+    assert chosen("gpu-packing", state, ONE) == TaskPlacement(node=1, devices=(0,))
+    assert chosen("gpu-packing", state, PAIR) == TaskPlacement(node=0, devices=(0, 1))
 
 
 def test_gpu_clustering_keeps_kinds_together():
     """Same kind only, mixed, idle, other kinds: in this order."""
     state = cluster(4, 4, 4, 4)
-    state.place(ONE, Placement(node=0, devices=(0,)))
-    state.place(HALF, Placement(node=1, devices=(0,)))
-    state.place(ONE, Placement(node=1, devices=(1,)))
-    state.place(HALF, Placement(node=3, devices=(0,)))
+    state.place(ONE, TaskPlacement(node=0, devices=(0,)))
+    state.place(HALF, TaskPlacement(node=1, devices=(0,)))
+    state.place(ONE, TaskPlacement(node=1, devices=(1,)))
+    state.place(HALF, TaskPlacement(node=3, devices=(0,)))
     order = []
     for node in (3, 1, 2, 0):
         at = chosen("gpu-clustering", state, HALF)
         order.append(at.node)
-        state.place(Task(cpu_milli=8_000 - 1_000 * int(state.running[node].sum())), Placement(node=node, devices=()))
+        state.place(
+            Task(cpu_milli=8_000 - 1_000 * int(state.running[node].sum())), TaskPlacement(node=node, devices=())
+        )
     assert order == [3, 1, 2, 0]
 
 
 def test_ray_pack_prefers_nodes_in_use_and_spread_those_without_replicas():
     """Serve's two strategies."""
     state = cluster(4, 1, 4)
-    state.place(HALF, Placement(node=0, devices=(0,)))
-    assert chosen("ray-pack", state, HALF) == Placement(node=0, devices=(0,))
+    state.place(HALF, TaskPlacement(node=0, devices=(0,)))
+    assert chosen("ray-pack", state, HALF) == TaskPlacement(node=0, devices=(0,))
     assert chosen("ray-spread", state, HALF).node == 1
 
 
@@ -81,8 +85,8 @@ def test_ray_sees_sums_and_spills():
     """Two halves are no whole device: the replica ends on the first node that can take it."""
     state = cluster(2, 4)
     for device in (0, 1):
-        state.place(HALF, Placement(node=0, devices=(device,)))
-    assert chosen("ray-pack", state, ONE) == Placement(node=1, devices=(0,))
+        state.place(HALF, TaskPlacement(node=0, devices=(device,)))
+    assert chosen("ray-pack", state, ONE) == TaskPlacement(node=1, devices=(0,))
 
 
 def test_random_draws_nodes_and_devices():
@@ -95,9 +99,9 @@ def test_random_draws_nodes_and_devices():
 def test_fgd_leaves_what_the_average_task_can_use():
     """A half goes beside a half, a CPU task where there is no GPU."""
     state = cluster(2, 2, 0)
-    state.place(HALF, Placement(node=1, devices=(1,)))
+    state.place(HALF, TaskPlacement(node=1, devices=(1,)))
     for name in ("fgd", "plait"):
-        assert chosen(name, state, HALF, ONE, ONE) == Placement(node=1, devices=(1,))
+        assert chosen(name, state, HALF, ONE, ONE) == TaskPlacement(node=1, devices=(1,))
     busy = cluster(2, 0, cpu_milli=1_000)
     for name in ("fgd", "plait"):
         assert chosen(name, busy, CPU, ONE).node == 1
@@ -107,7 +111,7 @@ def test_ties_are_by_order_by_chance_or_by_packing():
     """The three rules, on nodes of equal score."""
     classes = classes_of([ONE])
     state = ClusterState(
-        [Node(name=str(n), cpu_milli=cpu, memory_mib=0, gpus=1) for n, cpu in enumerate((9_000, 5_000, 7_000))]
+        [ClusterNode(name=str(n), cpu_milli=cpu, memory_mib=0, gpus=1) for n, cpu in enumerate((9_000, 5_000, 7_000))]
     )
     by = {ties: FgdPolicy(classes, ties=ties, seed=5).choose(state, ONE) for ties in (Ties.FIXED, Ties.BEST_FIT)}
     assert {ties: at.node for ties, at in by.items() if at} == {Ties.FIXED: 0, Ties.BEST_FIT: 1}
@@ -134,7 +138,7 @@ def test_scores_of_many_tasks_do_not_pile_up():
     """The oldest are forgotten, and computed again when they are asked for."""
     policy, state = make_policy("first-fit", ()), cluster(1)
     for cpu in range(REMEMBERED + 10):
-        assert policy.choose(state, Task(cpu_milli=cpu)) == Placement(node=0, devices=())
+        assert policy.choose(state, Task(cpu_milli=cpu)) == TaskPlacement(node=0, devices=())
     assert len(policy._known) == REMEMBERED
     assert policy.choose(state, Task(cpu_milli=0)) is not None
 
@@ -167,7 +171,9 @@ def made_up(seed: int) -> list[Task]:
 def test_plait_allocates_more_than_fgd_and_first_fit():
     """Where nodes differ in CPU per GPU, mean of eight seeds: by points, not by tenths; and random is far behind."""
     shapes = [(64_000, 8), (96_000, 8), (128_000, 4)]
-    nodes = [Node(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes * 10)]
+    nodes = [
+        ClusterNode(name=str(at), cpu_milli=cpu, memory_mib=0, gpus=gpus) for at, (cpu, gpus) in enumerate(shapes * 10)
+    ]
     means = {}
     for name in ("plait", "fgd", "first-fit", "random"):
         ends = []

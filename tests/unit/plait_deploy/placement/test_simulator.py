@@ -9,7 +9,7 @@ from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.simulator import churn, fill, inflated, shuffled
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.testing import sample_nodes, sample_tasks
-from plait_deploy.placement.values import WHOLE, Node, Task, classes_of
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, classes_of
 
 ONE = Task(cpu_milli=0, gpus=1, gpu_milli=WHOLE)
 HALF = Task(cpu_milli=0, gpus=1, gpu_milli=600)
@@ -48,7 +48,7 @@ def test_orders_depend_on_the_seed_alone():
 
 def test_what_is_counted_is_what_is_there():
     """Two devices, three tasks of 0.6: one is refused, 0.8 are idle, and none of it is of use."""
-    state = ClusterState([Node(name="a", cpu_milli=0, memory_mib=0, gpus=2)])
+    state = ClusterState([ClusterNode(name="a", cpu_milli=0, memory_mib=0, gpus=2)])
     ended = fill(state, [HALF] * 3, make_policy("first-fit", ()), classes_of([HALF, Task(cpu_milli=1)]))
     assert (ended.tasks, ended.refused) == (3, 1)
     assert ended.allocated == pytest.approx(0.6)
@@ -60,7 +60,7 @@ def test_what_is_counted_is_what_is_there():
 
 def test_departures_keep_the_load():
     """Whole GPUs on a large cluster at 60 %: nothing is refused, and the mean over time is the load (5 sd)."""
-    state = ClusterState([Node(name=str(at), cpu_milli=0, memory_mib=0, gpus=8) for at in range(50)])
+    state = ClusterState([ClusterNode(name=str(at), cpu_milli=0, memory_mib=0, gpus=8) for at in range(50)])
     classes = classes_of([ONE])
     ended = churn(state, [ONE], make_policy("plait", classes), classes, seed=1, load=0.6, arrivals=4_000)
     assert ended.refused == 0

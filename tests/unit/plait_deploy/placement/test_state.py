@@ -7,7 +7,7 @@ import pytest
 
 from plait_deploy.placement.errors import ClusterError, PlacementError, TaskError
 from plait_deploy.placement.state import ClusterState, kind_of
-from plait_deploy.placement.values import Node, Placement, Task, TaskClass, classes_of
+from plait_deploy.placement.values import ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 
 HALF = Task(cpu_milli=2_000, memory_mib=100, gpus=1, gpu_milli=500)
 PAIR = Task(cpu_milli=2_000, memory_mib=100, gpus=2, gpu_milli=1000)
@@ -18,15 +18,15 @@ def state() -> ClusterState:
     """A node with two GPUs and one with none."""
     return ClusterState(
         [
-            Node(name="gpu", cpu_milli=8_000, memory_mib=1_000, gpus=2, gpu_model="A"),
-            Node(name="cpu", cpu_milli=4_000, memory_mib=1_000),
+            ClusterNode(name="gpu", cpu_milli=8_000, memory_mib=1_000, gpus=2, gpu_model="A"),
+            ClusterNode(name="cpu", cpu_milli=4_000, memory_mib=1_000),
         ]
     )
 
 
 def test_sums_follow_what_is_placed(state):
     """The arrays that policies read agree with the devices."""
-    state.place(HALF, Placement(node=0, devices=(1,)))
+    state.place(HALF, TaskPlacement(node=0, devices=(1,)))
     assert state.devices.tolist() == [[1000, 500], [0, 0]]
     assert (state.gpu_free[0], state.whole[0], state.widest[0], state.cpu[0], state.memory[0]) == (
         1500,
@@ -52,20 +52,20 @@ def test_sums_follow_what_is_placed(state):
 def test_what_does_not_fit_is_refused(state, task, devices):
     """With the node's name, and nothing is taken."""
     with pytest.raises(TaskError, match="node gpu"):
-        state.place(task, Placement(node=0, devices=devices))
+        state.place(task, TaskPlacement(node=0, devices=devices))
     assert state.clock == 0
 
 
 def test_what_was_not_placed_cannot_be_released(state):
     """More free than there is would be an invention."""
     with pytest.raises(TaskError, match="was not placed"):
-        state.release(HALF, Placement(node=0, devices=(0,)))
+        state.release(HALF, TaskPlacement(node=0, devices=(0,)))
     assert state.clock == 0
 
 
 def test_devices_are_those_that_ray_takes(state):
     """The fullest with room for a part; the first free ones else."""
-    state.place(HALF, Placement(node=0, devices=(1,)))
+    state.place(HALF, TaskPlacement(node=0, devices=(1,)))
     assert state.best_fit_devices(HALF, 0) == (1,)
     assert state.best_fit_devices(Task(cpu_milli=0, gpus=1, gpu_milli=600), 0) == (0,)
     assert state.best_fit_devices(Task(cpu_milli=0, gpus=1, gpu_milli=1000), 0) == (0,)
@@ -74,7 +74,7 @@ def test_devices_are_those_that_ray_takes(state):
 def test_fits_looks_at_devices_and_models(state):
     """A sum that suffices is not enough, and a task may name models."""
     nodes = np.arange(2)
-    state.place(HALF, Placement(node=0, devices=(0,)))
+    state.place(HALF, TaskPlacement(node=0, devices=(0,)))
     assert state.fits(PAIR, nodes, None).tolist() == [False, False]
     assert state.fits(HALF, nodes, None).tolist() == [True, False]
     named = Task(cpu_milli=0, gpus=1, gpu_milli=500, gpu_models=frozenset("B"))
@@ -85,7 +85,7 @@ def test_fits_looks_at_devices_and_models(state):
 def test_a_node_takes_so_many_of_a_group(state):
     """The limit is the task's; others of the node do not count, and a departure makes room."""
     one = Task(cpu_milli=100, group="shop", per_node=1)
-    at, nodes = Placement(node=0, devices=()), np.arange(2)
+    at, nodes = TaskPlacement(node=0, devices=()), np.arange(2)
     state.place(Task(cpu_milli=100, group="feed"), at)
     assert state.fits(one, nodes, None).tolist() == [True, True]
     state.place(one, at)
@@ -120,7 +120,7 @@ def test_empty_clusters_and_negative_nodes_are_refused():
     with pytest.raises(ClusterError):
         ClusterState([])
     with pytest.raises(PlacementError, match="node a"):
-        Node(name="a", cpu_milli=-1, memory_mib=0)
+        ClusterNode(name="a", cpu_milli=-1, memory_mib=0)
 
 
 def test_classes_are_the_commonest_until_the_coverage():

@@ -6,7 +6,7 @@ import pytest
 
 from plait_deploy.placement.errors import TraceError
 from plait_deploy.placement.trace import read_nodes, read_tasks
-from plait_deploy.placement.values import Node, Task
+from plait_deploy.placement.values import ClusterNode, Task
 
 NODES = "sn,cpu_milli,memory_mib,gpu,model\nn1,64000,262144,2,P100\n"
 TASKS = """name,cpu_milli,memory_mib,num_gpu,gpu_milli,gpu_spec,qos
@@ -20,7 +20,7 @@ def test_lists_are_read(tmp_path):
     (tmp_path / "n.csv").write_text(NODES)
     (tmp_path / "t.csv").write_text(TASKS)
     assert read_nodes(tmp_path / "n.csv") == [
-        Node(name="n1", cpu_milli=64_000, memory_mib=262_144, gpus=2, gpu_model="P100")
+        ClusterNode(name="n1", cpu_milli=64_000, memory_mib=262_144, gpus=2, gpu_model="P100")
     ]
     assert read_tasks(tmp_path / "t.csv") == [
         Task(cpu_milli=8_000, memory_mib=30_517),
