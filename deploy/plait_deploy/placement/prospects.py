@@ -121,4 +121,4 @@ def _device_values(classes: Sequence[TaskClass], weight: int, grain: int) -> Int
                 gained[:, milli:] += popularity * (milli + values[cpu - steps, :, : WHOLE + 1 - milli])
                 chance[milli:] += popularity
         values[cpu] = gained / (hurries + chance)
-    return np.rint(values.mean(1) * UNIT).astype(np.int64)
+    return np.asarray(np.rint(values.mean(1) * UNIT), np.int64)
