@@ -100,7 +100,7 @@ def churn(
 ) -> Replay:
     """Random tasks arrive (Poisson) and depart (exponential times) so that they would hold `load` of all GPUs.
 
-    Shares are means over time after the first third of the arrivals, in which the cluster fills. What fits nowhere is
+    Shares are means over time in the second half of the arrivals; in the first the cluster fills. What fits nowhere is
     dropped. Changes the state.
     """
     rng = np.random.default_rng([seed, 2])
@@ -127,7 +127,7 @@ def churn(
         else:
             state.place(task, at)
             heapq.heappush(leaving, (now + float(lives[number]), number, task, at))
-        if number >= arrivals // 3 and number % _LOOK == 0:
+        if number >= arrivals // 2 and number % _LOOK == 0:
             looked = clock()
             seen.append(meter.read())
             seen_s += clock() - looked

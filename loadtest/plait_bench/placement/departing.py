@@ -13,8 +13,8 @@ from plait_deploy.placement.simulator import Replay, churn, shuffled
 from plait_deploy.placement.state import ClusterState
 
 LOAD = 0.9
-LIFETIMES = 4
-"""A run's length in mean lifetimes of a task; the first third is not counted."""
+LIFETIMES = 6
+"""A run's length in mean lifetimes of a task; the first half is not counted."""
 
 
 class Departures(Simulated):
