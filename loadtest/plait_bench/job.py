@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, records
+from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, placement, records
 from plait_bench.benchmark import Benchmark
 from plait_bench.cache import cache_folder
 from plait_bench.document import document
@@ -30,7 +30,8 @@ class BenchJob:
     all. `size`, `edge`, `device` and `dtype` ("auto": each that the CPU computes in, float16 on a GPU) are for images.
     `at`: the commit that this tree is a copy of, where there is no git.
 
-    `data`: the folder with published tables; `tables`: recorded ones. Both are for the tuner's benchmark.
+    `data`: the folder with published tables and lists, for the tuner's and the placement benchmark; `tables`: recorded
+    ones, for the tuner's.
     """
 
     rounds: int
@@ -88,15 +89,18 @@ BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
     fabric.NAME: lambda job: fabric.benchmark(only=job.workloads),
     kernels.NAME: lambda job: kernels.benchmark(only=job.workloads),
     autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
+    placement.NAME: lambda job: placement.benchmark(only=job.workloads, data=job.data),
 }
 
 NAMES = tuple(BENCHMARKS)
 
 
 def rounds_of(name: str, *, quick: bool) -> int:
-    """Return the default number of rounds; the tuner's rounds are seeds."""
+    """Return the default number of rounds; the tuner's and the placement benchmark's rounds are seeds."""
     if name == autoconfig.NAME:
         return autoconfig.QUICK_SEEDS if quick else autoconfig.SEEDS
+    if name == placement.NAME:
+        return placement.QUICK_SEEDS if quick else placement.SEEDS
     return QUICK_ROUNDS if quick else ROUNDS
 
 

@@ -21,7 +21,7 @@ class TableSpec:
 
     `metrics`: each a column by its title or, if `long`, a line of its own. `ratio`: the metric whose ratio is shown.
     `workloads`: only those with these prefixes; `endings`: and with one of these; `without`: and with none of these.
-    `counted`: what a row's `n` counts, if not rounds.
+    `counted`: what a row's `n` counts, if not rounds. `digits`: how many figures of a number below 1,000 are shown.
     """
 
     bench: str
@@ -35,6 +35,7 @@ class TableSpec:
     counted: str = "rounds"
     verb: str = "Measured"
     says: str = _MEDIANS
+    digits: int = 3
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -269,6 +270,29 @@ TABLES: Mapping[str, TableSpec] = {
         ratio_title="eager's time by its",
         workloads=("tried-",),
         says=_MEDIANS,
+    ),
+    "placement": TableSpec(
+        bench="placement",
+        metrics={
+            "allocated_mean_pct": "% allocated",
+            "published_mean_pct": "published",
+            "stranded_mean_pct": "% stranded",
+            "run_s": "s a run",
+            "decision_p99_ms": "ms, p99 decision",
+        },
+        without=("nodes",),
+        counted="seeds",
+        digits=4,
+        verb="Simulated",
+        says="Of all GPUs, means of seeds; in parentheses the lowest and highest. Times are medians, measured on one "
+        "core. Published: the means of the FGD authors' runs.",
+    ),
+    "placement-nodes": TableSpec(
+        bench="placement",
+        metrics={"decision_us": "us a decision", "decision_p99_ms": "ms, p99", "growth": "growth by linear growth"},
+        workloads=("nodes",),
+        says="Decisions on clusters of that many nodes, after 3,000 that do not count. Growth: the time at 20,000 "
+        "nodes by that at 1,250, divided by 16; below 1 is less than linear.",
     ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
     **_FAULTS,

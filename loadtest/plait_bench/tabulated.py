@@ -107,9 +107,9 @@ def _cell(runs: Sequence[Record], table: TableSpec, metric: str) -> str:
     if not runs:
         return ""
     value, low, high = spread_of(runs)
-    text = _number(value)
+    text = _number(value, table.digits)
     if low != high:
-        text += f" ({_number(low)} to {_number(high)})"
+        text += f" ({_number(low, table.digits)} to {_number(high, table.digits)})"
     if table.long:
         text += f" {table.metrics[metric]}"
     return text + (" modelled" if runs[-1].get("kind") == "modelled" else "")
@@ -123,5 +123,5 @@ def spread_of(runs: Sequence[Record]) -> tuple[float, float, float]:
     return percentile(values, 0.5), min(values), max(values)
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+def _number(value: float, digits: int) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.{digits}g}"

@@ -10,10 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from plait.app import AppArgs, build
 from plait.config import ServerSection, load_config
 from plait_autoconfig.jobs.job_file import parse_job
+from plait_deploy.placement.cluster_file import parse_cluster
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
@@ -28,6 +30,7 @@ APP = "documents"
 CONFIGS = {
     "plait.yaml": load_config,
     "job.yaml": lambda file: parse_job(file.read_text(encoding="utf-8"), folder=file.parent),
+    "cluster.yaml": lambda file: parse_cluster(yaml.safe_load(file.read_text(encoding="utf-8"))),
 }
 """Who reads a yaml block that begins with the name."""
 

@@ -13,10 +13,12 @@ from plait.errors import PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
+_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, placement"
+
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="which benchmark: images, loadtest, disagg, fabric, kernels, autoconfig")],
+    name: Annotated[str, typer.Argument(help=f"which benchmark: {_NAMES}")],
     *,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds, and trials")] = False,
@@ -36,7 +38,7 @@ def bench(
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
     data: Annotated[
-        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig: the folder with published tables")
+        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig, placement: published tables")
     ] = None,
     table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:

@@ -1,7 +1,9 @@
-"""`plait deploy render`: print a plait.yaml as a manifest for another runtime."""
+"""`plait deploy`: a plait.yaml as a manifest for another runtime (`render`); its replicas on a cluster (`place`)."""
 
 from __future__ import annotations
 
+import json
+import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +22,7 @@ class RenderTarget(StrEnum):
 
 @app.callback()
 def deploy() -> None:
-    """Render deployment manifests."""
+    """Render deployment manifests; plan where replicas go."""
 
 
 @app.command()
@@ -34,8 +36,6 @@ def render(
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
-    import json
-
     from plait.config import load_config
     from plait.offline.manifests import kuberay_manifests, serve_application
     from plait_deploy.serve import render_serve
@@ -47,3 +47,42 @@ def render(
         print(kuberay_manifests(loaded), end="")
         return
     print(render_serve(serve_application(loaded), host=loaded.server.host, port=loaded.server.port), end="")
+
+
+@app.command()
+def place(
+    config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
+    *,
+    cluster: Annotated[Path, typer.Option(help="a file that describes the nodes (deploy/README.md)")],
+    policy: Annotated[str, typer.Option(help="plait, fgd, first-fit, best-fit, ray-pack, ray-spread, ...")] = "plait",
+    per_node: Annotated[
+        int, typer.Option(min=0, help="at most so many replicas of a deployment on a node; 0: any")
+    ] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
+    svg: Annotated[Path | None, typer.Option(help="draw the plan into this file")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
+) -> None:
+    """Plan which node and GPU each replica goes to, and what is stranded before and after; 1 if one has no place."""
+    from plait.cli.models import table
+    from plait.config import load_config
+    from plait.errors import PlaitError
+    from plait.offline import placing
+    from plait_deploy.placement.drawing import draw
+
+    placed = placing.place(load_config(config, overrides=settings or []), cluster, policy=policy, per_node=per_node)
+    if svg is not None:
+        try:
+            svg.write_text(draw(placed.state, placed.plan, title=_title(config, cluster)), encoding="utf-8")
+        except OSError as error:
+            raise PlaitError(f"{svg} cannot be written: {error.strerror or error}") from error
+    if as_json:
+        print(json.dumps(placing.document_of(placed), indent=1))
+    else:
+        print(table(placing.rows_of(placed)), table(placing.uses_of(placed)), sep="\n\n")
+    if missing := len(placed.plan.unplaced):
+        print(f"plait deploy: the cluster is too full for {missing} of the replicas", file=sys.stderr)
+        raise typer.Exit(1)
+
+
+def _title(config: Path | None, cluster: Path) -> str:
+    return f"{'The starter' if config is None else config.name} on {cluster.name}"

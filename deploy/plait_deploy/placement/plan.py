@@ -1,0 +1,116 @@
+"""Plans the replicas of a configuration: where each goes, and what is stranded before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from plait_deploy.placement.demands import Demand, demand_classes
+from plait_deploy.placement.errors import NoRoomError, PlacementError
+from plait_deploy.placement.fragments import FragmentTables
+from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assigned:
+    """One replica and its place; `at` is None if the cluster is too full for it."""
+
+    demand: Demand
+    replica: int
+    at: TaskPlacement | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """A cluster's GPUs at one moment: all, idle, and stranded, in GPUs; `stranded_by_node`: (N,).
+
+    Stranded is the idle GPU that the average GPU replica of the configuration could not use (FGD's F over the classes
+    with GPUs).
+    """
+
+    gpus: int
+    idle: float
+    stranded: float
+    stranded_by_node: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementPlan:
+    """All replicas in the order of the configuration, and the cluster before and after."""
+
+    assigned: tuple[Assigned, ...]
+    before: Use
+    after: Use
+
+    @property
+    def unplaced(self) -> tuple[Assigned, ...]:
+        """Replicas for which the cluster is too full."""
+        return tuple(each for each in self.assigned if each.at is None)
+
+
+def plan(state: ClusterState, demands: Sequence[Demand], policy: Policy) -> PlacementPlan:
+    """Place all replicas, those with the most GPU first, as Serve does with what is pending. Changes the state.
+
+    Raises `NoRoomError` before anything is placed if a replica fits no node, even an empty one; `PlacementError` if
+    there is nothing to place.
+    """
+    if not any(each.replicas for each in demands):
+        raise PlacementError("the configuration asks for no replica")
+    for each in demands:
+        _require_a_node(state.nodes, each)
+    before = use_of(state, demands)
+    order = sorted(
+        ((each, replica) for each in demands for replica in range(each.replicas)),
+        key=lambda item: (-item[0].task.total_milli, -item[0].task.cpu_milli),
+    )
+    places: dict[tuple[str, int], TaskPlacement | None] = {}
+    for each, replica in order:
+        at = policy.choose(state, each.task)
+        places[each.name, replica] = at
+        if at is not None:
+            state.place(each.task, at)
+    assigned = tuple(
+        Assigned(demand=each, replica=replica, at=places[each.name, replica])
+        for each in demands
+        for replica in range(each.replicas)
+    )
+    return PlacementPlan(assigned=assigned, before=before, after=use_of(state, demands))
+
+
+def use_of(state: ClusterState, demands: Sequence[Demand]) -> Use:
+    """Return what is idle and what is stranded now."""
+    idle = float(state.gpu_free.sum()) / WHOLE
+    classes = [each for each in demand_classes(demands) if each.task.gpus]
+    stranded = np.zeros(len(state.nodes))
+    if classes:
+        tables = FragmentTables(classes, state)
+        stranded = tables.fragments(state) / (tables.weight * WHOLE)
+    return Use(
+        gpus=int(state.gpus.sum()),
+        idle=idle,
+        stranded=float(stranded.sum()),
+        stranded_by_node=tuple(stranded.tolist()),
+    )
+
+
+def _require_a_node(nodes: Sequence[ClusterNode], demand: Demand) -> None:
+    task = demand.task
+    if not any(_fits_empty(task, node) for node in nodes):
+        raise NoRoomError(f"{demand.name}: a replica needs {said(task)}, and no node has that even when it is empty")
+
+
+def _fits_empty(task: Task, node: ClusterNode) -> bool:
+    has = node.cpu_milli >= task.cpu_milli and node.memory_mib >= task.memory_mib and node.gpus >= task.gpus
+    return has and (not task.gpus or not task.gpu_models or node.gpu_model in task.gpu_models)
+
+
+def said(task: Task) -> str:
+    """Return a task for people: `2 CPUs, 0.5 GPU`."""
+    parts = [f"{task.cpu_milli / WHOLE:g} CPU{'' if task.cpu_milli == WHOLE else 's'}"]
+    if task.gpus:
+        parts.append(f"{task.total_milli / WHOLE:g} GPU{'s' if task.gpus > 1 else ''}")
+    return ", ".join(parts)

@@ -1,0 +1,160 @@
+"""Replays lists of tasks on a cluster: inflated until it is full, and with departures at a steady load."""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait_deploy.placement.errors import TaskError
+from plait_deploy.placement.fragments import FragmentTables
+from plait_deploy.placement.policies.protocols import Policy
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import ClusterNode, Task, TaskClass, TaskPlacement
+
+SEEDS = range(42, 52)
+"""The seeds of the published runs."""
+LOAD = 1.3
+"""GPU demand of an inflated list, as a share of the cluster's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """What a run ended with. Shares are of all GPUs of the cluster.
+
+    `allocated`: GPUs given to tasks; `fragmented`: FGD's F, idle GPU that the average task could not use, tasks without
+    GPUs included (for them all idle GPU is a fragment); `stranded`: the same over tasks with GPUs only. `decisions_s`:
+    the time of each decision, (tasks,) float64; `wall_s`: of all of them with their bookkeeping.
+    """
+
+    allocated: float
+    fragmented: float
+    stranded: float
+    refused: int
+    tasks: int
+    decisions_s: NDArray[np.float64]
+    wall_s: float
+
+
+def shuffled(nodes: Sequence[ClusterNode], seed: int) -> list[ClusterNode]:
+    """Return the nodes in a random order: ties that fall to an order should not fall to the list's."""
+    return [nodes[at] for at in np.random.default_rng([seed, 0]).permutation(len(nodes))]
+
+
+def inflated(tasks: Sequence[Task], total_milli: int, seed: int, load: float = LOAD) -> list[Task]:
+    """Return the tasks in random order, then random ones of them until the next would pass `load` x `total_milli`.
+
+    A list that asks for more than that already loses random tasks instead (`TunePodsByNodeTotalResource`). Raises
+    `TaskError` if no task has a GPU.
+    """
+    rng = np.random.default_rng([seed, 1])
+    order = [tasks[at] for at in rng.permutation(len(tasks))]
+    asked, wanted = sum(task.total_milli for task in tasks), load * total_milli
+    if not asked:
+        raise TaskError("a list of tasks without GPUs cannot be inflated to a load of GPUs")
+    if asked > wanted:
+        while asked > wanted:
+            asked -= order.pop(int(rng.integers(len(order)))).total_milli
+        return order
+    while True:
+        task = tasks[int(rng.integers(len(tasks)))]
+        if asked + task.total_milli > wanted:
+            return order
+        asked += task.total_milli
+        order.append(task)
+
+
+def fill(state: ClusterState, tasks: Sequence[Task], policy: Policy, classes: Sequence[TaskClass]) -> Replay:
+    """Place one task after the other; nothing departs, and what fits nowhere is dropped. Changes the state."""
+    refused, spent = 0, np.empty(len(tasks))
+    clock, began = time.perf_counter, time.perf_counter()
+    for number, task in enumerate(tasks):
+        asked = clock()
+        at = policy.choose(state, task)
+        spent[number] = clock() - asked
+        if at is None:
+            refused += 1
+        else:
+            state.place(task, at)
+    wall_s = clock() - began
+    allocated, fragmented, stranded = _Meter(state, classes).read()
+    return Replay(
+        allocated=allocated, fragmented=fragmented, stranded=stranded, refused=refused, tasks=len(tasks),
+        decisions_s=spent, wall_s=wall_s,
+    )  # fmt: skip
+
+
+def churn(
+    state: ClusterState,
+    tasks: Sequence[Task],
+    policy: Policy,
+    classes: Sequence[TaskClass],
+    *,
+    seed: int,
+    load: float,
+    arrivals: int,
+) -> Replay:
+    """Random tasks arrive (Poisson) and depart (exponential times) so that they would hold `load` of all GPUs.
+
+    Shares are means over time in the second half of the arrivals; in the first the cluster fills. What fits nowhere is
+    dropped. Changes the state.
+    """
+    rng = np.random.default_rng([seed, 2])
+    drawn = rng.integers(len(tasks), size=arrivals)
+    gpus = float(np.mean([task.total_milli for task in tasks]))
+    # Little's law: tasks there = arrivals per lifetime; a lifetime is 1.
+    every = gpus / (load * state.total_milli)
+    arrives, lives = np.cumsum(rng.exponential(every, arrivals)), rng.exponential(1.0, arrivals)
+    leaving: list[tuple[float, int, Task, TaskPlacement]] = []
+    meter = _Meter(state, classes)
+    refused, spent, seen_s = 0, np.empty(arrivals), 0.0
+    seen: list[tuple[float, float, float]] = []
+    clock, began = time.perf_counter, time.perf_counter()
+    for number, (pick, now) in enumerate(zip(drawn.tolist(), arrives.tolist(), strict=True)):
+        while leaving and leaving[0][0] <= now:
+            _, _, gone, was = heapq.heappop(leaving)
+            state.release(gone, was)
+        task = tasks[pick]
+        asked = clock()
+        at = policy.choose(state, task)
+        spent[number] = clock() - asked
+        if at is None:
+            refused += 1
+        else:
+            state.place(task, at)
+            heapq.heappush(leaving, (now + float(lives[number]), number, task, at))
+        if number >= arrivals // 2 and number % _LOOK == 0:
+            looked = clock()
+            seen.append(meter.read())
+            seen_s += clock() - looked
+    allocated, fragmented, stranded = np.mean(seen, axis=0).tolist()
+    return Replay(
+        allocated=allocated, fragmented=fragmented, stranded=stranded, refused=refused, tasks=arrivals,
+        decisions_s=spent, wall_s=clock() - began - seen_s,
+    )  # fmt: skip
+
+
+_LOOK = 20
+"""Arrivals between two looks at a cluster with departures (Poisson arrivals see averages over time)."""
+
+
+class _Meter:
+    """Reads what a cluster's GPUs are used for, as shares of all of them."""
+
+    def __init__(self, state: ClusterState, classes: Sequence[TaskClass]) -> None:
+        self._state = state
+        self._every = FragmentTables(classes, state)
+        self._gpu = FragmentTables([each for each in classes if each.task.gpus], state)
+
+    def read(self) -> tuple[float, float, float]:
+        """Return what is allocated, fragmented and stranded now."""
+        state = self._state
+        found = [
+            float(tables.fragments(state).sum()) / tables.weight / state.total_milli
+            for tables in (self._every, self._gpu)
+        ]
+        return 1 - int(state.gpu_free.sum()) / state.total_milli, found[0], found[1]

@@ -1,0 +1,151 @@
+"""`plait deploy place`: the replicas of a plait.yaml on a described cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from plait.config import PlaitConfig
+from plait.errors import PlaitError
+from plait.offline.manifests import reservations
+from plait_deploy.placement.cluster_file import parse_cluster
+from plait_deploy.placement.demands import Demand, demand_classes, task_of
+from plait_deploy.placement.errors import PlacementError
+from plait_deploy.placement.plan import PlacementPlan, Use, plan
+from plait_deploy.placement.policies import OURS, make_policy
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import WHOLE
+from plait_loadtest import strict_yaml
+
+COMPARED = ("ray-pack", "ray-spread")
+"""What Ray Serve would do by itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A plan, the cluster after it, and how other policies would have ended: their use of it, and what found no
+    place."""
+
+    policy: str
+    state: ClusterState
+    plan: PlacementPlan
+    others: Mapping[str, tuple[Use, int]]
+
+
+def place(config: PlaitConfig, cluster: Path, *, policy: str = OURS, per_node: int = 0) -> Placed:
+    """Plan the replicas of a configuration on the cluster that a file describes, at most `per_node` of a deployment on
+    a node (0: any). Raises `PlaitError`."""
+    try:
+        demands = demands_of(config, per_node=per_node)
+        found = _planned(demands, cluster, policy)
+        others = {name: _planned(demands, cluster, name) for name in COMPARED if name != policy}
+    except PlacementError as error:
+        raise PlaitError(str(error)) from error
+    return Placed(
+        policy=policy,
+        state=found[0],
+        plan=found[1],
+        others={name: (it.after, len(it.unplaced)) for name, (_, it) in others.items()},
+    )
+
+
+def _planned(demands: Sequence[Demand], cluster: Path, policy: str) -> tuple[ClusterState, PlacementPlan]:
+    state = _read(cluster)
+    return state, plan(state, demands, make_policy(policy, demand_classes(demands)))
+
+
+def _read(cluster: Path) -> ClusterState:
+    try:
+        _, data = strict_yaml.parse(cluster.read_text(encoding="utf-8"), str(cluster))
+        return parse_cluster(data)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlaitError(f"{cluster} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except strict_yaml.NotYaml as error:
+        raise PlaitError(str(error)) from error
+    except PlacementError as error:
+        raise PlaitError(f"{cluster}: {error}") from error
+
+
+def demands_of(config: PlaitConfig, *, per_node: int = 0) -> list[Demand]:
+    """Return what each deployment asks Ray for; where the number of replicas follows the load, the max. Raises
+    `PlacementError` for what Ray refuses."""
+    return [
+        Demand(
+            name=one.name,
+            task=task_of(one.name, num_cpus=one.num_cpus, num_gpus=one.num_gpus, per_node=per_node),
+            replicas=one.max_replicas,
+        )
+        for one in reservations(config)
+    ]
+
+
+def rows_of(placed: Placed) -> list[tuple[str, ...]]:
+    """Return the table of a plan: one line for each deployment and node, the heading first."""
+    counted: dict[tuple[str, str, str], list[str]] = {}
+    nodes = placed.state.nodes
+    for each in placed.plan.assigned:
+        task = each.demand.task
+        needs = f"{task.cpu_milli / WHOLE:g}", f"{task.total_milli / WHOLE:g}"
+        node = "no room" if each.at is None else nodes[each.at.node].name
+        model = "" if each.at is None else nodes[each.at.node].gpu_model
+        devices = [] if each.at is None else [str(device) for device in each.at.devices]
+        found = counted.setdefault((each.demand.name, node, model), [*needs, "0", ""])
+        found[2] = str(int(found[2]) + 1)
+        found[3] = " ".join(filter(None, [found[3], "+".join(devices)]))
+    heading: tuple[str, ...] = ("deployment", "node", "GPU model", "replicas", "CPUs each", "GPUs each", "devices")
+    return [heading, *((*key, count, cpus, gpus, devices) for key, (cpus, gpus, count, devices) in counted.items())]
+
+
+def uses_of(placed: Placed) -> list[tuple[str, ...]]:
+    """Return the table of the cluster's GPUs before and after, and after Ray's own ways; the heading first."""
+    rows: list[tuple[str, ...]] = [("GPUs", "in use", "idle", "stranded", "replicas without a place")]
+    ends: Sequence[tuple[str, Use, int]] = [
+        ("before", placed.plan.before, 0),
+        (f"after, {placed.policy}", placed.plan.after, len(placed.plan.unplaced)),
+        *((f"after, {name}", use, missing) for name, (use, missing) in placed.others.items()),
+    ]
+    for label, use, missing in ends:
+        figures = f"{use.gpus - use.idle:.2f}", f"{use.idle:.2f}", f"{use.stranded:.2f}"
+        rows.append((label, *figures, str(missing) if label != "before" else ""))
+    return rows
+
+
+def document_of(placed: Placed) -> dict[str, Any]:
+    """Return the plan as plain data. GPUs are in units of one."""
+    nodes, state, after = placed.state.nodes, placed.state, placed.plan.after
+    return {
+        "policy": placed.policy,
+        "before": _use(placed.plan.before),
+        "after": _use(after),
+        "compared": {name: {**_use(use), "unplaced": missing} for name, (use, missing) in placed.others.items()},
+        "unplaced": len(placed.plan.unplaced),
+        "replicas": [
+            {
+                "deployment": each.demand.name,
+                "replica": each.replica,
+                "node": None if each.at is None else nodes[each.at.node].name,
+                "devices": [] if each.at is None else list(each.at.devices),
+                "num_cpus": each.demand.task.cpu_milli / WHOLE,
+                "num_gpus": each.demand.task.total_milli / WHOLE,
+            }
+            for each in placed.plan.assigned
+        ],
+        "nodes": [
+            {
+                "name": node.name,
+                "gpu_model": node.gpu_model,
+                "idle_cpus": int(state.cpu[at]) / WHOLE,
+                "idle_gpus": [int(free) / WHOLE for free in state.devices[at, : node.gpus]],
+                "stranded_gpus": round(after.stranded_by_node[at], 6),
+            }
+            for at, node in enumerate(nodes)
+        ],
+    }
+
+
+def _use(use: Use) -> dict[str, Any]:
+    found = asdict(use)
+    del found["stranded_by_node"]
+    return {name: round(value, 6) for name, value in found.items()}

@@ -1,0 +1,184 @@
+"""``plait deploy place``: a plan as a table, a document and a drawing, or one sentence."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+from plait.cli.main import main
+from plait.config import load_config
+from plait.offline.placing import demands_of
+
+CLUSTER = """
+nodes:
+  - {name: gpu, count: 3, cpus: 16, memory_gib: 64, gpus: 4, gpu_model: L4, used: {gpus: [0.5]}}
+  - {name: host, cpus: 32, memory_gib: 64}
+totals: {gpus: 12}
+"""
+CONFIG = """
+images:
+  replicas: 3
+  num_cpus: 2
+  num_gpus: 0.8
+  controlnets:
+    edges: {folder: ./edges, replicas: 2, num_gpus: 0.2}
+recommend:
+  models:
+    shop:
+      folder: ./shop
+      cn: {replicas: {min: 1, max: 3}, num_cpus: 4}
+      hn: {replicas: 2, num_gpus: 1}
+    feed: {folder: ./feed, mode: whole, whole: {num_gpus: 2, num_cpus: 1}}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """A configuration and a cluster."""
+    config, cluster = tmp_path / "plait.yaml", tmp_path / "cluster.yaml"
+    config.write_text(CONFIG)
+    cluster.write_text(CLUSTER)
+    return config, cluster
+
+
+def place(files: tuple[Path, Path], *more: str) -> int:
+    """The command on these files."""
+    return main(["deploy", "place", str(files[0]), "--cluster", str(files[1]), *more])
+
+
+def test_demands_are_what_the_deployments_ask_ray_for(files):
+    """Names, CPUs, GPUs and replicas of every deployment; the max where the number follows the load."""
+    found = {
+        each.name: (each.task.cpu_milli, each.task.gpus, each.task.gpu_milli, each.replicas)
+        for each in demands_of(load_config(files[0]))
+    }
+    assert found == {
+        "ingress": (100, 0, 0, 1),
+        "engine": (2_000, 1, 800, 3),
+        "controlnet-edges": (400, 1, 200, 2),
+        "cn-shop": (4_000, 0, 0, 3),
+        "hn-shop": (200, 1, 1_000, 2),
+        "whole-feed": (1_000, 2, 1_000, 1),
+    }
+
+
+def test_demands_are_those_of_the_application(files):
+    """The application that Serve runs has these deployments, with these resources."""
+    from plait.app import application
+
+    config = load_config(files[0], overrides=["recommend=null"])
+    wanted = {each.name: (each.task.cpu_milli, each.task.total_milli, each.replicas) for each in demands_of(config)}
+    found = {}
+    todo = [application(config)]
+    while todo:
+        bound = todo.pop()._bound_deployment
+        options = bound.ray_actor_options or {}
+        cpus, gpus = options.get("num_cpus", 1), options.get("num_gpus", 0) or 0
+        found[bound.name] = (round(1000 * cpus), round(1000 * gpus), bound.num_replicas)
+        values = [*bound.init_args, *bound.init_kwargs.values()]
+        values += [each for value in values if isinstance(value, dict) for each in value.values()]
+        todo += [value for value in values if hasattr(value, "_bound_deployment")]
+    assert found == wanted
+
+
+def test_the_plan_is_a_table(files, capsys):
+    """A line for each deployment and node, and the use before and after, Ray's strategies included."""
+    assert place(files) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].split() == [
+        "deployment",
+        "node",
+        "GPU",
+        "model",
+        "replicas",
+        "CPUs",
+        "each",
+        "GPUs",
+        "each",
+        "devices",
+    ]
+    assert sum(line.startswith("hn-shop") for line in lines) >= 1
+    assert [line.split("  ")[0] for line in lines if line.startswith(("before", "after"))] == [
+        "before", "after, plait", "after, ray-pack", "after, ray-spread",
+    ]  # fmt: skip
+
+
+def test_the_document_has_every_replica(files, capsys):
+    """Nothing is on a device twice, and sums agree with what is idle."""
+    assert place(files, "--json", "--policy", "fgd") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["policy"] == "fgd"
+    assert len(document["replicas"]) == 12
+    assert document["unplaced"] == 0
+    used: dict[tuple[str, int], float] = {(f"gpu-{node}", 0): 0.5 for node in (1, 2, 3)}
+    for replica in document["replicas"]:
+        for device in replica["devices"]:
+            key = replica["node"], device
+            used[key] = used.get(key, 0) + replica["num_gpus"] / len(replica["devices"])
+    assert max(used.values()) <= 1 + 1e-9
+    assert sum(used.values()) == pytest.approx(12 - document["after"]["idle"])
+    assert sum(sum(node["idle_gpus"]) for node in document["nodes"]) == pytest.approx(document["after"]["idle"])
+    assert set(document["compared"]) == {"ray-pack", "ray-spread"}
+
+
+def test_the_drawing_is_written(files, tmp_path, capsys):
+    """An SVG with the names of both files."""
+    assert place(files, "--svg", str(tmp_path / "plan.svg")) == 0
+    text = (tmp_path / "plan.svg").read_text()
+    ET.fromstring(text)
+    assert "plait.yaml on cluster.yaml" in text
+    assert capsys.readouterr().out
+
+
+def test_replicas_are_kept_apart(files, capsys):
+    """With one replica of a deployment on a node, no two of any share one, whoever plans."""
+    assert place(files, "--json", "--per-node", "1") == 0
+    replicas = json.loads(capsys.readouterr().out)["replicas"]
+    where = [(replica["deployment"], replica["node"]) for replica in replicas]
+    assert len(set(where)) == len(where)
+
+
+def test_a_full_cluster_ends_with_1_and_the_plan(files, capsys):
+    """What has a place is shown; the others are counted."""
+    assert place(files, "--set", "images.replicas=19") == 1
+    out, err = capsys.readouterr()
+    assert "no room" in out
+    assert err.startswith("plait deploy: the cluster is too full for ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("cluster", "arguments", "sentence"),
+    [
+        (CLUSTER, ["--set", "images.num_gpus=5"], "engine: a replica needs 2 CPUs, 5 GPUs, and no node has that"),
+        (CLUSTER, ["--set", "images.num_gpus=1.5"], "engine: 1.5 GPUs; above 1 Ray takes whole numbers only"),
+        (CLUSTER, ["--set", "images.gpus=1"], "images.gpus"),
+        (CLUSTER, ["--policy", "tetris"], "there is no policy tetris"),
+        (CLUSTER, ["--svg", "/proc/nowhere/plan.svg"], "cannot be written"),
+        (CLUSTER.replace("gpus: 12", "gpus: 9"), [], "totals.gpus is 9, but the nodes add up to 12"),
+        (CLUSTER.replace("count: 3", "number: 3"), [], "unknown key number"),
+        ("nodes: [", [], "cluster.yaml"),
+        ("nodes: 1\nnodes: 2\n", [], "given twice"),
+    ],
+)
+def test_mistakes_are_one_sentence(files, capsys, cluster, arguments, sentence):
+    """On stderr, with exit code 1; nothing is printed."""
+    files[1].write_text(cluster)
+    assert place(files, *arguments) == 1
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plait deploy: ")
+    assert sentence in err
+    assert err.count("\n") == 1
+
+
+def test_a_missing_cluster_file_is_one_sentence(files, capsys):
+    """It is named."""
+    files[1].unlink()
+    assert place(files) == 1
+    assert "cluster.yaml cannot be read: No such file or directory" in capsys.readouterr().err

@@ -1,0 +1,172 @@
+"""Cluster files, plans and their drawing."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from plait_deploy.placement.cluster_file import parse_cluster
+from plait_deploy.placement.demands import Demand, demand_classes, task_of
+from plait_deploy.placement.drawing import DRAWN_NODES, draw
+from plait_deploy.placement.errors import ClusterError, NoRoomError, PlacementError, TaskError
+from plait_deploy.placement.plan import plan
+from plait_deploy.placement.policies import POLICIES, make_policy
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import ClusterNode, Task
+
+GROUP = {"name": "g", "cpus": 16, "memory_gib": 64, "gpus": 2, "gpu_model": "L4"}
+
+
+def test_a_cluster_file_is_read():
+    """Groups are numbered, and what others hold is taken on each node."""
+    state = parse_cluster(
+        {
+            "nodes": [
+                {**GROUP, "count": 2, "used": {"cpus": 4, "memory_gib": 16, "gpus": [0.25]}},
+                {"name": "h", "cpus": 0.5, "memory_gib": 1},
+            ],
+            "totals": {"nodes": 3, "cpus": 32.5, "memory_gib": 129, "gpus": 4},
+        }
+    )
+    assert [node.name for node in state.nodes] == ["g-1", "g-2", "h"]
+    assert state.devices.tolist() == [[750, 1000], [750, 1000], [0, 0]]
+    assert state.cpu.tolist() == [12_000, 12_000, 500]
+    assert state.memory.tolist() == [48 * 1024, 48 * 1024, 1024]
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (None, "the cluster: a mapping with the keys nodes, totals"),
+        ({"nodes": []}, "at least one group"),
+        ({"nodes": "g"}, "at least one group"),
+        ({"nodes": [GROUP], "racks": 2}, "unknown key racks"),
+        ({"nodes": [{**GROUP, "gpu": 2}]}, r"nodes\[0\]: unknown key gpu; there are name, count"),
+        ({"nodes": [{**GROUP, "cpus": "many"}]}, "group g: cpus: a number from 0 on, not 'many'"),
+        ({"nodes": [{**GROUP, "gpus": 1.5}]}, "gpus is a whole number, not 1.5"),
+        ({"nodes": [{**GROUP, "gpus": 65}]}, "64 at most"),
+        ({"nodes": [{**GROUP, "count": 0}]}, "count is 1 to"),
+        ({"nodes": [{**GROUP, "gpus": 0}]}, "gpu_model L4, but no gpus"),
+        ({"nodes": [{"name": "g", "cpus": 1}]}, "memory_gib is missing"),
+        ({"nodes": [{**GROUP, "name": ""}]}, r"nodes\[0\].name"),
+        ({"nodes": [GROUP, GROUP]}, "two nodes are named g"),
+        ({"nodes": [{**GROUP, "count": 20_000}, {**GROUP, "name": "h"}]}, "more than 20000 nodes"),
+        ({"nodes": [GROUP], "totals": {"gpus": 3}}, "totals.gpus is 3, but the nodes add up to 2"),
+        ({"nodes": [GROUP], "totals": {"cores": 3}}, "totals: unknown key cores"),
+        ({"nodes": [{**GROUP, "used": {"cpus": 17}}]}, "node g: used: more than the node has"),
+        ({"nodes": [{**GROUP, "used": {"gpus": [1, 1, 1]}}]}, "3 devices of 2"),
+        ({"nodes": [{**GROUP, "used": {"gpus": [1.5]}}]}, "1.5 of one GPU"),
+        ({"nodes": [{**GROUP, "used": {"gpus": 1}}]}, "a list with the part of each device"),
+        ({"nodes": [{**GROUP, "used": {"gpus": [-1]}}]}, "a number from 0 on"),
+    ],
+)
+def test_a_description_that_does_not_add_up_is_one_sentence(data, sentence):
+    """It names the group and what is wrong."""
+    with pytest.raises(ClusterError, match=sentence) as caught:
+        parse_cluster(data)
+    assert "\n" not in str(caught.value)
+
+
+def test_resources_become_tasks():
+    """Thousandths, rounded up; what Ray refuses is refused."""
+    assert task_of("a", num_cpus=0.1, num_gpus=0) == Task(cpu_milli=100)
+    assert task_of("a", num_cpus=1 / 3, num_gpus=1 / 3) == Task(cpu_milli=334, gpus=1, gpu_milli=334)
+    assert task_of("a", num_cpus=2, num_gpus=2.0) == Task(cpu_milli=2_000, gpus=2, gpu_milli=1_000)
+    with pytest.raises(TaskError, match=r"shop: 1\.5 GPUs"):
+        task_of("shop", num_cpus=1, num_gpus=1.5)
+
+
+def demand(name: str, replicas: int, *, cpus: float = 1, gpus: float = 0) -> Demand:
+    """Replicas with these resources."""
+    return Demand(name=name, task=task_of(name, num_cpus=cpus, num_gpus=gpus), replicas=replicas)
+
+
+@pytest.fixture
+def state() -> ClusterState:
+    """Two nodes of two GPUs."""
+    return parse_cluster({"nodes": [{**GROUP, "count": 2}]})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_plan_has_a_line_for_each_replica(state, policy):
+    """In the order of the configuration, although the widest are placed first; use adds up."""
+    demands = [demand("a", 3, gpus=0.5), demand("b", 1, gpus=2), demand("c", 2)]
+    made = plan(state, demands, make_policy(policy, demand_classes(demands)))
+    assert [(each.demand.name, each.replica) for each in made.assigned] == [
+        ("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1),
+    ]  # fmt: skip
+    assert made.unplaced == ()
+    assert (made.before.idle, made.after.idle, made.after.gpus) == (4.0, 0.5, 4)
+    assert made.after.stranded == pytest.approx(sum(made.after.stranded_by_node))
+
+
+def test_stranded_is_what_the_average_replica_could_not_use(state):
+    """0.4 beside each 0.6: of no use for another 0.6."""
+    demands = [demand("a", 4, gpus=0.6), demand("idle", 1)]
+    made = plan(state, demands, make_policy("plait", demand_classes(demands)))
+    assert made.before.stranded == 0
+    assert made.after.idle == made.after.stranded == pytest.approx(1.6)
+
+
+def test_a_full_cluster_leaves_replicas_without_a_place(state):
+    """They are named; the others have theirs."""
+    demands = [demand("a", 5, gpus=1)]
+    made = plan(state, demands, make_policy("plait", demand_classes(demands)))
+    assert [each.replica for each in made.unplaced] == [4]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "gpus", "needs"), [(1, 3, "1 CPU, 3 GPUs"), (17, 0.5, "17 CPUs, 0.5 GPU"), (99, 0, "99 CPUs")]
+)
+def test_a_replica_that_fits_no_node_is_refused_before_anything_is_placed(state, cpus, gpus, needs):
+    """One sentence with what it needs."""
+    demands = [demand("a", 1, gpus=1), demand("big", 1, cpus=cpus, gpus=gpus)]
+    with pytest.raises(NoRoomError, match=f"big: a replica needs {needs}, and no node"):
+        plan(state, demands, make_policy("first-fit", ()))
+    assert state.clock == 0
+
+
+def test_nothing_to_place_is_a_sentence(state):
+    """An empty configuration is a mistake."""
+    with pytest.raises(PlacementError, match="no replica"):
+        plan(state, [demand("a", 0)], make_policy("first-fit", ()))
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def test_the_drawing_shows_every_node_and_demand():
+    """It is XML, has a title for each node, a colour for each demand, and names are escaped."""
+    state = parse_cluster(
+        {"nodes": [{**GROUP, "count": 2, "used": {"gpus": [0.5]}}, {"name": "h", "cpus": 4, "memory_gib": 1}]}
+    )
+    demands = [demand("a<b&c", 3, gpus=0.5), demand("c", 2), demand("d", 9, gpus=1)]
+    made = plan(state, demands, make_policy("plait", demand_classes(demands)))
+    root = ET.fromstring(draw(state, made, title="x & y"))
+    titles = [title.text or "" for title in root.iter(f"{SVG}title")]
+    assert [title.split(":")[0] for title in titles] == ["g-1", "g-2", "h"]
+    texts = ["".join(text.itertext()) for text in root.iter(f"{SVG}text")]
+    assert "x & y" in texts
+    assert any(text.startswith("a<b&c") for text in texts)
+    assert any("not placed" in text for text in texts if text.startswith("d"))
+    box = [float(number) for number in root.attrib["viewBox"].split()]
+    for rect in root.iter(f"{SVG}rect"):
+        x, y, width, height = (float(rect.get(key, 0)) for key in ("x", "y", "width", "height"))
+        assert width >= 0
+        assert height >= 0
+        assert x + width <= box[2] + 0.1
+        assert y + height <= box[3] + 0.1
+
+
+def test_a_large_cluster_is_drawn_in_part():
+    """And the drawing says so; it stays small enough for a browser."""
+    state = ClusterState(
+        [ClusterNode(name=str(at), cpu_milli=1_000, memory_mib=0, gpus=4) for at in range(DRAWN_NODES + 9)]
+    )
+    demands = [demand("a", 700, cpus=0.1, gpus=0.6)]
+    made = plan(state, demands, make_policy("plait", demand_classes(demands)))
+    text = draw(state, made, title="large")
+    assert f"The {DRAWN_NODES} of {DRAWN_NODES + 9} nodes" in text
+    assert text.count("<g>") == DRAWN_NODES
+    assert len(text) < 1_000_000
