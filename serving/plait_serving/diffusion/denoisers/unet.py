@@ -168,8 +168,8 @@ class UNetDenoiser:
         """Compute the encoder half; return its output, and what computes the decoder half from it."""
         with self._threads(compiled):
             text, embedding = self._constants(calls, sample, layout)
-            first, second = self._factors.of([call.loras for call in calls], layout)
             if compiled is not None:
+                first, second = self._factors.of([call.loras for call in calls], layout)
                 half = compiled.encode(sample, embedding, text, first)
                 return half, partial(compiled.decode, half, second)
             self._load_weights()
