@@ -3,7 +3,8 @@
 One model with dynamic axes serves every shape and holds one copy of the weights. A model compiled for one shape holds
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
-numbers of rows; a call of another number is filled up with rows of zeros.
+numbers of rows; a call of another number is filled up with rows of zeros, and takes the model for somewhat more rows
+while there is none for its own.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled dynamic model runs the probe before
@@ -41,6 +42,9 @@ _SHARE_OF_COMPILING = 0.5
 # Measured at the starter's size, for half a UNet (10 MiB of weights), without weights and factors: 31 to 53 MiB without
 # factors, 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own factors of 7 to 79 MiB.
 _HELD_BY_A_COPY_BYTES = 64 << 20
+_MOST_ROWS_ADDED = 1.5
+"""How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
+
 _CALLS_TO_WAIT = 100
 """Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
 
@@ -85,7 +89,7 @@ class _Compiled:
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """How often a shape ran on the dynamic model, and for how long."""
+    """How often a shape ran without a model of its own, and the seconds of it that one could save."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -156,7 +160,8 @@ class OpenVinoProgram:
         compiled, seen = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
         started_s = time.perf_counter()
         outputs = self._infer(compiled, wide, factors)
-        seen.seconds += time.perf_counter() - started_s
+        needless = 1 - filled_up(rows) / compiled.rows if compiled.rows else 1
+        seen.seconds += needless * (time.perf_counter() - started_s)
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
@@ -222,16 +227,34 @@ class OpenVinoProgram:
                 return special, _Seen()
             if self._held_bytes(shapes) > self._specialise_bytes:
                 return self._dynamic, _Seen()
-            seen = self._seen.setdefault(shapes, _Seen())
-            self._seen.move_to_end(shapes)
-            if len(self._seen) > _MAX_SEEN:
-                self._seen.popitem(last=False)
-            seen.calls += 1
-            self._settled = seen.calls > _CALLS_TO_WAIT
+            seen = self._count(shapes)
+            larger = self._larger(shapes)
+            self._settled = larger is not None or seen.calls > _CALLS_TO_WAIT
             recurs = seen.calls >= _CALLS_BEFORE_SPECIALISING
             if recurs and seen.seconds >= _SHARE_OF_COMPILING * self._compile_s and self._worker is None:
                 self._worker = background.start("plait-compile", functools.partial(self._specialise, shapes))
-        return self._dynamic, seen
+        return larger or self._dynamic, seen
+
+    def _count(self, shapes: Shapes) -> _Seen:
+        """Count a call with these shapes; return their account."""
+        seen = self._seen.setdefault(shapes, _Seen())
+        self._seen.move_to_end(shapes)
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
+        seen.calls += 1
+        return seen
+
+    def _larger(self, shapes: Shapes) -> _Compiled | None:
+        """Return the model with the fewest rows that a call with these shapes can be filled up to, unless that is as
+        slow as the dynamic model."""
+        rows = shapes[0][0]
+        for more in range(rows + 1, int(rows * _MOST_ROWS_ADDED) + 1):
+            larger = _with_rows(shapes, more)
+            compiled = self._special.get(larger)
+            if compiled is not None and compiled.rows:
+                self._special.move_to_end(larger)
+                return compiled
+        return None
 
     def _shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> Shapes:
         """Return the inputs' shapes, then the factors' rows, then every layer's rank."""
@@ -268,6 +291,12 @@ class OpenVinoProgram:
                 self._special.popitem(last=False)
             self._seen.pop(shapes, None)
             self._special[shapes] = compiled
+
+
+def _with_rows(shapes: Shapes, rows: int) -> Shapes:
+    """Return the shapes of a call with other rows."""
+    *inputs, (given,), ranks = shapes
+    return (*((rows, *size[1:]) for size in inputs), (1 if given == 1 else rows,), ranks)
 
 
 def _filled(value: torch.Tensor, rows: int) -> torch.Tensor:

@@ -6,9 +6,8 @@ A set of several LoRAs is their factors side by side: A = [A1 | A2], B = [c1 B1;
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 
@@ -23,21 +22,39 @@ LoadedSet: TypeAlias = tuple[tuple[LoraWeights, float], ...]
 PerProgram: TypeAlias = tuple[RowFactors | None, ...]
 """The factors of a batch for each program: of its own layers only; None where no row has any."""
 
+SetKey: TypeAlias = tuple[tuple[int, float], ...]
+"""A set's files, by token, with their scales."""
+
+Pairs: TypeAlias = Mapping[str, Factors]
+"""One set's A and B of each layer, without rows."""
+
+Ranks: TypeAlias = Mapping[str, int]
+"""The rank of each layer that has factors."""
+
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
-_KEPT_BATCHES = 4
-_KEPT_BYTES = 256 << 20  # of all but the latest batch: sixteen images of sets of their own can hold more
+_LARGEST_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape of earlier ones
+_KEPT_BATCHES, _KEPT_SETS = 4, 64
+_KEPT_BYTES = 256 << 20  # of all but the latest: sixteen images of sets of their own can hold more
 _COMPONENT = "unet"
 
+_V = TypeVar("_V")
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Stored:
-    factors: PerProgram
-    owners: tuple[LoadedSet, ...]
 
-    @property
-    def nbytes(self) -> int:
-        pairs = [pair for part in self.factors if part is not None for pair in part.by_path.values()]
-        return sum(first.nbytes + second.nbytes for first, second in pairs)
+class _Kept(Generic[_V]):
+    """The latest values by key: so many at most, and so many bytes of all but the newest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._found: OrderedDict[tuple[object, ...], tuple[_V, int]] = OrderedDict()
+
+    def get(self, key: tuple[object, ...], make: Callable[[], tuple[_V, int]]) -> _V:
+        """Return the value of a key; `make` returns it with its bytes."""
+        if key not in self._found:
+            while len(self._found) >= self._most or sum(size for _, size in self._found.values()) > _KEPT_BYTES:
+                self._found.popitem(last=False)
+            self._found[key] = make()
+        self._found.move_to_end(key)
+        return self._found[key][0]
 
 
 class FactorStore:
@@ -48,7 +65,9 @@ class FactorStore:
         self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
         self._layers = {layer.path: layer for layers in programs for layer in layers}
         self._taken: dict[int, bool] = {}
-        self._known: OrderedDict[tuple[object, ...], _Stored] = OrderedDict()
+        self._widest: Ranks = {}
+        self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES)
+        self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS)
 
     def takes(self, weights: LoraWeights) -> bool:
         """Return whether every UNet layer that a file changes is adapted."""
@@ -65,25 +84,45 @@ class FactorStore:
         """Return the factors of a batch of requests with these sets."""
         if not any(sets):
             return (None,) * len(self._programs)
-        key = (layout.counts, layout.branches, *(tuple((_token(file), scale) for file, scale in one) for one in sets))
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key].factors
-        while len(self._known) >= _KEPT_BATCHES or sum(one.nbytes for one in self._known.values()) > _KEPT_BYTES:
-            self._known.popitem(last=False)
-        self._known[key] = _Stored(self._build(sets, layout), tuple(sets))
-        return self._known[key].factors
+        key = (layout.counts, layout.branches, *map(_key, sets))
+        return self._batches.get(key, lambda: self._build(sets, layout))
 
-    def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> PerProgram:
-        rows = layout.images * layout.branches
-        if all(one == sets[0] for one in sets):
-            terms, whose = [_by_path(sets[0])], [[slice(0, 1)]]
+    def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> tuple[PerProgram, int]:
+        """Return the factors of a batch, and their bytes."""
+        distinct = list({_key(one): one for one in sets}.values())
+        ranks = _padded([_ranks(one) for one in distinct])
+        if len(distinct) == 1:
+            rows_of = [_key(sets[0])]
         else:
-            terms, whose = [_by_path(one) for one in sets], [layout.rows(k) for k in range(len(sets))]
-        paths = dict.fromkeys(path for one in terms for path in one)
-        stacked = {path: _stack(self._layers[path], [one.get(path, []) for one in terms], whose) for path in paths}
-        parts = ({path: pair for path, pair in stacked.items() if path in own} for own in self._programs)
-        return tuple(RowFactors(rows=rows, by_path=part) if part else None for part in parts)
+            ranks = self._widest = self._wide(ranks)
+            rows_of = _by_row(sets, layout)
+        pairs = {_key(one): self._pairs_of(one, ranks) for one in distinct}
+        by_path = {path: _stacked([pairs[key][path] for key in rows_of]) for path in ranks}
+        rows = layout.images * layout.branches
+        parts = ({path: pair for path, pair in by_path.items() if path in own} for own in self._programs)
+        factors = tuple(RowFactors(rows=rows, by_path=part) if part else None for part in parts)
+        return factors, 4 * len(rows_of) * self._numbers(ranks)
+
+    def _wide(self, ranks: Ranks) -> Ranks:
+        """Return ranks that hold these and those of earlier mixed batches, so that few shapes occur; just these where
+        that would be much more to compute."""
+        paths = dict.fromkeys([*self._widest, *ranks])
+        joined = {path: max(self._widest.get(path, 0), ranks.get(path, 0)) for path in paths}
+        return joined if self._numbers(joined) <= _LARGEST_EXCESS * self._numbers(ranks) else ranks
+
+    def _numbers(self, ranks: Ranks) -> int:
+        """Return how many numbers one row's factors are."""
+        return sum(rank * (self._layers[path].width_in + self._layers[path].width_out) for path, rank in ranks.items())
+
+    def _pairs_of(self, one: LoadedSet, ranks: Ranks) -> Pairs:
+        """Return a set's A `(in, r)` and B `(r, out)` of each layer; zeros where the set has nothing."""
+
+        def make() -> tuple[Pairs, int]:
+            terms = _by_path(one)
+            pairs = {path: _pair(self._layers[path], terms.get(path, ()), rank) for path, rank in ranks.items()}
+            return pairs, 4 * self._numbers(ranks)
+
+        return self._sets.get((_key(one), tuple(ranks.items())), make)
 
 
 def _token(weights: LoraWeights) -> int:
@@ -103,21 +142,36 @@ def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[Factor, float]]]:
     return terms
 
 
-def _stack(
-    layer: AdaptedLayer, terms: Sequence[Sequence[tuple[Factor, float]]], whose: Sequence[Sequence[slice]]
-) -> Factors:
-    """Return one layer's A and B: of each set the terms, in the rows that are its own."""
-    rows = max(own.stop for rows in whose for own in rows)
-    needed = max(sum(factor.rank for factor, _ in one) for one in terms)
-    rank = -(-needed // _RANK_STEP) * _RANK_STEP
-    first, second = torch.zeros(rows, layer.width_in, rank), torch.zeros(rows, rank, layer.width_out)
-    for one, places in zip(terms, whose, strict=True):
-        start = 0
-        for factor, c in one:
-            part = slice(start, start + factor.rank)
-            down, up = factor.down.to(torch.float32).T, factor.up.to(torch.float32).T * c
-            for own in places:
-                first[own, :, part] = down
-                second[own, part, :] = up
-            start += factor.rank
+def _key(one: LoadedSet) -> SetKey:
+    return tuple((_token(file), scale) for file, scale in one)
+
+
+def _by_row(sets: Sequence[LoadedSet], layout: BatchLayout) -> list[SetKey]:
+    """Return each row's set."""
+    keys = [_key(one) for one in sets]
+    return [key for key, count in zip(keys, layout.counts, strict=True) for _ in range(count)] * layout.branches
+
+
+def _ranks(one: LoadedSet) -> Ranks:
+    return {path: sum(factor.rank for factor, _ in terms) for path, terms in _by_path(one).items()}
+
+
+def _padded(ranks: Sequence[Ranks]) -> Ranks:
+    """Return the largest of each layer's ranks, padded."""
+    paths = dict.fromkeys(path for one in ranks for path in one)
+    return {path: -(-max(one.get(path, 0) for one in ranks) // _RANK_STEP) * _RANK_STEP for path in paths}
+
+
+def _pair(layer: AdaptedLayer, terms: Sequence[tuple[Factor, float]], rank: int) -> Factors:
+    first, second = torch.zeros(layer.width_in, rank), torch.zeros(rank, layer.width_out)
+    start = 0
+    for factor, c in terms:
+        part = slice(start, start + factor.rank)
+        first[:, part] = factor.down.T
+        torch.mul(factor.up.to(torch.float32).T, c, out=second[part])
+        start += factor.rank
     return first, second
+
+
+def _stacked(pairs: Sequence[Factors]) -> Factors:
+    return torch.stack([first for first, _ in pairs]), torch.stack([second for _, second in pairs])

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -264,6 +265,38 @@ def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
     for _ in range(4):
         program.run(inputs, RowFactors(rows=24, by_path=shared.by_path))
     wait_compiled(program, 1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_call_takes_the_model_for_somewhat_more_rows(converted, block, monkeypatch, shared):
+    """While there is none for its own rows: filled up to them, with the right answer, and only what it computes in
+    vain counts for a model of its own. Many more rows, or other ranks, run on the dynamic model."""
+    program = openvino_at(converted).open("k")
+
+    def run(rows: int, rank: int = 2) -> None:
+        inputs = small_inputs(rows, 4, 4)
+        own = small_factors([{"point": rank}] * (1 if shared else rows))
+        factors = RowFactors(rows=rows, by_path=own.by_path)
+        found = program.run(inputs, factors)
+        for got, wanted in zip(found, by_hand(block, inputs, factors), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, check_dtype=False)
+
+    for _ in range(2):
+        run(32)
+    wait_compiled(program, 1)
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 1e9)
+    (larger,) = program._special.values()
+    started_s = time.perf_counter()
+    run(23)
+    assert (larger.bound_rows, program.settled) == (32, True)
+    assert 0 < next(reversed(program._seen.values())).seconds < (time.perf_counter() - started_s) / 4
+    larger.bound_rows = -1
+    for rows, rank in ((12, 2), (23, 9)):
+        run(rows, rank)
+        assert (larger.bound_rows, program.settled) == (-1, False)
+    program._compile_s = 0.0
+    run(24)
+    wait_compiled(program, 2)
 
 
 def test_shapes_that_hardly_recur_are_not_compiled(converted):

@@ -103,6 +103,26 @@ def test_ranks_are_padded_to_few_sizes(store):
     assert store.of([((ONE, 1.0), (TWO, 1.0))], layout(1))[0].by_path["unet.down"][0].shape[2] == 16
 
 
+def test_mixed_batches_keep_the_ranks_of_earlier_ones(store):
+    """So that few shapes occur; unless they are much larger, and never in a batch of one set."""
+    wide, narrow, slim = (lora(f"of {rank}", down=factor(6, 4, rank, alpha=1.0, seed=rank)) for rank in (20, 10, 3))
+
+    def ranks(*files: LoadedLora) -> int:
+        sets = [((file, 1.0),) for file in files]
+        found = store.of(sets, layout(*[1] * len(files)))[0].by_path["unet.down"]
+        for k, file in enumerate(files if len(found[0]) > 1 else files[:1]):
+            (one,) = file.factors.values()
+            torch.testing.assert_close(found[0][k] @ found[1][k], delta(one, 1.0))
+        return found[0].shape[2]
+
+    assert ranks(narrow, slim) == 16
+    assert ranks(wide, slim) == 24
+    assert ranks(slim, narrow) == 24
+    assert ranks(narrow, narrow) == 16
+    assert ranks(slim, lora("another", down=DOWN_A)) == 8
+    assert ranks(slim, narrow, slim) == 16, "forgotten: they were three times as large as what came last"
+
+
 def test_a_program_without_factors_gets_none(store):
     """No set at all, or none that touches its layers: nothing to bind."""
     assert store.of([(), ()], layout(1, 1)) == (None, None)
