@@ -91,6 +91,10 @@ class Edit:
     strength: float = 1.0
     overlay: bool = True
 
+    def steps_of(self, steps: int) -> int:
+        """Return how many of a schedule's steps run, the last ones (diffusers' rule)."""
+        return min(int(steps * self.strength), steps)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
@@ -144,8 +148,8 @@ class ImageRequest:
 
     @property
     def first_step(self) -> int:
-        """The step of the schedule that it begins with: an edit leaves out the noisiest ones (diffusers' rule)."""
-        return 0 if self.edit is None else self.steps - min(int(self.steps * self.edit.strength), self.steps)
+        """The step of the schedule that it begins with: an edit leaves out the noisiest ones."""
+        return 0 if self.edit is None else self.steps - self.edit.steps_of(self.steps)
 
     @property
     def run_steps(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, LoraPolicy, Scheduler
@@ -168,6 +168,35 @@ class GenerationBody(StrictBody):
         return names
 
 
+Upload = Annotated[str | bytes, Field(min_length=1, repr=False), WithJsonSchema({"type": "string", "minLength": 1})]
+"""Base64 (or a data URL) of a PNG, JPEG or WebP; in a form the file itself."""
+
+
+class EditBody(GenerationBody):
+    """`POST /v1/images/edits`: a generation that starts from an image. As JSON, or as a form like OpenAI's.
+
+    Without `size` the output has the image's own, rounded down to what the model takes; else the image is stretched.
+    """
+
+    image: Annotated[Upload, Field(description="base64 of a PNG, JPEG or WebP; without a mask, what is transparent in "
+                                   "it is made anew, and everything if nothing is")]  # fmt: skip
+    mask: Annotated[Upload | None, Field(description="of the image's size; what is transparent in it is made anew, or, "
+                                         "if nothing is, what is white")] = None  # fmt: skip
+    strength: Annotated[
+        float, Field(gt=0.0, le=1.0, description="share of the steps that run; unset: 1 with a mask, else 0.8")
+    ] | None = None
+    overlay: Annotated[
+        bool, Field(description="put the image's own pixels back outside of the mask; unset: true")
+    ] | None = None
+
+    input_fidelity: Any = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were given but do not apply."""
+        return super().ignored if self.input_fidelity is None else [*super().ignored, "input_fidelity"]
+
+
 class ImageData(BaseModel):
     """One image. `seed` reproduces it; `flagged`: the safety checker blacked it out."""
 
@@ -205,3 +234,9 @@ class GenerationResponse(BaseModel):
     lora_free_steps: int
     timings: TimingsBody
     ignored: list[str]
+
+
+class EditResponse(GenerationResponse):
+    """A `GenerationResponse` with what an edit adds; `num_inference_steps` is the schedule's, of which a share runs."""
+
+    strength: float
