@@ -163,8 +163,8 @@ def edits_of(request: ImageRequest) -> str:
 
 
 def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Tensor:
-    """Latents of a stock pipeline (or what ``output_type`` in ``extra`` asks for). Edits are run seed by seed: diffusers
-    inpaints n images with the first one's sample of the image's latents."""
+    """Latents of a stock pipeline (or what ``output_type`` in ``extra`` asks for). Edits are run seed by seed:
+    diffusers inpaints n images with the first one's sample of the image's latents."""
     if request.edit is not None and request.n > 1:
         alone = [replace(request, n=1, seed=seed) for seed in request.seeds]
         return torch.cat([run_pipeline(pipeline, one, **extra) for one in alone])

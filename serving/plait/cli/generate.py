@@ -30,7 +30,8 @@ def generate(
     ] = False,
     image: Annotated[Path | None, typer.Option(help="start from this image")] = None,
     mask: Annotated[
-        Path | None, typer.Option(help="change only what is transparent in this image, or, if nothing is, what is white")
+        Path | None,
+        typer.Option(help="change only what is transparent in this image, or, if nothing is, what is white"),
     ] = None,
     strength: Annotated[
         float | None, typer.Option(help="share of the steps that run: how far to go from --image")

@@ -103,8 +103,8 @@ def parse_order(
     controlnets: Sequence[str] = (),
     preprocess: bool = False,
 ) -> ImageOrder:
-    """Check everything that can be checked before a model is loaded. Reads the control images, and the files of `edits`:
-    `image` to start from, `mask`, and a `strength`. Raises `OrderError`."""
+    """Check everything that can be checked before a model is loaded. Reads the control images, and the files of
+    `edits`: the `image` to start from and a `mask`, beside a `strength`. Raises `OrderError`."""
     output_format = SUFFIXES.get(output.suffix.lower())
     if output_format is None:
         raise OrderError(f"--output: {output.name} must end in {', '.join(SUFFIXES)}")

@@ -101,8 +101,9 @@ class Stepper:
         these weights; return whether the unit is ready to step.
 
         Encoding ends at the first text encoder call that ends after `until_s`, to go on with the next `prepare`; few
-        calls are made at once. No image is begun after `until_s`. A bounded-asynchronous set that touches the text encoder gives the prompt a second
-        encoding at step k: which text a step sees depends on k alone, never on when the file arrived.
+        calls are made at once. No image is begun after `until_s`. A bounded-asynchronous set that touches the text
+        encoder gives the prompt a second encoding at step k: which text a step sees depends on k alone, never on when
+        the file arrived.
         """
         started_s, merged_s, ready = self._clock(), 0.0, True
         request = unit.job.request

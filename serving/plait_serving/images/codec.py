@@ -21,7 +21,6 @@ from PIL import Image, ImageOps, PngImagePlugin
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.values import GreyImage, RgbImage
 
-
 T = TypeVar("T")
 
 

@@ -38,9 +38,7 @@ class Blend:
         return (1 - self.mask) * kept + self.mask * made
 
 
-def overlaid(
-    images: tuple[RgbImage, ...], flagged: Sequence[bool], edit: Edit | None
-) -> tuple[RgbImage, ...]:
+def overlaid(images: tuple[RgbImage, ...], flagged: Sequence[bool], edit: Edit | None) -> tuple[RgbImage, ...]:
     """Return images with the edit's own pixels outside its mask, mixed where the mask is grey; flagged ones, which are
     black, as they are."""
     if edit is None or edit.mask is None or not edit.overlay:

@@ -5,8 +5,9 @@ masked image's latents (diffusers takes that for every mask, whether or not the 
 an image once, for all images of a request: only the samples differ. n images are those of n requests; diffusers' own
 Inpaint pipelines sample the image of all n with the first generator.
 
-Legend: c, h, w latents; n images of a unit. Written after diffusers 0.42.1, `prepare_latents` and `prepare_mask_latents`
-of `pipelines/stable_diffusion/pipeline_stable_diffusion_{img2img,inpaint}.py` and their XL twins (Apache-2.0).
+Legend: c, h, w latents; n images of a unit. Written after diffusers 0.42.1, `prepare_latents` and
+`prepare_mask_latents` of `pipelines/stable_diffusion/pipeline_stable_diffusion_{img2img,inpaint}.py` and their XL twins
+(Apache-2.0).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, LoraPolicy, Scheduler
@@ -81,6 +81,12 @@ def _bool_or_name(value: object) -> object:
     if isinstance(value, str):
         return _name(value)
     raise PydanticCustomError("preprocess", "true, false or the name of a preprocessor")
+
+
+def _upload(value: object) -> object:
+    if isinstance(value, str | bytes) and value:
+        return value
+    raise PydanticCustomError("upload", "a file, or in JSON its base64")
 
 
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARS), AfterValidator(_printable)]
@@ -168,7 +174,9 @@ class GenerationBody(StrictBody):
         return names
 
 
-Upload = Annotated[str | bytes, Field(min_length=1, repr=False), WithJsonSchema({"type": "string", "minLength": 1})]
+Upload = Annotated[
+    str | bytes, PlainValidator(_upload), Field(repr=False), WithJsonSchema({"type": "string", "minLength": 1})
+]
 """Base64 (or a data URL) of a PNG, JPEG or WebP; in a form the file itself."""
 
 
@@ -182,12 +190,15 @@ class EditBody(GenerationBody):
                                    "it is made anew, and everything if nothing is")]  # fmt: skip
     mask: Annotated[Upload | None, Field(description="of the image's size; what is transparent in it is made anew, or, "
                                          "if nothing is, what is white")] = None  # fmt: skip
-    strength: Annotated[
-        float, Field(gt=0.0, le=1.0, description="share of the steps that run; unset: 1 with a mask, else 0.8")
-    ] | None = None
-    overlay: Annotated[
-        bool, Field(description="put the image's own pixels back outside of the mask; unset: true")
-    ] | None = None
+    strength: (
+        Annotated[
+            float, Field(gt=0.0, le=1.0, description="share of the steps that run; unset: 1 with a mask, else 0.8")
+        ]
+        | None
+    ) = None
+    overlay: (
+        Annotated[bool, Field(description="put the image's own pixels back outside of the mask; unset: true")] | None
+    ) = None
 
     input_fidelity: Any = None
 
