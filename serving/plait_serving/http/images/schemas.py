@@ -174,7 +174,7 @@ class GenerationBody(StrictBody):
         return names
 
 
-Upload = Annotated[
+ImageFile = Annotated[
     str | bytes, PlainValidator(_upload), Field(repr=False), WithJsonSchema({"type": "string", "minLength": 1})
 ]
 """Base64 (or a data URL) of a PNG, JPEG or WebP; in a form the file itself."""
@@ -186,9 +186,9 @@ class EditBody(GenerationBody):
     Without `size` the output has the image's own, rounded down to what the model takes; else the image is stretched.
     """
 
-    image: Annotated[Upload, Field(description="base64 of a PNG, JPEG or WebP; without a mask, what is transparent in "
+    image: Annotated[ImageFile, Field(description="base64 of a PNG, JPEG or WebP; without a mask, what is transparent in "
                                    "it is made anew, and everything if nothing is")]  # fmt: skip
-    mask: Annotated[Upload | None, Field(description="of the image's size; what is transparent in it is made anew, or, "
+    mask: Annotated[ImageFile | None, Field(description="of the image's size; what is transparent in it is made anew, or, "
                                          "if nothing is, what is white")] = None  # fmt: skip
     strength: (
         Annotated[
