@@ -94,7 +94,7 @@ def decode_layers(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[RgbI
     def layers(pil_image: Image.Image) -> tuple[RgbImage, GreyImage | None]:
         image = ImageOps.exif_transpose(pil_image)
         rgb = np.array(_to_rgb(image, "white"), dtype=np.uint8)
-        if not image.has_transparency_data:
+        if image.mode.startswith("I") or not image.has_transparency_data:
             return rgb, None
         clear = 255 - np.array(image.convert("RGBA").getchannel("A"), dtype=np.uint8)
         return rgb, clear if clear.max() >= 128 else None
