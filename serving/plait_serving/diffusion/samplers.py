@@ -81,7 +81,8 @@ class Sampler:
 
     def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return standard normal `(n, c, h, w)`; image i is drawn from its own generator, which moves on."""
-        return randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=dtype or self._dtype)
+        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=dtype or self._dtype)
+        return cast("torch.Tensor", noise)
 
     def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Return `(n, c, h, w)` noise, drawn or given, at the schedule's initial level."""

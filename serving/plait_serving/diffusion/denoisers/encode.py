@@ -26,9 +26,9 @@ def encode_image(bundle: Bundle, pixels: torch.Tensor) -> Posterior:
     factor: torch.Tensor | float = float(config.scaling_factor)
     if bundle.family is Family.SDXL and mean is not None and deviation is not None:
         shape = (1, distribution.mean.shape[1], 1, 1)
-        made = {"device": bundle.device, "dtype": bundle.dtype}
-        centre = torch.tensor(mean, **made).view(shape)
-        factor = config.scaling_factor / torch.tensor(deviation, **made).view(shape)
+        centre = torch.tensor(mean, device=bundle.device, dtype=bundle.dtype).view(shape)
+        spread = torch.tensor(deviation, device=bundle.device, dtype=bundle.dtype).view(shape)
+        factor = config.scaling_factor / spread
     return Posterior(
         mean=distribution.mean, deviation=distribution.std, centre=centre, factor=factor, dtype=bundle.dtype
     )

@@ -174,9 +174,7 @@ class GenerationBody(StrictBody):
         return names
 
 
-ImageFile = Annotated[
-    str | bytes, PlainValidator(_upload), Field(repr=False), WithJsonSchema({"type": "string", "minLength": 1})
-]
+ImageFile = Annotated[str | bytes, PlainValidator(_upload), WithJsonSchema({"type": "string", "minLength": 1})]
 """Base64 (or a data URL) of a PNG, JPEG or WebP; in a form the file itself."""
 
 
@@ -186,10 +184,12 @@ class EditBody(GenerationBody):
     Without `size` the output has the image's own, rounded down to what the model takes; else the image is stretched.
     """
 
-    image: Annotated[ImageFile, Field(description="base64 of a PNG, JPEG or WebP; without a mask, what is transparent in "
-                                   "it is made anew, and everything if nothing is")]  # fmt: skip
-    mask: Annotated[ImageFile | None, Field(description="of the image's size; what is transparent in it is made anew, or, "
-                                         "if nothing is, what is white")] = None  # fmt: skip
+    image: ImageFile = Field(
+        repr=False, description="PNG, JPEG or WebP; without a mask its transparent pixels are made anew, or all of them"
+    )
+    mask: ImageFile | None = Field(
+        None, repr=False, description="of the image's size; its transparent pixels are made anew, or its white ones"
+    )
     strength: (
         Annotated[
             float, Field(gt=0.0, le=1.0, description="share of the steps that run; unset: 1 with a mask, else 0.8")
