@@ -37,7 +37,7 @@ class Conditioning:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Posterior:
+class EncodedImage:
     """What the VAE's encoder says of an image: its latents are normally distributed, each value on its own.
 
     `mean` and `deviation` are `(1, c, h, w)`; the UNet's latents are `(z - centre) * factor`.
@@ -205,7 +205,7 @@ class Denoiser(Protocol):
     def inpaints(self) -> bool:
         """Whether every call needs `extra`: mask `(n, 1, h, w)` and latents of the masked image `(n, c, h, w)`."""
 
-    def encode(self, pixels: torch.Tensor) -> Posterior:
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1]."""
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
-from plait_serving.diffusion.protocols import Conditioning, LoraLease, LoraWeights, Posterior, StepCall
+from plait_serving.diffusion.protocols import Conditioning, EncodedImage, LoraLease, LoraWeights, StepCall
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
@@ -274,10 +274,10 @@ class FakeDenoiser:
 
     inpaints = False
 
-    def encode(self, pixels: torch.Tensor) -> Posterior:
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Return the red of every eighth pixel, 0 to 255, as latents without deviation."""
         mean = (pixels[:, :1, ::8, ::8] + 1) * 127.5
-        return Posterior(mean=mean, deviation=torch.zeros_like(mean), centre=0.0, factor=1.0, dtype=mean.dtype)
+        return EncodedImage(mean=mean, deviation=torch.zeros_like(mean), centre=0.0, factor=1.0, dtype=mean.dtype)
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Return `latents / 255` in all three channels, eight times as large: pixel values are the latents' values."""

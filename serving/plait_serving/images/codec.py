@@ -114,7 +114,9 @@ def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, in
 
     def upright(image: Image.Image) -> tuple[int, int]:
         width, height = image.size
-        return (height, width) if image.getexif().get(_ORIENTATION, 1) >= _LYING else (width, height)
+        known = image.format != "PNG" or "exif" in image.info  # Pillow decodes all of a PNG to look behind the pixels
+        lies = known and image.getexif().get(_ORIENTATION, 1) >= _LYING
+        return (height, width) if lies else (width, height)
 
     return _opened(raw, upright, param=param, limits=limits)
 

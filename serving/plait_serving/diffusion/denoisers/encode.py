@@ -8,10 +8,10 @@ import torch
 
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.model_config import Family
-from plait_serving.diffusion.protocols import Posterior
+from plait_serving.diffusion.protocols import EncodedImage
 
 
-def encode_image(bundle: Bundle, pixels: torch.Tensor) -> Posterior:
+def encode_image(bundle: Bundle, pixels: torch.Tensor) -> EncodedImage:
     """Encode `float32 (1, 3, H, W)` in [-1, 1] with torch. Changes nothing in the bundle.
 
     The UNet's latents undo what `decode.unscale` does. diffusers' XL Inpaint pipeline leaves out a mean and a deviation
@@ -29,6 +29,6 @@ def encode_image(bundle: Bundle, pixels: torch.Tensor) -> Posterior:
         centre = torch.tensor(mean, device=bundle.device, dtype=bundle.dtype).view(shape)
         spread = torch.tensor(deviation, device=bundle.device, dtype=bundle.dtype).view(shape)
         factor = config.scaling_factor / spread
-    return Posterior(
+    return EncodedImage(
         mean=distribution.mean, deviation=distribution.std, centre=centre, factor=factor, dtype=bundle.dtype
     )

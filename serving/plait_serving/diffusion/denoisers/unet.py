@@ -38,7 +38,7 @@ from plait_serving.diffusion.denoisers.halves import (
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
-from plait_serving.diffusion.protocols import Conditioning, Encoding, LoraWeights, Posterior, Residuals, StepCall
+from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, LoraWeights, Residuals, StepCall
 from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.values import ImageRequest, PromptSize
 
@@ -137,7 +137,7 @@ class UNetDenoiser:
         """Whether the UNet takes a mask and the latents of a masked image beside the sample."""
         return self._bundle.inpaints
 
-    def encode(self, pixels: torch.Tensor) -> Posterior:
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
         """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
         if self._vae_weights is not None:
             self._vae_weights.take()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from plait_serving.diffusion.edits.blend import Blend
-from plait_serving.diffusion.protocols import Posterior, RequestSampler
+from plait_serving.diffusion.protocols import EncodedImage, RequestSampler
 from plait_serving.diffusion.values import Edit, GreyImage, ImageRequest, RgbImage
 
 __all__ = ["EditSource", "EditStart", "to_pixels"]
@@ -56,7 +56,7 @@ class EditSource:
             self._pixels["image"] = pixels
         if inpaints and self._mask is not None:
             self._pixels["masked"] = pixels * (self._mask < 0.5)
-        self._found: dict[str, Posterior] = {}
+        self._found: dict[str, EncodedImage] = {}
 
     @classmethod
     def of(cls, request: ImageRequest, *, inpaints: bool) -> EditSource | None:
@@ -73,7 +73,7 @@ class EditSource:
         """The next image that the VAE has to encode, `float32 (1, 3, H, W)` in [-1, 1]; None once all are."""
         return next((pixels for name, pixels in self._pixels.items() if name not in self._found), None)
 
-    def put(self, posterior: Posterior) -> None:
+    def put(self, posterior: EncodedImage) -> None:
         """Take what became of `to_encode`."""
         name = next(name for name in self._pixels if name not in self._found)
         self._found[name] = posterior
@@ -110,5 +110,5 @@ def _binary(mask: GreyImage) -> torch.Tensor:
     return torch.from_numpy((mask >= _EDITED_FROM).astype(np.float32))[None, None]
 
 
-def _sample(posterior: Posterior | None, sampler: RequestSampler) -> torch.Tensor | None:
+def _sample(posterior: EncodedImage | None, sampler: RequestSampler) -> torch.Tensor | None:
     return None if posterior is None else posterior.sample(sampler.draw(posterior.mean.dtype))

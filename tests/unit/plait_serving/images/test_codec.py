@@ -233,7 +233,7 @@ def test_a_mask_without_transparency_is_what_is_white():
 
 def test_a_size_is_read_within_limits():
     """Of a header alone, and refused like the image."""
-    assert image_size(png_header(40, 30), param="p", limits=LIMITS) == (40, 30)
+    assert image_size(png_header(64, 30), param="p", limits=LIMITS) == (64, 30)
     for raw in (png_header(65, 64), b"text"):
         with pytest.raises(RequestError) as caught:
             image_size(raw, param="p", limits=LIMITS)
