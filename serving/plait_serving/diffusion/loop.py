@@ -303,6 +303,7 @@ class DenoiseLoop:
             if job.cancelled:
                 raise Cancelled("the request was cancelled")
             images, flagged = self._decoder.decode(latents)
+            images = overlaid(images, flagged, job.request.edit)
         except Exception as error:
             if not isinstance(error, EngineError):
                 _log.exception("request %s: decoding failed", job.request.request_id)
@@ -313,7 +314,6 @@ class DenoiseLoop:
         self._charge(job, decode_s)
         if request.tenant.counts:
             self._forecast.charged_decode(request.width * request.height, decode_s / request.n)
-        images = overlaid(images, flagged, request.edit)
         result = result_of(job, images, flagged, decode_s=decode_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
         return True

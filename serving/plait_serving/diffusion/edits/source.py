@@ -71,11 +71,12 @@ class EditSource:
     @property
     def to_encode(self) -> torch.Tensor | None:
         """The next image that the VAE has to encode, `float32 (1, 3, H, W)` in [-1, 1]; None once all are."""
-        return next((pixels for name, pixels in self._pixels.items() if name not in self._found), None)
+        return next(iter(self._pixels.values()), None)
 
     def put(self, posterior: EncodedImage) -> None:
         """Take what became of `to_encode`."""
-        name = next(name for name in self._pixels if name not in self._found)
+        name = next(iter(self._pixels))
+        del self._pixels[name]
         self._found[name] = posterior
 
     def start(self, sampler: RequestSampler) -> EditStart:
