@@ -73,11 +73,11 @@ class EditSource:
         """The next image that the VAE has to encode, `float32 (1, 3, H, W)` in [-1, 1]; None once all are."""
         return next(iter(self._pixels.values()), None)
 
-    def put(self, posterior: EncodedImage) -> None:
+    def put(self, encoded: EncodedImage) -> None:
         """Take what became of `to_encode`."""
         name = next(iter(self._pixels))
         del self._pixels[name]
-        self._found[name] = posterior
+        self._found[name] = encoded
 
     def start(self, sampler: RequestSampler) -> EditStart:
         """Draw a unit's first latents. Everything is encoded."""
@@ -111,5 +111,5 @@ def _binary(mask: GreyImage) -> torch.Tensor:
     return torch.from_numpy((mask >= _EDITED_FROM).astype(np.float32))[None, None]
 
 
-def _sample(posterior: EncodedImage | None, sampler: RequestSampler) -> torch.Tensor | None:
-    return None if posterior is None else posterior.sample(sampler.draw(posterior.mean.dtype))
+def _sample(encoded: EncodedImage | None, sampler: RequestSampler) -> torch.Tensor | None:
+    return None if encoded is None else encoded.sample(sampler.draw(encoded.mean.dtype))

@@ -99,6 +99,21 @@ def test_a_mask_says_what_is_made_anew(client, service, fields):
     assert edit.strength == 1.0
 
 
+def test_a_larger_canvas_is_painted_beyond_the_image(client, service):
+    """Outpainting: the transparent border of a canvas is made anew, the image in it stays."""
+    canvas = Image.new("RGBA", (32, 24), (0, 0, 0, 0))
+    canvas.paste(Image.open(io.BytesIO(png())), (8, 4))
+    out = io.BytesIO()
+    canvas.save(out, "PNG")
+    assert post(client, image=b64(out.getvalue())).status_code == 200
+    (request,) = service.submitted
+    assert (request.width, request.height) == (32, 24)
+    kept = np.zeros((24, 32), bool)
+    kept[4:20, 8:24] = True
+    assert np.array_equal(request.edit.mask == 0, kept)
+    assert (request.edit.image[kept] == (200, 10, 30)).all()
+
+
 def test_the_rest_of_a_request_is_a_generations(client, service):
     """Everything that a generation takes an edit takes, too."""
     answer = post(
