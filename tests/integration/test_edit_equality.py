@@ -28,10 +28,11 @@ IMAGE = control_image(5, IMAGE_SIZE)
 
 
 def mask() -> np.ndarray:
-    """A mask whose edge is no multiple of a latent, with grey values on both sides of a half."""
+    """A mask whose edge is no multiple of a latent, with grey values on both sides of a half in rows that latents are
+    taken from."""
     found = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8)
-    found[5:23, 3:18] = 255
-    found[23, 3:18] = 127
+    found[5:22, 3:18] = 255
+    found[22:24, 3:18] = 127
     found[24:26, 3:18] = 128
     return found
 
