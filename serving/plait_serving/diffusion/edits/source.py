@@ -43,7 +43,6 @@ class EditSource:
     """
 
     def __init__(self, edit: Edit, *, inpaints: bool) -> None:
-        self._inpaints = inpaints
         mask = edit.mask
         if mask is None and inpaints:
             mask = np.full(edit.image.shape[:2], 255, np.uint8)
