@@ -80,6 +80,25 @@ def test_serve_openai_client_makes_a_picture(plait_server):
     assert caught.value.code == "model_not_found"
 
 
+def test_serve_openai_client_edits_a_picture(plait_server):
+    """The openai client's `images.edit` works unchanged: what the mask keeps has the pixels that were sent."""
+    import openai
+
+    client = openai.OpenAI(base_url=plait_server.url + "/v1", api_key="none", max_retries=0)
+    source = np.full((SIZE, SIZE, 4), 90, np.uint8)
+    source[:, : SIZE // 2, 3] = 0  # transparent: to be made anew
+    source[:, SIZE // 2 :, 3] = 255
+    out = io.BytesIO()
+    Image.fromarray(source).save(out, "PNG")
+    answer = client.images.edit(
+        image=out.getvalue(), prompt="red apple", extra_body={"seed": 7, "num_inference_steps": 4}
+    )
+    made = image(answer.data[0].b64_json)
+    assert (made[:, SIZE // 2 :] == 90).all()
+    assert made[:, : SIZE // 2].std() > 1
+    assert answer.strength == 1.0
+
+
 def test_serve_that_told_its_address_is_ready(plait_server):
     """No half-ready server: the health check agrees, and so does the log about what must not be loaded too early."""
     assert plait_server.get("/health")[1]["ready"] is True

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,8 +21,8 @@ from plait_serving.diffusion import preparation
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact, ExecutorName
 from plait_serving.diffusion.preparation import Preparer
-from plait_serving.diffusion.values import Event, Progress
-from support.denoise import max_difference
+from plait_serving.diffusion.values import Edit, Event, Progress
+from support.denoise import control_image, max_difference
 from support.prepared import (
     CLOSE,
     CONTROLLED,
@@ -135,6 +136,41 @@ def test_a_tiny_sdxl_runs_on_programs(tmp_path):
             assert 0 < max_difference(own, models.reference(one)) < CLOSE
     finally:
         first.engine.stop(drain_s=0)
+
+
+LEFT = np.repeat([[255] * 16 + [0] * 16], 32, axis=0).astype(np.uint8)
+IMAGE = control_image(4)
+
+
+@pytest.mark.parametrize(
+    "edit", [Edit(image=IMAGE, strength=0.7), Edit(image=IMAGE, mask=LEFT)], ids=["img2img", "inpaint"]
+)
+def test_edits_run_on_programs(converted, edit):
+    """torch encodes the image with weights that come from the file; the steps are shared with a generation."""
+    probe = converted.build()
+    one = asked(f"edit {edit.strength}", steps=4, edit=edit, loras=SETS["peft"])
+    try:
+        ours, _ = probe.latents(one, PLAIN)
+        assert probe.batches == [2, 2, *[1] * (one.run_steps - 2)]
+        assert 0 < max_difference(ours, converted.reference(one)) < CLOSE
+        assert unet_is_mapped(probe)
+    finally:
+        probe.engine.stop(drain_s=0)
+
+
+def test_an_inpainting_unet_runs_on_programs(tmp_path):
+    """Its halves take nine channels."""
+    models = Models(tmp_path, tiny_sd(tmp_path / "base", seed=4, in_channels=9), {})
+    (tmp_path / "loras").mkdir()
+    probe = models.build(converts=True)
+    try:
+        wait_prepared(probe, "unet", "vae")
+        company = [asked(f"nine {s}", steps=4, edit=Edit(image=IMAGE, mask=LEFT, strength=s)) for s in (0.5, 1.0)]
+        found = probe.latents(*company)
+        for ours, one in zip(found, company, strict=True):
+            assert 0 < max_difference(ours, models.reference(one)) < CLOSE
+    finally:
+        probe.engine.stop(drain_s=0)
 
 
 def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted):

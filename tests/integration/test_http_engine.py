@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import time
 from dataclasses import replace
@@ -10,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.decoding import Decoder
@@ -55,8 +58,9 @@ class Rig:
         self.app = make_app(self.service)
 
     def call(self, **body) -> AsgiCall:
-        """Starts a request."""
-        return AsgiCall(self.app, json.dumps({"prompt": "x", "guidance_scale": 1, **body}).encode())
+        """Starts a request: an edit if it has an image."""
+        path = "/v1/images/edits" if "image" in body else "/v1/images/generations"
+        return AsgiCall(self.app, json.dumps({"prompt": "x", "guidance_scale": 1, **body}).encode(), path=path)
 
     async def answer(self, **body) -> tuple[int, dict]:
         """A request's status and body."""
@@ -206,3 +210,60 @@ async def test_a_stopped_engine_is_a_503_and_not_healthy(rig):
     assert running.status == 503
     assert (await subject.answer())[0] == 503
     assert not (await subject.service.health()).ready
+
+
+async def test_an_edit_starts_from_its_image_and_is_counted(rig):
+    """The arithmetic denoiser adds 1 per step: the image, its noise (the seed) and the steps that run; outside the
+    mask the image; usage counts the steps that ran."""
+    made = rig()
+    encoded = base64_png(np.full((16, 16, 3), 40, np.uint8))
+    status, body = await made.answer(image=encoded, seed=3, num_inference_steps=10, strength=0.5, size="16x16")
+    assert status == 200, body
+    assert set(pixels(body["data"][0]["b64_json"]).reshape(-1)) == {40 + 3 + 5}
+    mask = np.zeros((16, 16), np.uint8)
+    mask[:, :8] = 255
+    status, body = await made.answer(
+        image=encoded, mask=base64_png(mask), seed=3, num_inference_steps=10, strength=0.5, size="16x16"
+    )
+    assert status == 200, body
+    found = pixels(body["data"][0]["b64_json"])
+    assert set(found[:, :8].reshape(-1)) == {40 + 3 + 5}
+    assert set(found[:, 8:].reshape(-1)) == {40}
+    used = made.engine.usage()["default"]
+    assert (used.images, used.steps) == (2, 10)
+
+
+async def test_an_image_is_encoded_between_steps_of_others(rig):
+    """While one request steps, the images of four edits are encoded one after the other, never two in a row once the
+    time of a turn is over."""
+    made = rig(largest_batch=16)
+    order = []
+    encode, predict = made.denoiser.encode, made.denoiser.predict
+
+    def slow(image):
+        order.append("encode")
+        time.sleep(0.3)
+        return encode(image)
+
+    def step(calls):
+        order.append("step")
+        return predict(calls)
+
+    made.denoiser.encode, made.denoiser.predict = slow, step
+    running = made.call(num_inference_steps=400, size="16x16", seed=1)
+    await until(lambda: "step" in order)
+    encoded = base64_png(np.full((16, 16, 3), 40, np.uint8))
+    answers = await asyncio.gather(
+        *(made.answer(image=encoded, seed=i, num_inference_steps=4, size="16x16") for i in range(4))
+    )
+    assert [status for status, _ in answers] == [200] * 4
+    first, last = order.index("encode"), len(order) - order[::-1].index("encode")
+    assert "encodeencode" not in "".join(order[first:last])
+    running.disconnect()
+
+
+def base64_png(array: np.ndarray) -> str:
+    """An array as base64 of a PNG."""
+    out = io.BytesIO()
+    Image.fromarray(array).save(out, "PNG")
+    return base64.b64encode(out.getvalue()).decode()

@@ -7,11 +7,12 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
 from support.http_app import b64, make_client, png
 
 URL = "/v1/images/generations"
+EDITS_URL = "/v1/images/edits"
 
 scalars = (
     st.none()
@@ -67,13 +68,44 @@ likely = st.fixed_dictionaries(
     {"prompt": GOOD["prompt"]}, optional={name: GOOD[name] for name in GOOD if name != "prompt"}
 )
 
+edit = st.fixed_dictionaries(
+    {"image": st.just(b64(png(16, 8))) | anything},
+    optional={
+        "mask": st.sampled_from([b64(png(16, 8, (255, 255, 255))), b64(png(8, 8))]) | anything,
+        "strength": st.floats(0, 1) | anything,
+        "overlay": st.booleans() | anything,
+    },
+)
+nested = [
+    f"{field}[{i}][{name}]" for field in ("loras", "controlnets") for i in ("", 0, 1) for name in ("name", "scale")
+]
+part = st.tuples(
+    st.sampled_from([*EditBody.model_fields, *nested, "image[]", "loras[]", "controlnets[0][image]"])
+    | st.text(st.characters(exclude_characters='"\\\r\n', exclude_categories=["Cs"]), max_size=8),
+    st.sampled_from(
+        [b"", b"1", b"0.5", b"-1", b"true", b"null", b"noto", b"[{}]", b'[{"name": "noto"}]', b"[[[", b"1e999"]
+    )
+    | st.sampled_from([b'"\\ud800"', png(16, 8), b64(png(16, 8)).encode()])
+    | st.binary(max_size=20),
+    st.booleans(),
+)
+
 _service = FakeImageService()
 _client = make_client(_service)
 
 
-def _check(content: bytes) -> int:
+def _form(parts: list[tuple[str, bytes, bool]]) -> bytes:
+    """The bytes of a form of fields and files."""
+    made = b""
+    for name, value, is_file in parts:
+        file = '; filename="f"' if is_file else ""
+        made += f'--B\r\ncontent-disposition: form-data; name="{name}"{file}\r\n\r\n'.encode() + value + b"\r\n"
+    return made + b"--B--\r\n"
+
+
+def _check(content: bytes, url: str = URL, kind: str = "application/json") -> int:
     _service.submitted.clear()
-    answer = _client.post(URL, content=content, headers={"content-type": "application/json"})
+    answer = _client.post(url, content=content, headers={"content-type": kind})
     is_late = answer.status_code == 504 and answer.json()["error"]["code"] == "deadline_missed"  # 1 ms is valid
     assert answer.status_code < 500 or is_late, answer.text
     if answer.status_code >= 400:
@@ -121,3 +153,29 @@ def test_any_json(value):
 def test_any_bytes(content):
     """Bytes that are no JSON at all."""
     assert _check(content) == 400
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
+@given(bodies, edit)
+def test_any_edit(body, edit):
+    """An image, a mask and a strength of any type beside fields of any type."""
+    if _check(json.dumps(body | edit).encode(), EDITS_URL) == 200:
+        (request,) = _service.submitted
+        assert request.edit.image.shape == (request.height, request.width, 3)
+        assert 1 <= request.run_steps <= request.steps
+
+
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(part, max_size=4), st.booleans(), st.integers(0, 60))
+def test_any_form(parts, is_whole, cut):
+    """Fields and files of any name and content, and forms that are cut off."""
+    ordinary = [("prompt", b"x", False), ("image", png(16, 8), True)]
+    content = _form(ordinary + parts)
+    _check(content if is_whole else content[: len(content) - cut], EDITS_URL, "multipart/form-data; boundary=B")
+
+
+@settings(max_examples=100)
+@given(st.binary(max_size=300))
+def test_any_bytes_as_a_form(content):
+    """Bytes that are no form."""
+    assert _check(content, EDITS_URL, "multipart/form-data; boundary=B") == 400

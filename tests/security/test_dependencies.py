@@ -27,6 +27,7 @@ FLOORS = {
     "cve_2025_32434_torch_load": ("torch", "2.6"),
     "cve_2025_62727_starlette_ranges": ("starlette", "0.49.1"),
     "cve_2024_47874_starlette_forms": ("starlette", "1.0.1"),
+    "cve_2024_24762_and_cve_2024_53981_forms": ("python-multipart", "0.0.18"),
     "cve_2026_109229_pillow_limits": ("pillow", "13"),
 }
 """What closes each hole, by the hole's name."""
@@ -58,7 +59,7 @@ def test_cve_2026_27482_the_doctor_compares_what_runs_with_the_floors() -> None:
     assert found.verdict is CheckStatus.OK
 
 
-@pytest.mark.parametrize("name", ["gradio", "pyzmq", "torchserve", "cloudpickle", "python-multipart", "xformers"])
+@pytest.mark.parametrize("name", ["gradio", "pyzmq", "torchserve", "cloudpickle", "xformers"])
 def test_cve_2026_28416_and_cve_2026_28414_what_is_not_needed_is_not_asked_for(name: str) -> None:
     """Gradio's SSRF and others' holes cannot be here; what Ray brings for itself opens no socket of ours."""
     assert name not in requirements()

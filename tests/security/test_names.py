@@ -29,6 +29,7 @@ from support.trap import Trap
 from support.tuning_desk import LocalTuningService, Threads, desk_in
 
 IMAGES = "/v1/images/generations"
+EDITS = "/v1/images/edits"
 PATHS = (
     "../../../../etc/passwd",
     "..",
@@ -186,6 +187,7 @@ def test_cve_2025_67303_and_cve_2026_22777_installation_over_http(client: TestCl
     by botnets: whatever here changes anything is named here, and all of it but images and rankings needs an admin."""
     changing = {(method, path) for method, path, _ in _operations(client) if method != "get"}
     assert changing == {
+        ("post", "/v1/images/edits"),
         ("post", "/v1/images/generations"),
         ("post", "/v1/recommend"),
         ("post", "/v1/tuning/jobs"),
@@ -196,12 +198,21 @@ def test_cve_2025_67303_and_cve_2026_22777_installation_over_http(client: TestCl
     }
 
 
-def test_cve_2024_47874_and_va_26_238_01_nothing_takes_a_form_or_a_file(client: TestClient) -> None:
-    """Starlette kept the parts of a form in memory without bound: no route reads forms, and one that is sent costs no
-    more than its bytes."""
+def test_cve_2024_47874_and_va_26_238_01_only_edits_take_a_form_or_a_file(client: TestClient) -> None:
+    """Starlette kept the parts of a form in memory without bound: one route reads forms, whose bytes and parts are
+    bounded, and one that is sent elsewhere costs no more than its bytes."""
     for _, path, operation in _operations(client):
         kinds = operation.get("requestBody", {}).get("content", {})
-        assert not any(kind.startswith(("multipart/", "application/x-www-form")) for kind in kinds), path
+        takes_forms = any(kind.startswith(("multipart/", "application/x-www-form")) for kind in kinds)
+        assert takes_forms == (path == EDITS), path
+    field = b'--x\r\nContent-Disposition: form-data; name="a%d"\r\n\r\n1\r\n'
+    for content, status in (
+        (b"".join(field % i for i in range(10_000)) + b"--x--\r\n", 400),
+        (field % 1 + b"a" * (HttpSettings().max_body_bytes + 1), 413),
+        (b"--x\r\n" + b"a: b\r\n" * 100_000, 400),
+    ):
+        answer = client.post(EDITS, content=content, headers={"content-type": "multipart/form-data; boundary=x"})
+        assert answer.status_code == status, answer.text
     form = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n' + b"a" * 4_000_000 + b"\r\n--x--\r\n"
     for kind in ("multipart/form-data; boundary=x", "application/x-www-form-urlencoded"):
         answer = client.post(IMAGES, content=form, headers={"content-type": kind})

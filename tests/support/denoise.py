@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -129,16 +130,20 @@ def reference_latents(
 ) -> torch.Tensor:
     """``(n, c, h, w)`` of diffusers' own pipeline for the same request."""
     paths = [(controlnets or {})[control.name] for control in request.controlnets]
-    pipeline = reference_pipeline(folder, request.scheduler, paths, dtype)
+    pipeline = reference_pipeline(folder, request.scheduler, paths, dtype, edits_of(request))
     return run_pipeline(pipeline, request)
 
 
 def reference_pipeline(
-    folder: Path, scheduler: Scheduler, controlnets: Sequence[Path] = (), dtype: torch.dtype = torch.float32
+    folder: Path,
+    scheduler: Scheduler,
+    controlnets: Sequence[Path] = (),
+    dtype: torch.dtype = torch.float32,
+    edits: str = "",
 ) -> Any:
-    """A stock pipeline with that scheduler and those ControlNets."""
+    """A stock pipeline with that scheduler and those ControlNets; ``edits``: "Img2Img" or "Inpaint"."""
     is_xl = (folder / "text_encoder_2").is_dir()
-    name = f"StableDiffusion{'XL' if is_xl else ''}{'ControlNet' if controlnets else ''}Pipeline"
+    name = f"StableDiffusion{'XL' if is_xl else ''}{'ControlNet' if controlnets else ''}{edits}Pipeline"
     extra: dict[str, Any] = {} if is_xl else {"safety_checker": None}
     with MODULES:  # an engine may convert behind
         if controlnets:
@@ -150,15 +155,31 @@ def reference_pipeline(
     return pipeline
 
 
+def edits_of(request: ImageRequest) -> str:
+    """What diffusers calls the pipeline for a request's edit."""
+    if request.edit is None:
+        return ""
+    return "Img2Img" if request.edit.mask is None else "Inpaint"
+
+
 def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Tensor:
-    """Latents of a stock pipeline (or what ``output_type`` in ``extra`` asks for)."""
+    """Latents of a stock pipeline (or what ``output_type`` in ``extra`` asks for). Edits are run seed by seed:
+    diffusers inpaints n images with the first one's sample of the image's latents."""
+    if request.edit is not None and request.n > 1:
+        alone = [replace(request, n=1, seed=seed) for seed in request.seeds]
+        return torch.cat([run_pipeline(pipeline, one, **extra) for one in alone])
     if request.controlnets:
         extra |= _control_arguments(request.controlnets, "XL" in type(pipeline).__name__)
+    if request.edit is not None:
+        extra = {"control_image" if key == "image" else key: value for key, value in extra.items()}
+        extra |= {"image": Image.fromarray(request.edit.image), "strength": request.edit.strength}
+        if request.edit.mask is not None:
+            extra["mask_image"] = Image.fromarray(request.edit.mask)
+    if "width" in inspect.signature(pipeline.__call__).parameters:
+        extra |= {"width": request.width, "height": request.height}
     output = pipeline(
         prompt=request.prompt,
         negative_prompt=request.negative_prompt,
-        width=request.width,
-        height=request.height,
         num_inference_steps=request.steps,
         guidance_scale=request.guidance_scale,
         num_images_per_prompt=request.n,

@@ -11,7 +11,7 @@ import torch
 
 from plait_serving.diffusion.assemble import Assembled
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from support.denoise import reference_pipeline, run_pipeline
+from support.denoise import edits_of, reference_pipeline, run_pipeline
 
 WAIT_S = 120.0
 
@@ -74,7 +74,7 @@ def fused_reference(
 ) -> torch.Tensor:
     """Latents of a fresh stock pipeline for the same request. LoRAs are fused: unfused branches round differently."""
     nets = [(controlnets or {})[control.name] for control in request.controlnets]
-    pipe = reference_pipeline(folder, request.scheduler, nets, dtype)
+    pipe = reference_pipeline(folder, request.scheduler, nets, dtype, edits_of(request))
     names = [lora.name for lora in request.loras]
     for name in names:
         pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)

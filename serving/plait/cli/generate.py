@@ -28,6 +28,14 @@ def generate(
     preprocess: Annotated[
         bool, typer.Option("--preprocess", help="the PICTUREs are ordinary ones: make control maps of them")
     ] = False,
+    image: Annotated[Path | None, typer.Option(help="start from this image")] = None,
+    mask: Annotated[
+        Path | None,
+        typer.Option(help="change only what is transparent in this image, or, if nothing is, what is white"),
+    ] = None,
+    strength: Annotated[
+        float | None, typer.Option(help="share of the steps that run: how far to go from --image")
+    ] = None,
     negative: Annotated[str | None, typer.Option(help="what not to draw")] = None,
     seed: Annotated[int | None, typer.Option(help="image i uses seed + i; random if left out")] = None,
     steps: Annotated[int | None, typer.Option(help="denoising steps")] = None,
@@ -47,9 +55,10 @@ def generate(
         "prompt": prompt, "negative_prompt": negative, "seed": seed, "num_inference_steps": steps, "n": n,
         "guidance_scale": guidance, "scheduler": scheduler, "size": size,
     }  # fmt: skip
+    edits = {"image": image, "mask": mask, "strength": strength}
     try:
         order = parse_order(
-            fields, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
+            fields, edits, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
         )
         with open_service(model, config) as service:
             print("drawing ...", file=sys.stderr, flush=True)

@@ -38,13 +38,15 @@ class PostsImages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One image of the demo. `control`: (ControlNet, file name of the earlier scene that guides it)."""
+    """One image of the demo. `control`: (ControlNet, file name of the earlier scene that guides it); `source`: (file
+    name of the earlier scene that it starts from, strength)."""
 
     name: str
     prompt: str
     seed: int = 1
     loras: tuple[tuple[str, float], ...] = ()
     control: tuple[str, str] | None = None
+    source: tuple[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,7 @@ ALONE = (
     Scene(name="controlnet-colors", prompt="red apple", control=("colors", "guide")),
     Scene(name="lora-noto", prompt="red apple", loras=(("noto", 1.0),)),
     Scene(name="lora-sketch", prompt="red apple", loras=(("sketch", 1.0),)),
+    Scene(name="edit", prompt="red apple", source=("guide", 0.7)),
     Scene(name="both", prompt="red apple", loras=(("noto", 1.0),), control=("edges", "guide")),
 )
 TOGETHER = (
@@ -120,14 +123,21 @@ def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
         body["loras"] = [{"name": name, "scale": scale} for name, scale in scene.loras]
     if scene.control is not None:
         name, guide = scene.control
-        image = base64.b64encode((out / f"{guide}.png").read_bytes()).decode()
-        body["controlnets"] = [{"name": name, "image": image, "preprocess": True}]
+        body["controlnets"] = [{"name": name, "image": _encoded(out, guide), "preprocess": True}]
+    if scene.source is not None:
+        earlier, strength = scene.source
+        body |= {"image": _encoded(out, earlier), "strength": strength}
     started_s = time.monotonic()
     answer = ask(body)
     seconds = time.monotonic() - started_s
     path = out / f"{scene.name}.png"
     path.write_bytes(base64.b64decode(answer["data"][0]["b64_json"]))
     return DemoImage(scene=scene, path=path, seconds=seconds, timings=answer.get("timings", {}))
+
+
+def _encoded(out: Path, name: str) -> str:
+    """Return an earlier scene's image as base64."""
+    return base64.b64encode((out / f"{name}.png").read_bytes()).decode()
 
 
 def smoke(url: str, page: Path) -> str:
@@ -204,10 +214,12 @@ def own_server() -> Iterator[str]:
 
 
 def post(url: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-    """POST to /v1/images/generations. Raises `ServeError` with the server's own message."""
+    """POST to /v1/images/generations, or to edits if there is an image to start from. Raises `ServeError` with the
+    server's own message."""
     import httpx2
 
-    answer = httpx2.post(f"{url}/v1/images/generations", json=body, timeout=600.0)
+    kind = "edits" if "image" in body else "generations"
+    answer = httpx2.post(f"{url}/v1/images/{kind}", json=body, timeout=600.0)
     data: dict[str, Any] = answer.json()
     if answer.status_code != 200:
         raise ServeError(f"the server refused {body['prompt']!r}: {data['error']['message']}")

@@ -23,7 +23,7 @@ from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
 from plait_serving.http.images.resolve import resolve
-from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, OutputFormat, encode_image
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
@@ -96,13 +96,15 @@ class WrittenFiles:
 
 def parse_order(
     fields: Mapping[str, Any],
+    edits: Mapping[str, Any] | None = None,
     *,
     output: Path,
     loras: Sequence[str] = (),
     controlnets: Sequence[str] = (),
     preprocess: bool = False,
 ) -> ImageOrder:
-    """Check everything that can be checked before a model is loaded. Reads the control images. Raises `OrderError`."""
+    """Check everything that can be checked before a model is loaded. Reads the control images, and the files of
+    `edits`: the `image` to start from and a `mask`, beside a `strength`. Raises `OrderError`."""
     output_format = SUFFIXES.get(output.suffix.lower())
     if output_format is None:
         raise OrderError(f"--output: {output.name} must end in {', '.join(SUFFIXES)}")
@@ -114,8 +116,9 @@ def parse_order(
         "loras": [_lora(text) for text in loras],
         "controlnets": [_controlnet(text, preprocess) for text in controlnets],
     }
+    changed = _edit(edits or {})
     try:
-        checked = GenerationBody.model_validate(body)
+        checked = (EditBody if changed else GenerationBody).model_validate({**body, **changed})
     except ValidationError as error:
         first = error.errors()[0]
         raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
@@ -123,6 +126,23 @@ def parse_order(
     if (checked.num_inference_steps or 1) > max_steps:
         raise OrderError(f"--steps: at most {max_steps} steps")
     return ImageOrder(body=checked, output=output, output_format=output_format)
+
+
+def _edit(edits: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what an edit adds to a request's body; nothing if there is no image to start from."""
+    given = {name: value for name, value in edits.items() if value is not None}
+    if given and "image" not in given:
+        raise OrderError(f"--{next(iter(given))}: needs --image")
+    return {
+        name: _file_bytes(value, f"--{name}") if isinstance(value, Path) else value for name, value in given.items()
+    }
+
+
+def _file_bytes(path: Path, option: str) -> bytes:
+    try:
+        return path.expanduser().read_bytes()
+    except OSError as error:
+        raise OrderError(f"{option}: {path}: {error.strerror}") from error
 
 
 def option_of(param: str | None) -> str:
@@ -146,10 +166,7 @@ def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:
     if not equals or not path:
         raise OrderError(f"--controlnet: {text!r} is not NAME=PICTURE")
     name, colon, scale = left.partition(":")
-    try:
-        raw = Path(path).expanduser().read_bytes()
-    except OSError as error:
-        raise OrderError(f"--controlnet: {path}: {error.strerror}") from error
+    raw = _file_bytes(Path(path), "--controlnet")
     control = {"name": name, "image": base64.b64encode(raw).decode("ascii"), "preprocess": preprocess}
     return {**control, **({"scale": _number(scale, "--controlnet", text)} if colon else {})}
 

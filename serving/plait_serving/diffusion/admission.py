@@ -6,6 +6,8 @@ import math
 from collections.abc import Container
 from dataclasses import dataclass
 
+import numpy as np
+
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import (
     MAX_IMAGES,
@@ -41,6 +43,7 @@ def check_request(
 ) -> None:
     """Raise `RequestError` or `NotFound`, naming the field, unless the request can run."""
     _check_numbers(request, limits)
+    _check_edit(request)
     _check_policy(request)
     if len(request.loras) > limits.max_loras:
         raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
@@ -96,9 +99,24 @@ def _check_numbers(request: ImageRequest, limits: ImageLimits) -> None:
         raise RequestError("partial_images must be 0..3", param="partial_images")
 
 
+def _check_edit(request: ImageRequest) -> None:
+    edit = request.edit
+    if edit is None:
+        return
+    size = (request.height, request.width)
+    if edit.image.dtype != np.uint8 or edit.image.shape != (*size, 3):
+        raise RequestError(f"the image must be uint8 {(*size, 3)}, not {edit.image.shape}", param="image")
+    if edit.mask is not None and (edit.mask.dtype != np.uint8 or edit.mask.shape != size):
+        raise RequestError(f"the mask must be uint8 {size}, not {edit.mask.shape}", param="mask")
+    if not 0.0 < edit.strength <= 1.0:
+        raise RequestError("strength must be above 0 and at most 1", param="strength")
+    if not request.run_steps:
+        raise RequestError(f"{edit.strength:g} of {request.steps} steps is not a whole step", param="strength")
+
+
 def _check_policy(request: ImageRequest) -> None:
     k = request.lora_free_steps
     if request.lora_policy is LoraPolicy.EXACT and k != 0:
         raise RequestError("lora_free_steps needs lora_policy bounded_async", param="lora_free_steps")
-    if not 0 <= k < request.steps:
-        raise RequestError("lora_free_steps must be smaller than num_inference_steps", param="lora_free_steps")
+    if not 0 <= k < request.run_steps:
+        raise RequestError("lora_free_steps must be smaller than the number of steps that run", param="lora_free_steps")

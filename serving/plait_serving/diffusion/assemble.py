@@ -306,7 +306,10 @@ def _times_at(
     conditioning = denoiser.prepare(request)
     sample = torch.zeros(1, *denoiser.latent_shape(width, height), dtype=bundle.dtype, device=bundle.device)
     timestep = torch.tensor(500, device=bundle.device)
-    step = StepCall(conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=())
+    extra = sample.new_zeros(1, bundle.extra_channels, *sample.shape[2:]) if bundle.inpaints else None
+    step = StepCall(
+        conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=(), extra=extra
+    )
 
     def step_s(client: ControlNetClient) -> float:
         image = np.zeros((height, width, 3), np.uint8)

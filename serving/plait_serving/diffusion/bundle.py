@@ -74,7 +74,17 @@ class Bundle:
     @property
     def latent_channels(self) -> int:
         """The number of channels of a latent."""
-        return int(self.config["in_channels"])
+        return int(self.config["out_channels"])
+
+    @property
+    def extra_channels(self) -> int:
+        """The number of channels that the UNet takes beside a latent: an inpainting UNet's mask and masked image."""
+        return int(self.config["in_channels"]) - self.latent_channels
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether it is an inpainting UNet."""
+        return self.extra_channels > 0
 
     @property
     def vae_dtype(self) -> torch.dtype:

@@ -129,7 +129,7 @@ class Engine:
         if request.deadline_s is not None and SURELY_LATE * alone_s > request.deadline_s:
             self._registry.count(rejected=1)
             self._usage.add(request.tenant.name, rejected=1)
-            raise DeadlineMissed(f"{request.steps} steps take about {alone_s:.2f} s", param="deadline_ms")
+            raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
         lease = self._loras.acquire([lora.name for lora in request.loras]) if request.loras else None
         job = ImageJob(
             request=request,

@@ -11,6 +11,7 @@ import torch
 
 from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
+from plait_serving.diffusion.edits.blend import overlaid
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
@@ -138,7 +139,7 @@ class DenoiseLoop:
             elif load_error is not None:
                 self._fail(job, load_error)
             elif job.deadline_at_s is not None and now_s + self._min_left_s(job) > job.deadline_at_s:
-                done = f"{job.steps_done} of {job.request.steps} steps were done"
+                done = f"{job.steps_done} of {job.request.run_steps} steps were done"
                 self._fail(job, DeadlineMissed(f"the deadline cannot be met; {done}", param="deadline_ms"))
 
     def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], GroupKey | None]:
@@ -244,8 +245,11 @@ class DenoiseLoop:
             self._fail(job, error)
             return False
         self._charge(job, job.spent.encode_s - spent_s)
-        if ready and unit.step == 0 and not job.request.controlnets and job.request.tenant.counts:
-            self._forecast.charged_encode(job.chunks, job.spent.encode_s)
+        if ready and unit.step == 0 and job.request.tenant.counts:
+            if not job.request.controlnets:
+                self._forecast.charged_encode(job.chunks, job.spent.encode_s - job.spent.source_s)
+            if job.request.edit is not None and unit.first_image == 0:
+                self._forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
         return ready
 
     def _settle(self, unit: Unit, outcome: Outcome) -> None:
@@ -299,6 +303,7 @@ class DenoiseLoop:
             if job.cancelled:
                 raise Cancelled("the request was cancelled")
             images, flagged = self._decoder.decode(latents)
+            images = overlaid(images, flagged, job.request.edit)
         except Exception as error:
             if not isinstance(error, EngineError):
                 _log.exception("request %s: decoding failed", job.request.request_id)
@@ -317,7 +322,8 @@ class DenoiseLoop:
         if job.phase is RequestPhase.FAILED or job.cancelled:
             return False
         try:
-            images, _ = self._decoder.decode(latents)
+            images, flagged = self._decoder.decode(latents)
+            images = overlaid(images, flagged, job.request.edit)
         except Exception:
             _log.exception("request %s: a preview failed", job.request.request_id)
             return False

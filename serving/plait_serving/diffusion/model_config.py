@@ -42,10 +42,10 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
     if strange:
         raise ModelError(f"{path}: blocks of type {', '.join(strange)} are not supported")
     latents = vae.get("latent_channels", 4)
-    if unet.get("in_channels", 4) != latents:
+    if unet.get("in_channels", 4) not in (latents, 2 * latents + 1) or unet.get("out_channels", 4) != latents:
         raise ModelError(
-            f"{path}: the UNet takes {unet.get('in_channels')} channels and the VAE makes {latents}; "
-            "inpainting and image-editing models are not supported"
+            f"{path}: the UNet takes {unet.get('in_channels')} channels and the VAE makes {latents}; only models for "
+            f"inpainting ({2 * latents + 1} channels) take more than that"
         )
 
 
@@ -60,6 +60,7 @@ def check_controlnet_config(
     if config.get("global_pool_conditions"):
         raise ModelError(f"{path}: global_pool_conditions (guess mode) is not supported")
     if base is not None:
+        base = {**base, "in_channels": base.get("out_channels", 4)}  # ControlNets see latents, no mask
         for key in ("cross_attention_dim", "block_out_channels", "layers_per_block", "down_block_types", "in_channels",
                     "transformer_layers_per_block", "addition_embed_type"):  # fmt: skip
             ours, theirs = _plain(config.get(key)), _plain(base.get(key))

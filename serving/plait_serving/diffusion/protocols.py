@@ -36,6 +36,24 @@ class Conditioning:
         return value if self.n == 1 else value.repeat_interleave(self.n, dim=0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EncodedImage:
+    """What the VAE's encoder says of an image: its latents are normally distributed, each value on its own.
+
+    `mean` and `deviation` are `(1, c, h, w)`; the UNet's latents are `(z - centre) * factor`.
+    """
+
+    mean: torch.Tensor
+    deviation: torch.Tensor
+    centre: torch.Tensor | float
+    factor: torch.Tensor | float
+    dtype: torch.dtype
+
+    def sample(self, noise: torch.Tensor) -> torch.Tensor:
+        """Return latents `(n, c, h, w)` for standard normal `noise (n, c, h, w)`."""
+        return (self.mean + self.deviation * noise).to(self.dtype).sub(self.centre).mul(self.factor)
+
+
 class Encoding(Protocol):
     """A request's prompts on their way through the text encoders. Compute thread only."""
 
@@ -139,7 +157,8 @@ class LoraWeights(Protocol):
 class StepCall:
     """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim.
 
-    A LoRA set is either an input, `loras`: its files with their scales, or `merged` into the live weights.
+    A LoRA set is either an input, `loras`: its files with their scales, or `merged` into the live weights. `extra (n,
+    e, h, w)`: the channels that an inpainting UNet takes beside the sample.
     """
 
     conditioning: Conditioning
@@ -149,6 +168,7 @@ class StepCall:
     controls: tuple[ActiveControl, ...]
     loras: tuple[tuple[LoraWeights, float], ...] = ()
     merged: bool = False
+    extra: torch.Tensor | None = None
 
 
 class Denoiser(Protocol):
@@ -180,6 +200,13 @@ class Denoiser(Protocol):
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts with the live weights (text-encoder LoRAs must be merged before each
         call)."""
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether every call needs `extra`: mask `(n, 1, h, w)` and latents of the masked image `(n, c, h, w)`."""
+
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
+        """Encode one image, `float32 (1, 3, H, W)` in [-1, 1]."""
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Predict all in one call: guided model output `(n, c, h, w)` per request, or the error that affects only this
@@ -249,8 +276,15 @@ class RequestSampler(Protocol):
         """`(N,)`: entry i is the 0-dim timestep that step i feeds to the model. N is the number of steps that really
         run."""
 
-    def init_latents(self) -> torch.Tensor:
-        """Return `(n, c, h, w)` starting noise, scaled by the scheduler's initial sigma. Call once."""
+    def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return standard normal `(n, c, h, w)`; image i is drawn from its own generator, which moves on."""
+
+    def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `(n, c, h, w)` noise, drawn or given, scaled by the scheduler's initial sigma."""
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, step: int) -> torch.Tensor:
+        """Return clean `latents` with as much noise as there is before step `step`: the first one, or the one that is
+        taken next."""
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
         """Return the model's input for `latents` in step `step`."""

@@ -161,7 +161,7 @@ def _delivered(job: ImageJob, event: Finished | Failed) -> dict[str, int]:
     if isinstance(event, Failed):
         return {}
     pixels = request.n * request.width * request.height
-    return {"images": request.n, "pixels": pixels, "steps": request.n * request.steps}
+    return {"images": request.n, "pixels": pixels, "steps": request.n * request.run_steps}
 
 
 def result_of(

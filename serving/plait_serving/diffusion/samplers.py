@@ -50,14 +50,20 @@ class Sampler:
         steps: int,
         seeds: Sequence[int],
         shape: tuple[int, int, int],
+        first_step: int = 0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build the scheduler from the model's `config`; `shape` is one image's `(c, h, w)`.
+        """Build the scheduler from the model's `config`; `shape` is one image's `(c, h, w)`. Of the schedule's `steps`
+        the ones before `first_step` are left out: step 0 is the first that runs.
 
         Raises `RequestError` naming `num_inference_steps` if the scheduler cannot take that number of steps.
         """
         self._scheduler = _make(kind, config, steps, device)
+        self._first = first_step * int(self._scheduler.order)
+        # Without this, schedules with a repeated timestep would start at the second of the two.
+        if hasattr(self._scheduler, "set_begin_index"):
+            self._scheduler.set_begin_index(self._first)
         self._generators = [torch.Generator("cpu").manual_seed(seed % SEED_LIMIT) for seed in seeds]
         self._shape = (len(seeds), *shape)
         self._dtype = dtype
@@ -66,17 +72,26 @@ class Sampler:
         self._extra: dict[str, Any] = {} if kind is Scheduler.UNIPC else {"generator": self._generators}
         if kind is Scheduler.DDIM:
             self._extra["eta"] = 0.0
-        self._timesteps: torch.Tensor = self._scheduler.timesteps
+        self._timesteps: torch.Tensor = self._scheduler.timesteps[self._first :]
 
     @property
     def timesteps(self) -> torch.Tensor:
         """`(N,)`: entry i is what step i feeds to the model."""
         return self._timesteps
 
-    def init_latents(self) -> torch.Tensor:
-        """Return `(n, c, h, w)` starting noise; image i is drawn from its own generator. Call once."""
-        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=self._dtype)
-        return cast("torch.Tensor", noise * self._scheduler.init_noise_sigma)
+    def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return standard normal `(n, c, h, w)`; image i is drawn from its own generator, which moves on."""
+        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=dtype or self._dtype)
+        return cast("torch.Tensor", noise)
+
+    def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `(n, c, h, w)` noise, drawn or given, at the schedule's initial level."""
+        return cast("torch.Tensor", (self.draw() if noise is None else noise) * self._scheduler.init_noise_sigma)
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, step: int) -> torch.Tensor:
+        """Return clean `latents` as noisy as before step `step`: the first one, or the one that is taken next (the
+        schedulers know where they are, and some of them look at nothing else)."""
+        return cast("torch.Tensor", self._scheduler.add_noise(latents, noise, self._timesteps[step : step + 1]))
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
         """Return the model's input for `latents` in step `step`; may be the same tensor."""
@@ -109,7 +124,7 @@ class Sampler:
         if isinstance(scheduler, DDIMScheduler | LCMScheduler):
             alpha = float(scheduler.alphas_cumprod[int(self._timesteps[step])])
             return math.sqrt(alpha), math.sqrt(1.0 - alpha), 1.0
-        sigma = float(scheduler.sigmas[step])
+        sigma = float(scheduler.sigmas[self._first + step])
         signal = 1.0 / math.sqrt(sigma**2 + 1.0)
         kept_scaled = isinstance(scheduler, EulerDiscreteScheduler | EulerAncestralDiscreteScheduler)
         return signal, sigma * signal, 1.0 / signal if kept_scaled else 1.0
@@ -125,6 +140,7 @@ def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tu
             steps=request.steps,
             seeds=seeds,
             shape=shape,
+            first_step=request.first_step,
             dtype=bundle.dtype,
             device=bundle.device,
         )
@@ -148,9 +164,6 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
     except (ValueError, IndexError, RuntimeError) as error:
         raise RequestError(f"{kind} cannot take {steps} steps: {error}", param="num_inference_steps") from error
     _check_schedule(kind, scheduler, steps)
-    # Without this, schedules with a repeated timestep would start at the second of the two.
-    if hasattr(scheduler, "set_begin_index"):
-        scheduler.set_begin_index(0)
     return scheduler
 
 

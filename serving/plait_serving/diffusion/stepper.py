@@ -13,6 +13,8 @@ from dataclasses import replace
 import torch
 
 from plait_kernels.lora_merge import is_finite
+from plait_serving.diffusion.edits.blend import Blend
+from plait_serving.diffusion.edits.source import EditSource
 from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
 from plait_serving.diffusion.protocols import (
     ActiveControl,
@@ -95,12 +97,13 @@ class Stepper:
         return True
 
     def prepare(self, unit: Unit, *, until_s: float) -> bool:
-        """Encode the prompt, draw the noise and open ControlNet sessions unless that was done with these weights;
-        return whether the unit is ready to step.
+        """Encode the prompt and an edit's image, draw the noise and open ControlNet sessions unless that was done with
+        these weights; return whether the unit is ready to step.
 
         Encoding ends at the first text encoder call that ends after `until_s`, to go on with the next `prepare`; few
-        calls are made at once. A bounded-asynchronous set that touches the text encoder gives the prompt a second
-        encoding at step k: which text a step sees depends on k alone, never on when the file arrived.
+        calls are made at once. No image is begun after `until_s`. A bounded-asynchronous set that touches the text
+        encoder gives the prompt a second encoding at step k: which text a step sees depends on k alone, never on when
+        the file arrived.
         """
         started_s, merged_s, ready = self._clock(), 0.0, True
         request = unit.job.request
@@ -108,12 +111,13 @@ class Stepper:
             seeds = request.seeds[unit.first_image : unit.first_image + unit.rows]
             shape = self._denoiser.latent_shape(request.width, request.height)
             unit.sampler = self._sampler_factory(request, seeds, shape)
-            unit.latents = unit.sampler.init_latents()
-        if unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
+        if unit.latents is None:
+            ready = self._start(unit, unit.sampler, until_s)
+        if ready and unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
             self.close_controls(unit)
             unit.encoding = self._denoiser.begin(request)
             unit.encoded_with = unit.loras
-        if unit.encoding is not None:
+        if ready and unit.encoding is not None:
             merged_s = self._merge_text(unit)
             ready = self._encode(unit, unit.encoding, until_s)
         unit.job.spent.merge_s += merged_s
@@ -134,6 +138,24 @@ class Stepper:
         for control in unit.controls:
             control.client.close(control.session)
         unit.controls = ()
+
+    def _start(self, unit: Unit, sampler: RequestSampler, until_s: float) -> bool:
+        """Make the unit's first latents; return False if there was no time to encode what they are made from."""
+        job = unit.job
+        if job.source is None:
+            job.source = EditSource.of(job.request, inpaints=self._denoiser.inpaints)
+        if job.source is None:
+            unit.latents = sampler.init_latents()
+            return True
+        while (pixels := job.source.to_encode) is not None:
+            started_s = self._clock()
+            if started_s >= until_s:
+                return False
+            job.source.put(self._denoiser.encode(pixels))
+            job.spent.source_s += self._clock() - started_s
+        start = job.source.start(sampler)
+        unit.latents, unit.blend, unit.extra = start.latents, start.blend, start.extra
+        return True
 
     def _encode(self, unit: Unit, encoding: Encoding, until_s: float) -> bool:
         """Encode until `until_s`; if all is encoded, open the ControlNet sessions and return True."""
@@ -196,6 +218,7 @@ class Stepper:
             controls=active,
             loras=() if merged else tuple((weights[lora.name], lora.scale) for lora in unit.loras),
             merged=merged,
+            extra=unit.extra,
         )
 
     def _predict(self, calls: list[StepCall]) -> list[torch.Tensor | EngineError]:
@@ -231,7 +254,9 @@ def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], b
     assert unit.sampler is not None
     assert unit.latents is not None
     preview = unit.sampler.predicted_original(output, unit.step, unit.latents) if wants_preview(unit) else None
-    latents = advance(unit.sampler, output, unit.step, unit.latents)
+    if preview is not None and unit.blend is not None:
+        preview = unit.blend.estimate(preview)
+    latents = advance(unit.sampler, output, unit.step, unit.latents, unit.blend)
     if latents is None:
         return NumericalError(f"the image turned NaN or infinite at step {unit.step + 1} of {unit.steps}")
     unit.latents = latents
@@ -239,9 +264,13 @@ def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], b
     return preview
 
 
-def advance(sampler: RequestSampler, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor | None:
+def advance(
+    sampler: RequestSampler, output: torch.Tensor, step: int, latents: torch.Tensor, blend: Blend | None = None
+) -> torch.Tensor | None:
     """Return the latents after a step, or None if they hold NaN or infinity."""
     updated = sampler.step(output, step, latents)
+    if blend is not None:
+        updated = blend.after(updated, step, sampler)
     return updated if is_finite(updated) else None
 
 

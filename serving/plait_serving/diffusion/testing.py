@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
-from plait_serving.diffusion.protocols import Conditioning, LoraLease, LoraWeights, StepCall
+from plait_serving.diffusion.protocols import Conditioning, EncodedImage, LoraLease, LoraWeights, StepCall
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
@@ -139,9 +139,17 @@ class FakeSampler:
         """`count` descending integers."""
         return torch.arange(self.count, 0, -1)
 
-    def init_latents(self) -> torch.Tensor:
+    def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return `(n, c, h, w)` filled with the seeds."""
-        return torch.stack([torch.full(self.shape, float(seed)) for seed in self.seeds])
+        return torch.stack([torch.full(self.shape, float(seed)) for seed in self.seeds]).to(dtype)
+
+    def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the noise."""
+        return self.draw() if noise is None else noise
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, step: int) -> torch.Tensor:
+        """Add the noise."""
+        return latents + noise
 
     def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:
         """Return the latents unchanged."""
@@ -158,7 +166,7 @@ class FakeSampler:
 
 def fake_samplers(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> FakeSampler:
     """Make a `FakeSampler`; this is a `SamplerFactory`."""
-    return FakeSampler(seeds, shape, request.steps)
+    return FakeSampler(seeds, shape, request.run_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,6 +271,13 @@ class FakeDenoiser:
             NumericalError("nan") if code == _TROUBLE["nan"] else torch.full_like(call.sample, merged + added)
             for call, code, added in zip(calls, codes, inputs, strict=True)
         ]
+
+    inpaints = False
+
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
+        """Return the red of every eighth pixel, 0 to 255, as latents without deviation."""
+        mean = (pixels[:, :1, ::8, ::8] + 1) * 127.5
+        return EncodedImage(mean=mean, deviation=torch.zeros_like(mean), centre=0.0, factor=1.0, dtype=mean.dtype)
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Return `latents / 255` in all three channels, eight times as large: pixel values are the latents' values."""

@@ -12,6 +12,8 @@ from enum import Enum, auto
 
 import torch
 
+from plait_serving.diffusion.edits.blend import Blend
+from plait_serving.diffusion.edits.source import EditSource
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, LoraLease, RequestSampler
 from plait_serving.diffusion.queue.policy import Candidate, GroupKey
@@ -39,12 +41,13 @@ NEXT: dict[RequestPhase, frozenset[RequestPhase]] = {
 @dataclass(slots=True, eq=False)
 class SpentSeconds:
     """Seconds by kind, for `Timings`. `loaded_at_s`: when the LoRA set arrived; `charged_s`: its share of the compute
-    thread's time (`queue/forecast.py`)."""
+    thread's time (`queue/forecast.py`); `source_s`: the part of `encode_s` in which the VAE encoded an edit's image."""
 
     accepted_at_s: float
     loaded_at_s: float | None = None
     merge_s: float = 0.0
     encode_s: float = 0.0
+    source_s: float = 0.0
     denoise_s: float = 0.0
     charged_s: float = 0.0
 
@@ -52,7 +55,7 @@ class SpentSeconds:
 @dataclass(slots=True, eq=False)
 class ImageJob:
     """One accepted request. `work_s`: the compute-seconds that it will be charged, by forecast; `chunks` of its prompts
-    are encoded."""
+    are encoded. `source`: the image that it starts from, from its first step on."""
 
     request: ImageRequest
     sink: Callable[[Event], None]
@@ -64,6 +67,7 @@ class ImageJob:
     phase: RequestPhase = RequestPhase.ACTIVE
     cancelled: bool = False
     units: list[Unit] = field(default_factory=list)
+    source: EditSource | None = None
     previews_sent: int = 0
 
     def advance(self, phase: RequestPhase) -> None:
@@ -118,6 +122,8 @@ class Unit:
     overtaken: int = 0
     sampler: RequestSampler | None = None
     latents: torch.Tensor | None = None
+    blend: Blend | None = None
+    extra: torch.Tensor | None = None
     conditioning: Conditioning | None = None
     encoding: Encoding | None = None
     encoded_with: LoraSet = ()
@@ -126,7 +132,7 @@ class Unit:
     @property
     def steps(self) -> int:
         """The number of steps that this unit runs in all (a sampler may need fewer or more than requested)."""
-        return self.job.request.steps if self.sampler is None else len(self.sampler.timesteps)
+        return self.job.request.run_steps if self.sampler is None else len(self.sampler.timesteps)
 
     @property
     def loras(self) -> LoraSet:

@@ -16,6 +16,9 @@ import numpy.typing as npt
 RgbImage: TypeAlias = npt.NDArray[np.uint8]
 """`uint8 (H, W, 3)`, RGB."""
 
+GreyImage: TypeAlias = npt.NDArray[np.uint8]
+"""`uint8 (H, W)`."""
+
 NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 """The valid names of a model, ControlNet or LoRA: never a path or URL."""
 
@@ -74,6 +77,25 @@ class ControlRef:
         return not (step / steps < self.start or (step + 1) / steps > self.end)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Edit:
+    """The image that a request starts from; `image` and `mask` have the request's size.
+
+    `mask`: pixels from 128 on are made anew, the others stay; None: all are. `strength`: the share of the steps that
+    run, above 0 and at most 1. `overlay`: put the image's own pixels back where the mask is 0, and mix where it is
+    neither 0 nor 255: decoded latents are only nearly the image.
+    """
+
+    image: RgbImage
+    mask: GreyImage | None = None
+    strength: float = 1.0
+    overlay: bool = True
+
+    def steps_of(self, steps: int) -> int:
+        """Return how many of a schedule's steps run, the last ones (diffusers' rule)."""
+        return min(int(steps * self.strength), steps)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
     """Whose a request is. While several tenants wait they share the engine's time by `weight`.
@@ -112,6 +134,7 @@ class ImageRequest:
     n: int = 1
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()
+    edit: Edit | None = None
     lora_policy: LoraPolicy = LoraPolicy.EXACT
     lora_free_steps: int = 0
     deadline_s: float | None = None
@@ -122,6 +145,17 @@ class ImageRequest:
     def seeds(self) -> tuple[int, ...]:
         """The seed of each image."""
         return tuple(self.seed + i for i in range(self.n))
+
+    @property
+    def first_step(self) -> int:
+        """The step of the schedule that it begins with: an edit leaves out the noisiest ones."""
+        return 0 if self.edit is None else self.steps - self.edit.steps_of(self.steps)
+
+    @property
+    def run_steps(self) -> int:
+        """How many of its `steps` run. What counts steps (`lora_free_steps`, ControlNets' start and end, progress)
+        counts these."""
+        return self.steps - self.first_step
 
     @property
     def uses_cfg(self) -> bool:

@@ -26,7 +26,7 @@ from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
 from plait_serving.http.images import routes as images
-from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.images.service import ImageService
 from plait_serving.ranking.service import RankingService
 
@@ -40,6 +40,9 @@ ALIASES = {
     "controlnet": "controlnets",
     "width": "size",
     "height": "size",
+    "denoising_strength": "strength",
+    "mask_image": "mask",
+    "init_image": "image",
 }
 
 # Our metrics are at /metrics. FastAPI's own look for OpenTelemetry providers in every request, and Ray sets some up.
@@ -173,7 +176,7 @@ def _fields_of(path: str, context: RouteContext) -> list[str]:
 
         if path == PATH:
             return list(RecommendBody.model_fields)
-    return list(GenerationBody.model_fields)
+    return list((EditBody if path == "/v1/images/edits" else GenerationBody).model_fields)
 
 
 def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(GenerationBody.model_fields)) -> ApiError:

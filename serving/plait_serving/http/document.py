@@ -38,6 +38,7 @@ _MODEL = "/v2/models/{model}"
 
 _MORE: Mapping[str, tuple[int, ...]] = {
     "post /v1/images/generations": (400, 404, 422, 503, 504),
+    "post /v1/images/edits": (400, 404, 422, 503, 504),
     "get /v1/models": (503,),
     "get /v1/models/{model_id}": (404, 503),
     "get /v1/loras": (503,),

@@ -10,15 +10,18 @@ import base64
 import binascii
 import io
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
 from PIL import Image, ImageOps, PngImagePlugin
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.values import RgbImage
+from plait_serving.diffusion.values import GreyImage, RgbImage
+
+T = TypeVar("T")
 
 
 class OutputFormat(StrEnum):
@@ -37,7 +40,8 @@ INPUT_FORMATS = ("PNG", "JPEG", "WEBP")
 PNG_LEVEL = 4
 # The EXIF block of a JPEG lives in one APP1 segment, whose length is a 16-bit number (JEITA CP-3451, 4.7.2).
 JPEG_EXIF_MAX_BYTES = 65_533 - 6
-_EXIF_IFD, _USER_COMMENT = 0x8769, 0x9286
+_EXIF_IFD, _USER_COMMENT, _ORIENTATION = 0x8769, 0x9286, 0x0112
+_LYING = 5  # EXIF's orientations from here on swap the edges
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.IGNORECASE)
 _WHITESPACE = re.compile(r"\s+")
 
@@ -76,11 +80,53 @@ def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper =
 
     Transparent pixels are laid on `paper`; 16-bit grey is scaled to 8 bits. Raises `RequestError` naming `param`.
     """
+
+    def rgb(image: Image.Image) -> RgbImage:
+        return np.array(_to_rgb(ImageOps.exif_transpose(image), paper), dtype=np.uint8)
+
+    return _opened(raw, rgb, param=param, limits=limits)
+
+
+def decode_layers(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[RgbImage, GreyImage | None]:
+    """Decode like `decode_image`, on white, and return how transparent the pixels are, too: `uint8 (H, W)`, 255 where
+    nothing is seen of a pixel; None if no pixel is at least half transparent."""
+
+    def layers(pil_image: Image.Image) -> tuple[RgbImage, GreyImage | None]:
+        image = ImageOps.exif_transpose(pil_image)
+        rgb = np.array(_to_rgb(image, "white"), dtype=np.uint8)
+        if image.mode.startswith("I") or not image.has_transparency_data:
+            return rgb, None
+        clear = 255 - np.array(image.convert("RGBA").getchannel("A"), dtype=np.uint8)
+        return rgb, clear if clear.max() >= 128 else None
+
+    return _opened(raw, layers, param=param, limits=limits)
+
+
+def decode_mask(raw: bytes, *, param: str, limits: DecodeLimits) -> GreyImage:
+    """Decode a mask to `uint8 (H, W)`, 255 where an image is to be made anew: at its transparent pixels, which is
+    OpenAI's rule; at its white ones if none is transparent, which is everybody else's."""
+    rgb, clear = decode_layers(raw, param=param, limits=limits)
+    return np.array(Image.fromarray(rgb).convert("L"), dtype=np.uint8) if clear is None else clear
+
+
+def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, int]:
+    """Return width and height of an image, upright, without decoding a pixel. Raises like `decode_image`."""
+
+    def upright(image: Image.Image) -> tuple[int, int]:
+        width, height = image.size
+        known = image.format != "PNG" or "exif" in image.info  # Pillow decodes all of a PNG to look behind the pixels
+        lies = known and image.getexif().get(_ORIENTATION, 1) >= _LYING
+        return (height, width) if lies else (width, height)
+
+    return _opened(raw, upright, param=param, limits=limits)
+
+
+def _opened(raw: bytes, use: Callable[[Image.Image], T], *, param: str, limits: DecodeLimits) -> T:
+    """Return what `use` makes of the first frame."""
     try:
         with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
             _check_size(pil_image.size, param=param, limits=limits)
-            upright = ImageOps.exif_transpose(pil_image)
-            return np.array(_to_rgb(upright, paper), dtype=np.uint8)
+            return use(pil_image)
     except RequestError:
         raise
     except Image.DecompressionBombError as error:
@@ -111,7 +157,8 @@ def _to_rgb(pil_image: Image.Image, paper: Paper) -> Image.Image:
 
 
 def resize(image: RgbImage, *, width: int, height: int) -> RgbImage:
-    """Stretch to `(height, width, 3)` with Lanczos on uint8, exactly like diffusers resizes control images."""
+    """Stretch `(H, W, 3)`, or a mask `(H, W)`, to `(height, width, ...)` with Lanczos on uint8, exactly like diffusers
+    resizes images and masks."""
     if image.shape[:2] == (height, width):
         return image
     return np.array(Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS), dtype=np.uint8)

@@ -43,6 +43,8 @@ def _pairs(request: ImageRequest, model: str, index: int) -> list[tuple[str, str
         ("Size", f"{request.width}x{request.height}"),
         ("Model", model),
     ]
+    if request.edit is not None:
+        pairs.append(("Denoising strength", _number(request.edit.strength)))
     pairs += [(f"ControlNet {i}", _control(control)) for i, control in enumerate(request.controlnets)]
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC:
         pairs.append(("Lora free steps", str(request.lora_free_steps)))

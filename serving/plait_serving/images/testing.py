@@ -66,9 +66,18 @@ def fake_image(request: ImageRequest, seed: int) -> RgbImage:
         request.scheduler,
         loras,
         controls,
+        _edit_facts(request),
     )
     rng = np.random.default_rng([zlib.crc32(repr(facts).encode()), seed])
     return rng.integers(0, 256, (request.height, request.width, 3), dtype=np.uint8)
+
+
+def _edit_facts(request: ImageRequest) -> tuple[float | int, ...]:
+    if request.edit is None:
+        return ()
+    edit = request.edit
+    mask = 0 if edit.mask is None else zlib.crc32(edit.mask.tobytes())
+    return edit.strength, edit.overlay, zlib.crc32(edit.image.tobytes()), mask
 
 
 class FakeImageService:
@@ -123,15 +132,15 @@ class FakeImageService:
     async def _events(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
         error = self._failures.get(request.prompt)
         previews = [
-            round((i + 1) * request.steps / (request.partial_images + 1)) for i in range(request.partial_images)
+            round((i + 1) * request.run_steps / (request.partial_images + 1)) for i in range(request.partial_images)
         ]
-        for step in range(request.steps):
+        for step in range(request.run_steps):
             if error is not None and step == self._fail_at_step:
                 yield Failed(error=error)
                 return
             await asyncio.sleep(self._step_s)
             self.steps_run += 1
-            yield Progress(step=step + 1, steps=request.steps)
+            yield Progress(step=step + 1, steps=request.run_steps)
             if step + 1 in previews:
                 image = fake_image(request, request.seed + step + 1)
                 yield Preview(index=previews.index(step + 1), step=step + 1, image=image)

@@ -10,7 +10,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from plait_serving.diffusion.values import ControlRef, ImageRequest
+from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest
 
 __all__ = ["Suspects"]
 
@@ -56,10 +56,12 @@ def _fingerprint(request: ImageRequest) -> bytes:
     """Return what requests have in common that make a replica compute the same, whatever their seeds."""
     digest = hashlib.sha256()
     for field in fields(request):
-        if field.name not in _OF_ONE_ATTEMPT and field.name != "controlnets":
+        if field.name not in _OF_ONE_ATTEMPT | {"controlnets", "edit"}:
             digest.update(repr((field.name, getattr(request, field.name))).encode("utf-8", "surrogatepass"))
     for control in request.controlnets:
         _add_control(digest, control)
+    if request.edit is not None:
+        _add_edit(digest, request.edit)
     return digest.digest()
 
 
@@ -67,3 +69,9 @@ def _add_control(digest: hashlib._Hash, control: ControlRef) -> None:
     settings = (control.name, control.scale, control.start, control.end, control.image.shape)
     digest.update(repr(settings).encode())
     digest.update(np.ascontiguousarray(control.image).data)
+
+
+def _add_edit(digest: hashlib._Hash, edit: Edit) -> None:
+    digest.update(repr((edit.strength, edit.image.shape, edit.mask is None)).encode())
+    for array in (edit.image,) if edit.mask is None else (edit.image, edit.mask):
+        digest.update(np.ascontiguousarray(array).data)

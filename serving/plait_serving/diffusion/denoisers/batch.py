@@ -52,6 +52,13 @@ def stack_samples(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tenso
     return samples[0] if len(samples) == 1 else torch.cat(samples)
 
 
+def with_extra(sample: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
+    """Return what the UNet reads, `(R, c + e, h, w)`: the stacked samples with the calls' extra channels, if there are
+    any."""
+    extras = [call.extra for call in calls if call.extra is not None] * layout.branches
+    return torch.cat([sample, torch.cat(extras)], dim=1) if extras else sample
+
+
 def stack_timesteps(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
     """Return `(R,)`, each request's timestep on its rows; schedulers differ in dtype, so a mix is float32."""
     steps = [call.timestep.reshape(1).expand(count) for call, count in zip(calls, layout.counts, strict=True)]

@@ -19,10 +19,12 @@ from plait_serving.diffusion.denoisers.batch import (
     stack_conditionings,
     stack_samples,
     stack_timesteps,
+    with_extra,
 )
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
 from plait_serving.diffusion.denoisers.decode import decode_latents
+from plait_serving.diffusion.denoisers.encode import encode_image
 from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.denoisers.fused import Fusion, fuse_
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
@@ -36,13 +38,13 @@ from plait_serving.diffusion.denoisers.halves import (
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
-from plait_serving.diffusion.protocols import Conditioning, Encoding, LoraWeights, Residuals, StepCall
+from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, LoraWeights, Residuals, StepCall
 from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.values import ImageRequest, PromptSize
 
 
 class UNetDenoiser:
-    """A `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE.
+    """A `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE's decoder.
 
     Steps run through diffusers' own modules in the order of its forward: a single request's latents are the
     pipeline's bit for bit (fp32, CPU). Once programs were adopted, they run the steps, within their tolerance, and
@@ -130,6 +132,18 @@ class UNetDenoiser:
         """Encode the prompts at once, with the text encoders' current weights; for measuring."""
         return self._prompts.prepare(request)
 
+    @property
+    def inpaints(self) -> bool:
+        """Whether the UNet takes a mask and the latents of a masked image beside the sample."""
+        return self._bundle.inpaints
+
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
+        """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
+        if self._vae_weights is not None:
+            self._vae_weights.take()
+        with torch.inference_mode():
+            return encode_image(self._bundle, pixels)
+
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
         program = None if self._exact() is Exact.ALWAYS else self._vae
@@ -151,7 +165,7 @@ class UNetDenoiser:
         fused = self._fuses()
         questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None and not fused)
         try:
-            half, decode = self._encode(calls, sample, layout, compiled)
+            half, decode = self._encode(calls, with_extra(sample, calls, layout), layout, compiled)
         except BaseException:
             questions.abandon()
             raise
@@ -184,7 +198,7 @@ class UNetDenoiser:
     def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
         """Run the part of a step that ControlNets can run beside, for measuring, without calling any ControlNet."""
         layout = BatchLayout.of([call.conditioning for call in calls])
-        sample = stack_samples(calls, layout)
+        sample = with_extra(stack_samples(calls, layout), calls, layout)
         text, embedding = self._constants(calls, sample, layout)
         compiled = self._compiled(calls)
         self._fuses()

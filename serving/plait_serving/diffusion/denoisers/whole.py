@@ -41,6 +41,8 @@ class WholeUNetDenoiser(UNetDenoiser):
         sample = torch.cat([call.sample] * 2) if conditioning.uses_cfg else call.sample
         text, added = conditioning.expand(conditioning.text), _expand(conditioning)
         down, mid = _local_residuals(call, sample)
+        if call.extra is not None:
+            sample = torch.cat([sample, call.extra.repeat(len(sample) // len(call.extra), 1, 1, 1)], dim=1)
         output: torch.Tensor = self._bundle.unet(
             sample,
             call.timestep,

@@ -4,7 +4,8 @@ Two questions with two answers:
 
 - `work_s`: the compute-seconds that a request will be *charged*. A step of T seconds with r rows charges T / r for each
   row, so the charges of all that waits are the seconds until it is done, batching included: they are learned from the
-  batches that real requests shared. A text encoder call is charged to its request, a decode to its images.
+  batches that real requests shared. A text encoder call is charged to its request, as is encoding the image of an
+  edit; a decode to its images.
 - `alone_s`: the least time that it can take, on its own and with nothing else to do (`costs`): a deadline before that
   cannot be met.
 
@@ -67,6 +68,7 @@ class WorkForecast:
         self._steps: _Charges[StepKind] = _Charges()
         self._decodes: _Charges[int] = _Charges()
         self._encodes: _Charges[None] = _Charges()
+        self._sources: _Charges[int] = _Charges()
 
     def charged_step(self, kind: StepKind, row_s: float) -> None:
         """Record that a step charged `row_s` seconds for each row."""
@@ -78,6 +80,11 @@ class WorkForecast:
         with self._lock:
             self._encodes.add(None, seconds / chunks)
 
+    def charged_source(self, pixels: int, seconds: float) -> None:
+        """Record that the image that an edit of so many pixels starts from was encoded in `seconds`."""
+        with self._lock:
+            self._sources.add(pixels, seconds)
+
     def charged_decode(self, pixels: int, image_s: float) -> None:
         """Record that an image of so many pixels was decoded in `image_s`."""
         with self._lock:
@@ -88,13 +95,13 @@ class WorkForecast:
         kind = StepKind.of(request)
         with self._lock:
             row_s = self._steps.expected(kind, {seen: kind.work / seen.work for seen in self._steps.kinds})
-        return request.steps * request.n * row_s + self._ends_s(request, chunks)
+        return request.run_steps * request.n * row_s + self._ends_s(request, chunks)
 
     def alone_s(self, request: ImageRequest, chunks: int) -> float:
         """Return the least seconds from its first step to its images; 0 before anything like it was measured."""
         key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
         step_s = self._costs.shortest_s(key, request.n)
-        return request.steps * step_s + self._ends_s(request, chunks) if step_s else 0.0
+        return request.run_steps * step_s + self._ends_s(request, chunks) if step_s else 0.0
 
     def decode_s(self, request: ImageRequest) -> float:
         """Return the seconds that decoding its images takes."""
@@ -104,8 +111,11 @@ class WorkForecast:
 
     def _ends_s(self, request: ImageRequest, chunks: int) -> float:
         """Return the seconds before the first step and after the last."""
+        pixels = request.width * request.height
         with self._lock:
             encode_s = chunks * self._encodes.expected(None, {})
+            if request.edit is not None:
+                encode_s += self._sources.expected(pixels, {seen: pixels / seen for seen in self._sources.kinds})
         return encode_s + self.decode_s(request)
 
 

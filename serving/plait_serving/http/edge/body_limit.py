@@ -19,6 +19,9 @@ else is answered. Two prompts of the longest kind may have a fifth of it; base64
 _OTHER_LIMITS = "/v2/"
 """Bodies there may be binary, and have limits of their own."""
 
+_FORMS = "/v1/images/edits"
+"""Bodies there may be forms, which hold files, and whose fields have limits of their own."""
+
 
 def declared_bytes(scope: Scope) -> int:
     """Return the body's length as its sender declares it; 0 if unknown, a large number if absurd."""
@@ -50,9 +53,11 @@ class BodyLimitMiddleware:
         if problem is not None:
             raise problem
         received = values = 0
-        counts_values = not scope["path"].startswith(_OTHER_LIMITS)
-        encoding = Headers(scope=scope).get("content-encoding", "identity")
-        if counts_values and encoding.strip().lower() != "identity":
+        headers = Headers(scope=scope)
+        is_form = scope["path"] == _FORMS and headers.get("content-type", "").lower().startswith("multipart/")
+        counts_values = not (is_form or scope["path"].startswith(_OTHER_LIMITS))
+        encoding = headers.get("content-encoding", "identity")
+        if (counts_values or is_form) and encoding.strip().lower() != "identity":
             raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")
 
         def hold(size: int) -> None:

@@ -1,6 +1,7 @@
 """OpenAI's server-sent events for images.
 
-`event: image_generation.partial_image` (index from 0), then one `event: image_generation.completed`; an error after
+`event: image_generation.partial_image` (index from 0), then one `event: image_generation.completed`, for edits
+`image_edit.partial_image` and `image_edit.completed`; an error after
 the stream began is `data: {"error": {...}}` without an event name, which the `openai` client raises as APIError.
 Progress is a comment line (`: step 3/20`), which every SSE reader skips: it keeps proxies from closing the
 connection, and a page that reads the stream itself can show it. `stream` with `n` > 1 is refused, in OpenAI's own
@@ -20,6 +21,8 @@ from plait_serving.http.edge.feed import until_disconnect
 
 PARTIAL = "image_generation.partial_image"
 COMPLETED = "image_generation.completed"
+EDIT_PARTIAL = "image_edit.partial_image"
+EDIT_COMPLETED = "image_edit.completed"
 PING = b": ping\n\n"
 
 

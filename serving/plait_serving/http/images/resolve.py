@@ -19,7 +19,8 @@ from plait_serving.diffusion.values import (
     Scheduler,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
-from plait_serving.http.images.schemas import ControlNetBody, GenerationBody
+from plait_serving.http.images.editing import Upload, upload_of
+from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
 
@@ -47,15 +48,18 @@ def resolve(
     model = catalog.model
     if body.model is not None and body.model != model.name:
         raise NotFound(f"there is no model {body.model!r}; this server has {model.name!r}", param="model")
-    width, height = _size(body.size, model)
+    upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
+    width, height = _size(_asked_size(body, upload, model.limits), model)
     steps = _steps(body, model)
     n = body.n or 1
     _check_allowed(allowed, pixels=width * height, steps=steps, images=n, limits=model.limits)
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
     loras = _loras(body, catalog)
-    policy, free_steps = _lora_policy(body, steps, loras)
     _check_controlnets(body, catalog, preprocessors)
+    edit = None if upload is None else upload.edit(width=width, height=height, steps=steps)
+    run_steps = steps if edit is None else edit.steps_of(steps)
+    policy, free_steps = _lora_policy(body, run_steps, loras)
     return ImageRequest(
         request_id=request_id,
         prompt=body.prompt,
@@ -71,6 +75,7 @@ def resolve(
         controlnets=_controls(
             body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits
         ),
+        edit=edit,
         lora_policy=policy,
         lora_free_steps=free_steps,
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
@@ -91,6 +96,20 @@ def _check_allowed(allowed: TenantLimits, *, pixels: int, steps: int, images: in
     for param, what, count, most in asked:
         if most is not None and count > most:
             raise RequestError(f"your key allows at most {most} {what}, not {count}", param=param)
+
+
+def _asked_size(body: GenerationBody, upload: Upload | None, limits: ImageLimits) -> str | None:
+    """Return the size that a request asks for: an edit without one asks for its image's, rounded down."""
+    if upload is None or body.size not in (None, "auto"):
+        return body.size
+    width, height = (edge - edge % limits.size_multiple for edge in (upload.width, upload.height))
+    if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
+        raise RequestError(
+            f"the image is {upload.width}x{upload.height}, edges go from {limits.min_edge_px} to {limits.max_edge_px} "
+            "pixels: give a size",
+            param="size",
+        )
+    return f"{width}x{height}"
 
 
 def _size(text: str | None, model: BaseModelCard) -> tuple[int, int]:

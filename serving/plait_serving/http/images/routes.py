@@ -1,4 +1,5 @@
-"""`POST /v1/images/generations`: OpenAI's image API with LoRA sets, ControlNets and seeds per request."""
+"""`POST /v1/images/generations` and `/v1/images/edits`: OpenAI's image API with LoRA sets, ControlNets and seeds per
+request."""
 
 from __future__ import annotations
 
@@ -33,8 +34,9 @@ from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.resolve import resolve
-from plait_serving.http.images.schemas import GenerationBody, GenerationResponse
+from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import BaseModelCard
@@ -58,6 +60,27 @@ _STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "descripti
 )
 async def generate(body: GenerationBody, request: Request, context: ContextDep) -> Response:
     """Make `n` images of one prompt, or stream one image's partial images as server-sent events."""
+    return await _respond(body, request, context)
+
+
+@router.post(
+    "/edits",
+    summary="Edit an image",
+    response_class=Response,
+    responses={
+        200: {"model": EditResponse, "content": _STREAM_CONTENT},
+        "4XX": {"model": ErrorBody},
+        "5XX": {"model": ErrorBody},
+    },
+    openapi_extra=EDIT_REQUEST,
+)
+async def edit(request: Request, context: ContextDep) -> Response:
+    """Make `n` images from an image, as a whole or within a mask, as `generations` does. JSON, or a form as OpenAI's
+    clients send it."""
+    return await _respond(await read_edit(request), request, context)
+
+
+async def _respond(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     work = _open_stream if body.stream else _generate
     ends_s = None if body.deadline_ms is None else context.monotonic_s() + body.deadline_ms / 1000.0
     try:
@@ -180,7 +203,8 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
         tenant=tenant,
         allowed=context.limits_of(tenant),
     )
-    resolved = await _in_codec(context, work) if body.controlnets else work()
+    decodes = bool(body.controlnets) or isinstance(body, EditBody)
+    resolved = await _in_codec(context, work) if decodes else work()
     return ImageReply(body=body, request=resolved, model=catalog.model, http_id=state.request_id)
 
 
@@ -212,7 +236,7 @@ class ImageReply:
     def partial_event(self, preview: Preview, *, created: int) -> bytes:
         """Return OpenAI's event for a partial image."""
         return sse.event(
-            sse.PARTIAL,
+            sse.PARTIAL if self.request.edit is None else sse.EDIT_PARTIAL,
             {
                 "b64_json": self._encode(preview.image, None),
                 "partial_image_index": preview.index,
@@ -224,7 +248,7 @@ class ImageReply:
         """Return OpenAI's event for the finished image, with everything that the plain response contains."""
         fields = {**self._event_fields(created), **self._facts(result), "id": self._http_id}
         image = {"b64_json": self._encode(result.images[0], 0), "flagged": result.flagged[0]}
-        return sse.event(sse.COMPLETED, {**image, **fields})
+        return sse.event(sse.COMPLETED if self.request.edit is None else sse.EDIT_COMPLETED, {**image, **fields})
 
     def _encode(self, image: RgbImage, index: int | None) -> str:
         text = None if index is None else infotext(self.request, model=self._model.name, index=index)
@@ -255,6 +279,7 @@ class ImageReply:
             "scheduler": request.scheduler.value,
             "num_inference_steps": request.steps,
             "guidance_scale": request.guidance_scale,
+            **({} if request.edit is None else {"strength": request.edit.strength}),
             "lora_policy": result.lora_policy.value,
             "lora_free_steps": result.lora_free_steps,
             "timings": {

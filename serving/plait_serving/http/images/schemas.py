@@ -10,7 +10,7 @@ from __future__ import annotations
 import unicodedata
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, LoraPolicy, Scheduler
@@ -81,6 +81,12 @@ def _bool_or_name(value: object) -> object:
     if isinstance(value, str):
         return _name(value)
     raise PydanticCustomError("preprocess", "true, false or the name of a preprocessor")
+
+
+def _upload(value: object) -> object:
+    if isinstance(value, str | bytes) and value:
+        return value
+    raise PydanticCustomError("upload", "a file, or in JSON its base64")
 
 
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARS), AfterValidator(_printable)]
@@ -168,6 +174,40 @@ class GenerationBody(StrictBody):
         return names
 
 
+ImageFile = Annotated[str | bytes, PlainValidator(_upload), WithJsonSchema({"type": "string", "minLength": 1})]
+"""Base64 (or a data URL) of a PNG, JPEG or WebP; in a form the file itself."""
+
+
+class EditBody(GenerationBody):
+    """`POST /v1/images/edits`: a generation that starts from an image. As JSON, or as a form like OpenAI's.
+
+    Without `size` the output has the image's own, rounded down to what the model takes; else the image is stretched.
+    """
+
+    image: ImageFile = Field(
+        repr=False, description="PNG, JPEG or WebP; without a mask its transparent pixels are made anew, or all of them"
+    )
+    mask: ImageFile | None = Field(
+        None, repr=False, description="of the image's size; its transparent pixels are made anew, or its white ones"
+    )
+    strength: (
+        Annotated[
+            float, Field(gt=0.0, le=1.0, description="share of the steps that run; unset: 1 with a mask, else 0.8")
+        ]
+        | None
+    ) = None
+    overlay: (
+        Annotated[bool, Field(description="put the image's own pixels back outside of the mask; unset: true")] | None
+    ) = None
+
+    input_fidelity: Any = None
+
+    @property
+    def ignored(self) -> list[str]:
+        """The fields that were given but do not apply."""
+        return super().ignored if self.input_fidelity is None else [*super().ignored, "input_fidelity"]
+
+
 class ImageData(BaseModel):
     """One image. `seed` reproduces it; `flagged`: the safety checker blacked it out."""
 
@@ -205,3 +245,9 @@ class GenerationResponse(BaseModel):
     lora_free_steps: int
     timings: TimingsBody
     ignored: list[str]
+
+
+class EditResponse(GenerationResponse):
+    """A `GenerationResponse` with what an edit adds; `num_inference_steps` is the schedule's, of which a share runs."""
+
+    strength: float

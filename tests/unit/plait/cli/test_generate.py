@@ -52,6 +52,42 @@ def image(path):
     return decode_image(Path(path).read_bytes(), param="p", limits=DecodeLimits())
 
 
+def test_an_edit_starts_from_a_file(service, tmp_path):
+    """--image, --mask and --strength reach the request; the output has the image's size."""
+    source, mask, out = tmp_path / "source.png", tmp_path / "mask.png", tmp_path / "a.png"
+    source.write_bytes(png(24, 16))
+    mask.write_bytes(png(24, 16, (255, 255, 255)))
+    assert run("red apple", "-o", out, "--image", source, "--mask", mask, "--strength", 0.5) == 0
+    (request,) = service.submitted
+    assert (request.width, request.height, request.edit.strength) == (24, 16, 0.5)
+    assert np.array_equal(request.edit.image, image(source))
+    assert request.edit.mask.min() == 255
+    assert np.array_equal(image(out), fake_image(request, request.seed))
+    assert "Denoising strength: 0.5" in read_parameters(out.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--strength", "0.5"), "--strength: needs --image"),
+        (("--mask", "m.png"), "--mask: needs --image"),
+        (("--image", "nowhere.png"), "--image: nowhere.png: No such file"),
+        (("--image", "SOURCE", "--strength", "0"), "--strength: Input should be greater than 0"),
+        (("--image", "SOURCE", "--mask", "OTHER"), "--mask: the mask is 8x8, the image 24x16"),
+        (("--image", "TEXT"), "--image: not a readable PNG, JPEG or WebP image"),
+    ],
+)
+def test_a_wrong_edit_names_its_option(service, tmp_path, capsys, options, message):
+    """Usage errors exit with 2 and say which option to change; nothing is written."""
+    files = {"SOURCE": png(24, 16), "OTHER": png(8, 8), "TEXT": b"text"}
+    for name, raw in files.items():
+        (tmp_path / name).write_bytes(raw)
+    out = tmp_path / "a.png"
+    assert run("red apple", "-o", out, *(tmp_path / one if one in files else one for one in options)) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
 def test_one_picture_with_the_defaults(service, tmp_path, capsys):
     """The file holds the image and its parameters; its name is all that stdout gets."""
     out = tmp_path / "a.png"

@@ -10,7 +10,7 @@ import threading
 from PIL import Image
 
 from plait.demo import run as demo
-from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.http.images.schemas import EditBody, GenerationBody
 from support import loadtest_records
 
 
@@ -46,11 +46,12 @@ def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     ask, said = Asked(), []
     images = demo.play(ask, tmp_path, say=said.append)
     for body in ask.bodies:
-        GenerationBody.model_validate_json(json.dumps(body))
+        (EditBody if "image" in body else GenerationBody).model_validate_json(json.dumps(body))
     guide = base64.b64encode((tmp_path / "guide.png").read_bytes()).decode()
     controlled = [body for body in ask.bodies if "controlnets" in body]
     assert controlled
     assert all(body["controlnets"][0]["image"] == guide for body in controlled)
+    assert [body["image"] for body in ask.bodies if "image" in body] == [guide]
     assert len(images) == len(demo.ALONE) + len(demo.TOGETHER)
     assert all(image.path.is_file() for image in images)
     assert all(any(str(image.path) in line for line in said) for image in images)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import numpy as np
 import pytest
 
 from plait_serving.diffusion.queue.bounds import QueueBounds, QueuedWork, wait_s
@@ -11,7 +12,7 @@ from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.queue.shares import TenantShares
-from plait_serving.diffusion.values import ImageRequest, Scheduler, Tenant
+from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler, Tenant
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 
@@ -129,6 +130,17 @@ def test_work_is_forecast_from_what_was_charged():
     forecast.charged_encode(2, 0.2)
     forecast.charged_decode(64 * 64, 0.3)
     assert forecast.work_s(asked(n=2), 4) == pytest.approx(2 * 10 * 0.5 + 4 * 0.1 + 2 * 0.3)
+
+
+def test_an_edit_is_forecast_by_the_steps_that_run_and_its_image():
+    """Half the steps, and one run of the VAE's encoder, scaled by pixels where this size was never seen."""
+    forecast = WorkForecast(StepCosts())
+    edit = Edit(image=np.zeros((64, 64, 3), np.uint8), strength=0.5)
+    forecast.charged_step(StepKind.of(asked()), 0.5)
+    forecast.charged_source(64 * 64, 0.25)
+    assert forecast.work_s(asked(n=2), 1) == pytest.approx(2 * 10 * 0.5)
+    assert forecast.work_s(asked(n=2, edit=edit), 1) == pytest.approx(2 * 5 * 0.5 + 0.25)
+    assert forecast.work_s(asked(width=32, height=32, edit=edit), 1) == pytest.approx(5 * 0.5 / 4 + 0.25 / 4)
 
 
 def test_what_was_never_measured_is_scaled_from_the_nearest():

@@ -20,7 +20,10 @@ from plait_serving.images.codec import (
     OutputFormat,
     decode_base64,
     decode_image,
+    decode_layers,
+    decode_mask,
     encode_image,
+    image_size,
     read_parameters,
     resize,
 )
@@ -201,7 +204,40 @@ def test_orientation_is_applied():
     """A photo that says it lies on its side is turned upright."""
     exif = Image.Exif()
     exif[0x0112] = 6  # rotate 90 degrees clockwise to view
-    assert decode(saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif)).shape == (8, 4, 3)
+    turned = saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif)
+    assert decode(turned).shape == (8, 4, 3)
+    assert image_size(turned, param="p", limits=LIMITS) == (4, 8)
+    assert decode_mask(turned, param="p", limits=LIMITS).shape == (8, 4)
+    exif[0x0112] = 3  # upside down
+    assert image_size(saved(Image.new("RGB", (8, 4)), "JPEG", exif=exif), param="p", limits=LIMITS) == (8, 4)
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA"])
+def test_a_mask_is_what_is_transparent(mode):
+    """OpenAI's rule, in every mode that has transparency; half transparent is half of 255."""
+    clear = np.array([[255, 0, 128]], np.uint8)
+    image = Image.new("RGBA", (3, 1), "white")
+    image.putalpha(Image.fromarray(255 - clear))
+    raw = saved(image.convert(mode))
+    assert np.array_equal(decode_mask(raw, param="p", limits=LIMITS), clear)
+    assert np.array_equal(decode_layers(raw, param="p", limits=LIMITS)[1], clear)
+
+
+def test_a_mask_without_transparency_is_what_is_white():
+    """An alpha channel in which nothing is transparent does not count."""
+    grey = np.array([[0, 100, 255]], np.uint8)
+    for image in (Image.fromarray(grey), Image.fromarray(grey).convert("RGBA"), Image.fromarray(grey).convert("RGB")):
+        assert np.array_equal(decode_mask(saved(image), param="p", limits=LIMITS), grey)
+        assert decode_layers(saved(image), param="p", limits=LIMITS)[1] is None
+
+
+def test_a_size_is_read_within_limits():
+    """Of a header alone, and refused like the image."""
+    assert image_size(png_header(64, 30), param="p", limits=LIMITS) == (64, 30)
+    for raw in (png_header(65, 64), b"text"):
+        with pytest.raises(RequestError) as caught:
+            image_size(raw, param="p", limits=LIMITS)
+        assert caught.value.param == "p"
 
 
 def test_only_the_first_frame_of_an_animation_counts():

@@ -7,12 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from plait_serving.deployments.images.suspects import Suspects
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
 
 IMAGE = np.zeros((4, 4, 3), dtype=np.uint8)
 REQUEST = ImageRequest(
     request_id="r", prompt="a \ud800 b", width=16, height=16, steps=4, guidance_scale=7.5, seed=1,
     scheduler=Scheduler.EULER, loras=(LoraRef(name="a"),), controlnets=(ControlRef(name="edges", image=IMAGE),),
+    edit=Edit(image=IMAGE, mask=IMAGE[..., 0]),
 )  # fmt: skip
 
 
@@ -26,12 +27,17 @@ async def test_seeds_and_ids_do_not_make_another_request() -> None:
         replace(REQUEST, request_id="x", seed=5),
         replace(REQUEST, deadline_s=3.0, partial_images=2),
         replace(REQUEST, controlnets=same_image),
+        replace(REQUEST, edit=Edit(image=IMAGE.copy(), mask=IMAGE[..., 1])),
     ):
         assert suspects.is_refused(same)
     for other in (
         replace(REQUEST, prompt="a"),
         replace(REQUEST, n=2),
         replace(REQUEST, loras=()),
+        replace(REQUEST, edit=None),
+        replace(REQUEST, edit=Edit(image=IMAGE)),
+        replace(REQUEST, edit=Edit(image=IMAGE, mask=IMAGE[..., 0] + 1)),
+        replace(REQUEST, edit=Edit(image=IMAGE, mask=IMAGE[..., 0], strength=0.5)),
         replace(REQUEST, controlnets=(ControlRef(name="edges", image=IMAGE + 1),)),
         replace(REQUEST, controlnets=(ControlRef(name="edges", image=IMAGE, scale=0.5),)),
     ):

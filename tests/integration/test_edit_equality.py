@@ -1,0 +1,198 @@
+"""Edits against diffusers' Img2Img and Inpaint pipelines: same seed, same latents, alone and in company.
+
+Tiny random SD and SDXL models, ControlNets and LoRAs, and a UNet for inpainting with nine channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.testing import EveryBatchPays
+from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
+from support.denoise import control_image
+from support.engine_probe import Probe, fused_reference
+from support.tiny import IMAGE_SIZE, tiny_controlnet, tiny_lora, tiny_sd
+
+ALONE, IN_COMPANY = 1e-5, 1e-4
+"""Largest difference of fp32 latents, as for generations; where random weights make latents of 20, of the largest."""
+
+KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
+IMAGE = control_image(5, IMAGE_SIZE)
+
+
+def mask() -> np.ndarray:
+    """A mask whose edge is no multiple of a latent, with grey values on both sides of a half in rows that latents are
+    taken from."""
+    found = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8)
+    found[5:22, 3:18] = 255
+    found[22:24, 3:18] = 127
+    found[24:26, 3:18] = 128
+    return found
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference of latents, relative to the largest of them if that is above 1."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
+
+
+IMG2IMG = Edit(image=IMAGE, strength=0.7)
+INPAINT = Edit(image=IMAGE, mask=mask(), strength=0.7)
+ANEW = Edit(image=IMAGE, mask=mask(), strength=1.0)
+CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.0, end=0.7)
+LORA = LoraRef(name="one", scale=0.9)
+
+
+def ask(seed: int, edit: Edit | None, **more) -> ImageRequest:
+    """A small request with defaults."""
+    fields = {
+        "request_id": f"r{seed}", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE,
+        "height": IMAGE_SIZE, "steps": 6, "guidance_scale": 2.0, "seed": seed, "scheduler": Scheduler.EULER_A,
+        "edit": edit, **more,
+    }  # fmt: skip
+    return ImageRequest(**fields)
+
+
+@pytest.fixture(scope="module")
+def rig_of(tmp_path_factory):
+    """``rig_of(folder, controlnet)``: a probe on the model with that ControlNet and a LoRA, and diffusers on both."""
+    probes = []
+
+    def build(folder, controlnet):
+        loras = tmp_path_factory.mktemp("loras")
+        tiny_lora(loras / "one.safetensors", folder, fmt="peft", rank=3, with_text_encoder=True)
+        settings = EngineSettings(
+            model=folder, lora_source=FolderSource(loras), controlnets={"a": controlnet}, knobs=KNOBS, converts=False
+        )
+        probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
+        return probes[-1], lambda asked: fused_reference(folder, asked, loras=loras, controlnets={"a": controlnet})
+
+    yield build
+    for probe in probes:
+        probe.engine.stop(drain_s=0)
+
+
+@pytest.fixture(scope="module")
+def sd(rig_of, tiny_sd_folder, tiny_sd_controlnets):
+    """The tiny Stable Diffusion."""
+    return rig_of(tiny_sd_folder, tiny_sd_controlnets[0])
+
+
+@pytest.fixture(scope="module")
+def sdxl(rig_of, tiny_sdxl_folder, tiny_sdxl_controlnets):
+    """The tiny SDXL."""
+    return rig_of(tiny_sdxl_folder, tiny_sdxl_controlnets[0])
+
+
+@pytest.fixture(scope="module")
+def nine(rig_of, tiny_models, tiny_sd_folder):
+    """A tiny Stable Diffusion for inpainting, with a ControlNet of the ordinary kind."""
+    folder = tiny_sd(tiny_models / "sd-nine", seed=4, in_channels=9)
+    return rig_of(folder, tiny_controlnet(tiny_models / "sd-nine-control", tiny_sd_folder, seed=3))
+
+
+EDITS = pytest.mark.parametrize("edit", [IMG2IMG, INPAINT, ANEW], ids=["img2img", "inpaint", "anew"])
+
+
+@EDITS
+@pytest.mark.parametrize("scheduler", Scheduler)
+def test_every_sampler_equals_diffusers(sd, edit, scheduler):
+    """Every sampler starts in the middle and blends as in diffusers' pipelines, the random ones with its draws."""
+    probe, reference = sd
+    asked = ask(11, edit, scheduler=scheduler)
+    (ours,) = probe.latents(asked)
+    assert difference(ours, reference(asked)) <= ALONE
+
+
+@EDITS
+@pytest.mark.parametrize("model", ["sd", "sdxl"])
+def test_edits_with_controlnet_and_lora_equal_diffusers(model, edit, request):
+    """Two images with a ControlNet and a LoRA; and each ingredient really changed them."""
+    probe, reference = request.getfixturevalue(model)
+    asked = ask(21, edit, n=2, controlnets=(CONTROL,), loras=(LORA,))
+    (ours,) = probe.latents(asked)
+    assert difference(ours, reference(asked)) <= ALONE
+    other_image = replace(edit, image=control_image(6, IMAGE_SIZE))
+    for other in (replace(asked, controlnets=()), replace(asked, loras=()), replace(asked, edit=other_image)):
+        (others,) = probe.latents(other)
+        assert (others - ours).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("model", ["sd", "sdxl"])
+def test_edits_in_company_equal_diffusers(model, request):
+    """A generation and three edits at different steps share every call, and each is diffusers' own."""
+    probe, reference = request.getfixturevalue(model)
+    asked = [
+        ask(31, IMG2IMG), ask(32, INPAINT, prompt="green tree", steps=8, controlnets=(CONTROL,)),
+        ask(33, ANEW, prompt="dog", scheduler=Scheduler.DPMPP_2M), ask(34, None, prompt="house"),
+    ]  # fmt: skip
+    ours = probe.latents(*asked)
+    assert max(probe.batches) == len(asked)
+    for one, latents in zip(asked, ours, strict=True):
+        assert difference(latents, reference(one)) <= IN_COMPANY
+
+
+def test_strength_1_without_a_mask_is_img2img_at_strength_1(sd):
+    """It adds noise to the image, as diffusers does, and is no generation."""
+    probe, reference = sd
+    asked = ask(41, Edit(image=IMAGE, strength=1.0))
+    (ours,) = probe.latents(asked)
+    assert difference(ours, reference(asked)) <= ALONE
+    (generated,) = probe.latents(replace(asked, edit=None))
+    assert (generated - ours).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("edit", [INPAINT, ANEW], ids=["inpaint", "anew"])
+@pytest.mark.parametrize("controlnets", [(), (CONTROL,)], ids=["plain", "controlnet"])
+def test_a_unet_of_nine_channels_equals_diffusers(nine, edit, controlnets):
+    """Mask and masked image go in as channels, nothing is blended; the ControlNet sees the latents only."""
+    probe, reference = nine
+    asked = ask(51, edit, n=2, controlnets=controlnets)
+    (ours,) = probe.latents(asked)
+    assert difference(ours, reference(asked)) <= ALONE
+
+
+def test_a_unet_of_nine_channels_makes_all_of_an_image_without_a_mask(nine):
+    """Generations and edits without a mask are diffusers' with a mask of everything, and share its calls."""
+    probe, reference = nine
+    everything = np.full((IMAGE_SIZE, IMAGE_SIZE), 255, np.uint8)
+    asked = [ask(61, None), ask(62, IMG2IMG), ask(63, INPAINT, steps=5)]
+    ours = probe.latents(*asked)
+    assert max(probe.batches) == len(asked)
+    masked = [Edit(image=IMAGE, mask=everything, strength=1.0), replace(IMG2IMG, mask=everything), INPAINT]
+    for one, edit, latents in zip(asked, masked, ours, strict=True):
+        assert difference(latents, reference(replace(one, edit=edit))) <= IN_COMPANY
+
+
+def test_the_vae_encodes_an_image_once_for_all_images_of_a_request(sd):
+    """Ten images of an edit, in several units, cost one run of the encoder."""
+    probe, _ = sd
+    encoded = []
+    denoiser = probe.assembled.denoiser
+    encode = denoiser.encode
+    denoiser.encode = lambda pixels: encoded.append(pixels) or encode(pixels)
+    try:
+        probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"largest_batch": 2, "batch_wait_ms": 0.0}))
+        result = probe.engine.generate(ask(71, INPAINT, n=5))
+    finally:
+        denoiser.encode = encode
+    assert (len(result.images), len(encoded)) == (5, 1)
+
+
+def test_what_is_not_masked_keeps_its_pixels(sd):
+    """With the overlay, which is the default, the image's own pixels are there again; without it the VAE's are."""
+    probe, _ = sd
+    kept = mask() == 0
+    with_overlay = probe.engine.generate(ask(81, ANEW)).images[0]
+    without = probe.engine.generate(ask(81, replace(ANEW, overlay=False))).images[0]
+    assert np.array_equal(with_overlay[kept], IMAGE[kept])
+    assert not np.array_equal(without[kept], IMAGE[kept])
+    assert np.array_equal(with_overlay[mask() == 255], without[mask() == 255])
+    assert torch.is_tensor(probe.latents(ask(81, ANEW))[0])

@@ -1,0 +1,254 @@
+"""POST /v1/images/edits over the fake service: as JSON and as a form, what is edited, refusals that name the field."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from plait_serving.diffusion.values import LoraRef
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.images.schemas import EditResponse
+from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.testing import FakeImageService, fake_image
+from support.http_app import b64, make_client, pixels, png
+
+URL = "/v1/images/edits"
+
+
+@pytest.fixture
+def service():
+    return FakeImageService()
+
+
+@pytest.fixture
+def client(service):
+    return make_client(service)
+
+
+def post(client, **body):
+    """An edit as JSON."""
+    return client.post(URL, json={"prompt": "red apple", "image": b64(png()), **body})
+
+
+def form(client, files=None, **fields):
+    """An edit as a form."""
+    files = files or {"image": ("cat.png", png(), "image/png")}
+    return client.post(URL, files=files, data={"prompt": "red apple", **fields})
+
+
+def picture(array, kind="PNG"):
+    """An array as a file."""
+    out = io.BytesIO()
+    Image.fromarray(array).save(out, kind)
+    return out.getvalue()
+
+
+def half_clear(width=16, height=16):
+    """An image whose left half is transparent."""
+    array = np.full((height, width, 4), 255, np.uint8)
+    array[..., 0] = 10
+    array[:, : width // 2, 3] = 0
+    return picture(array)
+
+
+def half_white(width=16, height=16):
+    """A mask without transparency whose left half is white."""
+    array = np.zeros((height, width), np.uint8)
+    array[:, : width // 2] = 255
+    return picture(array)
+
+
+LEFT = np.repeat([[255] * 8 + [0] * 8], 16, axis=0)
+
+
+def test_an_image_alone_is_edited_as_a_whole(client, service):
+    """Without a mask the strength is 0.8 and all of the image is made anew, at its own size."""
+    answer = post(client, image=b64(png(24, 32)))
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert (request.width, request.height) == (24, 32)
+    assert (request.edit.mask, request.edit.strength, request.edit.overlay) == (None, 0.8, True)
+    assert request.edit.image.shape == (32, 24, 3)
+    assert tuple(request.edit.image[0, 0]) == (200, 10, 30)
+    assert (request.steps, request.run_steps) == (4, 3)
+    body = EditResponse.model_validate(answer.json())
+    assert (body.strength, body.num_inference_steps, body.size) == (0.8, 4, "24x32")
+    assert np.array_equal(pixels(body.data[0].b64_json), fake_image(request, request.seed))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"mask": b64(half_clear())},
+        {"mask": b64(half_white())},
+        {"image": b64(half_clear())},
+        {"image": b64(half_clear()), "mask": b64(half_white())},
+    ],
+    ids=["transparent-mask", "white-mask", "transparent-image", "mask-before-image"],
+)
+def test_a_mask_says_what_is_made_anew(client, service, fields):
+    """Transparent pixels of the mask, white ones if it has none; without a mask the image's own transparent ones."""
+    assert post(client, **fields).status_code == 200
+    edit = service.submitted[0].edit
+    assert np.array_equal(edit.mask, LEFT)
+    assert edit.strength == 1.0
+
+
+def test_a_larger_canvas_is_painted_beyond_the_image(client, service):
+    """Outpainting: the transparent border of a canvas is made anew, the image in it stays."""
+    canvas = Image.new("RGBA", (32, 24), (0, 0, 0, 0))
+    canvas.paste(Image.open(io.BytesIO(png())), (8, 4))
+    out = io.BytesIO()
+    canvas.save(out, "PNG")
+    assert post(client, image=b64(out.getvalue())).status_code == 200
+    (request,) = service.submitted
+    assert (request.width, request.height) == (32, 24)
+    kept = np.zeros((24, 32), bool)
+    kept[4:20, 8:24] = True
+    assert np.array_equal(request.edit.mask == 0, kept)
+    assert (request.edit.image[kept] == (200, 10, 30)).all()
+
+
+def test_the_rest_of_a_request_is_a_generations(client, service):
+    """Everything that a generation takes an edit takes, too."""
+    answer = post(
+        client, n=2, size="24x32", num_inference_steps=10, strength=0.5, seed=7, scheduler="dpmpp_2m", overlay=False,
+        loras=[{"name": "noto", "scale": 0.5}], lora_policy="bounded_async", deadline_ms=60000,
+        controlnets=[{"name": "plain", "image": b64(png())}], input_fidelity="high", quality="low",
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert (request.n, request.width, request.height, request.steps, request.run_steps) == (2, 24, 32, 10, 5)
+    assert (request.edit.image.shape, request.edit.overlay) == ((32, 24, 3), False)
+    assert request.loras == (LoraRef(name="noto", scale=0.5),)
+    assert request.lora_free_steps == 1, "a fifth of the steps that run"
+    assert request.controlnets[0].image.shape == (32, 24, 3)
+    assert answer.json()["ignored"] == ["quality", "input_fidelity"]
+
+
+def test_a_form_is_read_like_json(client, service):
+    """Numbers, booleans and nested fields of a form become what they are in JSON; text stays text."""
+    files = {"image": ("a.png", png(), "image/png"), "mask": ("m.png", half_clear(), "image/png")}
+    answer = form(
+        client, files=files, n="2", seed="5", strength="0.75", overlay="false", guidance_scale="3", user="12",
+        negative_prompt="true", loras=json.dumps([{"name": "noto", "scale": 0.5}, {"name": "sketch"}]),
+        **{"controlnets[0][name]": "edges", "controlnets[0][image]": b64(png()), "controlnets[0][preprocess]": "true",
+           "controlnets[1][name]": "plain", "controlnets[1][image]": b64(png()), "controlnets[1][scale]": "0.5"},
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert (request.n, request.seed, request.edit.strength, request.guidance_scale) == (2, 5, 0.75, 3.0)
+    assert (request.negative_prompt, request.edit.overlay) == ("true", False)
+    assert [(ref.name, ref.scale) for ref in request.loras] == [("noto", 0.5), ("sketch", 1.0)]
+    assert [(ref.name, ref.scale) for ref in request.controlnets] == [("edges", 1.0), ("plain", 0.5)]
+    assert np.array_equal(request.edit.mask, LEFT)
+    assert answer.json()["ignored"] == ["user"]
+
+
+def test_the_openai_client_works_unchanged(service):
+    """`images.edit` with files, our fields in `extra_body`; and with `stream` its own events."""
+    client = openai.OpenAI(
+        api_key="any", base_url="http://testserver/v1", http_client=make_client(service), max_retries=0
+    )
+    result = client.images.edit(
+        image=("cat.png", png()), mask=("mask.png", half_clear()), prompt="red apple", n=2, size="16x16",
+        extra_body={"strength": 0.5, "seed": 9, "num_inference_steps": 8, "overlay": True,
+                    "loras": [{"name": "noto", "scale": 0.8}, {"name": "sketch", "scale": -1}]},
+    )  # fmt: skip
+    (request,) = service.submitted
+    assert len(result.data) == 2
+    assert (request.run_steps, request.seed, request.edit.overlay) == (4, 9, True)
+    assert [(ref.name, ref.scale) for ref in request.loras] == [("noto", 0.8), ("sketch", -1.0)]
+    assert np.array_equal(pixels(result.data[1].b64_json), fake_image(request, 10))
+    client.images.edit(image=[half_clear()], prompt="one in a list, its transparency the mask")
+    assert np.array_equal(service.submitted[-1].edit.mask, LEFT)
+    events = list(client.images.edit(image=png(), prompt="red apple", stream=True, partial_images=1))
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.images.edit(image=[png(), png()], prompt="two")
+    assert caught.value.param == "image"
+
+
+def bmp():
+    """A file of a format that is not taken."""
+    return picture(np.zeros((16, 16, 3), np.uint8), "BMP")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"strength": 0}, "strength", "greater than 0"),
+        ({"strength": 1.1}, "strength", "less than or equal to 1"),
+        ({"strength": 0.2}, "strength", "0.2 of 4 steps is not a whole step"),
+        ({"image": None}, "image", "a file, or in JSON its base64"),
+        ({"image": ""}, "image", "a file"),
+        ({"mask": 1}, "mask", "a file"),
+        ({"image": b64(bmp())}, "image", "not a readable PNG, JPEG or WebP"),
+        ({"image": "https://example.com/cat.png"}, "image", "never opened"),
+        ({"image": b64(png(4, 16))}, "size", "the image is 4x16"),
+        ({"image": b64(png(17, 200))}, "size", "edges go from 8 to 128"),
+        ({"image": b64(png(128, 128))}, "size", "more than 4096 pixels"),
+        ({"mask": b64(bmp())}, "mask", "not a readable PNG, JPEG or WebP"),
+        ({"mask": b64(half_clear(24, 16))}, "mask", "the mask is 24x16, the image 16x16"),
+        ({"mask": b64(png(colour=(0, 0, 0)))}, "mask", "nothing is to be made anew"),
+        ({"mask_image": "x"}, "mask_image", "did you mean mask?"),
+        ({"markup": "x"}, "markup", "unknown field"),
+        ({"lora_policy": "bounded_async", "lora_free_steps": 3, "loras": [{"name": "noto"}]}, "lora_free_steps",
+         "with 3 steps"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_edited_is_refused_by_field(client, service, fields, param, message):
+    """Each mistake is a 400 that names the field, before anything is submitted."""
+    answer = post(client, **fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert message in error["message"]
+    assert service.submitted == []
+
+
+def test_broken_forms_are_refused(client, service):
+    """A form that is cut off, twice the same field, a file that is none, entries of a list that cannot be told apart,
+    another type of body."""
+    broken = client.post(URL, content=b"--x\r\nnonsense", headers={"content-type": "multipart/form-data; boundary=x"})
+    unbounded = client.post(URL, content=b"x", headers={"content-type": "multipart/form-data"})
+    plain = client.post(URL, content=b"x", headers={"content-type": "text/plain"})
+    for answer in (broken, unbounded, plain):
+        assert answer.status_code == 400, answer.text
+    twice = form(client, seed=["1", "2"])
+    assert (twice.status_code, twice.json()["error"]["param"]) == (400, "seed")
+    no_file = form(client, files={"image": png(), "seed": b"1"})
+    assert (no_file.status_code, no_file.json()["error"]["param"]) == (400, "seed")
+    mixed = form(client, **{"loras[][name]": ["noto", "sketch"], "loras[][scale]": "1"})
+    assert (mixed.status_code, mixed.json()["error"]["param"]) == (400, "loras")
+    words = form(client, n="two")
+    assert (words.status_code, words.json()["error"]["param"]) == (400, "n")
+    missing = client.post(URL, files={"mask": png()}, data={"prompt": "x"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (400, "missing_field")
+    assert client.post(URL, json=["x"]).status_code == 400
+    assert client.post(URL, content=b"{", headers={"content-type": "application/json"}).status_code == 400
+    assert service.submitted == []
+
+
+def test_uploads_are_bounded(service):
+    """A file above the limit is refused by its field; one whose bytes look like JSON of many values is not."""
+    client = make_client(service, HttpSettings(decode_limits=DecodeLimits(max_bytes=500)))
+    noise = picture(np.random.default_rng(1).integers(0, 256, (16, 16, 3), np.uint8))
+    answer = form(client, files={"image": noise})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "image")
+    padded = png() + b"," * 400_000
+    assert form(make_client(service), files={"image": padded}).status_code == 200
+    commas = form(make_client(service), loras="," * 400_000)
+    assert (commas.status_code, commas.json()["error"]["param"]) == (413, "loras")
+
+
+def test_a_file_says_how_it_was_made(client):
+    """The strength stands among an image's parameters, where A1111 has it."""
+    image = post(client, strength=0.75).json()["data"][0]["b64_json"]
+    import base64
+
+    assert "Denoising strength: 0.75" in read_parameters(base64.b64decode(image))
