@@ -26,8 +26,8 @@ from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, classes_of
 
 FOLDER = "dlrm-v2025"
-LOOKS = 62
-"""Looks at the cluster: every 12 hours of the 31 days."""
+LOOKS = 31
+"""Looks at the cluster: one on each of the 31 days."""
 ARRANGEMENTS: Mapping[str, Callable[[Sequence[Instance]], tuple[Pool, ...]]] = {
     "split": split,
     "monolithic": partial(monolithic, shared=False),
@@ -40,7 +40,7 @@ class Recommending(Workload):
 
     systems = POLICIES
     ours = OURS
-    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(POLICIES, 3)
+    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(POLICIES, 2)
     metrics: Mapping[str, Metric] = {
         "nodes": Metric(unit="nodes"),
         "gpus": Metric(unit="GPUs"),

@@ -143,13 +143,13 @@ def dlrm(tmp_path: Path) -> Path:
 
 
 def test_recommendation_is_placed_split_and_monolithic(dlrm):
-    """A row for each arrangement and policy; a node with 96 cores and a GPU taken strands the other seven GPUs."""
+    """A row for each arrangement and policy; monolithic nodes run out of cores before they run out of GPUs."""
     found = result(dlrm, "dlrm", rounds=1)
     for arrangement in recommending.ARRANGEMENTS:
         assert set(values(found, f"dlrm-{arrangement}", "cores_stranded")) == set(POLICIES)
         assert values(found, f"dlrm-{arrangement}", "covered_pct")["plait"] == pytest.approx(100 * 50 / 52)
     split, whole = (values(found, f"dlrm-{name}", "gpus_stranded") for name in ("split", "monolithic"))
-    assert all(split[name] < 8 < whole[name] for name in POLICIES)
+    assert all(split[name] < whole[name] for name in POLICIES)
     kinds = {row.metric: row.kind for row in found.rows}
     assert (kinds["gpus_stranded"], kinds["decision_p99_ms"]) == ("modelled", "measured")
 

@@ -114,7 +114,7 @@ def test_what_is_stranded_is_the_sum_of_the_docstring():
     state, weights = ClusterState(NODES), Counter({kind: at + 1 for at, kind in enumerate(KINDS)})
     policy = make_policy("random", (), seed=3)
     counts: Counter[tuple[int, str]] = Counter()
-    for kind in rng.integers(len(KINDS), size=40).tolist():
+    for kind in rng.integers(len(KINDS), size=14).tolist():
         if at := policy.choose(state, KINDS[kind]):
             state.place(KINDS[kind], at)
             counts[at.node, KINDS[kind].group] += 1
