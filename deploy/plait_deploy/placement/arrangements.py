@@ -37,7 +37,7 @@ GPU_SHAPE = ClusterNode(name="hn", cpu_milli=NODE_CORES * WHOLE, memory_mib=0, g
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class NodePool:
     """Equal nodes, and what goes to them."""
 
     nodes: tuple[ClusterNode, ...]
@@ -54,7 +54,7 @@ def placeable(instances: Sequence[Instance]) -> list[Instance]:
     return left
 
 
-def split(instances: Sequence[Instance]) -> tuple[Pool, ...]:
+def split(instances: Sequence[Instance]) -> tuple[NodePool, ...]:
     """Return a pool for CNs and one for HNs."""
     return tuple(
         _pool(shape, [each.stay for each in instances if each.role == role])
@@ -62,7 +62,7 @@ def split(instances: Sequence[Instance]) -> tuple[Pool, ...]:
     )
 
 
-def monolithic(instances: Sequence[Instance], *, shared: bool) -> tuple[Pool, ...]:
+def monolithic(instances: Sequence[Instance], *, shared: bool) -> tuple[NodePool, ...]:
     """Return one pool of nodes with GPUs. `shared`: instances take a part of a GPU where that is all they need."""
     end = trace_end_s(instances)
     apps: dict[str, dict[str, list[Stay]]] = {}
@@ -102,9 +102,9 @@ def busiest(shape: ClusterNode, stays: Sequence[Stay]) -> list[Task]:
     return [stay.task for stay in stays if stay.arrives_s <= when < stay.leaves_s]
 
 
-def _pool(shape: ClusterNode, stays: Sequence[Stay]) -> Pool:
+def _pool(shape: ClusterNode, stays: Sequence[Stay]) -> NodePool:
     count = ceil(nodes_needed(shape, busiest(shape, stays)) / LOAD)
-    return Pool(nodes=tuple(replace(shape, name=f"{shape.name}-{at}") for at in range(count)), stays=tuple(stays))
+    return NodePool(nodes=tuple(replace(shape, name=f"{shape.name}-{at}") for at in range(count)), stays=tuple(stays))
 
 
 def _size(shape: ClusterNode, cpu_milli: int, gpu_milli: int) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
 from plait_bench.errors import BenchError, SystemUnavailable
-from plait_deploy.placement.arrangements import Pool, monolithic, placeable, split, trace_end_s
+from plait_deploy.placement.arrangements import NodePool, monolithic, placeable, split, trace_end_s
 from plait_deploy.placement.dlrm_trace import FILE, Instance, read_instances
 from plait_deploy.placement.errors import PlacementError
 from plait_deploy.placement.policies import OURS, POLICIES, make_policy
@@ -28,7 +28,7 @@ from plait_deploy.placement.values import WHOLE, classes_of
 FOLDER = "dlrm-v2025"
 LOOKS = 31
 """Looks at the cluster: one on each of the 31 days."""
-ARRANGEMENTS: Mapping[str, Callable[[Sequence[Instance]], tuple[Pool, ...]]] = {
+ARRANGEMENTS: Mapping[str, Callable[[Sequence[Instance]], tuple[NodePool, ...]]] = {
     "split": split,
     "monolithic": partial(monolithic, shared=False),
     "monolithic-shared": partial(monolithic, shared=True),
@@ -53,7 +53,7 @@ class Recommending(Workload):
         "covered_pct": Metric(unit="% of instances"),
         "decision_p99_ms": Metric(unit="ms", better="lower"),
     }
-    pools: Mapping[str, tuple[Pool, ...]]
+    pools: Mapping[str, tuple[NodePool, ...]]
     end_s: float
     covered: float
 
@@ -106,7 +106,7 @@ class Recommending(Workload):
             Reading(metric="decision_p99_ms", value=p99_ms, workload=where),
         ]
 
-    def _replay(self, pool: Pool, system: str, seed: int) -> RecordedReplay:
+    def _replay(self, pool: NodePool, system: str, seed: int) -> RecordedReplay:
         state = ClusterState(shuffled(pool.nodes, seed))
         policy = make_policy(system, classes_of(stay.task for stay in pool.stays), seed=seed)
         return replay(state, pool.stays, policy, seed=seed, looks=LOOKS, end_s=self.end_s)
