@@ -280,7 +280,7 @@ TABLES: Mapping[str, TableSpec] = {
             "run_s": "s a run",
             "decision_p99_ms": "ms, p99 decision",
         },
-        without=("nodes",),
+        without=("nodes", "1250", "5000", "20000", "split", "monolithic", "shared"),
         counted="seeds",
         digits=4,
         verb="Simulated",
@@ -293,6 +293,26 @@ TABLES: Mapping[str, TableSpec] = {
         workloads=("nodes",),
         says="Decisions on clusters of that many nodes, after 3,000 that do not count. Growth: the time at 20,000 "
         "nodes by that at 1,250, divided by 16; below 1 is less than linear.",
+    ),
+    "placement-dlrm": TableSpec(
+        bench="placement",
+        metrics={
+            "nodes": "nodes",
+            "gpus": "GPUs",
+            "gpus_used": "GPUs used",
+            "cores_stranded": "cores stranded",
+            "cores_stranded_pct": "% of cores",
+            "gpus_stranded": "GPUs stranded",
+            "gpus_stranded_pct": "% of GPUs",
+            "refused_pct": "% refused",
+            "covered_pct": "% of trace",
+        },
+        workloads=("dlrm",),
+        counted="seeds",
+        verb="Simulated",
+        says="Medians of seeds, each a mean over 31 days; in parentheses the 20th and 80th percentile. Stranded: idle, "
+        "but of no use to the average instance that asks for it. Refused: fitted nowhere when they came. % of trace: "
+        "instances of the apps that fit nodes of 128 cores.",
     ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
     **_FAULTS,

@@ -127,7 +127,7 @@ def churn(
         else:
             state.place(task, at)
             heapq.heappush(leaving, (now + float(lives[number]), number, task, at))
-        if number >= arrivals // 2 and number % _LOOK == 0:
+        if number >= arrivals // 2 and (number - arrivals // 2) % _LOOK == 0:
             looked = clock()
             seen.append(meter.read())
             seen_s += clock() - looked
@@ -138,8 +138,9 @@ def churn(
     )  # fmt: skip
 
 
-_LOOK = 20
-"""Arrivals between two looks at a cluster with departures (Poisson arrivals see averages over time)."""
+_LOOK = 100
+"""Arrivals between two looks at a cluster with departures (Poisson arrivals see averages over time). Of 7,500 tasks on
+the public cluster, not many are others after so few."""
 
 
 class _Meter:

@@ -1,7 +1,7 @@
 """What is free in a cluster: arrays over N nodes and G devices per node, kept up to date by `place` and `release`.
 
 `touched` counts changes: a cache of anything about nodes is stale for those whose `touched` is larger than the `clock`
-that it was made at.
+that it was made at. `departed` counts releases.
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ class ClusterState:
         self.widest: Ints = self.devices.max(1)
         self.running: Ints = np.zeros((len(nodes), width + 2), np.int64)
         self.touched: Ints = np.zeros(len(nodes), np.int64)
-        self.clock = 0
+        self.clock = self.departed = 0
         self._crowds: dict[str, Ints] = {}
 
     @property
     def total_milli(self) -> int:
         """Milli-GPUs of the whole cluster, free or not."""
         return int(self.gpus.sum()) * WHOLE
+
+    @property
+    def turnover(self) -> float:
+        """What share of the tasks that were ever placed has left, 0 to 1."""
+        return self.departed / max(1, self.clock - self.departed)
 
     def allows(self, task: Task) -> NDArray[np.bool_] | None:
         """Whether each node's GPU model is one that the task names (N,); None if it names none."""
@@ -98,6 +103,7 @@ class ClusterState:
         if over or len(set(at.devices)) != task.gpus or any(row[g] + task.gpu_milli > WHOLE for g in at.devices):
             raise TaskError(f"{task} was not placed on devices {list(at.devices)} of node {whole.name}")
         self._change(task, at, 1)
+        self.departed += 1
 
     def _change(self, task: Task, at: TaskPlacement, sign: int) -> None:
         node = at.node

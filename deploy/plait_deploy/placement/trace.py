@@ -15,7 +15,7 @@ _TASKS = ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli", "gpu_spec")
 def read_nodes(path: Path) -> list[ClusterNode]:
     """Read a list of nodes. Raises `TraceError` naming the file, and the line where there is one to name."""
     nodes = []
-    for number, row in _rows(path, _NODES):
+    for number, row in csv_rows(path, _NODES):
         try:
             nodes.append(
                 ClusterNode(
@@ -31,7 +31,7 @@ def read_nodes(path: Path) -> list[ClusterNode]:
 def read_tasks(path: Path) -> list[Task]:
     """Read a list of tasks, sorted by name. `gpu_spec` names models, separated by `|`. Raises `TraceError`."""
     tasks = []
-    for number, row in _rows(path, _TASKS):
+    for number, row in csv_rows(path, _TASKS):
         try:
             gpus, models = int(row["num_gpu"]), frozenset(filter(None, row["gpu_spec"].split("|")))
             task = Task(
@@ -44,7 +44,8 @@ def read_tasks(path: Path) -> list[Task]:
     return [task for _, task in sorted(tasks, key=lambda named: named[0])]
 
 
-def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
+def csv_rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str]]]:
+    """Return the rows of a CSV with their line numbers. Raises `TraceError` if a column is missing, or all rows are."""
     try:
         with path.open(encoding="utf-8", newline="") as lines:
             reader = csv.DictReader(lines, restval="")

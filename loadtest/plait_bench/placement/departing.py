@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import ClassVar
 
 from plait_bench.errors import BenchError
 from plait_bench.placement.filling import Simulated
@@ -18,7 +19,12 @@ LIFETIMES = 6
 
 
 class Departures(Simulated):
-    """Random tasks of a list that would hold 90 % of all GPUs."""
+    """Random tasks of a list that would hold 90 % of all GPUs.
+
+    Five seeds: a run is four times as many decisions as one that fills the cluster, and itself a mean over time.
+    """
+
+    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(CONTENDERS, 5)
 
     def __init__(self, name: str, read: Callable[[], Trace]) -> None:
         super().__init__(name, read, CONTENDERS)

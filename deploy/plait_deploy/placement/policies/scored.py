@@ -43,6 +43,7 @@ class ScoredPolicy(ABC):
     def __init__(self, *, ties: Ties = Ties.FIXED, seed: int = 0) -> None:
         self._ties, self._rng = ties, np.random.default_rng(seed)
         self._state: ClusterState | None = None
+        self._regime = 0
         self._known: OrderedDict[Task, _Scores] = OrderedDict()
 
     @abstractmethod
@@ -52,6 +53,10 @@ class ScoredPolicy(ABC):
 
     def begin(self, state: ClusterState) -> None:  # noqa: B027 - most keep nothing per cluster
         """Prepare for a state that has not been seen before."""
+
+    def regime(self, state: ClusterState) -> int:
+        """Return which of its rules the policy follows now: scores of another one are forgotten. Most have one."""
+        return 0
 
     def choose(self, state: ClusterState, task: Task) -> TaskPlacement | None:
         """Return the node of the highest score, or None if the task fits nowhere now."""
@@ -68,6 +73,9 @@ class ScoredPolicy(ABC):
             self._state = state
             self._known.clear()
             self.begin(state)
+        if (regime := self.regime(state)) != self._regime:
+            self._regime = regime
+            self._known.clear()
         known = self._known.get(task)
         if known is None:
             count = len(state.nodes)

@@ -8,7 +8,7 @@ import pytest
 
 from plait_bench import placement
 from plait_bench.errors import BenchError, SystemUnavailable
-from plait_bench.placement import departing, growing
+from plait_bench.placement import departing, growing, recommending
 from plait_bench.placement.lists import CONTENDERS, MADE, PUBLISHED, load, published_means
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 from plait_deploy.placement.policies import POLICIES
@@ -121,6 +121,47 @@ def test_without_data_it_says_what_is_missing(tmp_path, data):
     (data / "fgd" / "published_allocation.csv").write_text("workload,policy\nopenb_pod_list_default,06-FGD\n")
     with pytest.raises(BenchError, match="not as published"):
         published_means("default", data)
+
+
+TRACE = (
+    "instance_sn,role,app_name,cpu_request,gpu_request,max_instance_per_node,creation_time,scheduled_time,deletion_time"
+)
+
+
+@pytest.fixture
+def dlrm(tmp_path: Path) -> Path:
+    """Three apps, of which one fits no node."""
+    rows = [f"c{at},CN,a,96,0,-1,{at},{at}," for at in range(20)]
+    rows += [f"h{at},HN,a,8,1,2,{at},{at}," for at in range(10)]
+    rows += [f"d{at},CN,b,48,0,2,{5 * at},{5 * at},{5 * at + 40}" for at in range(10)]
+    rows += [f"e{at},HN,b,12,1,4,,,{at + 40}" for at in range(10)]
+    rows += ["f0,CN,c,192,0,-1,,,", "f1,HN,c,8,1,-1,,,"]
+    folder = tmp_path / "dlrm-v2025"
+    folder.mkdir()
+    (folder / recommending.FILE).write_text("\n".join([TRACE, *rows]) + "\n")
+    return tmp_path
+
+
+def test_recommendation_is_placed_split_and_monolithic(dlrm):
+    """A row for each arrangement and policy; monolithic nodes run out of cores before they run out of GPUs."""
+    found = result(dlrm, "dlrm", rounds=1)
+    for arrangement in recommending.ARRANGEMENTS:
+        assert set(values(found, f"dlrm-{arrangement}", "cores_stranded")) == set(POLICIES)
+        assert values(found, f"dlrm-{arrangement}", "covered_pct")["plait"] == pytest.approx(100 * 50 / 52)
+    split, whole = (values(found, f"dlrm-{name}", "gpus_stranded") for name in ("split", "monolithic"))
+    assert all(split[name] < whole[name] for name in POLICIES)
+    kinds = {row.metric: row.kind for row in found.rows}
+    assert (kinds["gpus_stranded"], kinds["decision_p99_ms"]) == ("modelled", "measured")
+
+
+def test_a_trace_of_recommendation_is_needed_and_must_add_up(tmp_path, dlrm):
+    """A sentence for the missing folder, and for a column."""
+    plan = RunPlan(rounds=1)
+    left = joined(list(run(placement.benchmark(only=["dlrm"]), plan, say=lambda _: None))).left_out
+    assert left == {"dlrm": "dlrm needs a folder dlrm-v2025 with the public trace in --data"}
+    (dlrm / "dlrm-v2025" / recommending.FILE).write_text(TRACE.replace("role,", "") + "\nc0,a,1,0,-1,,,\n")
+    with pytest.raises(BenchError, match="lacks the column role"):
+        result(dlrm, "dlrm", rounds=1)
 
 
 def test_an_unknown_workload_is_a_sentence():

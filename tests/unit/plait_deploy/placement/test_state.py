@@ -98,6 +98,20 @@ def test_a_node_takes_so_many_of_a_group(state):
     assert state.fits(one, nodes, None).tolist() == [True, True]
 
 
+def test_turnover_is_the_share_that_left(state):
+    """A refused release is none."""
+    at, task = TaskPlacement(node=0, devices=()), Task(cpu_milli=100)
+    assert state.turnover == 0
+    for _ in range(4):
+        state.place(task, at)
+    assert state.turnover == 0
+    state.release(task, at)
+    assert state.turnover == 0.25
+    with pytest.raises(TaskError):
+        state.release(Task(cpu_milli=1_000_000_000), at)
+    assert state.turnover == 0.25
+
+
 @pytest.mark.parametrize(
     "needs",
     [
