@@ -43,6 +43,7 @@ class ClusterState:
         self.running: Ints = np.zeros((len(nodes), width + 2), np.int64)
         self.touched: Ints = np.zeros(len(nodes), np.int64)
         self.clock = self.departed = 0
+        self._cpu_milli = int(self.cpu.sum())
         self._crowds: dict[str, Ints] = {}
 
     @property
@@ -54,6 +55,12 @@ class ClusterState:
     def turnover(self) -> float:
         """What share of the tasks that were ever placed has left, 0 to 1."""
         return self.departed / max(1, self.clock - self.departed)
+
+    @property
+    def cpu_scarcer(self) -> bool:
+        """Whether a larger share of the CPU is taken than of the GPUs."""
+        gpu_free = int(self.gpu_free.sum()) / max(1, self.total_milli)
+        return int(self.cpu.sum()) / max(1, self._cpu_milli) < gpu_free
 
     def allows(self, task: Task) -> NDArray[np.bool_] | None:
         """Whether each node's GPU model is one that the task names (N,); None if it names none."""

@@ -1,6 +1,6 @@
-"""plait's own policy. Its score depends on whether the cluster fills up or turns over.
+"""plait's own policy. Its score depends on whether the cluster fills up, or its GPUs turn over.
 
-**Fills up**: few of the tasks that came have left. What is left over of a device stays, and may be filled by many tasks
+**Fills up**: few of the tasks that came have left, or CPU is what runs out. What is left over of a device stays, and may be filled by many tasks
 to come: a task goes where the least of what will be used is lost (`prospects.py`).
 
 **Turns over**: departures make new leftovers as fast as arrivals fill old ones, and free CPU and GPU are never used up.
@@ -42,8 +42,8 @@ class PlaitPolicy(ScoredPolicy):
         self._tables = (ProspectTables(self._classes, state), FragmentTables(weighed, state))
 
     def regime(self, state: ClusterState) -> int:
-        """Return 1 if the cluster turns over, else 0."""
-        return int(state.turnover >= TURNS_OVER)
+        """Return 1 if the cluster's GPUs turn over, else 0."""
+        return int(state.turnover >= TURNS_OVER and not state.cpu_scarcer)
 
     def score(self, state: ClusterState, task: Task, nodes: Ints) -> tuple[Ints, Ints | None]:
         """Score by the gain of the best device."""

@@ -203,6 +203,8 @@ def test_a_class_of_many_gpus_weighs_more_once_the_cluster_turns_over():
     gain, _ = policy.score(state, ONE, nodes)
     assert policy.regime(state) == 1
     assert np.array_equal(gain, as_counted.gain(state, ONE, nodes)[0])
+    state.place(Task(cpu_milli=int(state.cpu[1])), TaskPlacement(node=1, devices=()))
+    assert policy.regime(state) == 0, "CPU runs out first"
 
 
 class AlwaysFilling(PlaitPolicy):

@@ -98,6 +98,19 @@ def test_a_node_takes_so_many_of_a_group(state):
     assert state.fits(one, nodes, None).tolist() == [True, True]
 
 
+def test_cpu_is_scarcer_where_more_of_it_is_taken():
+    """By shares of the whole cluster; GPUs that are not there are never scarce."""
+    state = ClusterState([ClusterNode(name="a", cpu_milli=10_000, memory_mib=0, gpus=2)] * 2)
+    assert not state.cpu_scarcer
+    state.place(Task(cpu_milli=4_000), TaskPlacement(node=0, devices=()))
+    assert state.cpu_scarcer
+    state.place(Task(cpu_milli=1_000, gpus=1, gpu_milli=1_000), TaskPlacement(node=1, devices=(0,)))
+    assert not state.cpu_scarcer
+    bare = ClusterState([ClusterNode(name="b", cpu_milli=1_000, memory_mib=0)])
+    bare.place(Task(cpu_milli=1), TaskPlacement(node=0, devices=()))
+    assert bare.cpu_scarcer
+
+
 def test_turnover_is_the_share_that_left(state):
     """A refused release is none."""
     at, task = TaskPlacement(node=0, devices=()), Task(cpu_milli=100)
