@@ -1,0 +1,141 @@
+"""The autoscaling policy of a placed application; Serve's controller runs it.
+
+Serve calls it ten times a second and waits, so it looks at the cluster once a second and plans only after a change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from plait_deploy.on_ray.names import split_name
+from plait_deploy.on_ray.nodes import RayNode, living_nodes, ray_nodes
+from plait_deploy.on_ray.whereabouts import DEVICES, NODE, devices_in
+from plait_deploy.placement.demands import Demand, demand_classes, task_of
+from plait_deploy.placement.policies import OURS, make_policy
+from plait_deploy.placement.recount import Recount, Standing, recount
+from plait_deploy.placement.state import ClusterState
+
+_log = logging.getLogger("ray.serve")
+
+_LOOK_S = 1.0
+
+
+class PlacementPolicy:
+    """Sets the number of replicas of every placed deployment; the others follow their own policies.
+
+    `deployments`: `num_cpus` and `num_gpus` of a replica by name. How many replicas a name shall have is
+    `max_replicas` of its deployments. `nodes` and `clock` are for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: Sequence[str],
+        deployments: Mapping[str, Mapping[str, float]],
+        policy: str = OURS,
+        nodes: Callable[[], Sequence[Mapping[str, Any]]] = ray_nodes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._classes = tuple(classes)
+        self._tasks = {
+            name: task_of(name, num_cpus=needs["num_cpus"], num_gpus=needs["num_gpus"])
+            for name, needs in deployments.items()
+        }
+        self._policy = policy
+        self._nodes, self._clock = nodes, clock
+        self._looked_s = float("-inf")
+        self._seen: object = None
+        self._counts: Mapping[tuple[str, str], int] = {}
+        self._own: dict[Any, Any] = {}
+
+    def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, float], dict[Any, dict[str, Any]]]:
+        """Return the numbers of replicas, and the states of the policies that deployments have of their own."""
+        wanted: dict[Any, float] = {}
+        states: dict[Any, dict[str, Any]] = {}
+        placed: dict[tuple[str, str], tuple[Any, Any]] = {}
+        for key, context in contexts.items():
+            where = split_name(context.deployment_name)
+            if where is not None and where[0] in self._tasks:
+                placed[where] = key, context
+            else:
+                wanted[key], states[key] = self._decided_by_itself(key, context)
+        if placed:
+            self._look({where: context for where, (_, context) in placed.items()})
+        for where, (key, context) in placed.items():
+            wanted[key] = self._counts.get(where, context.target_num_replicas)
+        return wanted, states
+
+    def _decided_by_itself(self, key: Any, context: Any) -> tuple[float, dict[str, Any]]:
+        policy = context.config.policy
+        known, made = self._own.get(key, (None, None))
+        if known != policy:
+            made = policy.get_policy()
+            made = made(**policy.policy_kwargs) if isinstance(made, type) else made
+            self._own[key] = policy, made
+        assert made is not None
+        number, state = made(context)
+        return number, state or {}
+
+    def _look(self, contexts: Mapping[tuple[str, str], Any]) -> None:
+        """Plan again if the nodes, the replicas or their wanted numbers have changed since the last look."""
+        now_s = self._clock()
+        if now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        nodes = tuple(each for each in living_nodes(self._nodes()) if each.node_class in self._classes)
+        demands = self._demands(contexts)
+        standing = _standing(contexts, nodes)
+        seen = (nodes, demands, standing)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        found = self._plan(nodes, demands, standing)
+        counts = {where: found.counts.get(where, 0) for where in contexts}
+        if counts != self._counts:
+            told = {f"{name}@{of}": count for (name, of), count in counts.items() if count}
+            _log.info("placement: %s; no room for %s; later %d", told, found.unplaced or "none", found.held_back)
+        self._counts = counts
+
+    def _demands(self, contexts: Mapping[tuple[str, str], Any]) -> tuple[Demand, ...]:
+        replicas: dict[str, int] = {}
+        for (name, _), context in contexts.items():
+            replicas[name] = max(replicas.get(name, 0), context.capacity_adjusted_max_replicas)
+        return tuple(Demand(name=name, task=self._tasks[name], replicas=count) for name, count in replicas.items())
+
+    def _plan(self, nodes: Sequence[RayNode], demands: Sequence[Demand], standing: Sequence[Standing]) -> Recount:
+        if not nodes:
+            return Recount(counts={}, unplaced={each.name: each.replicas for each in demands}, held_back=0)
+        state = ClusterState([each.node for each in nodes])
+        policy = make_policy(self._policy, demand_classes(demands))
+        return recount(state, [each.node_class for each in nodes], demands, standing, policy)
+
+
+def _standing(contexts: Mapping[tuple[str, str], Any], nodes: Sequence[RayNode]) -> tuple[Standing, ...]:
+    """Return the replicas that run or start. Those that have not reported yet are anywhere in their class."""
+    at = {each.number: index for index, each in enumerate(nodes)}
+    found: list[Standing] = []
+    for (name, node_class), context in contexts.items():
+        if not context.target_num_replicas:
+            continue
+        said = _reports(context)
+        for replica in list(context.running_replicas)[: context.target_num_replicas]:
+            report = said.get(replica, {})
+            node = at.get(report.get(NODE, -1.0))
+            devices = None if node is None else devices_in(report)
+            found.append(Standing(name=name, node_class=node_class, node=node, devices=devices))
+        starting = context.target_num_replicas - len(context.running_replicas)
+        found += [Standing(name=name, node_class=node_class)] * starting
+    return tuple(found)
+
+
+def _reports(context: Any) -> dict[Any, dict[str, float]]:
+    """Return what each replica reported last, by replica."""
+    found: dict[Any, dict[str, float]] = {}
+    for metric in (NODE, DEVICES):
+        for replica, series in (context.raw_metrics or {}).get(metric, {}).items():
+            if series:
+                found.setdefault(replica, {})[metric] = series[-1].value
+    return found
