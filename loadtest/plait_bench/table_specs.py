@@ -294,6 +294,18 @@ TABLES: Mapping[str, TableSpec] = {
         says="Decisions on clusters of that many nodes, after 3,000 that do not count. Growth: the time at 20,000 "
         "nodes by that at 1,250, divided by 16; below 1 is less than linear.",
     ),
+    "placement-ray": TableSpec(
+        bench="placement",
+        metrics={
+            "stranded_pct": "% stranded",
+            "idle_pct": "% idle",
+            "without_place": "replicas without a place",
+            "restarted": "restarted without need",
+            "step_s": "s until all run",
+        },
+        workloads=("ray-",),
+        says="Medians. Ray Serve on several Ray nodes of this machine, GPUs by number, replicas that do nothing.",
+    ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
     **_FAULTS,
 }

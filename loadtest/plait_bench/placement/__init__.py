@@ -3,7 +3,7 @@
 Workloads: the lists of the FGD publication (read from the data folder), lists made from the first of them by drawing
 or shifting tasks (`lists.py`), tasks that depart (`departures`), and clusters up to 20,000 nodes (`nodes`). A round is
 a seed, 42 to 51 as published; all policies see the same tasks in the same order. Shares of GPUs are computed, times
-are measured.
+are measured. `ray` and `small-ray` (`live/`) are played on a Ray of several nodes with Serve.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from plait_bench.errors import SystemUnavailable
 from plait_bench.placement.departing import Departures
 from plait_bench.placement.filling import Filling
 from plait_bench.placement.growing import Growing
+from plait_bench.placement.live.scenario import LARGE, SMALL
+from plait_bench.placement.live.workload import OnRay
 from plait_bench.placement.lists import CONTENDERS, MADE, PUBLISHED, load, published_means
 from plait_deploy.placement.policies import POLICIES
 
@@ -34,6 +36,8 @@ def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmar
         **{name: Filling(name, partial(load, name, data), CONTENDERS) for name in MADE},
         "departures": Departures("departures", partial(load, PUBLISHED[0], data)),
         "nodes": Growing("nodes", partial(load, PUBLISHED[0], data)),
+        "ray": OnRay("ray", LARGE),
+        "small-ray": OnRay("small-ray", SMALL),
     }
     if data is not None and not (data / "fgd").is_dir():
         raise SystemUnavailable(f"placement: {data} has no folder fgd")

@@ -31,22 +31,30 @@ def render(
     target: Annotated[
         RenderTarget, typer.Option(help="serve: a Ray Serve config file; kuberay: all manifests for KubeRay 1.7")
     ] = RenderTarget.SERVE,
+    *,
     image: Annotated[str | None, typer.Option(help="kuberay: the image with plait, as name@sha256:...")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="serve: place replicas on the nodes that this file describes (deploy/README.md)")
+    ] = None,
     allow_tag: Annotated[bool, typer.Option("--allow-tag", help="kuberay: take an image without a digest")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
     from plait.config import load_config
-    from plait.offline.manifests import kuberay_manifests, serve_application
+    from plait.errors import PlaitError
+    from plait.offline.manifests import kuberay_manifests, placed_application, serve_application
     from plait_deploy.serve import render_serve
 
     options = [f"deploy.image={json.dumps(image)}"] if image is not None else []
     options += ["deploy.allow_tag=true"] if allow_tag else []
     loaded = load_config(config, overrides=[*(settings or []), *options])
     if target is RenderTarget.KUBERAY:
+        if cluster is not None:
+            raise PlaitError("--cluster goes with --target serve: pods of one group cannot be told apart by labels")
         print(kuberay_manifests(loaded), end="")
         return
-    print(render_serve(serve_application(loaded), host=loaded.server.host, port=loaded.server.port), end="")
+    application = serve_application(loaded) if cluster is None else placed_application(loaded, cluster)
+    print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")
 
 
 @app.command()

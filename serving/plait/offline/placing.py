@@ -12,8 +12,8 @@ from plait.errors import PlaitError
 from plait.offline.manifests import reservations
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
-from plait_deploy.placement.errors import PlacementError
-from plait_deploy.placement.plan import PlacementPlan, Use, plan
+from plait_deploy.placement.errors import NoRoomError, PlacementError
+from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE
@@ -58,14 +58,37 @@ def _planned(demands: Sequence[Demand], cluster: Path, policy: str) -> tuple[Clu
 
 def _read(cluster: Path) -> ClusterState:
     try:
-        _, data = strict_yaml.parse(cluster.read_text(encoding="utf-8"), str(cluster))
-        return parse_cluster(data)
+        return parse_cluster(_data(cluster))
+    except PlacementError as error:
+        raise PlaitError(f"{cluster}: {error}") from error
+
+
+def _groups(cluster: Path) -> tuple[str, ...]:
+    """Return the names of the groups of a file that `_read` has taken."""
+    return tuple(group["name"] for group in _data(cluster)["nodes"])
+
+
+def _data(cluster: Path) -> Any:
+    try:
+        return strict_yaml.parse(cluster.read_text(encoding="utf-8"), str(cluster))[1]
     except (OSError, UnicodeDecodeError) as error:
         raise PlaitError(f"{cluster} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except strict_yaml.NotYaml as error:
         raise PlaitError(str(error)) from error
-    except PlacementError as error:
-        raise PlaitError(f"{cluster}: {error}") from error
+
+
+def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
+    """Return the classes of nodes in a cluster's file: its groups. Raises `PlaitError` if the file cannot be read,
+    `PlacementError` if it makes no sense or the replicas do not fit."""
+    state, groups = _read(cluster), _groups(cluster)
+    found = plan(state, demands, make_policy(OURS, demand_classes(demands)))
+    if found.unplaced:
+        first = found.unplaced[0].demand
+        raise NoRoomError(
+            f"the cluster is too full for {len(found.unplaced)} of {len(found.assigned)} replicas, the first of "
+            f"{first.name} ({said(first.task)} each)"
+        )
+    return groups
 
 
 def demands_of(config: PlaitConfig, *, per_node: int = 0) -> list[Demand]:

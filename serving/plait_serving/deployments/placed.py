@@ -32,9 +32,7 @@ class PlacedHandle:
 
     def options(self, **options: Any) -> PlacedHandle:
         """Return a handle with these options."""
-        return PlacedHandle(
-            {of: handle.options(**options) for of, handle in self._handles.items()}, seen=self._known()
-        )
+        return PlacedHandle({of: handle.options(**options) for of, handle in self._handles.items()}, seen=self._known())
 
     def broadcast(self, method: str, *arguments: Any) -> _Answers:
         """Call the method on every replica of every deployment."""
@@ -79,7 +77,7 @@ class _Seen:
         there = {of: count for of, count in self._replicas.items() if count}
         if not there:
             return next(iter(self._handles))
-        return random.choices(list(there), list(there.values()))[0]  # noqa: S311  # no secret
+        return random.choices(list(there), list(there.values()))[0]
 
     def _look(self) -> None:
         while True:

@@ -61,8 +61,8 @@ class LocalNodes:
         """Where drivers attach."""
         return str(self._cluster.address)
 
-    def add(self, name: str, node: RayNode) -> str:
-        """Start a node, wait until it is there, and return Ray's id of it."""
+    def add(self, name: str, node: RayNode) -> None:
+        """Start a node and wait until it is there."""
         made = self._cluster.add_node(
             num_cpus=node.cpus,
             num_gpus=node.gpus,
@@ -72,7 +72,10 @@ class LocalNodes:
             temp_dir=str(self._folder),
         )
         self._nodes[name] = made
-        return str(made.node_id)
+
+    def id_of(self, name: str) -> str:
+        """Return Ray's id of a node."""
+        return str(self._nodes[name].node_id)
 
     def lose(self, name: str) -> None:
         """Kill a node with all its processes, as a machine dies that loses power."""
