@@ -17,9 +17,9 @@ from plait_bench.errors import SystemUnavailable
 from plait_bench.placement.departing import Departures
 from plait_bench.placement.filling import Filling
 from plait_bench.placement.growing import Growing
+from plait_bench.placement.lists import CONTENDERS, MADE, PUBLISHED, load, published_means
 from plait_bench.placement.live.scenario import LARGE, SMALL
 from plait_bench.placement.live.workload import OnRay
-from plait_bench.placement.lists import CONTENDERS, MADE, PUBLISHED, load, published_means
 from plait_deploy.placement.policies import POLICIES
 
 NAME = "placement"

@@ -48,14 +48,14 @@ def play(
     for name, node in scenario.nodes.items():
         nodes.add(name, node)
     with attached(nodes, environ=_ENVIRONMENT.get(system)) as serve:
-        return _Playing(system, scenario, nodes, serve, say, patience_s).run()
+        return _Playing(system, scenario, nodes, serve, say=say, patience_s=patience_s).run()
 
 
 class _Playing:
     """One play."""
 
     def __init__(
-        self, system: str, scenario: Scenario, nodes: LocalNodes, serve: Any, say: Say, patience_s: float
+        self, system: str, scenario: Scenario, nodes: LocalNodes, serve: Any, *, say: Say, patience_s: float
     ) -> None:
         self._system, self._scenario, self._nodes, self._serve = system, scenario, nodes, serve
         self._say, self._patience_s = say, patience_s
@@ -64,10 +64,8 @@ class _Playing:
 
     def run(self) -> list[Phase]:
         """Play it all."""
-        phases = [self._phase(Step(name="start"), {})]
-        for step in self._scenario.steps:
-            phases.append(self._phase(step, self._replicas()))
-        return phases
+        start = self._phase(Step(name="start"), {})
+        return [start, *(self._phase(step, self._replicas()) for step in self._scenario.steps)]
 
     def _phase(self, step: Step, before: Mapping[str, Mapping[str, Any]]) -> Phase:
         started_s = time.monotonic()
