@@ -81,7 +81,10 @@ class _Seen:
 
     def _look(self) -> None:
         while True:
-            found = _by_class(self._handles, "whereabouts", (), timeout_s=_ANSWER_S)
+            try:
+                found = _by_class(self._handles, "whereabouts", (), timeout_s=_ANSWER_S)
+            except RuntimeError:  # the interpreter ends, and starts no threads any more
+                return
             self._replicas = {of: len(answers) for of, answers in found.items()}
             time.sleep(_LOOK_S)
 
