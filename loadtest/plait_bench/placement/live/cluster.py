@@ -37,12 +37,17 @@ class RayNode:
 
 
 class LocalNodes:
-    """The cluster. The head has no CPUs and GPUs of its own, so replicas go to the nodes that are added by name."""
+    """The cluster. The head has no CPUs and GPUs of its own, so replicas go to the nodes that are added by name. All
+    listen on `ip_address`."""
 
     def __init__(self, folder: Path) -> None:
         from ray.cluster_utils import Cluster
 
+        from ray._private.services import resolve_ip_for_localhost
+
         self._folder = folder
+        # Loopback, unless Ray was imported with its default, by which it takes that for a mistake.
+        self.ip_address = str(resolve_ip_for_localhost("127.0.0.1"))
         self._cluster = Cluster(
             initialize_head=True,
             head_node_args={
@@ -50,7 +55,7 @@ class LocalNodes:
                 "num_gpus": 0,
                 "include_dashboard": False,
                 "object_store_memory": _OBJECTS_BYTES,
-                "node_ip_address": "127.0.0.1",
+                "node_ip_address": self.ip_address,
                 "temp_dir": str(folder),
             },
         )
@@ -68,7 +73,7 @@ class LocalNodes:
             num_gpus=node.gpus,
             labels=dict(node.labels or {}),
             object_store_memory=_OBJECTS_BYTES,
-            node_ip_address="127.0.0.1",
+            node_ip_address=self.ip_address,
             temp_dir=str(self._folder),
         )
         self._nodes[name] = made
@@ -122,7 +127,7 @@ def attached(nodes: LocalNodes, *, environ: Mapping[str, str] | None = None) -> 
         log_to_driver=False,
         logging_level="error",
         runtime_env={"env_vars": dict(environ or {})},
-        _node_ip_address="127.0.0.1",
+        _node_ip_address=nodes.ip_address,
     )
     try:
         serve.start(proxy_location="Disabled")

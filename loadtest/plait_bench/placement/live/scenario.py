@@ -62,6 +62,7 @@ SMALL = Scenario(
         Step(name="lost", lost="b"),
         Step(name="added", added="b"),
         Step(name="fewer", replicas={"g400-1": 1, "g500-1": 1}),
+        Step(name="large", replicas={"g2000-1": 3}),
     ),
 )
 """3 nodes x 4 GPUs, 6 deployments."""
@@ -75,10 +76,11 @@ LARGE = Scenario(
         }
     ),
     steps=(
-        Step(name="more", replicas={"g300-1": 5, "g450-1": 4, "g600-1": 4, "g4000-1": 3}),
+        Step(name="more", replicas={"g250-1": 4, "g300-1": 6, "g450-1": 4, "g600-1": 4}),
         Step(name="lost", lost="c"),
         Step(name="added", added="c"),
-        Step(name="fewer", replicas={"g200-1": 1, "g300-1": 2, "g600-1": 1, "g2000-1": 3}),
+        Step(name="fewer", replicas={"g200-1": 1, "g300-1": 2, "g450-1": 2, "g500-1": 1, "g600-1": 1}),
+        Step(name="large", replicas={"g4000-1": 5}),
     ),
 )  # fmt: skip
 """6 nodes x 8 GPUs, 25 deployments."""
