@@ -67,8 +67,8 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     from plait_deploy.on_ray.names import name_at
     from plait_deploy.placement.errors import PlacementError
 
-    demands = placed_demands(config)
     try:
+        demands = placed_demands(config)
         classes = read_classes(cluster, demands)
         placed = placed_deployments(demands, classes)
         policy = policy_options(demands, classes)

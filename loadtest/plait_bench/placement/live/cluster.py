@@ -41,9 +41,8 @@ class LocalNodes:
     listen on `ip_address`."""
 
     def __init__(self, folder: Path) -> None:
-        from ray.cluster_utils import Cluster
-
         from ray._private.services import resolve_ip_for_localhost
+        from ray.cluster_utils import Cluster
 
         self._folder = folder
         # Loopback, unless Ray was imported with its default, by which it takes that for a mistake.
