@@ -1,28 +1,132 @@
-"""Placement on a Ray of three nodes with Serve: what is stranded, and who is restarted."""
+"""Placement on a Ray of several nodes with Serve: what is stranded, who is restarted, and a server that is placed."""
 
 from __future__ import annotations
 
-import pytest
+import json
+import os
+import re
+import urllib.error
+import urllib.request
+from dataclasses import replace
 
-from plait_bench.placement.live.play import PLAIT, SPREAD, play
+import pytest
+import yaml
+
+from plait.cli import main as root
+from plait_bench.placement.live.cluster import RayNode, attached, deploy, wait_for
+from plait_bench.placement.live.play import PACK, PLAIT, SPREAD, play
 from plait_bench.placement.live.scenario import SMALL
-from support.ray_nodes import ray_nodes
+from plait_deploy.on_ray.names import LABEL
+from support.cluster import TESTS
+from support.ray_nodes import local, ray_nodes
+from support.server import free_port
 
 __all__ = ["ray_nodes"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PATIENCE_S = 300.0
+PLACED = """
+version: 1
+server: {port: %d}
+images: {name: emoji, controlnets: {}, replicas: %d, num_gpus: 0.6}
+recommend: null
+"""
+CLUSTER = "nodes: [{name: a, cpus: 8, memory_gib: 8, gpus: 2}, {name: b, cpus: 8, memory_gib: 8, gpus: 2}]"
 
 
-def test_the_planner_moves_what_lost_its_node_and_nothing_else(ray_nodes):
-    """Six deployments grow, lose a node, get another one and shrink: all replicas run after each step, on GPUs that
-    they share with nobody else, and none ended that had its node and was wanted."""
-    phases = play(PLAIT, SMALL, ray_nodes, say=print, patience_s=240)
-    assert [phase.name for phase in phases] == ["start", "more", "lost", "added", "fewer"]
-    assert [phase.without for phase in phases] == [0] * 5
-    assert [phase.restarted for phase in phases] == [0] * 5
-    assert [phase.gpus for phase in phases] == [12, 12, 8, 12, 12]
+def test_the_planner_moves_what_lost_its_node_and_nothing_else():
+    """Six deployments grow, lose a node, get another one, shrink, and two large replicas come: all run after each
+    step, on GPUs that they share with nobody else, and none ended that had its node and was wanted. By themselves
+    Serve's SPREAD strands more at the start, and its PACK no less."""
+    with local() as nodes:
+        phases = play(PLAIT, SMALL, nodes, say=print, patience_s=PATIENCE_S)
+    assert [phase.name for phase in phases] == ["start", *(step.name for step in SMALL.steps)]
+    assert [phase.without for phase in phases] == [0] * 6
+    assert [phase.restarted for phase in phases] == [0] * 6
+    assert [phase.gpus for phase in phases] == [12, 12, 8, 12, 12, 12]
+    start = replace(SMALL, steps=())
+    stranded = {}
+    for system in (SPREAD, PACK):
+        with local() as nodes:
+            (phase,) = play(system, start, nodes, say=print, patience_s=PATIENCE_S)
+        assert phase.without == 0
+        stranded[system] = phase.stranded
+    assert phases[0].stranded < stranded[SPREAD]
+    assert phases[0].stranded <= stranded[PACK]
 
 
-@pytest.mark.parametrize("system", [SPREAD, "ray-pack"])
-def test_serve_by_itself_strands_no_less(ray_nodes, system):
-    """The same start, placed by Serve: what the planner strands of it is in the other test's reach."""
+class Server:
+    """A placed server: its configuration, and what it answers."""
+
+    def __init__(self, serve, port, folder, capsys):
+        self.serve, self.port, self.folder, self.capsys = serve, port, folder, capsys
+
+    def deploy(self, replicas):
+        """Renders a plait.yaml for the cluster and hands it to Serve, with the fake engine."""
+        (self.folder / "plait.yaml").write_text(PLACED % (self.port, replicas))
+        (self.folder / "cluster.yaml").write_text(CLUSTER)
+        self.capsys.readouterr()
+        files = [str(self.folder / name) for name in ("plait.yaml", "cluster.yaml")]
+        assert root.main(["deploy", "render", files[0], "--cluster", files[1]]) == 0
+        (application,) = yaml.safe_load(self.capsys.readouterr().out)["applications"]
+        deploy(self.serve, {**application, "import_path": "support.placed_app:build"})
+
+    def ask(self, path, body=None):
+        """GET, or POST if there is a body: status and text; 0 where nothing answers."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode(errors="replace")
+        except OSError as error:
+            return 0, str(error)
+
+    def gauge(self, name):
+        """The values of a gauge of nodes, by class."""
+        found = re.findall(rf'^{name}{{node="\w+",class="(\w+)"}} (\S+)$', self.ask("/metrics")[1], re.MULTILINE)
+        return {of: float(value) for of, value in found}
+
+    def engines(self):
+        """The processes of the engine's replicas, on whatever class of nodes."""
+        found = set()
+        for name in ("engine@a", "engine@b"):
+            try:
+                handle = self.serve.get_deployment_handle(name, "plait")
+                found |= {said.replica for said in handle.broadcast("metrics_text").results(timeout_s=10)}
+            except Exception as error:
+                print(name, error)  # it has no replica
+        return found
+
+    def wait(self, done):
+        wait_for(done, lambda: f"{self.serve.status()}", limit_s=PATIENCE_S)
+
+
+def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path, capsys):
+    """Of 2 nodes x 2 GPUs, replicas with 0.6 of a GPU: images are made, `/metrics` has what is idle and stranded on
+    each node, and a new number of replicas ends none that runs."""
+    for name in "ab":
+        ray_nodes.add(name, RayNode(cpus=8, gpus=2, labels={LABEL: name}))
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    port = free_port()
+    with attached(ray_nodes, environ={"PYTHONPATH": path}, port=port) as serve:
+        server = Server(serve, port, tmp_path, capsys)
+        server.deploy(replicas=2)
+        server.wait(lambda: server.ask("/health")[0] == 200)
+        image = {"prompt": "red apple", "num_inference_steps": 2, "seed": 1}
+        assert server.ask("/v1/images/generations", image)[0] == 200
+        server.wait(lambda: sum(server.gauge("plait_node_idle_gpus").values()) == pytest.approx(4 - 2 * 0.6))
+        assert server.gauge("plait_node_gpus") == {"a": 2, "b": 2}
+        assert sum(server.gauge("plait_node_stranded_gpus").values()) == pytest.approx(0.8)
+        before = server.engines()
+        assert len(before) == 2
+        server.deploy(replicas=4)
+        server.wait(lambda: len(server.engines()) == 4)
+        assert before < server.engines()
+        assert {server.ask("/v1/images/generations", image)[0] for _ in range(8)} == {200}
+        server.wait(lambda: sum(server.gauge("plait_node_stranded_gpus").values()) == pytest.approx(1.6))

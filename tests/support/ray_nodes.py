@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -10,10 +11,17 @@ from plait_bench.placement.live.cluster import LocalNodes, local_nodes
 from support.cluster import stop_shared
 
 
-@pytest.fixture
-def ray_nodes() -> Iterator[LocalNodes]:
-    """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.live.cluster.attached`), kill
-    nodes (`lose`). Slow to start: ten seconds, and two or three for each node."""
+@contextmanager
+def local() -> Iterator[LocalNodes]:
+    """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.live.cluster.attached`), and
+    kill nodes (`lose`). It takes ten seconds to start, and each node two or three."""
     stop_shared()  # a process is attached to one Ray at a time
     with local_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def ray_nodes() -> Iterator[LocalNodes]:
+    """The same for one test."""
+    with local() as nodes:
         yield nodes

@@ -113,10 +113,10 @@ def local_nodes() -> Iterator[LocalNodes]:
 
 
 @contextmanager
-def attached(nodes: LocalNodes, *, environ: Mapping[str, str] | None = None) -> Iterator[Any]:
-    """Attach this process and start Serve without HTTP; yields `ray.serve`, which is shut down afterwards.
+def attached(nodes: LocalNodes, *, environ: Mapping[str, str] | None = None, port: int | None = None) -> Iterator[Any]:
+    """Attach this process and start Serve; yields `ray.serve`, which is shut down afterwards.
 
-    `environ` is set in the controller and all replicas.
+    `environ` is set in the controller and all replicas. `port`: where HTTP is answered on loopback, if it is.
     """
     import ray
     from ray import serve
@@ -129,12 +129,25 @@ def attached(nodes: LocalNodes, *, environ: Mapping[str, str] | None = None) -> 
         _node_ip_address=nodes.ip_address,
     )
     try:
-        serve.start(proxy_location="Disabled")
+        if port is None:
+            serve.start(proxy_location="Disabled")
+        else:
+            serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         yield serve
     finally:
         with suppress(Exception):
             serve.shutdown()
         ray.shutdown()
+
+
+def deploy(serve: Any, application: Mapping[str, Any]) -> None:
+    """Hand an application to Serve's controller as a configuration, which is what `serve deploy` does.
+
+    Ray's own way there is the REST API of its dashboard, which does not run here.
+    """
+    from ray.serve.schema import ServeDeploySchema
+
+    serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
 
 
 def wait_for(done: Callable[[], bool], what: Callable[[], str], *, limit_s: float = _START_S) -> None:

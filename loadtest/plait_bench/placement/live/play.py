@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait_bench.benchmark import Say
-from plait_bench.placement.live.cluster import LocalNodes, attached, wait_for
+from plait_bench.placement.live.cluster import LocalNodes, attached, deploy, wait_for
 from plait_bench.placement.live.scenario import Scenario, Step, changed
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.gauges import occupied
@@ -86,11 +86,7 @@ class _Playing:
         return phase
 
     def _deploy(self) -> None:
-        """Hand Serve the configuration, as `serve deploy` does."""
-        from ray.serve.schema import ServeDeploySchema
-
-        document = {"applications": [_application(self._system, self._demands, tuple(self._scenario.nodes))]}
-        self._serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate(document))
+        deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
 
     def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
         """Wait until all replicas run, or those without a place have looked for one for long; return who is where."""
