@@ -63,7 +63,10 @@ class PlacementPolicy:
             else:
                 wanted[key], states[key] = self._decided_by_itself(key, context)
         if placed:
-            self._look({where: context for where, (_, context) in placed.items()})
+            try:
+                self._look({where: context for where, (_, context) in placed.items()})
+            except Exception:  # an error here would stop Serve's whole control loop, for all applications
+                _log.exception("placement: the cluster could not be planned; the numbers stay as they are")
         for where, (key, context) in placed.items():
             wanted[key] = self._counts.get(where, context.target_num_replicas)
         return wanted, states

@@ -14,8 +14,9 @@ from typing import Any
 from plait.doctor.findings import CheckResult, finding, warning
 from plait.errors import PlaitError, ServeError
 from plait.server.cluster import prepare_environment
+from plait_deploy.on_ray.names import LABEL, split_name
 
-__all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "serve_findings"]
+__all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "placement_findings", "serve_findings"]
 
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
 """What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""
@@ -25,11 +26,13 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node of the cluster. `versions` by package, None where it is missing; empty if the node did not answer."""
+    """A node of the cluster. `versions` by package, None where it is missing; empty if the node did not answer.
+    `node_class`: the value of its label, empty without one."""
 
     name: str
     alive: bool
     versions: Mapping[str, str | None]
+    node_class: str = ""
 
 
 def check_cluster(address: str | None, port: int) -> list[CheckResult]:
@@ -40,7 +43,7 @@ def check_cluster(address: str | None, port: int) -> list[CheckResult]:
     except PlaitError as error:
         advice = "start it, or name it with --address; Ray's token belongs in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return [finding("ray", False, str(error), advice)]
-    return [*node_findings(nodes), *serve_findings(status)]
+    return [*node_findings(nodes), *serve_findings(status), *placement_findings(nodes, status)]
 
 
 def node_findings(nodes: list[NodeFacts]) -> Iterator[CheckResult]:
@@ -86,6 +89,31 @@ def serve_findings(status: Mapping[str, Any]) -> Iterator[CheckResult]:
         yield finding("serve", False, detail, "a node without its proxy takes no requests: look at its log")
 
 
+def placement_findings(nodes: list[NodeFacts], status: Mapping[str, Any]) -> Iterator[CheckResult]:
+    """Yield, for each application whose replicas are placed, whether its classes of nodes are there, which nodes are of
+    no class that it knows, and what has no replica; nothing for others."""
+    there = {node.node_class for node in nodes if node.alive and node.node_class}
+    for app, state in (status.get("applications") or {}).items():
+        placed: dict[str, int] = {}
+        classes = set()
+        for deployment, it in (state.get("deployments") or {}).items():
+            if (where := split_name(deployment)) is not None:
+                placed[where[0]] = placed.get(where[0], 0) + it.get("running", 0)
+                classes.add(where[1])
+        if not placed:
+            continue
+        wrong = []
+        if missing := sorted(classes - there):
+            wrong.append(f"no node with the label {LABEL}={', '.join(missing)}")
+        if unknown := sorted(there - classes):
+            wrong.append(f"{app} knows no class {', '.join(unknown)}")
+        if idle := sorted(name for name, running in placed.items() if not running):
+            wrong.append(f"no replica of {', '.join(idle)}")
+        detail = "; ".join(wrong) or f"{app}: {len(placed)} models on classes {', '.join(sorted(classes))}"
+        advice = f"start Ray there with --labels {LABEL}=CLASS, one of those that {app} was rendered with"
+        yield warning("placement", not wrong, detail, advice)
+
+
 def _where(address: str | None, port: int) -> tuple[str, Path | None]:
     """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
     from plait.server.state import RunRecord, state_root
@@ -119,7 +147,11 @@ def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str
             name: {
                 "status": str(getattr(app.status, "value", app.status)),
                 "deployments": {
-                    part: {"status": str(getattr(it.status, "value", it.status)), "message": it.message}
+                    part: {
+                        "status": str(getattr(it.status, "value", it.status)),
+                        "message": it.message,
+                        "running": sum(count for what, count in it.replica_states.items() if what == "RUNNING"),
+                    }
                     for part, it in app.deployments.items()
                 },
             }
@@ -162,6 +194,7 @@ def _nodes(ray: Any) -> list[NodeFacts]:
             name=str(node.get("NodeManagerHostname") or node["NodeID"][:8]),
             alive=bool(node["Alive"]),
             versions=answers.get(node["NodeID"], {}),
+            node_class=node.get("Labels", {}).get(LABEL, ""),
         )
         for node in listed
     ]

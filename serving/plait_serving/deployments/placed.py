@@ -30,6 +30,10 @@ class PlacedHandle:
         self._handles = dict(handles)
         self._seen = seen
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Serve pickles the arguments of a running replica to see which deployments it calls."""
+        return PlacedHandle, (self._handles,)
+
     def options(self, **options: Any) -> PlacedHandle:
         """Return a handle with these options."""
         return PlacedHandle({of: handle.options(**options) for of, handle in self._handles.items()}, seen=self._known())

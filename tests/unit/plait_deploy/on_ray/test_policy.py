@@ -149,6 +149,19 @@ def test_without_a_node_there_is_no_replica_and_no_error():
     assert settle(serve) == {}
 
 
+def test_an_error_leaves_the_numbers_as_they_are(caplog):
+    """Ray's GCS may be away for a while; an exception would stop Serve's control loop."""
+    serve = Serve([demand("x", 1, 2)])
+    before = settle(serve)
+
+    def nobody():
+        raise RuntimeError("the GCS does not answer")
+
+    serve.policy._nodes = nobody
+    assert settle(serve) == before
+    assert "the GCS does not answer" in caplog.text
+
+
 def test_a_deployment_of_its_own_policy_is_left_to_that():
     """An application's policy replaces those of its deployments, so it asks them itself."""
     serve = Serve([demand("x", 1, 1)])

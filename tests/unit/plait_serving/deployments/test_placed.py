@@ -82,9 +82,12 @@ def test_requests_go_only_where_replicas_are_and_follow_them():
     assert "b" not in {handle.generate.remote("image") for _ in range(100)}
 
 
-def test_a_handle_that_serve_has_not_filled_in_yet_can_be_pickled():
-    """The application is pickled on its way to the ingress."""
+def test_a_handle_can_be_pickled_before_and_while_it_is_used():
+    """The application is pickled on its way to the ingress, and again there: Serve looks what a replica calls."""
     import cloudpickle
 
-    there = cloudpickle.loads(cloudpickle.dumps(PlacedHandle({"a": Handle("a", 1)})))
-    assert there.broadcast("x").results() == [("a", 0, "x")]
+    handle = PlacedHandle({"a": Handle("a", 1)})
+    for _ in range(2):
+        there = cloudpickle.loads(cloudpickle.dumps(handle))
+        assert there.broadcast("x").results() == [("a", 0, "x")]
+        handle.generate.remote("image")
