@@ -119,16 +119,15 @@ class _Deploying:
         """Return what stands for Serve's handle: the application, or those of all classes of nodes."""
         made = made.options(**options, **_COMMON)
         plain = made.options(name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus})
-        if isinstance(replicas, Replicas):
-            handle: Any = bind(plain.options(autoscaling_config=autoscaling(replicas)))
-        elif not self.node_classes:
-            handle = bind(plain.options(num_replicas=replicas))
-        else:
+        most = replicas.max if isinstance(replicas, Replicas) else replicas
+        if self.node_classes:
             task = task_of(name, num_cpus=num_cpus, num_gpus=num_gpus)
-            options_at = {
-                of: {"name": name_at(name, of), **placed_options(task, replicas, of)} for of in self.node_classes
-            }
-            handle = PlacedHandle({of: bind(made.options(**options)) for of, options in options_at.items()})
+            options_at = {of: {"name": name_at(name, of), **placed_options(task, most, of)} for of in self.node_classes}
+            handle: Any = PlacedHandle({of: bind(made.options(**options)) for of, options in options_at.items()})
+        elif isinstance(replicas, Replicas):
+            handle = bind(plain.options(autoscaling_config=autoscaling(replicas)))
+        else:
+            handle = bind(plain.options(num_replicas=replicas))
         self.reserved[name] = Reserved(num_cpus=num_cpus, num_gpus=num_gpus, handle=handle)
         return handle
 

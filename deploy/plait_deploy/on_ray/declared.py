@@ -48,13 +48,25 @@ def placed_deployments(demands: Sequence[Demand], classes: Sequence[str]) -> dic
     }
 
 
-def policy_options(demands: Sequence[Demand], classes: Sequence[str], *, policy: str = OURS) -> dict[str, Any]:
-    """Return the `autoscaling_policy` of the application."""
+def policy_options(
+    demands: Sequence[Demand],
+    classes: Sequence[str],
+    *,
+    follows: Mapping[str, Mapping[str, Any]] | None = None,
+    policy: str = OURS,
+) -> dict[str, Any]:
+    """Return the `autoscaling_policy` of the application. `follows`: the policies, as in an `autoscaling_config`, of
+    those whose number of replicas follows the load."""
     needs: dict[str, Mapping[str, float]] = {
         each.name: {"num_cpus": each.task.cpu_milli / WHOLE, "num_gpus": each.task.total_milli / WHOLE}
         for each in demands
     }
     return {
         "policy_function": POLICY,
-        "policy_kwargs": {"classes": list(classes), "deployments": needs, "policy": policy},
+        "policy_kwargs": {
+            "classes": list(classes),
+            "deployments": needs,
+            "policy": policy,
+            **({"follows": {name: dict(each) for name, each in follows.items()}} if follows else {}),
+        },
     }

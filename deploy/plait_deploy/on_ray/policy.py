@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 from plait_deploy.on_ray.names import split_name
@@ -27,7 +29,8 @@ class PlacementPolicy:
     """Sets the number of replicas of every placed deployment; the others follow their own policies.
 
     `deployments`: `num_cpus` and `num_gpus` of a replica by name. How many replicas a name shall have is
-    `max_replicas` of its deployments. `nodes` and `clock` are for tests.
+    `max_replicas` of its deployments, or what a policy of its own says of all of them together: `follows` has that by
+    name, as Serve has one of a deployment. `nodes` and `clock` are for tests.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class PlacementPolicy:
         *,
         classes: Sequence[str],
         deployments: Mapping[str, Mapping[str, float]],
+        follows: Mapping[str, Mapping[str, Any]] | None = None,
         policy: str = OURS,
         nodes: Callable[[], Sequence[Mapping[str, Any]]] = ray_nodes,
         clock: Callable[[], float] = time.monotonic,
@@ -44,6 +48,7 @@ class PlacementPolicy:
             name: task_of(name, num_cpus=needs["num_cpus"], num_gpus=needs["num_gpus"])
             for name, needs in deployments.items()
         }
+        self._follows = {name: _Follower(**options) for name, options in (follows or {}).items()}
         self._policy = policy
         self._nodes, self._clock = nodes, clock
         self._looked_s = float("-inf")
@@ -89,6 +94,8 @@ class PlacementPolicy:
             return
         self._looked_s = now_s
         nodes = tuple(each for each in living_nodes(self._nodes()) if each.node_class in self._classes)
+        if not nodes:
+            return  # nothing can start anywhere; and should Ray not know its nodes for a moment, nothing shall end
         demands = self._demands(contexts)
         standing = _standing(contexts, nodes)
         seen = (nodes, demands, standing)
@@ -103,17 +110,45 @@ class PlacementPolicy:
         self._counts = counts
 
     def _demands(self, contexts: Mapping[tuple[str, str], Any]) -> tuple[Demand, ...]:
-        replicas: dict[str, int] = {}
+        of: dict[str, list[Any]] = {}
         for (name, _), context in contexts.items():
-            replicas[name] = max(replicas.get(name, 0), context.capacity_adjusted_max_replicas)
-        return tuple(Demand(name=name, task=self._tasks[name], replicas=count) for name, count in replicas.items())
+            of.setdefault(name, []).append(context)
+        found: list[Demand] = []
+        for name, parts in of.items():
+            most = max(context.capacity_adjusted_max_replicas for context in parts)
+            follower = self._follows.get(name)
+            replicas = most if follower is None else min(most, follower.wanted(parts))
+            found.append(Demand(name=name, task=self._tasks[name], replicas=replicas))
+        return tuple(found)
 
     def _plan(self, nodes: Sequence[RayNode], demands: Sequence[Demand], standing: Sequence[Standing]) -> Recount:
-        if not nodes:
-            return Recount(counts={}, unplaced={each.name: each.replicas for each in demands}, held_back=0)
         state = ClusterState([each.node for each in nodes])
         policy = make_policy(self._policy, demand_classes(demands))
         return recount(state, [each.node_class for each in nodes], demands, standing, policy)
+
+
+class _Follower:
+    """Asks a policy of a deployment for the replicas of a name, as if its deployments were one."""
+
+    def __init__(self, *, policy_function: str, policy_kwargs: Mapping[str, Any]) -> None:
+        module, _, name = policy_function.partition(":")
+        self._policy = getattr(import_module(module), name)(**policy_kwargs)
+        self._state: dict[str, Any] = {}
+
+    def wanted(self, parts: Sequence[Any]) -> int:
+        """Return the number of replicas; `parts`: the contexts of the deployments."""
+        metrics: dict[str, dict[Any, float]] = {}
+        for context in parts:
+            for metric, by_replica in (context.aggregated_metrics or {}).items():
+                metrics.setdefault(metric, {}).update(by_replica)
+        whole = SimpleNamespace(
+            aggregated_metrics=metrics,
+            target_num_replicas=max(1, sum(context.target_num_replicas for context in parts)),
+            policy_state=self._state,
+            current_time=max(context.current_time for context in parts),
+        )
+        number, self._state = self._policy(whole)
+        return int(number)
 
 
 def _standing(contexts: Mapping[tuple[str, str], Any], nodes: Sequence[RayNode]) -> tuple[Standing, ...]:

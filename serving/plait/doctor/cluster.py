@@ -150,7 +150,7 @@ def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str
                     part: {
                         "status": str(getattr(it.status, "value", it.status)),
                         "message": it.message,
-                        "running": sum(count for what, count in it.replica_states.items() if what == "RUNNING"),
+                        "running": sum(count for what, count in it.replica_states.items() if str(what) == "RUNNING"),
                     }
                     for part, it in app.deployments.items()
                 },

@@ -71,7 +71,7 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
         demands = placed_demands(config)
         classes = read_classes(cluster, demands)
         placed = placed_deployments(demands, classes)
-        policy = policy_options(demands, classes)
+        policy = policy_options(demands, classes, follows=_policies(config))
     except PlacementError as error:
         raise PlaitError(f"{cluster}: {error}") from error
     knobs: dict[str, Mapping[str, Any]] = {}
@@ -84,15 +84,9 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
 
 
 def placed_demands(config: PlaitConfig) -> list[Demand]:
-    """Return what is placed: all but the ingress, and but what follows the load by a policy of its own."""
+    """Return what is placed: all but the ingress. Where the number of replicas follows the load, the max."""
     from plait_deploy.placement.demands import Demand, task_of
 
-    follows_load = {
-        worker_name(model, role)
-        for model, section in config.ranking_models.items()
-        for role, part in section.parts.items()
-        if isinstance(part.replicas, Replicas)
-    }
     return [
         Demand(
             name=one.name,
@@ -100,8 +94,20 @@ def placed_demands(config: PlaitConfig) -> list[Demand]:
             replicas=one.max_replicas,
         )
         for one in reservations(config)
-        if one.name != INGRESS and one.name not in follows_load
+        if one.name != INGRESS
     ]
+
+
+def _policies(config: PlaitConfig) -> dict[str, Any]:
+    """Return the policies of the deployments whose number of replicas follows the load, by name."""
+    from plait_serving.deployments.ranking.scaling import autoscaling
+
+    return {
+        worker_name(model, role): autoscaling(part.replicas)["policy"]
+        for model, section in config.ranking_models.items()
+        for role, part in section.parts.items()
+        if isinstance(part.replicas, Replicas)
+    }
 
 
 def _uncounted(args: Mapping[str, Any], config: PlaitConfig) -> dict[str, Any]:

@@ -30,11 +30,11 @@ def ray_node(name, gpus=2, *, alive=True, label=None):
 class Serve:
     """Keeps the numbers that a policy returns, and starts replicas as Ray would: on the node of their class."""
 
-    def __init__(self, demands, classes="ab", nodes=None):
+    def __init__(self, demands, classes="ab", nodes=None, follows=None):
         self.demands = demands
         self.now_s = 0.0
         self.nodes = nodes if nodes is not None else [ray_node(name) for name in classes]
-        kwargs = policy_options(demands, tuple(classes))["policy_kwargs"]
+        kwargs = policy_options(demands, tuple(classes), follows=follows)["policy_kwargs"]
         self.policy = PlacementPolicy(**kwargs, nodes=lambda: self.nodes, clock=lambda: self.now_s)
         self.contexts = {
             name_at(each.name, of): SimpleNamespace(
@@ -144,9 +144,42 @@ def test_nodes_without_a_class_and_of_other_classes_take_nothing():
     assert found == {"x@a": 2}
 
 
-def test_without_a_node_there_is_no_replica_and_no_error():
+def test_without_a_node_nothing_starts_and_nothing_ends():
+    """Ray forgets its nodes for a moment when its GCS is started again."""
     serve = Serve([demand("x", 1, 1)], nodes=[])
     assert settle(serve) == {}
+    serve.nodes = [ray_node("a")]
+    found = settle(serve)
+    assert count(found, "x") == 1
+    serve.nodes = []
+    assert settle(serve) == found
+
+
+def test_a_number_that_follows_the_load_is_asked_for_once_for_all_classes():
+    """By the policy that scales ranking workers: at a pressure of 0.9 in all replicas together, more."""
+    from plait_serving.deployments.ranking.scaling import PRESSURE, autoscaling
+    from plait_serving.ranking.config import Replicas
+
+    policy = autoscaling(Replicas(min=2, max=4, up_after_s=2, down_after_s=2))["policy"]
+    serve = Serve([demand("hn", 0.5, 4)], follows={"hn": policy})
+    pressure = 0.6
+
+    def said(context):
+        return {PRESSURE: dict.fromkeys(context.running_replicas, pressure)}
+
+    def after(ticks):
+        for _ in range(ticks):
+            for context in serve.contexts.values():
+                context.aggregated_metrics, context.current_time = said(context), serve.now_s
+            found = serve.tick()
+        return count(found, "hn")
+
+    assert after(8) == 2
+    pressure = 0.9
+    assert after(4) == 3
+    assert after(20) == 4
+    pressure = 0.05
+    assert after(30) == 2
 
 
 def test_an_error_leaves_the_numbers_as_they_are(caplog):

@@ -50,15 +50,23 @@ def application(render, *arguments):
 
 
 def test_a_deployment_for_each_model_and_class_with_a_selector_of_its_own(render):
-    found = {each["name"]: each for each in application(render)["deployments"]}
+    rendered = application(render)
+    found = {each["name"]: each for each in rendered["deployments"]}
     placed = {name for name in found if "@" in name}
-    assert placed == {f"{name}@{of}" for name in ("engine", "controlnet-edges", "hn-shop") for of in ("l40s", "host")}
+    assert placed == {
+        f"{name}@{of}" for name in ("engine", "controlnet-edges", "cn-shop", "hn-shop") for of in ("l40s", "host")
+    }
     actor = found["engine@l40s"]["ray_actor_options"]
     assert (actor["num_gpus"], actor["label_selector"]) == (0.7, {LABEL: "l40s"})
     assert found["engine@host"]["autoscaling_config"]["max_replicas"] == 3
     assert found["engine@host"]["autoscaling_config"]["min_replicas"] == 0
     assert found["engine@host"]["user_config"]["threads"] == 2
-    assert "autoscaling_config" not in found["cn-shop"]  # its own policy scales it
+    follows = rendered["autoscaling_policy"]["policy_kwargs"]["follows"]
+    assert (
+        follows["cn-shop"]["policy_kwargs"]["max_replicas"]
+        == found["cn-shop@host"]["autoscaling_config"]["max_replicas"]
+        == 4
+    )
 
 
 def test_new_numbers_of_replicas_are_no_new_version(render):
