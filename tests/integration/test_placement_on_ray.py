@@ -14,7 +14,7 @@ import yaml
 
 from plait.cli import main as root
 from plait_bench.placement.live.cluster import RayNode, attached, deploy, wait_for
-from plait_bench.placement.live.play import PACK, PLAIT, SPREAD, play
+from plait_bench.placement.live.play import PACK, PLAIT, play
 from plait_bench.placement.live.scenario import SMALL
 from plait_deploy.on_ray.names import LABEL
 from support.cluster import TESTS
@@ -47,12 +47,12 @@ def test_the_planner_moves_what_lost_its_node_and_nothing_else():
     assert [phase.gpus for phase in phases] == [12, 12, 8, 12, 12, 12]
     start = replace(SMALL, steps=())
     stranded = {}
-    for system in (SPREAD, PACK):
+    for system in ("ray-spread", PACK):
         with local() as nodes:
             (phase,) = play(system, start, nodes, say=print, patience_s=PATIENCE_S)
         assert phase.without == 0
         stranded[system] = phase.stranded
-    assert phases[0].stranded < stranded[SPREAD]
+    assert phases[0].stranded < stranded["ray-spread"]
     assert phases[0].stranded <= stranded[PACK]
 
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from plait_deploy.on_ray.names import LABEL, check_names, name_at
+from plait_deploy.on_ray.policy import PlacementPolicy
 from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.policies import OURS
 from plait_deploy.placement.values import WHOLE, Task
 
-POLICY = "plait_deploy.on_ray.policy:PlacementPolicy"
+_POLICY = f"{PlacementPolicy.__module__}:{PlacementPolicy.__name__}"
 
 
 def placed_options(task: Task, replicas: int, node_class: str) -> dict[str, Any]:
@@ -62,7 +63,7 @@ def policy_options(
         for each in demands
     }
     return {
-        "policy_function": POLICY,
+        "policy_function": _POLICY,
         "policy_kwargs": {
             "classes": list(classes),
             "deployments": needs,

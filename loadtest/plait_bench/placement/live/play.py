@@ -19,7 +19,7 @@ from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.plan import use_of
 from plait_deploy.placement.values import WHOLE
 
-PLAIT, SPREAD, PACK = "plait", "ray-spread", "ray-pack"
+PLAIT, PACK = "plait", "ray-pack"
 _ENVIRONMENT = {PACK: {"RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY": "1"}}
 _APP = "placed"
 _ALL_S = 90.0
