@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 import urllib.error
 import urllib.request
 from dataclasses import replace
@@ -13,12 +15,12 @@ import pytest
 import yaml
 
 from plait.cli import main as root
-from plait_bench.placement.live.cluster import RayNode, attached, deploy, wait_for
+from plait_bench.placement.live.cluster import RayNode, attached, deploy
 from plait_bench.placement.live.play import PACK, PLAIT, play
 from plait_bench.placement.live.scenario import SMALL
 from plait_deploy.on_ray.names import LABEL
 from support.cluster import TESTS
-from support.ray_nodes import local, ray_nodes
+from support.ray_nodes import local, ray_nodes, wait_for
 from support.server import free_port
 
 __all__ = ["ray_nodes"]
@@ -59,8 +61,8 @@ def test_the_planner_moves_what_lost_its_node_and_nothing_else():
 class Server:
     """A placed server: its configuration, and what it answers."""
 
-    def __init__(self, serve, port, folder, capsys):
-        self.serve, self.port, self.folder, self.capsys = serve, port, folder, capsys
+    def __init__(self, serve, address, port, folder, capsys):
+        self.serve, self.address, self.port, self.folder, self.capsys = serve, address, port, folder, capsys
 
     def deploy(self, replicas):
         """Renders a plait.yaml for the cluster and hands it to Serve, with the fake engine."""
@@ -103,6 +105,17 @@ class Server:
                 print(name, error)  # it has no replica
         return found
 
+    def planned(self):
+        """How many engines `plait deploy place --live` finds a place for; another process asks."""
+        command = [sys.executable, "-m", "plait.cli.main", "deploy", "place", "--json", "--live", self.address]
+        done = subprocess.run(
+            [*command, str(self.folder / "plait.yaml")], capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return sum(
+            it["deployment"] == "engine" and it["node"] is not None for it in json.loads(done.stdout)["replicas"]
+        )
+
     def wait(self, done):
         wait_for(done, lambda: f"{self.serve.status()}", limit_s=PATIENCE_S)
 
@@ -115,7 +128,7 @@ def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     port = free_port()
     with attached(ray_nodes, environ={"PYTHONPATH": path}, port=port) as serve:
-        server = Server(serve, port, tmp_path, capsys)
+        server = Server(serve, ray_nodes.address, port, tmp_path, capsys)
         server.deploy(replicas=2)
         server.wait(lambda: server.ask("/health")[0] == 200)
         image = {"prompt": "red apple", "num_inference_steps": 2, "seed": 1}
@@ -123,6 +136,7 @@ def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path
         server.wait(lambda: sum(server.gauge("plait_node_idle_gpus").values()) == pytest.approx(4 - 2 * 0.6))
         assert server.gauge("plait_node_gpus") == {"a": 2, "b": 2}
         assert sum(server.gauge("plait_node_stranded_gpus").values()) == pytest.approx(0.8)
+        assert server.planned() == 2
         before = server.engines()
         assert len(before) == 2
         server.deploy(replicas=4)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -25,3 +26,12 @@ def ray_nodes() -> Iterator[LocalNodes]:
     """The same for one test."""
     with local() as nodes:
         yield nodes
+
+
+def wait_for(done: Callable[[], bool], what: Callable[[], str], *, limit_s: float) -> None:
+    """Return when `done`. Raises `TimeoutError` that says `what` after `limit_s`."""
+    until_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > until_s:
+            raise TimeoutError(what())
+        time.sleep(0.3)

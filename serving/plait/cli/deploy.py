@@ -61,7 +61,11 @@ def render(
 def place(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
     *,
-    cluster: Annotated[Path, typer.Option(help="a file that describes the nodes (deploy/README.md)")],
+    cluster: Annotated[Path | None, typer.Option(help="a file that describes the nodes (deploy/README.md)")] = None,
+    live: Annotated[
+        str | None,
+        typer.Option(help="instead: the nodes of the Ray at this address (auto: this machine's), as if empty"),
+    ] = None,
     policy: Annotated[str, typer.Option(help="plait, fgd, first-fit, best-fit, ray-pack, ray-spread, ...")] = "plait",
     per_node: Annotated[
         int, typer.Option(min=0, help="at most so many replicas of a deployment on a node; 0: any")
@@ -77,10 +81,17 @@ def place(
     from plait.offline import placing
     from plait_deploy.placement.drawing import draw
 
-    placed = placing.place(load_config(config, overrides=settings or []), cluster, policy=policy, per_node=per_node)
+    if (cluster is None) == (live is None):
+        raise PlaitError("name the cluster: either --cluster FILE or --live ADDRESS")
+    loaded = load_config(config, overrides=settings or [])
+    nodes = placing.running(live or "auto") if cluster is None else placing.described(cluster)
+    placed = placing.place(loaded, nodes, policy=policy, per_node=per_node)
     if svg is not None:
         try:
-            svg.write_text(draw(placed.state, placed.plan, title=_title(config, cluster)), encoding="utf-8")
+            svg.write_text(
+                draw(placed.state, placed.plan, title=_title(config, live if cluster is None else cluster.name)),
+                encoding="utf-8",
+            )
         except OSError as error:
             raise PlaitError(f"{svg} cannot be written: {error.strerror or error}") from error
     if as_json:
@@ -92,5 +103,5 @@ def place(
         raise typer.Exit(1)
 
 
-def _title(config: Path | None, cluster: Path) -> str:
-    return f"{'The starter' if config is None else config.name} on {cluster.name}"
+def _title(config: Path | None, cluster: str | None) -> str:
+    return f"{'The starter' if config is None else config.name} on {cluster}"

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from plait.doctor.findings import CheckResult, finding, warning
-from plait.errors import PlaitError, ServeError
-from plait.server.cluster import prepare_environment
+from plait.errors import PlaitError
+from plait.server.attach import attached
 from plait_deploy.on_ray.names import LABEL, split_name
 
 __all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "placement_findings", "serve_findings"]
@@ -21,7 +17,6 @@ __all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "placement
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
 """What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""
 _ANSWER_S = 60.0
-_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +34,7 @@ def check_cluster(address: str | None, port: int) -> list[CheckResult]:
     """Attach to a Ray, by default to that of `plait serve` on this port, or else to the one of this machine; ask every
     node and Serve; detach."""
     try:
-        nodes, status = _ask(*_where(address, port))
+        nodes, status = _ask(address, port)
     except PlaitError as error:
         advice = "start it, or name it with --address; Ray's token belongs in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return [finding("ray", False, str(error), advice)]
@@ -114,33 +109,10 @@ def placement_findings(nodes: list[NodeFacts], status: Mapping[str, Any]) -> Ite
         yield warning("placement", not wrong, detail, advice)
 
 
-def _where(address: str | None, port: int) -> tuple[str, Path | None]:
-    """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
-    from plait.server.state import RunRecord, state_root
+def _ask(address: str | None, port: int) -> tuple[list[NodeFacts], Mapping[str, Any]]:
+    with attached(address, port) as ray:
+        from ray import serve
 
-    if address is not None:
-        return address, None
-    folder = state_root(os.environ) / f"port-{port}"
-    try:
-        record = RunRecord.from_json((folder / "run.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return "auto", None
-    return record.gcs_address or "auto", folder / "auth_token"
-
-
-def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str, Any]]:
-    if token is not None and token.is_file():
-        prepare_environment(token)  # as the server did: else Ray takes its address on loopback for a mistake
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-    from ray import serve
-
-    _reach(address)  # Ray would try for minutes
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="plait")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ServeError(f"no Ray answers at {address}: {' '.join(str(error).split())[:200]}") from error
-    try:
         status = serve.status()
         proxies = {node: str(getattr(state, "value", state)) for node, state in status.proxies.items()}
         found = {
@@ -158,19 +130,6 @@ def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str
             for name, app in status.applications.items()
         }
         return _nodes(ray), {"applications": found, "proxies": proxies}
-    finally:
-        ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    """Connect once to an address of the form host:port. Raises `ServeError` if nobody answers there."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ServeError(f"no Ray answers at {address}: {error.strerror or error}") from error
 
 
 def _nodes(ray: Any) -> list[NodeFacts]:

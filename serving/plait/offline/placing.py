@@ -1,8 +1,8 @@
-"""`plait deploy place`: the replicas of a plait.yaml on a described cluster."""
+"""`plait deploy place`: the replicas of a plait.yaml on a cluster, described or running."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,13 +34,13 @@ class Placed:
     others: Mapping[str, tuple[Use, int]]
 
 
-def place(config: PlaitConfig, cluster: Path, *, policy: str = OURS, per_node: int = 0) -> Placed:
-    """Plan the replicas of a configuration on the cluster that a file describes, at most `per_node` of a deployment on
-    a node (0: any). Raises `PlaitError`."""
+def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str = OURS, per_node: int = 0) -> Placed:
+    """Plan the replicas of a configuration on a cluster, at most `per_node` of a deployment on a node (0: any). `nodes`
+    makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
     try:
         demands = demands_of(config, per_node=per_node)
-        found = _planned(demands, cluster, policy)
-        others = {name: _planned(demands, cluster, name) for name in COMPARED if name != policy}
+        found = _planned(demands, nodes(), policy)
+        others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
     except PlacementError as error:
         raise PlaitError(str(error)) from error
     return Placed(
@@ -51,8 +51,24 @@ def place(config: PlaitConfig, cluster: Path, *, policy: str = OURS, per_node: i
     )
 
 
-def _planned(demands: Sequence[Demand], cluster: Path, policy: str) -> tuple[ClusterState, PlacementPlan]:
-    state = _read(cluster)
+def described(cluster: Path) -> Callable[[], ClusterState]:
+    """Return what makes the cluster that a file describes. Raises `PlaitError`."""
+    return lambda: _read(cluster)
+
+
+def running(address: str) -> Callable[[], ClusterState]:
+    """Return what makes a cluster of the living nodes of a running Ray, as if they were empty. Raises `PlaitError`."""
+    from plait.server.attach import attached
+    from plait_deploy.on_ray.nodes import living_nodes
+
+    with attached(address, 0) as ray:
+        nodes = [each.node for each in living_nodes(ray.nodes())]
+    if not nodes:
+        raise PlaitError(f"the Ray at {address} has no living node")
+    return lambda: ClusterState(nodes)
+
+
+def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> tuple[ClusterState, PlacementPlan]:
     return state, plan(state, demands, make_policy(policy, demand_classes(demands)))
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_START_S = 120.0
 _OBJECTS_BYTES = 80 << 20
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
@@ -148,12 +146,3 @@ def deploy(serve: Any, application: Mapping[str, Any]) -> None:
     from ray.serve.schema import ServeDeploySchema
 
     serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
-
-
-def wait_for(done: Callable[[], bool], what: Callable[[], str], *, limit_s: float = _START_S) -> None:
-    """Return when `done`. Raises `TimeoutError` that says `what` after `limit_s`."""
-    until_s = time.monotonic() + limit_s
-    while not done():
-        if time.monotonic() > until_s:
-            raise TimeoutError(what())
-        time.sleep(0.3)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from plait_bench.benchmark import Say
-from plait_bench.placement.live.cluster import LocalNodes, attached, deploy, wait_for
+from plait_bench.placement.live.cluster import LocalNodes, attached, deploy
 from plait_bench.placement.live.scenario import Scenario, Step, changed
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.gauges import occupied
@@ -22,8 +23,11 @@ from plait_deploy.placement.values import WHOLE
 PLAIT, PACK = "plait", "ray-pack"
 _ENVIRONMENT = {PACK: {"RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY": "1"}}
 _APP = "placed"
-_ALL_S = 90.0
-"""For how long a replica may look for a place before it counts as without one; starting takes a second or two."""
+_PATIENCE_S = 90.0
+"""When no replica has started or ended for so long, those that do not run have no place. A start takes seconds."""
+_POLL_S = 1.0
+_ANSWER_S = 10.0
+_ASKED_AT_ONCE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ class Phase:
 
 
 def play(
-    system: str, scenario: Scenario, nodes: LocalNodes, *, say: Say = lambda _: None, patience_s: float = _ALL_S
+    system: str, scenario: Scenario, nodes: LocalNodes, *, say: Say = lambda _: None, patience_s: float = _PATIENCE_S
 ) -> list[Phase]:
     """Return the phases: the start, then one for each step. The nodes are started here."""
     for name, node in scenario.nodes.items():
@@ -89,40 +93,49 @@ class _Playing:
         deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
 
     def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
-        """Wait until all replicas run, or those without a place have looked for one for long; return who is where."""
+        """Wait until all replicas run, or nothing has changed for long; return who is where.
+
+        Replicas on a lost node are told apart from others by asking: Serve takes some seconds to notice.
+        """
         wanted = sum(each.replicas for each in self._demands)
-        found: dict[str, Mapping[str, Any]] = {}
+        seen: tuple[int, ...] = ()
+        changed_s = time.monotonic()
+        while True:
+            counts = self._counts()
+            if counts != seen:
+                seen, changed_s = counts, time.monotonic()
+            waited_long = time.monotonic() - changed_s > self._patience_s
+            if sum(counts) == wanted or waited_long:
+                found = {name: said for name, said in self._replicas().items() if said[NODE] not in gone}
+                if len(found) == wanted or waited_long:
+                    return found
+            time.sleep(_POLL_S)
 
-        def all_run() -> bool:
-            nonlocal found
-            found = {name: said for name, said in self._replicas().items() if said[NODE] not in gone}
-            return len(found) == wanted
-
-        try:
-            wait_for(all_run, lambda: "", limit_s=self._patience_s)
-        except TimeoutError:
-            self._say(f"{self._system}: {wanted - len(found)} of {wanted} replicas found no place")
-        return found
+    def _counts(self) -> tuple[int, ...]:
+        """Return the number of running replicas of each deployment, as Serve's controller knows it."""
+        app = self._serve.status().applications.get(_APP)
+        return tuple(_running(status) for name, status in (app.deployments if app else {}).items() if name != "root")
 
     def _replicas(self) -> dict[str, Mapping[str, Any]]:
         """Return what each running replica says of itself, by its name."""
         app = self._serve.status().applications.get(_APP)
-        found: dict[str, Mapping[str, Any]] = {}
-        for name, status in (app.deployments if app else {}).items():
-            if name == "root" or not any(str(state) == "RUNNING" for state in status.replica_states):
-                continue
+        names = [name for name, it in (app.deployments if app else {}).items() if name != "root" and _running(it)]
+        for name in names:
             if name not in self._handles:
                 self._handles[name] = self._serve.get_deployment_handle(name, _APP)
-            try:
-                answers = self._handles[name].broadcast("whereabouts").results(timeout_s=10, return_exceptions=True)
-            except Exception as error:  # the last one ended meanwhile; Ray's and Serve's errors have no common base
-                self._say(f"{self._system}: {name}: {error}")
-                continue
-            place = split_name(name)
-            for said in answers:
-                if isinstance(said, Mapping):
-                    found[said["replica"]] = {**said, "name": place[0] if place else name}
+        found: dict[str, Mapping[str, Any]] = {}
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
+            for name, answers in zip(names, threads.map(self._ask, names), strict=True):
+                place = split_name(name)
+                found |= {said["replica"]: {**said, "name": place[0] if place else name} for said in answers}
         return found
+
+    def _ask(self, name: str) -> list[Mapping[str, Any]]:
+        try:
+            answers = self._handles[name].broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
+        except Exception:  # its last replica has ended; Ray's and Serve's errors have no common base
+            return []
+        return [said for said in answers if isinstance(said, Mapping)]
 
     def _measured(self, name: str, after: Mapping[str, Mapping[str, Any]], restarted: int, seconds: float) -> Phase:
         nodes = [each for each in living_nodes(ray_nodes()) if each.node.gpus]
@@ -138,6 +151,10 @@ class _Playing:
             name=name, gpus=use.gpus, idle=use.idle, stranded=use.stranded, wanted=wanted,
             without=wanted - len(after), restarted=restarted, seconds=seconds,
         )  # fmt: skip
+
+
+def _running(status: Any) -> int:
+    return sum(count for state, count in status.replica_states.items() if str(state) == "RUNNING")
 
 
 def _application(system: str, demands: tuple[Demand, ...], classes: tuple[str, ...]) -> dict[str, Any]:
