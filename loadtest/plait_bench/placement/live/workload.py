@@ -19,7 +19,7 @@ class OnRay(Workload):
 
     systems = SYSTEMS
     ours = OURS
-    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(SYSTEMS, 3)
+    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(SYSTEMS, 1)
     metrics: Mapping[str, Metric] = {
         "stranded_pct": Metric(unit="% of GPUs", better="lower"),
         "idle_pct": Metric(unit="% of GPUs"),
