@@ -304,7 +304,7 @@ TABLES: Mapping[str, TableSpec] = {
             "step_s": "s until all run",
         },
         workloads=("ray-",),
-        says="One play of each, by Ray Serve on several Ray nodes of this machine. GPUs are numbers, replicas do nothing.",
+        says="One play of each, by Ray Serve on Ray nodes of this machine. GPUs are numbers, and replicas do nothing.",
     ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
     **_FAULTS,
