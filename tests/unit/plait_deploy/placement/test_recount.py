@@ -119,6 +119,18 @@ def test_fewer_are_wanted_and_the_ones_that_have_not_started_go_first():
     assert found.counts["x", "b"] == 0
 
 
+def test_what_has_not_started_goes_even_where_its_end_strands_more():
+    """Serve stops it in any case: what runs is worth more than a better plan."""
+    demands = [demand("half", 0.5, 1), demand("other", 0.5, 1), demand("whole", 1, 3)]
+    standing = [
+        Standing(name="half", node_class="a"),
+        Standing(name="other", node_class="a", node=0, devices=(0,)),
+        Standing(name="half", node_class="b", node=1, devices=(0,)),
+    ]
+    found = run(demands, standing)
+    assert (found.counts["half", "a"], found.counts["half", "b"]) == (0, 1)
+
+
 def test_of_two_the_one_goes_whose_end_strands_less():
     """Class a's device holds another half: without its neighbour it would be a half device that "whole" cannot use."""
     demands = [demand("half", 0.5, 1), demand("other", 0.5, 1), demand("whole", 1, 3)]

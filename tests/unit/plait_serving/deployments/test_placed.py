@@ -80,6 +80,9 @@ def test_requests_go_only_where_replicas_are_and_follow_them():
     handles["b"].replicas, handles["a"].replicas = 0, 1
     wait(lambda: handle.generate.remote("look again") == "a")
     assert "b" not in {handle.generate.remote("image") for _ in range(100)}
+    handles["a"].replicas = handles["c"].replicas = 0
+    wait(lambda: not any(handle._seen._replicas.values()))
+    assert handle.generate.remote("nobody") in handles  # Serve keeps it until there is a replica
 
 
 def test_a_handle_can_be_pickled_before_and_while_it_is_used():
