@@ -119,10 +119,12 @@ class _Deploying:
         """Return what stands for Serve's handle: the application, or those of all classes of nodes."""
         made = made.options(**options, **_COMMON)
         plain = made.options(name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus})
-        most = replicas.max if isinstance(replicas, Replicas) else replicas
+        bound = replicas.max if isinstance(replicas, Replicas) else replicas
         if self.node_classes:
             task = task_of(name, num_cpus=num_cpus, num_gpus=num_gpus)
-            options_at = {of: {"name": name_at(name, of), **placed_options(task, most, of)} for of in self.node_classes}
+            options_at = {
+                of: {"name": name_at(name, of), **placed_options(task, bound, of)} for of in self.node_classes
+            }
             handle: Any = PlacedHandle({of: bind(made.options(**options)) for of, options in options_at.items()})
         elif isinstance(replicas, Replicas):
             handle = bind(plain.options(autoscaling_config=autoscaling(replicas)))
@@ -227,11 +229,11 @@ def _rank_model(name: str, section: RankModelSection, source: RankSource, deploy
     hns = _rank_workers(name, section, "hn", source, deploy) if section.mode == "split" else None
     behind: dict[str, Any] = {}
     if hns is not None:
-        least, most = deploy.bounds(section.hn)
-        behind = {"hns": hns, "hn_count": least, "max_hns": most}
-    least, most = deploy.bounds(section.parts[section.entry_role])
+        low, high = deploy.bounds(section.hn)
+        behind = {"hns": hns, "hn_count": low, "max_hns": high}
+    low, high = deploy.bounds(section.parts[section.entry_role])
     workers = _rank_workers(name, section, section.entry_role, source, deploy, **behind)
-    return RankModel(source=source, workers=workers, hns=hns, replicas=least, max_replicas=most)
+    return RankModel(source=source, workers=workers, hns=hns, replicas=low, max_replicas=high)
 
 
 def _rank_workers(

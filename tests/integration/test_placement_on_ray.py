@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from plait.cli import main as root
-from plait_bench.placement.live.cluster import RayNode, attached, deploy
+from plait_bench.placement.live.cluster import NodeSize, attached, deploy
 from plait_bench.placement.live.play import PACK, PLAIT, play
 from plait_bench.placement.live.scenario import SMALL
 from plait_deploy.on_ray.names import LABEL
@@ -124,7 +124,7 @@ def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path
     """Of 2 nodes x 2 GPUs, replicas with 0.6 of a GPU: images are made, `/metrics` has what is idle and stranded on
     each node, and a new number of replicas ends none that runs."""
     for name in "ab":
-        ray_nodes.add(name, RayNode(cpus=8, gpus=2, labels={LABEL: name}))
+        ray_nodes.add(name, NodeSize(cpus=8, gpus=2, labels={LABEL: name}))
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     port = free_port()
     with attached(ray_nodes, environ={"PYTHONPATH": path}, port=port) as serve:

@@ -105,8 +105,8 @@ class PlacementPolicy:
         found = self._plan(nodes, demands, standing)
         counts = {where: found.counts.get(where, 0) for where in contexts}
         if counts != self._counts:
-            told = {f"{name}@{of}": count for (name, of), count in counts.items() if count}
-            _log.info("placement: %s; no room for %s; later %d", told, found.unplaced or "none", found.held_back)
+            logged = {f"{name}@{of}": count for (name, of), count in counts.items() if count}
+            _log.info("placement: %s; no room for %s; later %d", logged, found.unplaced or "none", found.held_back)
         self._counts = counts
 
     def _demands(self, contexts: Mapping[tuple[str, str], Any]) -> tuple[Demand, ...]:
@@ -115,9 +115,9 @@ class PlacementPolicy:
             of.setdefault(name, []).append(context)
         found: list[Demand] = []
         for name, parts in of.items():
-            most = max(context.capacity_adjusted_max_replicas for context in parts)
+            bound = max(context.capacity_adjusted_max_replicas for context in parts)
             follower = self._follows.get(name)
-            replicas = most if follower is None else min(most, follower.wanted(parts))
+            replicas = bound if follower is None else min(bound, follower.wanted(parts))
             found.append(Demand(name=name, task=self._tasks[name], replicas=replicas))
         return tuple(found)
 

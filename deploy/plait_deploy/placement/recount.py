@@ -1,6 +1,6 @@
 """How many replicas each class of nodes runs, when all that can be set is that number.
 
-A scheduler that is told "three of `engine` on nodes of class `a`" chooses the node in the class and the device itself
+A scheduler that shall run three of `engine` on nodes of class `a` chooses the node in the class and the device itself
 (Ray: `ClusterState.best_fit_devices`). So what stands is kept where it is, what has lost its node or never found a
 device is placed again, what is too much is stopped where that strands least, and what is missing starts in waves that
 find their devices in whatever order they start.
@@ -28,7 +28,7 @@ _SHUFFLES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """A replica that runs, or that the scheduler was told to start, of the deployment `name` on nodes of `node_class`.
+    """A replica that runs, or that the scheduler shall start, of the deployment `name` on nodes of `node_class`.
 
     `node`: the index of its node, and `devices` there; None while that is not known.
     """

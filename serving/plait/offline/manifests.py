@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
-from dataclasses import replace
 from importlib.metadata import version
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, TuningSection, worker_name
-from plait.errors import ConfigError, PlaitError
+from plait.errors import ConfigError
 from plait_deploy.kuberay.sizing import Reservation
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
-from plait_serving.ranking.config import WORKER_CPUS, HnSection, Replicas, WholeSection
+from plait_serving.ranking.config import WORKER_CPUS, HnSection, WholeSection
 from plait_serving.sections import INGRESS_CPUS
 
-if TYPE_CHECKING:
-    from plait_deploy.placement.demands import Demand
-
-__all__ = ["kuberay_manifests", "placed_application", "reservations", "serve_application"]
+__all__ = ["kuberay_manifests", "reservations", "serve_application"]
 
 
 def kuberay_manifests(config: PlaitConfig) -> str:
@@ -54,74 +47,6 @@ def serve_application(config: PlaitConfig) -> ServeApplication:
     if config.tuning != TuningSection():
         args["tuning"] = config.tuning.model_dump(mode="json", exclude_defaults=True)
     return ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=config.knobs())
-
-
-def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
-    """Return the application as Serve's config file has it, placed on the classes of nodes that a file describes: its
-    groups. Raises `PlaitError` for what does not fit there.
-
-    The number of replicas of what is placed stands with its deployments only, where a change restarts nothing.
-    """
-    from plait.offline.placing import read_classes
-    from plait_deploy.on_ray.declared import placed_deployments, policy_options
-    from plait_deploy.on_ray.names import name_at
-    from plait_deploy.placement.errors import PlacementError
-
-    try:
-        demands = placed_demands(config)
-        classes = read_classes(cluster, demands)
-        placed = placed_deployments(demands, classes)
-        policy = policy_options(demands, classes, follows=_policies(config))
-    except PlacementError as error:
-        raise PlaitError(f"{cluster}: {error}") from error
-    knobs: dict[str, Mapping[str, Any]] = {}
-    names = {each.name for each in demands}
-    for name, values in config.knobs().items():
-        knobs |= {name_at(name, of): values for of in classes} if name in names else {name: values}
-    plain = serve_application(config)
-    args = {**plain.args, **_uncounted(plain.args, config), "node_classes": list(classes)}
-    return replace(plain, args=args, knobs=knobs, placed=placed, autoscaling_policy=policy)
-
-
-def placed_demands(config: PlaitConfig) -> list[Demand]:
-    """Return what is placed: all but the ingress. Where the number of replicas follows the load, the max."""
-    from plait_deploy.placement.demands import Demand, task_of
-
-    return [
-        Demand(
-            name=one.name,
-            task=task_of(one.name, num_cpus=one.num_cpus, num_gpus=one.num_gpus),
-            replicas=one.max_replicas,
-        )
-        for one in reservations(config)
-        if one.name != INGRESS
-    ]
-
-
-def _policies(config: PlaitConfig) -> dict[str, Any]:
-    """Return the policies of the deployments whose number of replicas follows the load, by name."""
-    from plait_serving.deployments.ranking.scaling import autoscaling
-
-    return {
-        worker_name(model, role): autoscaling(part.replicas)["policy"]
-        for model, section in config.ranking_models.items()
-        for role, part in section.parts.items()
-        if isinstance(part.replicas, Replicas)
-    }
-
-
-def _uncounted(args: Mapping[str, Any], config: PlaitConfig) -> dict[str, Any]:
-    """Return the sections among the arguments without the numbers of replicas."""
-    found: dict[str, Any] = {name: copy.deepcopy(args[name]) for name in ("images", "recommend")}
-    if (images := found["images"]) is not None:
-        for section in (images, *(images.get("controlnets") or {}).values()):
-            section.pop("replicas", None)
-    if config.recommend is not None:
-        for model in (found["recommend"].get("models") or {}).values():
-            for role in ("cn", "hn", "whole"):
-                if isinstance(model.get(role, {}).get("replicas"), int):
-                    del model[role]["replicas"]
-    return found
 
 
 def reservations(config: PlaitConfig) -> list[Reservation]:

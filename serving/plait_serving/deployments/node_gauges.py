@@ -51,10 +51,10 @@ class NodeGauges:
         """Return the gauges as they were last; without a deployment on GPUs their families are empty."""
         if self._reserved and self._asking is None and self._clock() - self._asked_s >= _KEPT_S:
             self._asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
-            self._asking.add_done_callback(self._told)
+            self._asking.add_done_callback(self._answered)
         return self._text
 
-    def _told(self, asking: asyncio.Future[str]) -> None:
+    def _answered(self, asking: asyncio.Future[str]) -> None:
         self._asking, self._asked_s = None, self._clock()
         if asking.cancelled():
             return

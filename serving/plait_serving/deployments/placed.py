@@ -25,7 +25,7 @@ _ANSWER_S = 1.0
 class PlacedHandle:
     """Behaves like Serve's handle, as far as plait uses one: `broadcast`, `options`, and methods with `remote`."""
 
-    def __init__(self, handles: Mapping[str, Any], *, seen: _Seen | None = None) -> None:
+    def __init__(self, handles: Mapping[str, Any], *, seen: _LastSeen | None = None) -> None:
         """Take the handles by class of nodes; when the application is built, deployments, which Serve replaces."""
         self._handles = dict(handles)
         self._seen = seen
@@ -47,9 +47,9 @@ class PlacedHandle:
             raise AttributeError(method)
         return _Method(self._choose, method)
 
-    def _known(self) -> _Seen:
+    def _known(self) -> _LastSeen:
         if self._seen is None:
-            self._seen = _Seen(self._handles)
+            self._seen = _LastSeen(self._handles)
         return self._seen
 
     def _choose(self) -> Any:
@@ -67,7 +67,7 @@ class _Method:
         return getattr(self._choose(), self._method).remote(*arguments)
 
 
-class _Seen:
+class _LastSeen:
     """How many replicas each deployment had lately; whoever asks never waits, a thread looks."""
 
     def __init__(self, handles: Mapping[str, Any]) -> None:

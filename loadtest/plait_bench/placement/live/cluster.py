@@ -26,7 +26,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RayNode:
+class NodeSize:
     """What to start a node with; `labels` as for `ray start --labels`."""
 
     cpus: int
@@ -63,7 +63,7 @@ class LocalNodes:
         """Where drivers attach."""
         return str(self._cluster.address)
 
-    def add(self, name: str, node: RayNode) -> None:
+    def add(self, name: str, node: NodeSize) -> None:
         """Start a node and wait until it is there."""
         made = self._cluster.add_node(
             num_cpus=node.cpus,

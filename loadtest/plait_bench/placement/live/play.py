@@ -10,7 +10,7 @@ from typing import Any
 
 from plait_bench.benchmark import Say
 from plait_bench.placement.live.cluster import LocalNodes, attached, deploy
-from plait_bench.placement.live.scenario import Scenario, Step, changed
+from plait_bench.placement.live.scenario import ClusterChange, ClusterScenario, changed
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.gauges import occupied
 from plait_deploy.on_ray.names import split_name
@@ -46,7 +46,12 @@ class Phase:
 
 
 def play(
-    system: str, scenario: Scenario, nodes: LocalNodes, *, say: Say = lambda _: None, patience_s: float = _PATIENCE_S
+    system: str,
+    scenario: ClusterScenario,
+    nodes: LocalNodes,
+    *,
+    say: Say = lambda _: None,
+    patience_s: float = _PATIENCE_S,
 ) -> list[Phase]:
     """Return the phases: the start, then one for each step. The nodes are started here."""
     for name, node in scenario.nodes.items():
@@ -59,7 +64,7 @@ class _Playing:
     """One play."""
 
     def __init__(
-        self, system: str, scenario: Scenario, nodes: LocalNodes, serve: Any, *, say: Say, patience_s: float
+        self, system: str, scenario: ClusterScenario, nodes: LocalNodes, serve: Any, *, say: Say, patience_s: float
     ) -> None:
         self._system, self._scenario, self._nodes, self._serve = system, scenario, nodes, serve
         self._say, self._patience_s = say, patience_s
@@ -68,10 +73,10 @@ class _Playing:
 
     def run(self) -> list[Phase]:
         """Play it all."""
-        start = self._phase(Step(name="start"), {})
+        start = self._phase(ClusterChange(name="start"), {})
         return [start, *(self._phase(step, self._replicas()) for step in self._scenario.steps)]
 
-    def _phase(self, step: Step, before: Mapping[str, Mapping[str, Any]]) -> Phase:
+    def _phase(self, step: ClusterChange, before: Mapping[str, Mapping[str, Any]]) -> Phase:
         started_s = time.monotonic()
         gone = {node_number(self._nodes.id_of(step.lost))} if step.lost else set()
         if step.lost:
@@ -95,7 +100,7 @@ class _Playing:
     def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
         """Wait until all replicas run, or nothing has changed for long; return who is where.
 
-        Replicas on a lost node are told apart from others by asking: Serve takes some seconds to notice.
+        Replicas on a lost node are found by asking: Serve takes some seconds to notice.
         """
         wanted = sum(each.replicas for each in self._demands)
         seen: tuple[int, ...] = ()

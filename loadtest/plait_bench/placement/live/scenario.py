@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from plait_bench.placement.live.cluster import RayNode
+from plait_bench.placement.live.cluster import NodeSize
 from plait_deploy.on_ray.names import LABEL
 from plait_deploy.placement.demands import Demand, task_of
 
@@ -14,7 +14,7 @@ CPUS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ClusterChange:
     """One change. `lost`, `added`: names of nodes; `replicas`: new numbers by deployment."""
 
     name: str
@@ -24,12 +24,12 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scenario:
+class ClusterScenario:
     """Nodes by name, which is their class, deployments, and what happens after the start."""
 
-    nodes: Mapping[str, RayNode]
+    nodes: Mapping[str, NodeSize]
     demands: tuple[Demand, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[ClusterChange, ...]
 
 
 def changed(demands: tuple[Demand, ...], replicas: Mapping[str, int]) -> tuple[Demand, ...]:
@@ -37,8 +37,8 @@ def changed(demands: tuple[Demand, ...], replicas: Mapping[str, int]) -> tuple[D
     return tuple(replace(each, replicas=replicas.get(each.name, each.replicas)) for each in demands)
 
 
-def _nodes(names: str, gpus: int) -> dict[str, RayNode]:
-    return {name: RayNode(cpus=16, gpus=gpus, labels={LABEL: name}) for name in names}
+def _nodes(names: str, gpus: int) -> dict[str, NodeSize]:
+    return {name: NodeSize(cpus=16, gpus=gpus, labels={LABEL: name}) for name in names}
 
 
 def _demands(wanted: Mapping[float, tuple[int, ...]]) -> tuple[Demand, ...]:
@@ -54,20 +54,20 @@ def _demands(wanted: Mapping[float, tuple[int, ...]]) -> tuple[Demand, ...]:
     )
 
 
-SMALL = Scenario(
+SMALL = ClusterScenario(
     nodes=_nodes("abc", 4),
     demands=_demands({0.3: (2,), 0.4: (2,), 0.5: (2,), 0.6: (1,), 1: (1,), 2: (1,)}),
     steps=(
-        Step(name="more", replicas={"g300-1": 3, "g600-1": 2}),
-        Step(name="lost", lost="b"),
-        Step(name="added", added="b"),
-        Step(name="fewer", replicas={"g400-1": 1, "g500-1": 1}),
-        Step(name="large", replicas={"g2000-1": 3}),
+        ClusterChange(name="more", replicas={"g300-1": 3, "g600-1": 2}),
+        ClusterChange(name="lost", lost="b"),
+        ClusterChange(name="added", added="b"),
+        ClusterChange(name="fewer", replicas={"g400-1": 1, "g500-1": 1}),
+        ClusterChange(name="large", replicas={"g2000-1": 3}),
     ),
 )
 """3 nodes x 4 GPUs, 6 deployments."""
 
-LARGE = Scenario(
+LARGE = ClusterScenario(
     nodes=_nodes("abcdef", 8),
     demands=_demands(
         {
@@ -76,11 +76,11 @@ LARGE = Scenario(
         }
     ),
     steps=(
-        Step(name="more", replicas={"g250-1": 4, "g300-1": 6, "g450-1": 4, "g600-1": 4}),
-        Step(name="lost", lost="c"),
-        Step(name="added", added="c"),
-        Step(name="fewer", replicas={"g200-1": 1, "g300-1": 2, "g450-1": 2, "g500-1": 1, "g600-1": 1}),
-        Step(name="large", replicas={"g4000-1": 5}),
+        ClusterChange(name="more", replicas={"g250-1": 4, "g300-1": 6, "g450-1": 4, "g600-1": 4}),
+        ClusterChange(name="lost", lost="c"),
+        ClusterChange(name="added", added="c"),
+        ClusterChange(name="fewer", replicas={"g200-1": 1, "g300-1": 2, "g450-1": 2, "g500-1": 1, "g600-1": 1}),
+        ClusterChange(name="large", replicas={"g4000-1": 5}),
     ),
 )  # fmt: skip
 """6 nodes x 8 GPUs, 25 deployments."""

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
 from plait_bench.errors import BenchError
-from plait_bench.placement.live.scenario import Scenario
+from plait_bench.placement.live.scenario import ClusterScenario
 from plait_deploy.placement.policies import OURS
 
 SYSTEMS = (OURS, "ray-spread", "ray-pack")
@@ -28,7 +28,7 @@ class OnRay(Workload):
         "step_s": Metric(unit="s", better="lower"),
     }
 
-    def __init__(self, name: str, scenario: Scenario) -> None:
+    def __init__(self, name: str, scenario: ClusterScenario) -> None:
         self.name, self.scenario = name, scenario
         self.say: Say = lambda _: None
 
@@ -41,10 +41,10 @@ class OnRay(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Make the subject of a system; every round starts a cluster of its own."""
-        yield _Playing(self, system)
+        yield _PlayedSubject(self, system)
 
 
-class _Playing:
+class _PlayedSubject:
     """Implements `Subject`."""
 
     def __init__(self, workload: OnRay, system: str) -> None:

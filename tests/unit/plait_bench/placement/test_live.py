@@ -31,6 +31,8 @@ def test_scenarios_are_as_large_as_they_say(scenario, nodes, gpus, deployments):
 
 
 def test_every_step_is_a_workload_of_its_own(monkeypatch):
+    """A row for each system, step and metric, of one play."""
+
     @contextmanager
     def nodes():
         yield "nodes"
@@ -56,6 +58,8 @@ def test_every_step_is_a_workload_of_its_own(monkeypatch):
 
 
 def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch):
+    """An error of the benchmark, which names the workload."""
+
     def nodes():
         raise TimeoutError("no raylet")
 

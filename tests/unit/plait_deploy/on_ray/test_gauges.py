@@ -51,12 +51,14 @@ def test_reports_of_different_moments_do_no_harm():
 
 
 def test_without_gpus_the_families_are_there_and_empty():
+    """So that a dashboard finds their names anywhere."""
     text = gauges((), (), {})
     assert values(text) == {}
     assert text.count("# TYPE plait_node_") == 3
 
 
 def test_devices_are_bits():
+    """One for each device; without the number they are unknown."""
     assert devices_in({DEVICES: float(0b1101)}) == (0, 2, 3)
     assert devices_in({DEVICES: 0.0}) == ()
     assert devices_in({}) is None

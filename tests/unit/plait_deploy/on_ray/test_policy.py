@@ -105,6 +105,7 @@ def settle(serve, **more):
 
 
 def test_every_deployment_gets_its_replicas_and_then_nothing_changes():
+    """Within some seconds, in as many looks."""
     serve = Serve([demand("x", 0.6, 2), demand("y", 0.4, 2), demand("z", 1, 2)])
     found = settle(serve)
     assert [count(found, name) for name in "xyz"] == [2, 2, 2]
@@ -124,6 +125,7 @@ def test_more_are_wanted_without_a_new_policy():
 
 
 def test_a_lost_node_is_left_and_one_that_comes_back_is_no_reason_to_move():
+    """Its replicas start on the other node, and stay there."""
     serve = Serve([demand("x", 0.5, 3)])
     before = settle(serve)
     (fuller,) = [name for name, number in before.items() if number == max(before.values())][:1]
@@ -139,6 +141,7 @@ def test_a_lost_node_is_left_and_one_that_comes_back_is_no_reason_to_move():
 
 
 def test_nodes_without_a_class_and_of_other_classes_take_nothing():
+    """They are no part of the plan, however much room they have."""
     serve = Serve([demand("x", 1, 2)], nodes=[ray_node("a"), ray_node("b", label="0ther"), ray_node("c", label="")])
     assert settle(serve) == {"x@a": 2}
 
@@ -230,6 +233,7 @@ class Seven:
     ],
 )
 def test_names_that_cannot_be_told_apart_are_refused_in_a_sentence(names, classes, sentence):
+    """Names with the sign that parts model and class, and classes that no label can carry."""
     with pytest.raises(PlacementError) as caught:
         placed_deployments([demand(name, 0.5, 1) for name in names], classes)
     assert sentence in str(caught.value)

@@ -50,6 +50,7 @@ def application(render, *arguments):
 
 
 def test_a_deployment_for_each_model_and_class_with_a_selector_of_its_own(render):
+    """The ingress is the only one that is not placed."""
     rendered = application(render)
     found = {each["name"]: each for each in rendered["deployments"]}
     placed = {name for name in found if "@" in name}
@@ -113,6 +114,7 @@ def test_the_application_has_the_deployments_that_the_configuration_names(render
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_sentence(render, config, cluster, sentence):
+    """Nothing is printed that could be deployed."""
     code, text, error = render(config, cluster)
     assert (code, text) == (1, "")
     assert sentence in error
@@ -120,6 +122,7 @@ def test_what_does_not_fit_is_refused_in_one_sentence(render, config, cluster, s
 
 
 def test_pods_are_placed_by_kubernetes(render):
+    """With KubeRay the option is refused."""
     code, text, error = render(CONFIG, CLUSTER, "--target", "kuberay", "--image", "x:1", "--allow-tag")
     assert (code, text) == (1, "")
     assert "--cluster goes with --target serve" in error

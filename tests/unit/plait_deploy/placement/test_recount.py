@@ -60,6 +60,7 @@ def settled(demands, classes=CLASSES, gpus=2):
 
 
 def test_all_find_a_place_and_what_stands_stays():
+    """A second plan of the same is the same."""
     demands = [demand("x", 0.6, 3), demand("y", 0.4, 3), demand("z", 1, 2)]
     found, standing = settled(demands)
     assert [total(found, it.name) for it in demands] == [3, 3, 2]
@@ -108,6 +109,7 @@ def test_a_lost_class_moves_and_the_others_do_not():
 
 
 def test_fewer_are_wanted_and_the_ones_that_have_not_started_go_first():
+    """Serve stops those first as well."""
     demands = [demand("x", 0.5, 1)]
     standing = [
         Standing(name="x", node_class="a", node=0, devices=(0,)),
@@ -144,6 +146,7 @@ def test_of_two_the_one_goes_whose_end_strands_less():
 
 
 def test_what_has_no_room_is_said_and_what_stands_is_no_reason_to_move():
+    """Six of seven fit, one for each device."""
     demands = [demand("x", 0.6, 7)]
     found, _ = settled(demands)
     assert total(found, "x") == 6

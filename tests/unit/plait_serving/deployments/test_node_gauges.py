@@ -42,6 +42,8 @@ async def settled(gauges, done):
 
 
 def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
+    """Also a deployment that has no replica; and nobody is asked twice within seconds."""
+
     async def run():
         there = Handle([{NODE: node_number(NODE_ID), DEVICES: 1.0}, TimeoutError()])
         models = {"engine": reserved(there, 0.6), "edges": reserved(Handle(None), 0.5), "cn": reserved(Handle([]), 0)}
@@ -56,6 +58,8 @@ def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
 
 
 def test_a_server_without_gpus_asks_nobody():
+    """The families are there, empty."""
+
     async def run():
         handle = Handle([])
         text = await NodeGauges({"engine": reserved(handle, 0.0)}).text()
@@ -67,6 +71,8 @@ def test_a_server_without_gpus_asks_nobody():
 
 
 def test_nodes_that_cannot_be_asked_leave_what_was_known():
+    """An error is logged, and the text stays."""
+
     async def run():
         seen = [NODES]
 

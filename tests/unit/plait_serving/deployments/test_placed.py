@@ -52,12 +52,15 @@ def wait(done):
 
 
 def test_a_broadcast_reaches_all_replicas_of_all_deployments():
+    """A deployment without replicas is no error."""
     handle = PlacedHandle({"a": Handle("a", 2), "b": Handle("b", 0), "c": Handle("c", 1)})
     found = handle.broadcast("stage", "x").results(timeout_s=1, return_exceptions=True)
     assert sorted(found) == [("a", 0, "stage", "x"), ("a", 1, "stage", "x"), ("c", 0, "stage", "x")]
 
 
 def test_an_error_among_the_answers_is_raised_unless_it_was_asked_for():
+    """As Serve's own handle does."""
+
     class Failing(Handle):
         def broadcast(self, method, *arguments):
             return Answers([ValueError("no")])
@@ -69,6 +72,7 @@ def test_an_error_among_the_answers_is_raised_unless_it_was_asked_for():
 
 
 def test_requests_go_only_where_replicas_are_and_follow_them():
+    """The more replicas, the more requests; none to a deployment whose replicas have gone."""
     handles = {"a": Handle("a", 0), "b": Handle("b", 3), "c": Handle("c", 1)}
     handle = PlacedHandle(handles).options(stream=True)
     handle.generate.remote("first look")
