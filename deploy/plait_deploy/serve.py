@@ -16,13 +16,16 @@ import yaml
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeApplication:
     """One application: how to build it, with which arguments, and what is set for its deployments by name: knobs, and
-    what a replica's actor asks Ray for (which replaces what the code says)."""
+    what a replica's actor asks Ray for (which replaces what the code says). `placed`: further options of deployments
+    whose numbers of replicas `autoscaling_policy` sets (`plait_deploy.on_ray`)."""
 
     name: str
     import_path: str
     args: Mapping[str, Any]
     knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     actors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    placed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    autoscaling_policy: Mapping[str, Any] | None = None
     route_prefix: str = "/"
 
 
@@ -30,6 +33,8 @@ def render_serve(
     application: ServeApplication, *, host: str, port: int, proxies: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
 ) -> str:
     """Return the YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
+    names = {**application.actors, **application.placed, **application.knobs}
+    policy = application.autoscaling_policy
     document = {
         "proxy_location": proxies,
         "http_options": {"host": host, "port": port},
@@ -40,7 +45,8 @@ def render_serve(
                 "route_prefix": application.route_prefix,
                 "import_path": application.import_path,
                 "args": dict(application.args),
-                "deployments": [_deployment(application, name) for name in {**application.actors, **application.knobs}],
+                **({} if policy is None else {"autoscaling_policy": dict(policy)}),
+                "deployments": [_deployment(application, name) for name in names],
             }
         ],
     }
@@ -49,7 +55,7 @@ def render_serve(
 
 
 def _deployment(application: ServeApplication, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name}
+    found: dict[str, Any] = {"name": name, **application.placed.get(name, {})}
     if (actor := application.actors.get(name)) is not None:
         found["ray_actor_options"] = dict(actor)
     if (knobs := application.knobs.get(name)) is not None:

@@ -314,6 +314,18 @@ TABLES: Mapping[str, TableSpec] = {
         "but of no use to the average instance that asks for it. Refused: fitted nowhere when they came. % of trace: "
         "instances of the apps that fit nodes of 128 cores.",
     ),
+    "placement-ray": TableSpec(
+        bench="placement",
+        metrics={
+            "stranded_pct": "% stranded",
+            "idle_pct": "% idle",
+            "without_place": "replicas without a place",
+            "restarted": "restarted without need",
+            "step_s": "s until all run",
+        },
+        workloads=("ray-",),
+        says="One play of each, by Ray Serve on Ray nodes of this machine. GPUs are numbers, and replicas do nothing.",
+    ),
     "crossing": TableSpec(bench="disagg", metrics={"crossing_bytes": "bytes"}, verb="Counted", says=""),
     **_FAULTS,
 }

@@ -7,21 +7,27 @@ or two deployments per recommendation model.
 
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
+from plait_deploy.on_ray.declared import placed_options
+from plait_deploy.on_ray.names import name_at
+from plait_deploy.placement.demands import task_of
 from plait_serving.deployments.direct import Direct
 from plait_serving.deployments.images.source import EngineSource, ImagesSource
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
+from plait_serving.deployments.node_gauges import Reserved
+from plait_serving.deployments.placed import PlacedHandle
 from plait_serving.deployments.ranking.scaling import autoscaling
 from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
 from plait_serving.ranking.config import (
+    MAX_WORKERS,
     WORKER_CPUS,
     CnSection,
     HnSection,
@@ -48,7 +54,10 @@ default)."""
 
 
 class AppArgs(ServedConfig):
-    """The parts of a plait.yaml that the application needs."""
+    """The parts of a plait.yaml that the application needs. `node_classes`: with any, deployments are placed on nodes
+    of these classes by the policy of `plait_deploy.on_ray`."""
+
+    node_classes: tuple[str, ...] = ()
 
 
 def build(args: AppArgs) -> serve.Application:
@@ -65,10 +74,14 @@ def compose(
     args: AppArgs, source: EngineSource | None, *, rank_sources: Mapping[str, RankSource] | None = None
 ) -> serve.Application:
     """Build the application from any engine source, and from ranking sources by model name (tests supply their own)."""
-    server, sources = args.server, rank_sources or {}
-    engine = None if source is None or args.images is None else _engine(args.images, source, drain_s=server.drain_s)
+    server, sources, deploy = args.server, rank_sources or {}, _Deploying(args.node_classes)
+    engine = None
+    if source is not None and args.images is not None:
+        engine = _engine(args.images, source, deploy, drain_s=server.drain_s)
     ranking = {
-        name: _rank_model(name, section, sources.get(name) or PackageSource(section.folder, executor=section.executor))
+        name: _rank_model(
+            name, section, sources.get(name) or PackageSource(section.folder, executor=section.executor), deploy
+        )
         for name, section in args.ranking_models.items()
     }
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
@@ -80,7 +93,52 @@ def compose(
     )
     routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
     direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
-    return ingress.bind(engine, partial(http_settings, server), ranking, routers=routers, direct=direct)
+    return ingress.bind(
+        engine, partial(http_settings, server), ranking, routers=routers, direct=direct, reserved=deploy.reserved
+    )
+
+
+class _Deploying:
+    """Makes the deployments behind the ingress, and remembers what they reserve."""
+
+    def __init__(self, node_classes: tuple[str, ...]) -> None:
+        self.node_classes = node_classes
+        self.reserved: dict[str, Reserved] = {}
+
+    def __call__(
+        self,
+        made: serve.Deployment,
+        bind: Callable[[serve.Deployment], serve.Application],
+        *,
+        name: str,
+        replicas: int | Replicas,
+        num_cpus: float,
+        num_gpus: float,
+        **options: Any,
+    ) -> Any:
+        """Return what stands for Serve's handle: the application, or those of all classes of nodes."""
+        made = made.options(**options, **_COMMON)
+        plain = made.options(name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus})
+        bound = replicas.max if isinstance(replicas, Replicas) else replicas
+        if self.node_classes:
+            task = task_of(name, num_cpus=num_cpus, num_gpus=num_gpus)
+            options_at = {
+                of: {"name": name_at(name, of), **placed_options(task, bound, of)} for of in self.node_classes
+            }
+            handle: Any = PlacedHandle({of: bind(made.options(**options)) for of, options in options_at.items()})
+        elif isinstance(replicas, Replicas):
+            handle = bind(plain.options(autoscaling_config=autoscaling(replicas)))
+        else:
+            handle = bind(plain.options(num_replicas=replicas))
+        self.reserved[name] = Reserved(num_cpus=num_cpus, num_gpus=num_gpus, handle=handle)
+        return handle
+
+    def bounds(self, part: CnSection | HnSection | WholeSection) -> tuple[int, int]:
+        """Return how many replicas a client may find, at least and at most. Where they are placed the number may change
+        while it runs."""
+        if self.node_classes and not isinstance(part.replicas, Replicas):
+            return 1, MAX_WORKERS
+        return part.min_replicas, part.max_replicas
 
 
 _COMMON: dict[str, Any] = {
@@ -130,78 +188,65 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
     return (tuning_router(ActorTuningService(JobQueueSettings(folder=folder, config=config, live=args.tuning.live))),)
 
 
-def _engine(images: ImagesSection, source: EngineSource, *, drain_s: float) -> serve.Application:
+def _engine(images: ImagesSection, source: EngineSource, deploy: _Deploying, *, drain_s: float) -> Any:
     """Build the base model's deployment with its ControlNets."""
-    controlnets = {name: _controlnet(name, it, images) for name, it in images.controlnet_services().items()}
-    engine = serve.deployment(LazyEngine).options(
+    services = images.controlnet_services()
+    controlnets = {name: _controlnet(name, it, images, deploy) for name, it in services.items()}
+    return deploy(
+        serve.deployment(LazyEngine),
+        lambda made: made.bind(source, controlnets),
         name=ENGINE,
-        num_replicas=images.replicas,
-        ray_actor_options={"num_cpus": images.num_cpus or MODEL_CPUS, "num_gpus": images.num_gpus},
+        replicas=images.replicas,
+        num_cpus=images.num_cpus or MODEL_CPUS,
+        num_gpus=images.num_gpus,
         user_config=images.capped_knobs.model_dump(mode="json"),
         graceful_shutdown_timeout_s=drain_s,
-        **_COMMON,
     )
-    return engine.bind(source, controlnets)
 
 
-def _controlnet(name: str, section: ControlNetSection, images: ImagesSection) -> serve.Application:
-    deployment = serve.deployment(LazyControlNet).options(
+def _controlnet(name: str, section: ControlNetSection, images: ImagesSection, deploy: _Deploying) -> Any:
+    return deploy(
+        serve.deployment(LazyControlNet),
+        lambda made: made.bind(
+            name=name,
+            folder=str(section.folder),
+            dtype=images.dtype,
+            device=images.device,
+            executor=images.executor.value,
+            audit_every=images.audit_every,
+        ),
         name=CONTROLNET_PREFIX + name,
-        num_replicas=section.replicas,
-        ray_actor_options={"num_cpus": section.num_cpus or MODEL_CPUS, "num_gpus": section.num_gpus},
+        replicas=section.replicas,
+        num_cpus=section.num_cpus or MODEL_CPUS,
+        num_gpus=section.num_gpus,
         user_config={"threads": section.thread_cap},
-        **_COMMON,
-    )
-    return deployment.bind(
-        name=name,
-        folder=str(section.folder),
-        dtype=images.dtype,
-        device=images.device,
-        executor=images.executor.value,
-        audit_every=images.audit_every,
     )
 
 
-def _rank_model(name: str, section: RankModelSection, source: RankSource) -> RankModel:
+def _rank_model(name: str, section: RankModelSection, source: RankSource, deploy: _Deploying) -> RankModel:
     """Return a recommendation model with the deployment that the ingress calls and, if it is split, the one behind
     that."""
-    hns = _rank_workers(name, section, "hn", source) if section.mode == "split" else None
-    behind = (
-        {} if hns is None else {"hns": hns, "hn_count": section.hn.min_replicas, "max_hns": section.hn.max_replicas}
-    )
-    entry = section.parts[section.entry_role]
-    return RankModel(
-        source=source,
-        workers=_rank_workers(name, section, section.entry_role, source, **behind),
-        hns=hns,
-        replicas=entry.min_replicas,
-        max_replicas=entry.max_replicas,
-    )
+    hns = _rank_workers(name, section, "hn", source, deploy) if section.mode == "split" else None
+    behind: dict[str, Any] = {}
+    if hns is not None:
+        low, high = deploy.bounds(section.hn)
+        behind = {"hns": hns, "hn_count": low, "max_hns": high}
+    low, high = deploy.bounds(section.parts[section.entry_role])
+    workers = _rank_workers(name, section, section.entry_role, source, deploy, **behind)
+    return RankModel(source=source, workers=workers, hns=hns, replicas=low, max_replicas=high)
 
 
 def _rank_workers(
-    name: str, section: RankModelSection, role: RankRole, source: RankSource, **more: Any
-) -> serve.Application:
+    name: str, section: RankModelSection, role: RankRole, source: RankSource, deploy: _Deploying, **more: Any
+) -> Any:
     part = section.parts[role]
-    return _rank_deployment(name, role, part).bind(
-        name=name,
-        source=source,
-        role=role,
-        knobs=part.capped_knobs.model_dump(mode="json"),
-        omp_wait=part.omp_wait,
-        **more,
-    )
-
-
-def _rank_deployment(name: str, role: RankRole, part: CnSection | HnSection | WholeSection) -> serve.Deployment:
-    num_gpus = 0.0 if isinstance(part, CnSection) else part.num_gpus
-    count: dict[str, Any] = {"num_replicas": part.replicas}
-    if isinstance(part.replicas, Replicas):
-        count = {"autoscaling_config": autoscaling(part.replicas)}
-    return serve.deployment(LazyRankWorker).options(
+    knobs = part.capped_knobs.model_dump(mode="json")
+    return deploy(
+        serve.deployment(LazyRankWorker),
+        lambda made: made.bind(name=name, source=source, role=role, knobs=knobs, omp_wait=part.omp_wait, **more),
         name=worker_name(name, role),
-        **count,
-        ray_actor_options={"num_cpus": part.num_cpus or WORKER_CPUS, "num_gpus": num_gpus},
-        user_config=part.capped_knobs.model_dump(mode="json"),
-        **_COMMON,
+        replicas=part.replicas,
+        num_cpus=part.num_cpus or WORKER_CPUS,
+        num_gpus=0.0 if isinstance(part, CnSection) else part.num_gpus,
+        user_config=knobs,
     )

@@ -58,9 +58,9 @@ class ClusterState:
 
     @property
     def cpu_scarcer(self) -> bool:
-        """Whether a larger share of the CPU is taken than of the GPUs."""
-        gpu_free = int(self.gpu_free.sum()) / max(1, self.total_milli)
-        return int(self.cpu.sum()) / max(1, self._cpu_milli) < gpu_free
+        """Whether a larger share of the CPU is taken than of the GPUs, or there are none."""
+        cpu_free = int(self.cpu.sum()) / max(1, self._cpu_milli)
+        return not self.total_milli or cpu_free < int(self.gpu_free.sum()) / self.total_milli
 
     def allows(self, task: Task) -> NDArray[np.bool_] | None:
         """Whether each node's GPU model is one that the task names (N,); None if it names none."""

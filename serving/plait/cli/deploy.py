@@ -31,29 +31,42 @@ def render(
     target: Annotated[
         RenderTarget, typer.Option(help="serve: a Ray Serve config file; kuberay: all manifests for KubeRay 1.7")
     ] = RenderTarget.SERVE,
+    *,
     image: Annotated[str | None, typer.Option(help="kuberay: the image with plait, as name@sha256:...")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="serve: place replicas on the nodes that this file describes (deploy/README.md)")
+    ] = None,
     allow_tag: Annotated[bool, typer.Option("--allow-tag", help="kuberay: take an image without a digest")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
     from plait.config import load_config
+    from plait.errors import PlaitError
     from plait.offline.manifests import kuberay_manifests, serve_application
+    from plait.offline.placed import placed_application
     from plait_deploy.serve import render_serve
 
     options = [f"deploy.image={json.dumps(image)}"] if image is not None else []
     options += ["deploy.allow_tag=true"] if allow_tag else []
     loaded = load_config(config, overrides=[*(settings or []), *options])
     if target is RenderTarget.KUBERAY:
+        if cluster is not None:
+            raise PlaitError("--cluster goes with --target serve: pods of one group cannot be told apart by labels")
         print(kuberay_manifests(loaded), end="")
         return
-    print(render_serve(serve_application(loaded), host=loaded.server.host, port=loaded.server.port), end="")
+    application = serve_application(loaded) if cluster is None else placed_application(loaded, cluster)
+    print(render_serve(application, host=loaded.server.host, port=loaded.server.port), end="")
 
 
 @app.command()
 def place(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
     *,
-    cluster: Annotated[Path, typer.Option(help="a file that describes the nodes (deploy/README.md)")],
+    cluster: Annotated[Path | None, typer.Option(help="a file that describes the nodes (deploy/README.md)")] = None,
+    live: Annotated[
+        str | None,
+        typer.Option(help="instead: the nodes of the Ray at this address (auto: this machine's), as if empty"),
+    ] = None,
     policy: Annotated[str, typer.Option(help="plait, fgd, first-fit, best-fit, ray-pack, ray-spread, ...")] = "plait",
     per_node: Annotated[
         int, typer.Option(min=0, help="at most so many replicas of a deployment on a node; 0: any")
@@ -69,10 +82,17 @@ def place(
     from plait.offline import placing
     from plait_deploy.placement.drawing import draw
 
-    placed = placing.place(load_config(config, overrides=settings or []), cluster, policy=policy, per_node=per_node)
+    if (cluster is None) == (live is None):
+        raise PlaitError("name the cluster: either --cluster FILE or --live ADDRESS")
+    loaded = load_config(config, overrides=settings or [])
+    nodes = placing.running(live or "auto") if cluster is None else placing.described(cluster)
+    placed = placing.place(loaded, nodes, policy=policy, per_node=per_node)
     if svg is not None:
         try:
-            svg.write_text(draw(placed.state, placed.plan, title=_title(config, cluster)), encoding="utf-8")
+            svg.write_text(
+                draw(placed.state, placed.plan, title=_title(config, live if cluster is None else cluster.name)),
+                encoding="utf-8",
+            )
         except OSError as error:
             raise PlaitError(f"{svg} cannot be written: {error.strerror or error}") from error
     if as_json:
@@ -84,5 +104,5 @@ def place(
         raise typer.Exit(1)
 
 
-def _title(config: Path | None, cluster: Path) -> str:
-    return f"{'The starter' if config is None else config.name} on {cluster.name}"
+def _title(config: Path | None, cluster: str | None) -> str:
+    return f"{'The starter' if config is None else config.name} on {cluster}"

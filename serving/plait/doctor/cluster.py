@@ -3,44 +3,42 @@
 from __future__ import annotations
 
 import json
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from plait.doctor.findings import CheckResult, finding, warning
-from plait.errors import PlaitError, ServeError
-from plait.server.cluster import prepare_environment
+from plait.errors import PlaitError
+from plait.server.attach import attached
+from plait_deploy.on_ray.names import LABEL, split_name
 
-__all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "serve_findings"]
+__all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "placement_findings", "serve_findings"]
 
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
 """What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""
 _ANSWER_S = 60.0
-_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFacts:
-    """A node of the cluster. `versions` by package, None where it is missing; empty if the node did not answer."""
+    """A node of the cluster. `versions` by package, None where it is missing; empty if the node did not answer.
+    `node_class`: the value of its label, empty without one."""
 
     name: str
     alive: bool
     versions: Mapping[str, str | None]
+    node_class: str = ""
 
 
 def check_cluster(address: str | None, port: int) -> list[CheckResult]:
     """Attach to a Ray, by default to that of `plait serve` on this port, or else to the one of this machine; ask every
     node and Serve; detach."""
     try:
-        nodes, status = _ask(*_where(address, port))
+        nodes, status = _ask(address, port)
     except PlaitError as error:
         advice = "start it, or name it with --address; Ray's token belongs in RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
         return [finding("ray", False, str(error), advice)]
-    return [*node_findings(nodes), *serve_findings(status)]
+    return [*node_findings(nodes), *serve_findings(status), *placement_findings(nodes, status)]
 
 
 def node_findings(nodes: list[NodeFacts]) -> Iterator[CheckResult]:
@@ -86,59 +84,52 @@ def serve_findings(status: Mapping[str, Any]) -> Iterator[CheckResult]:
         yield finding("serve", False, detail, "a node without its proxy takes no requests: look at its log")
 
 
-def _where(address: str | None, port: int) -> tuple[str, Path | None]:
-    """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
-    from plait.server.state import RunRecord, state_root
+def placement_findings(nodes: list[NodeFacts], status: Mapping[str, Any]) -> Iterator[CheckResult]:
+    """Yield, for each application whose replicas are placed, whether its classes of nodes are there, which nodes are of
+    no class that it knows, and what has no replica; nothing for others."""
+    there = {node.node_class for node in nodes if node.alive and node.node_class}
+    for app, state in (status.get("applications") or {}).items():
+        placed: dict[str, int] = {}
+        classes = set()
+        for deployment, it in (state.get("deployments") or {}).items():
+            if (where := split_name(deployment)) is not None:
+                placed[where[0]] = placed.get(where[0], 0) + it.get("running", 0)
+                classes.add(where[1])
+        if not placed:
+            continue
+        wrong = []
+        if missing := sorted(classes - there):
+            wrong.append(f"no node with the label {LABEL}={', '.join(missing)}")
+        if unknown := sorted(there - classes):
+            wrong.append(f"{app} knows no class {', '.join(unknown)}")
+        if idle := sorted(name for name, running in placed.items() if not running):
+            wrong.append(f"no replica of {', '.join(idle)}")
+        detail = "; ".join(wrong) or f"{app}: {len(placed)} models on classes {', '.join(sorted(classes))}"
+        advice = f"start Ray there with --labels {LABEL}=CLASS, one of those that {app} was rendered with"
+        yield warning("placement", not wrong, detail, advice)
 
-    if address is not None:
-        return address, None
-    folder = state_root(os.environ) / f"port-{port}"
-    try:
-        record = RunRecord.from_json((folder / "run.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return "auto", None
-    return record.gcs_address or "auto", folder / "auth_token"
 
+def _ask(address: str | None, port: int) -> tuple[list[NodeFacts], Mapping[str, Any]]:
+    with attached(address, port) as ray:
+        from ray import serve
 
-def _ask(address: str, token: Path | None) -> tuple[list[NodeFacts], Mapping[str, Any]]:
-    if token is not None and token.is_file():
-        prepare_environment(token)  # as the server did: else Ray takes its address on loopback for a mistake
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-    from ray import serve
-
-    _reach(address)  # Ray would try for minutes
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="plait")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ServeError(f"no Ray answers at {address}: {' '.join(str(error).split())[:200]}") from error
-    try:
         status = serve.status()
         proxies = {node: str(getattr(state, "value", state)) for node, state in status.proxies.items()}
         found = {
             name: {
                 "status": str(getattr(app.status, "value", app.status)),
                 "deployments": {
-                    part: {"status": str(getattr(it.status, "value", it.status)), "message": it.message}
+                    part: {
+                        "status": str(getattr(it.status, "value", it.status)),
+                        "message": it.message,
+                        "running": sum(count for what, count in it.replica_states.items() if str(what) == "RUNNING"),
+                    }
                     for part, it in app.deployments.items()
                 },
             }
             for name, app in status.applications.items()
         }
         return _nodes(ray), {"applications": found, "proxies": proxies}
-    finally:
-        ray.shutdown()
-
-
-def _reach(address: str) -> None:
-    """Connect once to an address of the form host:port. Raises `ServeError` if nobody answers there."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not port.isdecimal():
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-    except OSError as error:
-        raise ServeError(f"no Ray answers at {address}: {error.strerror or error}") from error
 
 
 def _nodes(ray: Any) -> list[NodeFacts]:
@@ -162,6 +153,7 @@ def _nodes(ray: Any) -> list[NodeFacts]:
             name=str(node.get("NodeManagerHostname") or node["NodeID"][:8]),
             alive=bool(node["Alive"]),
             versions=answers.get(node["NodeID"], {}),
+            node_class=node.get("Labels", {}).get(LABEL, ""),
         )
         for node in listed
     ]

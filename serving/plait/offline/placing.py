@@ -1,8 +1,8 @@
-"""`plait deploy place`: the replicas of a plait.yaml on a described cluster."""
+"""`plait deploy place`: the replicas of a plait.yaml on a cluster, described or running."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from plait.errors import PlaitError
 from plait.offline.manifests import reservations
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
-from plait_deploy.placement.errors import PlacementError
-from plait_deploy.placement.plan import PlacementPlan, Use, plan
+from plait_deploy.placement.errors import NoRoomError, PlacementError
+from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE
@@ -34,13 +34,13 @@ class Placed:
     others: Mapping[str, tuple[Use, int]]
 
 
-def place(config: PlaitConfig, cluster: Path, *, policy: str = OURS, per_node: int = 0) -> Placed:
-    """Plan the replicas of a configuration on the cluster that a file describes, at most `per_node` of a deployment on
-    a node (0: any). Raises `PlaitError`."""
+def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str = OURS, per_node: int = 0) -> Placed:
+    """Plan the replicas of a configuration on a cluster, at most `per_node` of a deployment on a node (0: any). `nodes`
+    makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
     try:
         demands = demands_of(config, per_node=per_node)
-        found = _planned(demands, cluster, policy)
-        others = {name: _planned(demands, cluster, name) for name in COMPARED if name != policy}
+        found = _planned(demands, nodes(), policy)
+        others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
     except PlacementError as error:
         raise PlaitError(str(error)) from error
     return Placed(
@@ -51,21 +51,60 @@ def place(config: PlaitConfig, cluster: Path, *, policy: str = OURS, per_node: i
     )
 
 
-def _planned(demands: Sequence[Demand], cluster: Path, policy: str) -> tuple[ClusterState, PlacementPlan]:
-    state = _read(cluster)
+def described(cluster: Path) -> Callable[[], ClusterState]:
+    """Return what makes the cluster that a file describes. Raises `PlaitError`."""
+    return lambda: _read(cluster)
+
+
+def running(address: str) -> Callable[[], ClusterState]:
+    """Return what makes a cluster of the living nodes of a running Ray, as if they were empty. Raises `PlaitError`."""
+    from plait.server.attach import attached
+    from plait_deploy.on_ray.nodes import living_nodes
+
+    with attached(address, 0) as ray:
+        nodes = [each.node for each in living_nodes(ray.nodes())]
+    if not nodes:
+        raise PlaitError(f"the Ray at {address} has no living node")
+    return lambda: ClusterState(nodes)
+
+
+def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> tuple[ClusterState, PlacementPlan]:
     return state, plan(state, demands, make_policy(policy, demand_classes(demands)))
 
 
 def _read(cluster: Path) -> ClusterState:
     try:
-        _, data = strict_yaml.parse(cluster.read_text(encoding="utf-8"), str(cluster))
-        return parse_cluster(data)
+        return parse_cluster(_data(cluster))
+    except PlacementError as error:
+        raise PlaitError(f"{cluster}: {error}") from error
+
+
+def _groups(cluster: Path) -> tuple[str, ...]:
+    """Return the names of the groups of a file that `_read` has taken."""
+    return tuple(group["name"] for group in _data(cluster)["nodes"])
+
+
+def _data(cluster: Path) -> Any:
+    try:
+        return strict_yaml.parse(cluster.read_text(encoding="utf-8"), str(cluster))[1]
     except (OSError, UnicodeDecodeError) as error:
         raise PlaitError(f"{cluster} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except strict_yaml.NotYaml as error:
         raise PlaitError(str(error)) from error
-    except PlacementError as error:
-        raise PlaitError(f"{cluster}: {error}") from error
+
+
+def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
+    """Return the classes of nodes in a cluster's file: its groups. Raises `PlaitError` if the file cannot be read,
+    `PlacementError` if it makes no sense or the replicas do not fit."""
+    state, groups = _read(cluster), _groups(cluster)
+    found = plan(state, demands, make_policy(OURS, demand_classes(demands)))
+    if found.unplaced:
+        first = found.unplaced[0].demand
+        raise NoRoomError(
+            f"the cluster is too full for {len(found.unplaced)} of {len(found.assigned)} replicas, the first of "
+            f"{first.name} ({said(first.task)} each)"
+        )
+    return groups
 
 
 def demands_of(config: PlaitConfig, *, per_node: int = 0) -> list[Demand]:

@@ -16,6 +16,7 @@ from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_process
+from plait_serving.deployments.node_gauges import NodeGauges, Reserved
 from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.http.context import HttpSettings, RouteContext
 
@@ -38,10 +39,12 @@ class Ingress:
         *,
         routers: Callable[[], Sequence[APIRouter]] = tuple,
         direct: Direct | None = None,
+        reserved: Mapping[str, Reserved] | None = None,
     ) -> None:
         """Create the ingress replica. `engine`: the base model's handle, or None. `ranking`: the ranking models by
         name. `routers`: makes, in the replica, additional routes of other components. `direct`: where the ingress
-        listens itself, beside Serve's proxy."""
+        listens itself, beside Serve's proxy. `reserved`: the deployments behind it, by name, for the gauges of
+        nodes."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
         self._images = None if engine is None else HandleImageService(engine)
@@ -49,6 +52,7 @@ class Ingress:
         self._routers = routers
         self._ranking = _ranking_service(ranking or {})
         self._answers = OpenResponses()
+        self._nodes = NodeGauges(reserved or {})
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(_handle_of_this_deployment)
@@ -88,6 +92,7 @@ class Ingress:
             routers=self._routers(),
             lifespan=None if self._direct is None else self._answer_directly,
             neighbours=self._neighbours,
+            nodes=self._nodes.text,
         )
         self._context = app.state.context
         return self._answers.count(without_request_id(app))

@@ -16,6 +16,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 import plait_serving.deployments.start_time  # noqa: F401  # its clock starts with the import
+from plait_deploy.on_ray.whereabouts import whereabouts
 from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
 from plait_serving.ranking.config import OmpWait
@@ -46,6 +47,15 @@ class LazyReplica:
         with importing():
             target = getattr(import_module(module), name)
         self._inner = target(*args, **kwargs)
+
+    async def whereabouts(self) -> dict[str, float]:
+        """Return the node of this replica, and its devices there."""
+        return whereabouts()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the target reports to Serve's controller, if it does, and where this replica is."""
+        report = getattr(self._inner, "record_autoscaling_stats", None)
+        return {**(await report() if report is not None else {}), **whereabouts()}
 
     def __del__(self) -> None:
         """Shut down; Serve calls this when it removes the replica."""
@@ -129,9 +139,6 @@ class RankWorkerMethods(ReplicaMethods, Protocol):
 
     async def metrics(self) -> Mapping[str, float]:
         """Return the worker's counters and gauges by name."""
-
-    async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Return the pressure that scaling is based on."""
 
     async def stage_update(self, folder: str) -> Exception | None:
         """Stage an update; return the error, if any."""

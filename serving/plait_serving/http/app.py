@@ -80,10 +80,11 @@ def create_app(
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
     neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None,
+    nodes: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
     """Return the application, with only the routes of what is given, and any additional `routers`. The interactive
     documentation pages are off: they load scripts from a CDN."""
-    context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours)
+    context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 

@@ -57,7 +57,7 @@ class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
     `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what the
-    other replicas of the ingress count, where there may be any.
+    other replicas of the ingress count, where there may be any; `nodes` the gauges of the cluster's nodes.
     """
 
     images: ImageService | None
@@ -65,6 +65,7 @@ class RouteContext:
     ranking: RankingService | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None
+    nodes: Callable[[], Awaitable[str]] | None = None
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed

@@ -68,7 +68,8 @@ async def own_text(context: RouteContext) -> str:
 
 async def _own(context: RouteContext) -> tuple[str, bool]:
     ranking = await _text_of(context.ranking)
-    return context.metrics.text().decode() + (ranking or ""), ranking is not None
+    nodes = "" if context.nodes is None else await context.nodes()
+    return context.metrics.text().decode() + (ranking or "") + nodes, ranking is not None
 
 
 async def _others(context: RouteContext) -> Sequence[str]:

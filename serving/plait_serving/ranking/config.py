@@ -38,6 +38,9 @@ STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
 WORKER_CPUS = 0.2
 """Logical CPUs that Ray counts for a worker without `num_cpus`. Small, so that all fit on a small machine."""
 
+MAX_WORKERS = 64
+"""Replicas of one kind of worker."""
+
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn"]
 RankExecutor = Literal["auto", "torch"]
@@ -77,8 +80,8 @@ class CnKnobs(HnKnobs):
 class Replicas(Section):
     """A number of replicas that follows the load by the rules of `plait_disagg.queue.scale`."""
 
-    min: Annotated[int, Field(ge=1, le=64)] = 1
-    max: Annotated[int, Field(ge=1, le=64)]
+    min: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
+    max: Annotated[int, Field(ge=1, le=MAX_WORKERS)]
     up_after_s: Annotated[float, Field(ge=0, le=3600, description="how long it must be too few")] = 2.0
     down_after_s: Annotated[float, Field(ge=0, le=86_400, description="how long it must be too many")] = 30.0
 
@@ -90,7 +93,7 @@ class Replicas(Section):
 
 
 class _WorkerSection(Section):
-    replicas: Annotated[int, Field(ge=1, le=64)] | Replicas = 1
+    replicas: Annotated[int, Field(ge=1, le=MAX_WORKERS)] | Replicas = 1
     num_cpus: CoreBudget = None
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")

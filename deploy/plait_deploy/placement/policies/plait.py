@@ -1,7 +1,7 @@
 """plait's own policy. Its score depends on whether the cluster fills up, or its GPUs turn over.
 
-**Fills up**: few of the tasks that came have left, or CPU is what runs out. What is left over of a device stays, and may be filled by many tasks
-to come: a task goes where the least of what will be used is lost (`prospects.py`).
+**Fills up**: few of the tasks that came have left, or CPU is what runs out. What is left over of a device stays, and
+may be filled by many tasks to come: a task goes where the least of what will be used is lost (`prospects.py`).
 
 **Turns over**: departures make new leftovers as fast as arrivals fill old ones, and free CPU and GPU are never used up.
 What counts is that the next task can use them: a task goes where fragmentation grows least (`fragments.py`). A class

@@ -182,3 +182,15 @@ def test_a_missing_cluster_file_is_one_sentence(files, capsys):
     files[1].unlink()
     assert place(files) == 1
     assert "cluster.yaml cannot be read: No such file or directory" in capsys.readouterr().err
+
+
+def test_the_cluster_is_described_or_runs_and_never_both(files, capsys):
+    """One sentence, also where no Ray answers."""
+    assert place(files, "--live", "auto") == 1
+    assert "either --cluster FILE or --live ADDRESS" in capsys.readouterr().err
+    assert main(["deploy", "place", str(files[0])]) == 1
+    assert "either --cluster FILE or --live ADDRESS" in capsys.readouterr().err
+    assert main(["deploy", "place", str(files[0]), "--live", "127.0.0.1:1"]) == 1
+    error = capsys.readouterr().err
+    assert "no Ray answers at 127.0.0.1:1" in error
+    assert len(error.strip().splitlines()) == 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from plait.doctor.cluster import COMPARED, NodeFacts, node_findings, serve_findings
+from dataclasses import replace
+
+from plait.doctor.cluster import COMPARED, NodeFacts, node_findings, placement_findings, serve_findings
 
 SAME = dict.fromkeys(COMPARED, "1.0")
 RUNNING = {"applications": {"plait": {"status": "RUNNING", "deployments": {"engine": {"status": "HEALTHY"}}}}}
@@ -48,3 +50,23 @@ def test_applications_that_do_not_run_are_named_with_the_reason():
     assert "engine unhealthy (no such folder: /models/x)" in found.detail
     sick = {**RUNNING, "proxies": {"n1": "HEALTHY", "n2": "UNHEALTHY"}}
     assert verdicts(serve_findings(sick)) == [("serve", "ok"), ("serve", "fail")]
+
+
+def test_a_placed_application_says_which_classes_of_nodes_are_missing_or_unknown():
+    """Nodes carry their class as a label; an application that is not placed says nothing."""
+    nodes = [replace(node("n1"), node_class="a"), replace(node("n2", alive=False), node_class="b"), node("n3")]
+    running = {"engine@a": {"status": "HEALTHY", "running": 2}, "engine@b": {"status": "HEALTHY", "running": 0}}
+    status = {"applications": {"plait": {"status": "RUNNING", "deployments": {"ingress": {}, **running}}}}
+    (missing,) = placement_findings(nodes, status)
+    assert (missing.name, missing.verdict) == ("placement", "warn")
+    assert missing.detail == "no node with the label plait-class=b"
+    nodes[1:2] = [replace(node("n2"), node_class="b"), replace(node("n4"), node_class="typo")]
+    (unknown,) = placement_findings(nodes, status)
+    assert unknown.detail == "plait knows no class typo"
+    del nodes[2]
+    (fine,) = placement_findings(nodes, status)
+    assert (fine.verdict, fine.detail) == ("ok", "plait: 1 models on classes a, b")
+    running["engine@a"]["running"] = 0
+    (idle,) = placement_findings(nodes, status)
+    assert idle.detail == "no replica of engine"
+    assert list(placement_findings(nodes, RUNNING)) == []

@@ -32,9 +32,11 @@ def public(cls):
 
 @pytest.mark.parametrize("lazy", LAZY)
 def test_a_lazy_class_has_exactly_its_targets_methods(lazy):
-    """A method that is added to a deployment is reachable, of the same kind and with the same parameters."""
+    """A method that is added to a deployment is reachable, of the same kind and with the same parameters; beside them
+    every replica says where it is."""
     module, _, name = lazy._target.partition(":")
-    target = public(getattr(import_module(module), name))
+    own = {name: it for name, it in public(LazyReplica).items() if name in {"whereabouts", "record_autoscaling_stats"}}
+    target = {**own, **public(getattr(import_module(module), name))}
     assert {name: kind(it) for name, it in public(lazy).items()} == {name: kind(it) for name, it in target.items()}
     for name, method in public(lazy).items():
         assert list(inspect.signature(method).parameters) == list(inspect.signature(target[name]).parameters)
@@ -128,3 +130,16 @@ async def test_threads_are_settled_before_the_import(monkeypatch):
     LazyTarget([], omp_wait="passive")
     assert "OMP_NUM_THREADS" not in os.environ
     assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
+
+
+async def test_what_a_replica_reports_to_serve_includes_where_it_is(monkeypatch):
+    """Beside what its target reports, if it does."""
+    monkeypatch.setattr("plait_serving.deployments.lazy.whereabouts", lambda: {"plait_node": 7.0})
+    lazy = LazyTarget([])
+    assert await lazy.whereabouts() == await lazy.record_autoscaling_stats() == {"plait_node": 7.0}
+
+    async def pressure():
+        return {"pressure": 0.5}
+
+    lazy._inner.record_autoscaling_stats = pressure
+    assert await lazy.record_autoscaling_stats() == {"pressure": 0.5, "plait_node": 7.0}

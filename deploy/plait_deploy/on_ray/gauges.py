@@ -1,0 +1,60 @@
+"""The GPUs of each node in Prometheus' text format: how many, how many are idle, and how much of that is stranded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plait_deploy.on_ray.nodes import RayNode
+from plait_deploy.on_ray.whereabouts import NODE, devices_in
+from plait_deploy.placement.demands import Demand
+from plait_deploy.placement.errors import TaskError
+from plait_deploy.placement.plan import Use, use_of
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import WHOLE, TaskPlacement
+
+_FAMILIES = {
+    "plait_node_gpus": "GPUs of a node of Ray",
+    "plait_node_idle_gpus": "GPUs of the node that no replica of this application has taken",
+    "plait_node_stranded_gpus": "Idle GPUs of the node that the application's average GPU replica could not use",
+}
+
+Reports = Mapping[str, Sequence[Mapping[str, float]]]
+"""What each replica said of where it is (`whereabouts`), by the name of its model."""
+
+
+def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports) -> ClusterState:
+    """Return the cluster with the replicas where they say they are. Raises `ClusterError` without a node.
+
+    A replica on a node that is gone, or on devices that another one says it has, counts nowhere: the two reports are
+    of different moments.
+    """
+    state = ClusterState([each.node for each in nodes])
+    index = {each.number: at for at, each in enumerate(nodes)}
+    for demand in demands:
+        for said in reports.get(demand.name, ()):
+            node = index.get(said.get(NODE, -1.0))
+            if node is None:
+                continue
+            devices = devices_in(said)
+            try:
+                if devices is None:
+                    devices = state.best_fit_devices(demand.task, node)
+                state.place(demand.task, TaskPlacement(node=node, devices=devices))
+            except (TaskError, ValueError):
+                continue
+    return state
+
+
+def gauges(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports) -> str:
+    """Return the text; its families are there even where no node has a GPU."""
+    having = [each for each in nodes if each.node.gpus]
+    lines = {name: [f"# HELP {name} {said}\n# TYPE {name} gauge\n"] for name, said in _FAMILIES.items()}
+    if having:
+        state = occupied(having, demands, reports)
+        use: Use = use_of(state, demands)
+        for at, each in enumerate(having):
+            labels = f'{{node="{each.node.name[:12]}",class="{each.node_class}"}}'
+            values = (each.node.gpus, int(state.gpu_free[at]) / WHOLE, round(use.stranded_by_node[at], 6))
+            for name, value in zip(_FAMILIES, values, strict=True):
+                lines[name].append(f"{name}{labels} {value:g}\n")
+    return "".join(line for family in lines.values() for line in family)

@@ -1,0 +1,179 @@
+"""The autoscaling policy of a placed application; Serve's controller runs it.
+
+Serve calls it ten times a second and waits, so it looks at the cluster once a second and plans only after a change.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from plait_deploy.on_ray.names import split_name
+from plait_deploy.on_ray.nodes import RayNode, living_nodes, ray_nodes
+from plait_deploy.on_ray.whereabouts import DEVICES, NODE, devices_in
+from plait_deploy.placement.demands import Demand, demand_classes, task_of
+from plait_deploy.placement.policies import OURS, make_policy
+from plait_deploy.placement.recount import Recount, Standing, recount
+from plait_deploy.placement.state import ClusterState
+
+_log = logging.getLogger("ray.serve")
+
+_LOOK_S = 1.0
+
+
+class PlacementPolicy:
+    """Sets the number of replicas of every placed deployment; the others follow their own policies.
+
+    `deployments`: `num_cpus` and `num_gpus` of a replica by name. How many replicas a name shall have is
+    `max_replicas` of its deployments, or what a policy of its own says of all of them together: `follows` has that by
+    name, as Serve has one of a deployment. `nodes` and `clock` are for tests.
+    """
+
+    def __init__(
+        self,
+        *,
+        classes: Sequence[str],
+        deployments: Mapping[str, Mapping[str, float]],
+        follows: Mapping[str, Mapping[str, Any]] | None = None,
+        policy: str = OURS,
+        nodes: Callable[[], Sequence[Mapping[str, Any]]] = ray_nodes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._classes = tuple(classes)
+        self._tasks = {
+            name: task_of(name, num_cpus=needs["num_cpus"], num_gpus=needs["num_gpus"])
+            for name, needs in deployments.items()
+        }
+        self._follows = {name: _Follower(**options) for name, options in (follows or {}).items()}
+        self._policy = policy
+        self._nodes, self._clock = nodes, clock
+        self._looked_s = float("-inf")
+        self._seen: object = None
+        self._counts: Mapping[tuple[str, str], int] = {}
+        self._own: dict[Any, Any] = {}
+
+    def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, float], dict[Any, dict[str, Any]]]:
+        """Return the numbers of replicas, and the states of the policies that deployments have of their own."""
+        wanted: dict[Any, float] = {}
+        states: dict[Any, dict[str, Any]] = {}
+        placed: dict[tuple[str, str], tuple[Any, Any]] = {}
+        for key, context in contexts.items():
+            where = split_name(context.deployment_name)
+            if where is not None and where[0] in self._tasks:
+                placed[where] = key, context
+            else:
+                wanted[key], states[key] = self._decided_by_itself(key, context)
+        if placed:
+            try:
+                self._look({where: context for where, (_, context) in placed.items()})
+            except Exception:  # an error here would stop Serve's whole control loop, for all applications
+                _log.exception("placement: the cluster could not be planned; the numbers stay as they are")
+        for where, (key, context) in placed.items():
+            wanted[key] = self._counts.get(where, context.target_num_replicas)
+        return wanted, states
+
+    def _decided_by_itself(self, key: Any, context: Any) -> tuple[float, dict[str, Any]]:
+        policy = context.config.policy
+        known, made = self._own.get(key, (None, None))
+        if known != policy:
+            made = policy.get_policy()
+            made = made(**policy.policy_kwargs) if isinstance(made, type) else made
+            self._own[key] = policy, made
+        assert made is not None
+        number, state = made(context)
+        return number, state or {}
+
+    def _look(self, contexts: Mapping[tuple[str, str], Any]) -> None:
+        """Plan again if the nodes, the replicas or their wanted numbers have changed since the last look."""
+        now_s = self._clock()
+        if now_s - self._looked_s < _LOOK_S:
+            return
+        self._looked_s = now_s
+        nodes = tuple(each for each in living_nodes(self._nodes()) if each.node_class in self._classes)
+        if not nodes:
+            return  # nothing can start anywhere; and should Ray not know its nodes for a moment, nothing shall end
+        demands = self._demands(contexts)
+        standing = _standing(contexts, nodes)
+        seen = (nodes, demands, standing)
+        if seen == self._seen:
+            return
+        self._seen = seen
+        found = self._plan(nodes, demands, standing)
+        counts = {where: found.counts.get(where, 0) for where in contexts}
+        if counts != self._counts:
+            logged = {f"{name}@{of}": count for (name, of), count in counts.items() if count}
+            _log.info("placement: %s; no room for %s; later %d", logged, found.unplaced or "none", found.held_back)
+        self._counts = counts
+
+    def _demands(self, contexts: Mapping[tuple[str, str], Any]) -> tuple[Demand, ...]:
+        of: dict[str, list[Any]] = {}
+        for (name, _), context in contexts.items():
+            of.setdefault(name, []).append(context)
+        found: list[Demand] = []
+        for name, parts in of.items():
+            bound = max(context.capacity_adjusted_max_replicas for context in parts)
+            follower = self._follows.get(name)
+            replicas = bound if follower is None else min(bound, follower.wanted(parts))
+            found.append(Demand(name=name, task=self._tasks[name], replicas=replicas))
+        return tuple(found)
+
+    def _plan(self, nodes: Sequence[RayNode], demands: Sequence[Demand], standing: Sequence[Standing]) -> Recount:
+        state = ClusterState([each.node for each in nodes])
+        policy = make_policy(self._policy, demand_classes(demands))
+        return recount(state, [each.node_class for each in nodes], demands, standing, policy)
+
+
+class _Follower:
+    """Asks a policy of a deployment for the replicas of a name, as if its deployments were one."""
+
+    def __init__(self, *, policy_function: str, policy_kwargs: Mapping[str, Any]) -> None:
+        module, _, name = policy_function.partition(":")
+        self._policy = getattr(import_module(module), name)(**policy_kwargs)
+        self._state: dict[str, Any] = {}
+
+    def wanted(self, parts: Sequence[Any]) -> int:
+        """Return the number of replicas; `parts`: the contexts of the deployments."""
+        metrics: dict[str, dict[Any, float]] = {}
+        for context in parts:
+            for metric, by_replica in (context.aggregated_metrics or {}).items():
+                metrics.setdefault(metric, {}).update(by_replica)
+        whole = SimpleNamespace(
+            aggregated_metrics=metrics,
+            target_num_replicas=max(1, sum(context.target_num_replicas for context in parts)),
+            policy_state=self._state,
+            current_time=max(context.current_time for context in parts),
+        )
+        number, self._state = self._policy(whole)
+        return int(number)
+
+
+def _standing(contexts: Mapping[tuple[str, str], Any], nodes: Sequence[RayNode]) -> tuple[Standing, ...]:
+    """Return the replicas that run or start. Those that have not reported yet are anywhere in their class."""
+    at = {each.number: index for index, each in enumerate(nodes)}
+    found: list[Standing] = []
+    for (name, node_class), context in contexts.items():
+        if not context.target_num_replicas:
+            continue
+        said = _reports(context)
+        for replica in list(context.running_replicas)[: context.target_num_replicas]:
+            report = said.get(replica, {})
+            node = at.get(report.get(NODE, -1.0))
+            devices = None if node is None else devices_in(report)
+            found.append(Standing(name=name, node_class=node_class, node=node, devices=devices))
+        starting = context.target_num_replicas - len(context.running_replicas)
+        found += [Standing(name=name, node_class=node_class)] * starting
+    return tuple(found)
+
+
+def _reports(context: Any) -> dict[Any, dict[str, float]]:
+    """Return what each replica reported last, by replica."""
+    found: dict[Any, dict[str, float]] = {}
+    for metric in (NODE, DEVICES):
+        for replica, series in (context.raw_metrics or {}).get(metric, {}).items():
+            if series:
+                found.setdefault(replica, {})[metric] = series[-1].value
+    return found

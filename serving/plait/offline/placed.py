@@ -1,0 +1,82 @@
+"""The Serve application of a plait.yaml whose replicas are placed on classes of nodes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from plait.config import INGRESS, PlaitConfig, worker_name
+from plait.errors import PlaitError
+from plait.offline.manifests import reservations, serve_application
+from plait.offline.placing import read_classes
+from plait_deploy.on_ray.declared import placed_deployments, policy_options
+from plait_deploy.on_ray.names import name_at
+from plait_deploy.placement.demands import Demand, task_of
+from plait_deploy.placement.errors import PlacementError
+from plait_deploy.serve import ServeApplication
+from plait_serving.deployments.ranking.scaling import autoscaling
+from plait_serving.ranking.config import Replicas
+
+__all__ = ["placed_application"]
+
+
+def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
+    """Return the application as Serve's config file has it, placed on the classes of nodes that a file describes: its
+    groups. Raises `PlaitError` for what does not fit there.
+
+    The number of replicas of what is placed stands with its deployments only, where a change restarts nothing.
+    """
+    try:
+        demands = _demands(config)
+        classes = read_classes(cluster, demands)
+        placed = placed_deployments(demands, classes)
+        policy = policy_options(demands, classes, follows=_policies(config))
+    except PlacementError as error:
+        raise PlaitError(f"{cluster}: {error}") from error
+    knobs: dict[str, Mapping[str, Any]] = {}
+    names = {each.name for each in demands}
+    for name, values in config.knobs().items():
+        knobs |= {name_at(name, of): values for of in classes} if name in names else {name: values}
+    plain = serve_application(config)
+    args = {**plain.args, **_uncounted(plain.args, config), "node_classes": list(classes)}
+    return replace(plain, args=args, knobs=knobs, placed=placed, autoscaling_policy=policy)
+
+
+def _demands(config: PlaitConfig) -> list[Demand]:
+    """Return what is placed: all but the ingress. Where the number of replicas follows the load, the max."""
+    return [
+        Demand(
+            name=one.name,
+            task=task_of(one.name, num_cpus=one.num_cpus, num_gpus=one.num_gpus),
+            replicas=one.max_replicas,
+        )
+        for one in reservations(config)
+        if one.name != INGRESS
+    ]
+
+
+def _policies(config: PlaitConfig) -> dict[str, Any]:
+    """Return the policies of the deployments whose number of replicas follows the load, by name."""
+    return {
+        worker_name(model, role): autoscaling(part.replicas)["policy"]
+        for model, section in config.ranking_models.items()
+        for role, part in section.parts.items()
+        if isinstance(part.replicas, Replicas)
+    }
+
+
+def _uncounted(args: Mapping[str, Any], config: PlaitConfig) -> dict[str, Any]:
+    """Return the sections among the arguments without the numbers of replicas."""
+    found: dict[str, Any] = {name: copy.deepcopy(args[name]) for name in ("images", "recommend")}
+    if (images := found["images"]) is not None:
+        for section in (images, *(images.get("controlnets") or {}).values()):
+            section.pop("replicas", None)
+    if config.recommend is not None:
+        for model in (found["recommend"].get("models") or {}).values():
+            for role in ("cn", "hn", "whole"):
+                if isinstance(model.get(role, {}).get("replicas"), int):
+                    del model[role]["replicas"]
+    return found

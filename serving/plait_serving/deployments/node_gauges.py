@@ -1,0 +1,87 @@
+"""The GPUs of Ray's nodes for `/metrics`: how much is idle, and how much of that is stranded."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from plait_deploy.on_ray.gauges import gauges
+from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
+from plait_deploy.placement.demands import Demand, task_of
+
+__all__ = ["NodeGauges", "Reserved"]
+
+_log = logging.getLogger(__name__)
+
+_KEPT_S = 5.0
+_ANSWER_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """What each replica of a deployment asks Ray for, and Serve's handle of it."""
+
+    num_cpus: float
+    num_gpus: float
+    handle: Any
+
+
+class NodeGauges:
+    """Asks all replicas where they are, in the background and at most every few seconds; a scrape never waits long."""
+
+    def __init__(
+        self,
+        reserved: Mapping[str, Reserved],
+        *,
+        nodes: Callable[[], Any] = ray_nodes,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._reserved = reserved if any(each.num_gpus for each in reserved.values()) else {}
+        self._nodes, self._clock = nodes, clock
+        self._thread = ThreadPoolExecutor(1, "plait-nodes")
+        self._asking: asyncio.Future[str] | None = None
+        self._text, self._asked_s = gauges((), (), {}), float("-inf")
+
+    async def text(self) -> str:
+        """Return the gauges as they were last; without a deployment on GPUs their families are empty."""
+        if self._reserved and self._asking is None and self._clock() - self._asked_s >= _KEPT_S:
+            self._asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
+            self._asking.add_done_callback(self._answered)
+        return self._text
+
+    def _answered(self, asking: asyncio.Future[str]) -> None:
+        self._asking, self._asked_s = None, self._clock()
+        if asking.cancelled():
+            return
+        if (error := asking.exception()) is not None:
+            _log.warning("the GPUs of the nodes are not known: %s", error)
+            return
+        self._text = asking.result()
+
+    def _ask(self) -> str:
+        with ThreadPoolExecutor(min(16, len(self._reserved))) as threads:
+            answers = threads.map(_whereabouts, (each.handle for each in self._reserved.values()))
+            reports = dict(zip(self._reserved, answers, strict=True))
+        demands = [
+            Demand(
+                name=name,
+                task=task_of(name, num_cpus=each.num_cpus, num_gpus=each.num_gpus),
+                replicas=max(1, len(reports[name])),
+            )
+            for name, each in self._reserved.items()
+        ]
+        return gauges(living_nodes(self._nodes()), demands, reports)
+
+
+def _whereabouts(handle: Any) -> list[Mapping[str, float]]:
+    try:
+        answers = handle.broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
+    except Exception as error:  # it has no replica now; Ray's and Serve's errors have no common base
+        _log.debug("no replica says where it is: %s", error)
+        return []
+    return [answer for answer in answers if isinstance(answer, Mapping)]

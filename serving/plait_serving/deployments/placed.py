@@ -1,0 +1,127 @@
+"""One handle for the deployments of a model, of which there is one for each class of nodes (`plait_deploy.on_ray`).
+
+Most of them may have no replica. Serve would keep a request to such a one until it has, and give it one, wherever the
+plan wants it; so requests go only where replicas were seen, and broadcasts go to all.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+__all__ = ["PlacedHandle"]
+
+_log = logging.getLogger(__name__)
+
+_LOOK_S = 1.0
+_ANSWER_S = 1.0
+
+
+class PlacedHandle:
+    """Behaves like Serve's handle, as far as plait uses one: `broadcast`, `options`, and methods with `remote`."""
+
+    def __init__(self, handles: Mapping[str, Any], *, seen: _LastSeen | None = None) -> None:
+        """Take the handles by class of nodes; when the application is built, deployments, which Serve replaces."""
+        self._handles = dict(handles)
+        self._seen = seen
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Serve pickles the arguments of a running replica to see which deployments it calls."""
+        return PlacedHandle, (self._handles,)
+
+    def options(self, **options: Any) -> PlacedHandle:
+        """Return a handle with these options."""
+        return PlacedHandle({of: handle.options(**options) for of, handle in self._handles.items()}, seen=self._known())
+
+    def broadcast(self, method: str, *arguments: Any) -> _Answers:
+        """Call the method on every replica of every deployment."""
+        return _Answers(self._handles, method, arguments)
+
+    def __getattr__(self, method: str) -> _Method:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        return _Method(self._choose, method)
+
+    def _known(self) -> _LastSeen:
+        if self._seen is None:
+            self._seen = _LastSeen(self._handles)
+        return self._seen
+
+    def _choose(self) -> Any:
+        return self._handles[self._known().choose()]
+
+
+class _Method:
+    """What `handle.method` is; only `remote` of it."""
+
+    def __init__(self, choose: Callable[[], Any], method: str) -> None:
+        self._choose, self._method = choose, method
+
+    def remote(self, *arguments: Any) -> Any:
+        """Call a replica."""
+        return getattr(self._choose(), self._method).remote(*arguments)
+
+
+class _LastSeen:
+    """How many replicas each deployment had lately; whoever asks never waits, a thread looks."""
+
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        self._handles = dict(handles)
+        self._replicas: dict[str, int] = {}
+        self._thread = threading.Thread(target=self._look, name="plait-placed", daemon=True)
+        self._thread.start()
+
+    def choose(self) -> str:
+        """Return a class, each as likely as it has replicas; any if none was seen yet."""
+        there = {of: count for of, count in self._replicas.items() if count}
+        if not there:
+            return next(iter(self._handles))
+        return random.choices(list(there), list(there.values()))[0]
+
+    def _look(self) -> None:
+        while True:
+            try:
+                found = _by_class(self._handles, "whereabouts", (), timeout_s=_ANSWER_S)
+            except RuntimeError:  # the interpreter ends, and starts no threads any more
+                return
+            self._replicas = {of: len(answers) for of, answers in found.items()}
+            time.sleep(_LOOK_S)
+
+
+class _Answers:
+    """What `broadcast` returns."""
+
+    def __init__(self, handles: Mapping[str, Any], method: str, arguments: Sequence[Any]) -> None:
+        self._handles, self._method, self._arguments = handles, method, arguments
+
+    def results(self, *, timeout_s: float | None = None, return_exceptions: bool = False) -> list[Any]:
+        """Return all answers; those of a deployment without replicas are none."""
+        found = _by_class(self._handles, self._method, self._arguments, timeout_s=timeout_s)
+        answers = [answer for each in found.values() for answer in each]
+        if not return_exceptions:
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        return answers
+
+
+def _by_class(
+    handles: Mapping[str, Any], method: str, arguments: Sequence[Any], *, timeout_s: float | None
+) -> dict[str, list[Any]]:
+    """Ask all deployments at once."""
+
+    def ask(handle: Any) -> list[Any]:
+        try:
+            response = handle.broadcast(method, *arguments)
+            return list(response.results(timeout_s=timeout_s, return_exceptions=True))
+        except Exception as error:  # no replica, or none in time; Ray's and Serve's errors have no common base
+            _log.debug("a deployment without replicas: %s", error)
+            return []
+
+    with ThreadPoolExecutor(max(1, len(handles))) as threads:
+        return dict(zip(handles, threads.map(ask, handles.values()), strict=True))

@@ -1,0 +1,146 @@
+"""Placement on a Ray of several nodes with Serve: what is stranded, who is restarted, and a server that is placed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import replace
+
+import pytest
+import yaml
+
+from plait.cli import main as root
+from plait_bench.placement.live.cluster import NodeSize, attached, deploy
+from plait_bench.placement.live.play import PACK, PLAIT, play
+from plait_bench.placement.live.scenario import SMALL
+from plait_deploy.on_ray.names import LABEL
+from support.cluster import TESTS
+from support.ray_nodes import local, ray_nodes, wait_for
+from support.server import free_port
+
+__all__ = ["ray_nodes"]
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PATIENCE_S = 300.0
+PLACED = """
+version: 1
+server: {port: %d}
+images: {name: emoji, controlnets: {}, replicas: %d, num_gpus: 0.6}
+recommend: null
+"""
+CLUSTER = "nodes: [{name: a, cpus: 8, memory_gib: 8, gpus: 2}, {name: b, cpus: 8, memory_gib: 8, gpus: 2}]"
+
+
+def test_the_planner_moves_what_lost_its_node_and_nothing_else():
+    """Six deployments grow, lose a node, get another one, shrink, and two large replicas come: all run after each
+    step, on GPUs that they share with nobody else, and none ended that had its node and was wanted. By themselves
+    Serve's SPREAD strands more at the start, and its PACK no less."""
+    with local() as nodes:
+        phases = play(PLAIT, SMALL, nodes, say=print, patience_s=PATIENCE_S)
+    assert [phase.name for phase in phases] == ["start", *(step.name for step in SMALL.steps)]
+    assert [phase.without for phase in phases] == [0] * 6
+    assert [phase.restarted for phase in phases] == [0] * 6
+    assert [phase.gpus for phase in phases] == [12, 12, 8, 12, 12, 12]
+    start = replace(SMALL, steps=())
+    stranded = {}
+    for system in ("ray-spread", PACK):
+        with local() as nodes:
+            (phase,) = play(system, start, nodes, say=print, patience_s=PATIENCE_S)
+        assert phase.without == 0
+        stranded[system] = phase.stranded
+    assert phases[0].stranded < stranded["ray-spread"]
+    assert phases[0].stranded <= stranded[PACK]
+
+
+class Server:
+    """A placed server: its configuration, and what it answers."""
+
+    def __init__(self, serve, address, port, folder, capsys):
+        self.serve, self.address, self.port, self.folder, self.capsys = serve, address, port, folder, capsys
+
+    def deploy(self, replicas):
+        """Renders a plait.yaml for the cluster and hands it to Serve, with the fake engine."""
+        (self.folder / "plait.yaml").write_text(PLACED % (self.port, replicas))
+        (self.folder / "cluster.yaml").write_text(CLUSTER)
+        self.capsys.readouterr()
+        files = [str(self.folder / name) for name in ("plait.yaml", "cluster.yaml")]
+        assert root.main(["deploy", "render", files[0], "--cluster", files[1]]) == 0
+        (application,) = yaml.safe_load(self.capsys.readouterr().out)["applications"]
+        deploy(self.serve, {**application, "import_path": "support.placed_app:build"})
+
+    def ask(self, path, body=None):
+        """GET, or POST if there is a body: status and text; 0 where nothing answers."""
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", data=data, headers={"content-type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode(errors="replace")
+        except OSError as error:
+            return 0, str(error)
+
+    def gauge(self, name):
+        """The values of a gauge of nodes, by class."""
+        found = re.findall(rf'^{name}{{node="\w+",class="(\w+)"}} (\S+)$', self.ask("/metrics")[1], re.MULTILINE)
+        return {of: float(value) for of, value in found}
+
+    def engines(self):
+        """The processes of the engine's replicas, on whatever class of nodes."""
+        found = set()
+        for name in ("engine@a", "engine@b"):
+            try:
+                handle = self.serve.get_deployment_handle(name, "plait")
+                found |= {said.replica for said in handle.broadcast("metrics_text").results(timeout_s=10)}
+            except Exception as error:
+                print(name, error)  # it has no replica
+        return found
+
+    def planned(self):
+        """How many engines `plait deploy place --live` finds a place for; another process asks."""
+        command = [sys.executable, "-m", "plait.cli.main", "deploy", "place", "--json", "--live", self.address]
+        done = subprocess.run(
+            [*command, str(self.folder / "plait.yaml")], capture_output=True, text=True, timeout=200, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return sum(
+            it["deployment"] == "engine" and it["node"] is not None for it in json.loads(done.stdout)["replicas"]
+        )
+
+    def wait(self, done):
+        wait_for(done, lambda: f"{self.serve.status()}", limit_s=PATIENCE_S)
+
+
+def test_a_placed_server_answers_and_grows_without_a_restart(ray_nodes, tmp_path, capsys):
+    """Of 2 nodes x 2 GPUs, replicas with 0.6 of a GPU: images are made, `/metrics` has what is idle and stranded on
+    each node, and a new number of replicas ends none that runs."""
+    for name in "ab":
+        ray_nodes.add(name, NodeSize(cpus=8, gpus=2, labels={LABEL: name}))
+    path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+    port = free_port()
+    with attached(ray_nodes, environ={"PYTHONPATH": path}, port=port) as serve:
+        server = Server(serve, ray_nodes.address, port, tmp_path, capsys)
+        server.deploy(replicas=2)
+        server.wait(lambda: server.ask("/health")[0] == 200)
+        image = {"prompt": "red apple", "num_inference_steps": 2, "seed": 1}
+        assert server.ask("/v1/images/generations", image)[0] == 200
+        server.wait(lambda: sum(server.gauge("plait_node_idle_gpus").values()) == pytest.approx(4 - 2 * 0.6))
+        assert server.gauge("plait_node_gpus") == {"a": 2, "b": 2}
+        assert sum(server.gauge("plait_node_stranded_gpus").values()) == pytest.approx(0.8)
+        assert server.planned() == 2
+        before = server.engines()
+        assert len(before) == 2
+        server.deploy(replicas=4)
+        server.wait(lambda: len(server.engines()) == 4)
+        assert before < server.engines()
+        assert {server.ask("/v1/images/generations", image)[0] for _ in range(8)} == {200}
+        server.wait(lambda: sum(server.gauge("plait_node_stranded_gpus").values()) == pytest.approx(1.6))

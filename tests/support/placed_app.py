@@ -1,0 +1,12 @@
+"""The application of a placed configuration around the fake engine, as Serve's configuration names it."""
+
+# No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
+from ray import serve
+
+from plait.app import AppArgs, compose
+from support.fake_serve import FakeSource
+
+
+def build(args: AppArgs) -> serve.Application:
+    """Build it; nothing imports torch."""
+    return compose(args, FakeSource(step_s=0.01))

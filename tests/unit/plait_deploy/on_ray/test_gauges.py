@@ -1,0 +1,69 @@
+"""The gauges of nodes, against a sum by hand."""
+
+from __future__ import annotations
+
+from plait_deploy.on_ray.gauges import gauges
+from plait_deploy.on_ray.names import LABEL
+from plait_deploy.on_ray.nodes import living_nodes
+from plait_deploy.on_ray.whereabouts import DEVICES, NODE, devices_in, node_number
+from plait_deploy.placement.demands import Demand, task_of
+
+FIRST, SECOND, HOST, DEAD = (f"{at}{'0' * 55}" for at in "3579")
+
+
+def nodes():
+    def of(identity, gpus, alive=True):
+        resources = {"CPU": 8.0, "memory": 2.0**34, **({"GPU": float(gpus)} if gpus else {})}
+        return {"NodeID": identity, "Alive": alive, "Resources": resources, "Labels": {LABEL: "a"}}
+
+    return living_nodes([of(FIRST, 2), of(SECOND, 1), of(HOST, 0), of(DEAD, 8, alive=False)])
+
+
+def demand(name, gpus, replicas):
+    return Demand(name=name, task=task_of(name, num_cpus=1, num_gpus=gpus), replicas=replicas)
+
+
+def values(text):
+    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+
+
+def test_a_rest_too_small_for_most_replicas_is_stranded_for_them():
+    """0.7 are taken of a device: 0.3 are left, which 1 of 4 replicas could use, and whole devices, which all could."""
+    demands = [demand("big", 0.7, 3), demand("small", 0.2, 1)]
+    reports = {"big": [{NODE: node_number(FIRST), DEVICES: 2.0}]}
+    found = values(gauges(nodes(), demands, reports))
+    first, second = (f'{{node="{each[:12]}",class="a"}}' for each in (FIRST, SECOND))
+    assert found[f"plait_node_gpus{first}"] == "2"
+    assert found[f"plait_node_idle_gpus{first}"] == "1.3"
+    assert float(found[f"plait_node_stranded_gpus{first}"]) == 0.225  # 0.3 x 3/4
+    assert (found[f"plait_node_idle_gpus{second}"], found[f"plait_node_stranded_gpus{second}"]) == ("1", "0")
+    assert len(found) == 6  # neither the host without GPUs nor the dead node
+
+
+def test_reports_of_different_moments_do_no_harm():
+    """Of two replicas on one device, of one on a node that is gone and of one without numbers, what can be is."""
+    demands = [demand("x", 0.7, 4)]
+    said = [{NODE: node_number(FIRST), DEVICES: 1.0}] * 2 + [{NODE: node_number(DEAD), DEVICES: 1.0}, {}]
+    found = values(gauges(nodes(), demands, {"x": said}))
+    assert found[f'plait_node_idle_gpus{{node="{FIRST[:12]}",class="a"}}'] == "1.3"
+    named = values(gauges(nodes(), demands, {"x": [{NODE: node_number(SECOND)}]}))
+    assert named[f'plait_node_idle_gpus{{node="{SECOND[:12]}",class="a"}}'] == "0.3"
+
+
+def test_without_gpus_the_families_are_there_and_empty():
+    """So that a dashboard finds their names anywhere."""
+    text = gauges((), (), {})
+    assert values(text) == {}
+    assert text.count("# TYPE plait_node_") == 3
+
+
+def test_devices_are_bits():
+    """One for each device; without the number they are unknown."""
+    assert devices_in({DEVICES: float(0b1101)}) == (0, 2, 3)
+    assert devices_in({DEVICES: 0.0}) == ()
+    assert devices_in({}) is None
+
+
+def test_ids_that_differ_late_enough_are_different_numbers():
+    """52 bits survive as a float."""
+    assert node_number("fffffffffffff" + "0" * 43) - node_number("ffffffffffffe" + "0" * 43) == 1.0

@@ -1,0 +1,180 @@
+"""The numbers of replicas by class of nodes: what stands stays, what is lost moves, waves find their devices."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from plait_deploy.placement.demands import Demand, demand_classes, task_of
+from plait_deploy.placement.policies import make_policy
+from plait_deploy.placement.recount import Standing, recount
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import WHOLE, ClusterNode
+
+CLASSES = ("a", "b", "c")
+
+
+def demand(name, gpus, replicas, cpus=1.0):
+    return Demand(name=name, task=task_of(name, num_cpus=cpus, num_gpus=gpus), replicas=replicas)
+
+
+def node(name, gpus=2, cpus=16):
+    return ClusterNode(name=name, cpu_milli=cpus * WHOLE, memory_mib=1, gpus=gpus)
+
+
+def run(demands, standing=(), classes=CLASSES, gpus=2, policy="plait"):
+    state = ClusterState([node(f"n{number}", gpus) for number, _ in enumerate(classes)])
+    return recount(state, classes, demands, standing, make_policy(policy, demand_classes(demands)))
+
+
+def total(found, name):
+    return sum(count for (of, _), count in found.counts.items() if of == name)
+
+
+def settled(demands, classes=CLASSES, gpus=2):
+    """Recounts until nothing is held back, each replica where Ray would have put it, in the order of its start."""
+    rows = [[WHOLE] * gpus for _ in classes]
+    standing: list[Standing] = []
+    chance = random.Random(1)
+    for _ in range(20):
+        found = run(demands, standing, classes, gpus)
+        have = {key: sum((it.name, it.node_class) == key for it in standing) for key in found.counts}
+        new = [key for key, count in found.counts.items() for _ in range(count - have[key])]
+        chance.shuffle(new)
+        for name, node_class in new:
+            task = next(it.task for it in demands if it.name == name)
+            at = classes.index(node_class)
+            state = ClusterState([node("n", gpus)])
+            state.devices[0] = rows[at]
+            devices = state.best_fit_devices(task, 0)
+            assert len(devices) == task.gpus, "Ray found no device"
+            for device in devices:
+                rows[at][device] -= task.gpu_milli
+                assert rows[at][device] >= 0
+            standing.append(Standing(name=name, node_class=node_class, node=at, devices=devices))
+        if not new:
+            return found, standing
+    raise AssertionError("it never came to an end")
+
+
+def test_all_find_a_place_and_what_stands_stays():
+    """A second plan of the same is the same."""
+    demands = [demand("x", 0.6, 3), demand("y", 0.4, 3), demand("z", 1, 2)]
+    found, standing = settled(demands)
+    assert [total(found, it.name) for it in demands] == [3, 3, 2]
+    assert found.unplaced == {}
+    assert found.held_back == 0
+    again = run(demands, standing)
+    assert again.counts == {key: sum((it.name, it.node_class) == key for it in standing) for key in again.counts}
+
+
+def test_waves_find_devices_in_whatever_order_they_start():
+    """0.6, 0.4, 0.5 and 0.5 fill two devices, but not in every order: so they do not start at once."""
+    demands = [demand("big", 0.6, 1), demand("small", 0.4, 1), demand("half", 0.5, 2)]
+    first = run(demands, classes=("a",))
+    assert first.held_back > 0
+    started = [it.task for it in demands for _ in range(total(first, it.name))]
+    for order in itertools.permutations(started):
+        state = ClusterState([node("n")])
+        for task in order:
+            devices = state.best_fit_devices(task, 0)
+            state.devices[0][list(devices)] -= task.gpu_milli
+    found, _ = settled(demands, classes=("a",))
+    assert sum(found.counts.values()) == 4
+
+
+def test_a_lost_class_moves_and_the_others_do_not():
+    """The replicas of class b go elsewhere; those of a and c keep their numbers or gain."""
+    demands = [demand("x", 0.5, 4), demand("y", 1, 1)]
+    _, standing = settled(demands)
+    lost = [it for it in standing if it.node_class == "b"]
+    left = [
+        Standing(name=it.name, node_class=it.node_class) if it.node_class == "b" else it for it in standing
+    ]  # Serve starts them again where no node is
+    state = ClusterState([node("n0"), node("n2")])
+    moved = [
+        it
+        if it.node is None
+        else Standing(name=it.name, node_class=it.node_class, node=min(it.node, 1), devices=it.devices)
+        for it in left
+    ]
+    found = recount(state, ("a", "c"), demands, moved, make_policy("plait", demand_classes(demands)))
+    assert all(of != "b" for _, of in found.counts if found.counts[_, of])
+    for name, of in {(it.name, it.node_class) for it in standing if it.node_class != "b"}:
+        assert found.counts[name, of] >= sum((it.name, it.node_class) == (name, of) for it in standing)
+    assert sum(found.counts.values()) + sum(found.unplaced.values()) + found.held_back == len(standing)
+    assert lost or found.held_back == 0
+
+
+def test_fewer_are_wanted_and_the_ones_that_have_not_started_go_first():
+    """Serve stops those first as well."""
+    demands = [demand("x", 0.5, 1)]
+    standing = [
+        Standing(name="x", node_class="a", node=0, devices=(0,)),
+        Standing(name="x", node_class="b"),
+        Standing(name="x", node_class="c", node=2, devices=(0,)),
+    ]
+    found = run(demands, standing)
+    assert total(found, "x") == 1
+    assert found.counts["x", "b"] == 0
+
+
+def test_what_has_not_started_goes_even_where_its_end_strands_more():
+    """Serve stops it in any case: what runs is worth more than a better plan."""
+    demands = [demand("half", 0.5, 1), demand("other", 0.5, 1), demand("whole", 1, 3)]
+    standing = [
+        Standing(name="half", node_class="a"),
+        Standing(name="other", node_class="a", node=0, devices=(0,)),
+        Standing(name="half", node_class="b", node=1, devices=(0,)),
+    ]
+    found = run(demands, standing)
+    assert (found.counts["half", "a"], found.counts["half", "b"]) == (0, 1)
+
+
+def test_of_two_the_one_goes_whose_end_strands_less():
+    """Class a's device holds another half: without its neighbour it would be a half device that "whole" cannot use."""
+    demands = [demand("half", 0.5, 1), demand("other", 0.5, 1), demand("whole", 1, 3)]
+    standing = [
+        Standing(name="half", node_class="a", node=0, devices=(0,)),
+        Standing(name="other", node_class="a", node=0, devices=(0,)),
+        Standing(name="half", node_class="b", node=1, devices=(0,)),
+    ]
+    found = run(demands, standing)
+    assert (found.counts["half", "a"], found.counts["half", "b"]) == (1, 0)
+
+
+def test_what_has_no_room_is_said_and_what_stands_is_no_reason_to_move():
+    """Six of seven fit, one for each device."""
+    demands = [demand("x", 0.6, 7)]
+    found, _ = settled(demands)
+    assert total(found, "x") == 6
+    assert found.unplaced == {"x": 1}
+
+
+def test_a_replica_that_found_no_device_is_placed_elsewhere():
+    """It was told to start in class a, whose devices have turned out to be too full."""
+    demands = [demand("x", 0.6, 3)]
+    standing = [
+        Standing(name="x", node_class="a", node=0, devices=(0,)),
+        Standing(name="x", node_class="a", node=0, devices=(1,)),
+        Standing(name="x", node_class="a"),
+    ]
+    found = run(demands, standing)
+    assert found.counts["x", "a"] == 2
+    assert total(found, "x") == 3
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_demands_end_with_every_replica_on_devices_of_its_own(seed):
+    """Whatever is asked for, waves end, nothing is placed twice, and only what has no room is left out."""
+    chance = random.Random(seed)
+    demands = [
+        demand(f"m{number}", chance.choice((0.1, 0.25, 0.3, 0.45, 0.6, 0.75, 1, 2)), chance.randint(1, 4), 0.5)
+        for number in range(6)
+    ]
+    found, standing = settled(demands, gpus=4)
+    for each in demands:
+        assert total(found, each.name) + found.unplaced.get(each.name, 0) == each.replicas
+    assert len(standing) == sum(found.counts.values())
