@@ -18,6 +18,7 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_process
 from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.http.context import HttpSettings, RouteContext
+from plait_serving.imports import importing
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
@@ -47,7 +48,8 @@ class Ingress:
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers
-        self._ranking = _ranking_service(ranking or {})
+        with importing():
+            self._ranking = _ranking_service(ranking or {})
         self._answers = OpenResponses()
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
@@ -79,16 +81,17 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Return the ASGI application; Serve calls this after the constructor."""
-        from plait_serving.http.app import create_app
+        with importing():
+            from plait_serving.http.app import create_app
 
-        app = create_app(
-            self._images,
-            self._settings(),
-            ranking=self._ranking,
-            routers=self._routers(),
-            lifespan=None if self._direct is None else self._answer_directly,
-            neighbours=self._neighbours,
-        )
+            app = create_app(
+                self._images,
+                self._settings(),
+                ranking=self._ranking,
+                routers=self._routers(),
+                lifespan=None if self._direct is None else self._answer_directly,
+                neighbours=self._neighbours,
+            )
         self._context = app.state.context
         return self._answers.count(without_request_id(app))
 
