@@ -19,7 +19,8 @@ twice, of two groups. Between steps the compute thread calls `choose` for the un
   where rows per second grow by it and the call takes at most as many times longer as there are tenants: the host
   would have to wait as long for its next turn. One that has the next turn as well (`shares`: it has just come) takes
   guests only as far as they make the call longer by `GUEST_SHARE`. The call that runs when it comes is what it waits
-  for: where several tenants come, a call takes at most `1 - GUEST_SHARE` of what its oldest request would take alone.
+  for: where several tenants come, a call takes at most `1 - GUEST_SHARE` of what its oldest request would take alone
+  (of one step: `1 + GUEST_SHARE`, or nothing could be shared).
 
 Symbols: rows = images of a unit; step_s = seconds one denoiser call takes; switch_s = seconds a merge takes.
 """
@@ -235,7 +236,7 @@ def _longest_call_s(seed: Candidate, costs: Costs, limits: BatchLimits) -> float
     """Return how long a call with `seed` may take."""
     if not limits.is_shared:
         return math.inf
-    return (1.0 - GUEST_SHARE) * seed.steps * costs.step_s(seed.key, seed.rows)
+    return max(1.0 + GUEST_SHARE, (1.0 - GUEST_SHARE) * seed.steps) * costs.step_s(seed.key, seed.rows)
 
 
 def _overtakes_none_of(due: Sequence[int], batch: Sequence[Candidate]) -> bool:

@@ -65,6 +65,9 @@ def test_a_call_that_others_may_have_to_wait_for_is_short():
     assert len(choose(flood, costs=step, limits=limits, now_s=0.0)) == 5
     long = [unit(i, "flood", steps=20) for i in range(12)]
     assert len(choose(long, costs=step, limits=limits, now_s=0.0)) == 8
+    single = [unit(i, "flood", steps=1) for i in range(12)]
+    nearly_free = costs(lambda rows: 1.0 + 0.05 * rows)
+    assert len(choose(single, costs=nearly_free, limits=limits, now_s=0.0)) == 6
 
 
 def test_guests_stay_out_where_rows_cost_as_much_as_calls():
