@@ -93,7 +93,7 @@ class FaultReport:
         whole = self.all_ends
         found = [f"{what} ({count}x)" for what, count in self._failures().items()]
         found += [f"{fault.name} did not recover" for fault in self.faults if not fault.has_recovered]
-        found += [f"{name} grew from {was} to {now}" for name, (was, now) in self.grown.items()]
+        found += [f"{name} grew from {was} to {now}{self._by_kind(name)}" for name, (was, now) in self.grown.items()]
         found += [f"left behind: {what}" for what in self.left]
         if not whole.ends[End.RIGHT]:
             found.append("no answer was right")
@@ -111,6 +111,14 @@ class FaultReport:
                 if what.startswith(bad):
                     counts[what] += count
         return counts
+
+    def _by_kind(self, name: str) -> str:
+        """Return whose memory grew, the most first."""
+        if name != "memory_bytes":
+            return ""
+        before, after = self.held_before.memory_by_kind, self.held_after.memory_by_kind
+        more = {kind: now - before.get(kind, 0) for kind, now in after.items()}
+        return "".join(f", {kind} by {more[kind]}" for kind in sorted(more, key=lambda it: -more[it]) if more[kind] > 0)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -138,7 +146,7 @@ async def fault_run(server: RunningServer, plan: FaultPlan, say: Say) -> FaultRe
     async with FaultClient(server.url, hung_s=plan.hung_s) as client:
         asks = mixed(plan.seed, await _example(client))
         expected = await quiet(client, asks, say)
-        held_before = await at_rest(server, client, asks, rounds=plan.warm_rounds, say=say)
+        before = await at_rest(server, client, asks, rounds=plan.warm_rounds, say=say)
         log = FaultLog()
         faulting = _Faulting(server, client, asks, expected, plan, log, say)
         began_s = time.monotonic()
@@ -147,7 +155,7 @@ async def fault_run(server: RunningServer, plan: FaultPlan, say: Say) -> FaultRe
         say("quiet again")
         after = [*await send_all(client, asks, at_once=1), *await send_all(client, asks, at_once=_AT_ONCE)]
         await prepared(client)
-        held_after = await at_rest(server, client, asks, rounds=min(1, plan.warm_rounds), say=say)
+        held_after = (await at_rest(server, client, asks, rounds=before.rounds, say=say, all_rounds=True)).held
     return FaultReport(
         plan=plan,
         seconds=seconds,
@@ -155,7 +163,7 @@ async def fault_run(server: RunningServer, plan: FaultPlan, say: Say) -> FaultRe
         probes=faulting.probes,
         after=tally(_judge(ask, reply, expected, log) for ask, reply in after),
         faults=tuple(log.faults),
-        held_before=held_before,
+        held_before=before.held,
         held_after=held_after,
         left=server.left,  # filled when the server is stopped
     )
@@ -180,25 +188,35 @@ async def quiet(client: FaultClient, asks: Sequence[Ask], say: Say) -> dict[str,
     return expected
 
 
-async def at_rest(server: RunningServer, client: FaultClient, asks: Sequence[Ask], *, rounds: int, say: Say) -> Usage:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rest:
+    """What a server holds after so many rounds of load."""
+
+    held: Usage
+    rounds: int
+
+
+async def at_rest(
+    server: RunningServer, client: FaultClient, asks: Sequence[Ask], *, rounds: int, say: Say, all_rounds: bool = False
+) -> Rest:
     """Return what the server holds when a round of load adds no memory any more, at the latest after `rounds`.
 
-    An engine compiles programs for shapes that recur, up to a bound: batches of other sizes and LoRA sets add to what
-    it holds for a while.
+    An engine and its ControlNets compile programs for shapes that recur, up to a bound: batches of other sizes and LoRA
+    sets add to what they hold for a while. So what fresh processes hold is compared after as many rounds as the old
+    ones had (`all_rounds`: none is left out), not after fewer.
     """
     rng = random.Random(0)
     held = await settled(server)
-    still = 0
-    for number in range(1, rounds + 1):
+    still = number = 0
+    while number < rounds and (all_rounds or still < _STILL_ROUNDS):
+        number += 1
         many = [ask for ask in asks for _ in range(_ROUND)]
         rng.shuffle(many)
         await send_all(client, many, at_once=_ROUND_AT_ONCE)
         before, held = held, await settled(server)
         say(f"round {number}: {held.memory_bytes / 2**20:,.0f} MiB")
         still = still + 1 if held.memory_bytes < (1 + _STILL_SHARE) * before.memory_bytes else 0
-        if still == _STILL_ROUNDS:
-            break
-    return held
+    return Rest(held=held, rounds=number)
 
 
 class _Faulting:

@@ -102,6 +102,24 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
     stuck.gate.set()
 
 
+async def test_workers_that_are_gone_leave_nothing_behind(rig: Rig) -> None:
+    """An HN kept the window of each CN that it ever had, and CNs come and go (finding 12)."""
+    hn = rig.hn(name="hn")
+    cn = rig.cn(None, "hn")
+    front = rig.front(cn, name="a")
+    ranker = await rig.ranker("a")
+    for _ in range(4):
+        await until(lambda: ranker.metrics()["workers"] == 1)
+        await _right(rig, ranker)
+        assert len(hn._windows) == 1
+        front._server.close_listeners()
+        front._server.hang_up()
+        cn.stop(drain_s=0)
+        await until(lambda: not hn._windows and not ranker.metrics()["workers"])
+        cn = rig.cn(None, "hn")
+        front = rig.front(cn, name="a")
+
+
 async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(rig: Rig) -> None:
     """Nobody has noticed yet that the worker is gone: the request goes to the other one (finding 10)."""
     rig.front(rig.whole(), name="a")

@@ -18,7 +18,9 @@ from plait_serving.diffusion.queue.policy import (
     overtaken_by,
 )
 from plait_serving.diffusion.queue.shares import TenantShares
-from plait_serving.diffusion.values import LoraRef, Tenant
+from plait_serving.diffusion.testing import fake_samplers
+from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units, heads
+from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler, Tenant
 
 KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
 COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda loras: 0.03 if loras else 0.0)
@@ -183,7 +185,7 @@ def test_tenants_that_wait_get_equal_time(found, overtake_limit, largest_batch, 
             break
         candidates = list(active.values())
         waiting = [Tenant(name=name) for name in dict.fromkeys(unit.tenant for unit in candidates)]
-        turn = shares.turn(waiting)
+        turn = shares.turn(waiting).tenant
         batch = choose(candidates, costs=costs, limits=limits, now_s=0.0, running=running, turn=turn)
         running = tuple(unit.order for unit in batch)
         assert turn in {unit.tenant for unit in batch}
@@ -199,3 +201,52 @@ def test_tenants_that_wait_get_equal_time(found, overtake_limit, largest_batch, 
         if not rows_are_free and {unit.tenant for unit in active.values()} == names:
             assert max(used.values()) - min(used.values()) <= len(names) * longest_s
     assert not active
+
+
+waiting_jobs = st.lists(
+    st.tuples(
+        st.sampled_from(["a", "b"]),
+        st.sampled_from([16, 32]),
+        st.integers(1, 5),
+        st.sampled_from([0, 0, 0, 1, 3]),
+        st.sampled_from([False, False, False, True]),
+        st.sampled_from([None, None, None, 1.0, 50.0]),
+    ),
+    min_size=1,
+    max_size=40,
+)
+"""Tenant, edge, images, how often overtaken, whether it has begun, deadline."""
+
+
+@settings(max_examples=200)
+@given(waiting_jobs, st.integers(1, 6), cost_tables, st.booleans())
+def test_what_waits_far_behind_does_not_matter(found, largest_batch, table, is_shared):
+    """The units that `heads` leaves out do not change the batch, whosever turn it is."""
+    jobs = [_job(order, *fields, largest_batch) for order, fields in enumerate(found)]
+    limits = BatchLimits(largest_batch=largest_batch, overtake_limit=3, is_shared=is_shared)
+    costs = Costs(step_s=lambda key, rows: table[min(rows, len(table)) - 1], switch_s=lambda loras: 0.0)
+    ready, behind = heads(jobs, largest_batch=largest_batch, overtake_limit=3)
+    every = [unit for job in jobs for unit in job.units]
+    assert {unit.order for unit in every} == {unit.order for unit in (*ready, *behind)}
+    running = [unit.order for unit in every if unit.step]
+    for turn in {job.request.tenant.name for job in jobs}:
+        chosen = [
+            choose([one.candidate(()) for one in of], costs=costs, limits=limits, now_s=0.0, running=running, turn=turn)
+            for of in (ready, every)
+        ]
+        assert chosen[0] == chosen[1]
+
+
+def _job(order, tenant, edge, n, overtaken, has_begun, deadline_s, largest_batch) -> ImageJob:
+    asked = ImageRequest(
+        request_id="r", prompt="x", width=edge, height=edge, steps=4, guidance_scale=3.0, seed=1, n=n,
+        scheduler=Scheduler.DDIM, tenant=Tenant(name=tenant),
+    )  # fmt: skip
+    spent = SpentSeconds(accepted_at_s=0.0)
+    job = ImageJob(request=asked, sink=lambda event: None, spent=spent, loras=None, deadline_at_s=deadline_s)
+    job.units = cut_into_units(job, largest_batch, 10 * order)
+    for unit in job.units:
+        unit.overtaken = overtaken
+        if has_begun:
+            unit.step, unit.sampler = 1, fake_samplers(asked, [1] * unit.rows, (1, 2, 2))
+    return job

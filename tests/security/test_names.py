@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from plait.app import http_settings
+from plait.config import PlaitConfig, ServerSection
 from plait.tuning.service.http import tuning_router
 from plait_disagg.package import Package
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import Role
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.local import LocalRankingService
@@ -196,6 +199,17 @@ def test_cve_2025_67303_and_cve_2026_22777_installation_over_http(client: TestCl
         ("post", "/v2/models/{model}/versions/{version}/infer"),
         ("post", "/v2/repository/models/{model}/load"),
     }
+
+
+def test_a1111_open_by_default() -> None:
+    """A1111's web UI asks for no key, and whoever reaches it may install extensions, which are code: here nobody else
+    reaches a server that was not told so, and one that others reach has no admin without a key."""
+    server = PlaitConfig().server
+    assert server.host == "127.0.0.1"
+    assert (server.is_open, server.has_admin) == (False, True)
+    exposed = ServerSection(host="0.0.0.0")
+    assert (exposed.is_open, exposed.has_admin) == (True, False)
+    assert http_settings(exposed).anyone.role is Role.USER
 
 
 def test_cve_2024_47874_and_va_26_238_01_only_edits_take_a_form_or_a_file(client: TestClient) -> None:

@@ -50,13 +50,15 @@ class Gate:
 class Rig:
     """An engine over fakes and the sinks of its requests. Whoever may share a call does."""
 
-    def __init__(self, *, gate=None, provider=None, broken=frozenset(), **knobs) -> None:
+    def __init__(
+        self, *, gate=None, provider=None, broken=frozenset(), clock=time.monotonic, costs=None, **knobs
+    ) -> None:
         self.merger, self.text_merger = FakeMerger(broken=broken), FakeMerger()
         self.denoiser = FakeDenoiser(self.merger, self.text_merger, gate)
         self.provider = provider or FakeProvider(["a", "b"])
         stepper = Stepper(
             denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=fake_samplers,
-            controlnets={}, clock=time.monotonic,
+            controlnets={}, clock=clock,
         )  # fmt: skip
         self.engine = Engine(
             denoiser=self.denoiser,
@@ -67,8 +69,8 @@ class Rig:
             switch_cost_s=lambda loras: 0.001,
             limits=ImageLimits(),
             knobs=EngineKnobs(threads=1, **knobs),
-            clock=time.monotonic,
-            costs=EveryBatchPays(),
+            clock=clock,
+            costs=costs or EveryBatchPays(),
         )
         self.engine.start()
 

@@ -217,6 +217,8 @@ def test_a_run_is_passed_only_if_nothing_is_wrong():
     assert report(faults=[lost]).problems == ["engine did not recover"]
     assert report(faults=[]).problems == ["no process was killed"]
     assert report(held_after=usage(zombies=101)).problems == ["zombies grew from 100 to 101"]
+    more = usage(memory_bytes=200, memory_by_kind={"cn": 20, "engine": 180})
+    assert report(held_after=more).problems == ["memory_bytes grew from 100 to 200, engine by 80, cn by 20"]
     assert report(left=["process 7"]).problems == ["left behind: process 7"]
     assert json.dumps(report().to_json())
 

@@ -19,6 +19,7 @@ from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_pro
 from plait_serving.deployments.node_gauges import NodeGauges, Reserved
 from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.http.context import HttpSettings, RouteContext
+from plait_serving.imports import importing
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
@@ -50,7 +51,8 @@ class Ingress:
         self._images = None if engine is None else HandleImageService(engine)
         self._settings = settings
         self._routers = routers
-        self._ranking = _ranking_service(ranking or {})
+        with importing():
+            self._ranking = _ranking_service(ranking or {})
         self._answers = OpenResponses()
         self._nodes = NodeGauges(reserved or {})
         self._direct = None if direct is None else DirectListener(direct)
@@ -83,17 +85,18 @@ class Ingress:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Return the ASGI application; Serve calls this after the constructor."""
-        from plait_serving.http.app import create_app
+        with importing():
+            from plait_serving.http.app import create_app
 
-        app = create_app(
-            self._images,
-            self._settings(),
-            ranking=self._ranking,
-            routers=self._routers(),
-            lifespan=None if self._direct is None else self._answer_directly,
-            neighbours=self._neighbours,
-            nodes=self._nodes.text,
-        )
+            app = create_app(
+                self._images,
+                self._settings(),
+                ranking=self._ranking,
+                routers=self._routers(),
+                lifespan=None if self._direct is None else self._answer_directly,
+                neighbours=self._neighbours,
+                nodes=self._nodes.text,
+            )
         self._context = app.state.context
         return self._answers.count(without_request_id(app))
 

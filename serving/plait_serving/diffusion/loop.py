@@ -17,11 +17,11 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
-from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.queue.shares import TenantShares, Turn
 from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
 from plait_serving.diffusion.stepper import Outcome, Stepper
-from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units
+from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units, heads
 from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
 
 _log = logging.getLogger(__name__)
@@ -33,6 +33,9 @@ SURELY_LATE = 0.8
 _ENCODE_SLICE_S = 0.25
 # Changing the merged set for another tenant's turn takes at most this share of the time.
 _SWITCH_SHARE = 0.2
+# The credit of a tenant that comes back, in requests: forecasts are some per cent off, and one that ends before the
+# request does costs it a whole step of the others.
+_CREDIT = 1.25
 # How often deadlines and cancellations are looked at while nothing can run.
 _IDLE_POLL_S = 0.05
 
@@ -145,8 +148,8 @@ class DenoiseLoop:
     def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], GroupKey | None]:
         """Return the units of the next step and their group, or none. What executors take may change with a knob: the
         answer that formed the group is the one that its step uses."""
-        ready = [unit for job in self._jobs for unit in job.units if unit.step < unit.steps and unit.ready]
-        if self._should_wait_for_mates(ready, knobs):
+        ready, behind = heads(self._jobs, largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
+        if not ready or self._should_wait_for_mates(ready, knobs):
             return [], None
         units = {unit.order: unit for unit in ready}
         candidates = self._candidates(ready)
@@ -154,13 +157,29 @@ class DenoiseLoop:
             step_s=self._costs.step_s,
             switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
         )
-        limits = BatchLimits(largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
-        turn = self._turn(ready, candidates, costs) if ready else None
-        batch = choose(candidates, costs=costs, limits=limits, now_s=self._clock(), running=self._running, turn=turn)
+        turn = self._turn(ready, candidates, costs)
+        limits = BatchLimits(
+            largest_batch=knobs.largest_batch,
+            overtake_limit=knobs.overtake_limit,
+            is_shared=self._shares.is_shared,
+        )
+        batch = choose(
+            candidates,
+            costs=costs,
+            limits=limits,
+            now_s=self._clock(),
+            running=self._running,
+            turn=turn.tenant,
+            credit_s=turn.credit_s,
+        )
         self._running = frozenset(candidate.order for candidate in batch)
-        for order in overtaken_by(batch, candidates, turn):
+        for order in overtaken_by(batch, candidates, turn.tenant):
             units[order].overtaken += 1
-        return [units[candidate.order] for candidate in batch], batch[0].key if batch else None
+        latest = max(candidate.order for candidate in batch if candidate.tenant == turn.tenant)
+        for unit in behind:
+            if unit.order < latest and unit.job.request.tenant.name == turn.tenant and unit.ready:
+                unit.overtaken += 1
+        return [units[candidate.order] for candidate in batch], batch[0].key
 
     def _candidates(self, ready: list[Unit]) -> list[Candidate]:
         """Return the units as candidates, twice where they could share calls by taking their sets as inputs. While all
@@ -171,14 +190,19 @@ class DenoiseLoop:
             found += [unit.candidate((), row_wise=True) for unit in ready if self._stepper.is_row_wise(unit)]
         return found
 
-    def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> str:
-        """Return the tenant whose turn it is. One that runs goes on for so long that changing between the sets to merge
-        takes a small share of the time."""
-        tenants = {tenant.name: tenant for tenant in (unit.job.request.tenant for unit in ready)}
+    def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> Turn:
+        """Return whose turn it is. A tenant that runs goes on for so long that changing between the sets to merge takes
+        a small share of the time; one that has come back has a request of its own, or a shorter one of others, ahead of
+        them."""
+        oldest: dict[str, ImageJob] = {}
+        for unit in ready:
+            oldest.setdefault(unit.job.request.tenant.name, unit.job)
+        tenants = [job.request.tenant for job in oldest.values()]
         if len(tenants) == 1:
-            return self._shares.turn(list(tenants.values()))
+            return self._shares.turn(tenants)
         switch_s = max(costs.switch_s(candidate.key.loras) for candidate in candidates)
-        return self._shares.turn(list(tenants.values()), slack_s=switch_s / _SWITCH_SHARE)
+        credit_s = _CREDIT * min(self._forecast.longest_s(job.request, job.chunks) for job in oldest.values())
+        return self._shares.turn(tenants, slack_s=switch_s / _SWITCH_SHARE, credit_s=credit_s)
 
     def _charge(self, job: ImageJob, seconds: float) -> None:
         """Charge a request for compute. From any thread."""

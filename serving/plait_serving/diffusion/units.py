@@ -5,7 +5,7 @@ A request is cut into units of at most `largest_batch` images; the unit is what 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -111,13 +111,15 @@ class ImageJob:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Some images of a request that are denoised together. `sampler` and the rest are None until its first step;
-    `encoding` is there while its prompts are encoded."""
+    """Some images of a request that are denoised together. `kind`: equal for units between which, before their first
+    step, only their age decides. `sampler` and the rest are None until its first step; `encoding` is there while its
+    prompts are encoded."""
 
     job: ImageJob
     order: int
     first_image: int
     rows: int
+    kind: Hashable = None
     step: int = 0
     overtaken: int = 0
     sampler: RequestSampler | None = None
@@ -154,6 +156,7 @@ class Unit:
             key=key,
             rows=self.rows,
             steps_left=self.steps - self.step,
+            steps=self.steps,
             overtaken=self.overtaken,
             deadline_s=self.job.deadline_at_s,
             tenant=request.tenant.name,
@@ -167,9 +170,30 @@ def _release(loras: Future[LoraLease]) -> None:
 
 def cut_into_units(job: ImageJob, largest_batch: int, first_order: int) -> list[Unit]:
     """Return units of at most `largest_batch` images, with orders that count up from `first_order`."""
-    n = job.request.n
-    starts = range(0, n, largest_batch)
-    return [
-        Unit(job=job, order=first_order + i, first_image=start, rows=min(largest_batch, n - start))
-        for i, start in enumerate(starts)
-    ]
+    request = job.request
+    key = (request.tenant.name, request.width, request.height, request.uses_cfg, request.loras_at(0))
+    units = []
+    for i, start in enumerate(range(0, request.n, largest_batch)):
+        rows = min(largest_batch, request.n - start)
+        units.append(Unit(job=job, order=first_order + i, first_image=start, rows=rows, kind=(*key, rows)))
+    return units
+
+
+def heads(jobs: Iterable[ImageJob], *, largest_batch: int, overtake_limit: int) -> tuple[list[Unit], list[Unit]]:
+    """Return the units that the next step could run, and those that cannot take part as older ones of their kind fill
+    any batch before them. The policy's choice does not depend on the latter, so a step costs no more the more wait.
+    """
+    ready: list[Unit] = []
+    behind: list[Unit] = []
+    rows_of: dict[Hashable, int] = {}
+    for job in jobs:
+        for unit in job.units:
+            waits = unit.sampler is None and job.deadline_at_s is None and unit.overtaken < overtake_limit
+            rows = rows_of.get(unit.kind, 0) if waits else 0
+            if rows and rows + unit.rows > largest_batch:
+                behind.append(unit)
+            elif unit.step < unit.steps and unit.ready:
+                ready.append(unit)
+                if waits:
+                    rows_of[unit.kind] = rows + unit.rows
+    return ready, behind

@@ -103,6 +103,10 @@ class WorkForecast:
         step_s = self._costs.shortest_s(key, request.n)
         return request.run_steps * step_s + self._ends_s(request, chunks) if step_s else 0.0
 
+    def longest_s(self, request: ImageRequest, chunks: int) -> float:
+        """Return the compute-seconds that a request will be charged at most: as those before it, or alone."""
+        return max(self.work_s(request, chunks), self.alone_s(request, chunks))
+
     def decode_s(self, request: ImageRequest) -> float:
         """Return the seconds that decoding its images takes."""
         pixels = request.width * request.height

@@ -17,13 +17,17 @@ twice, of two groups. Between steps the compute thread calls `choose` for the un
   is overtaken at most `overtake_limit` times; from then on only units that arrived before it may run without it.
 - All this is decided among the units of one tenant, whose turn it is (`shares`). Then units of others join as guests,
   where rows per second grow by it and the call takes at most as many times longer as there are tenants: the host
-  would have to wait as long for its next turn.
+  would have to wait as long for its next turn. One that has the next turn as well (`shares`: it has just come) takes
+  guests only as far as they make the call longer by `GUEST_SHARE`. The call that runs when it comes is what it waits
+  for: where several tenants come, a call takes at most `1 - GUEST_SHARE` of what its oldest request would take alone
+  (of one step: `1 + GUEST_SHARE`, or nothing could be shared).
 
 Symbols: rows = images of a unit; step_s = seconds one denoiser call takes; switch_s = seconds a merge takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -37,6 +41,10 @@ measured costs are a few per cent off: less would make latency worse for a gain 
 STAY_SHARE = 0.025
 """A batch that runs is cut down when it saves less than this: half of what it takes to join, so that noise does not
 make a batch grow and shrink."""
+
+GUEST_SHARE = 0.25
+"""By how much guests may lengthen the steps of a tenant that need not share yet. With the call that it found running
+they delay its first request by one request of its kind at most; rows that are nearly free are still not given up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +66,14 @@ class GroupKey:
 class Candidate:
     """A unit that could take part in the next step, in one way. `order` is unique by key and grows with arrival.
 
-    `deadline_s` is on the same clock as `now_s` of `choose`; None means no deadline.
+    `steps`: of its whole request. `deadline_s` is on the same clock as `now_s` of `choose`; None means no deadline.
     """
 
     order: int
     key: GroupKey
     rows: int
     steps_left: int
+    steps: int = 0
     overtaken: int = 0
     deadline_s: float | None = None
     tenant: str = ""
@@ -83,10 +92,12 @@ class BatchLimits:
     """At most `largest_batch` rows per call (a bigger unit runs alone); the module docstring explains `overtake_limit`.
 
     `urgent_factor`: a deadline is urgent when less than this many times the unit's remaining work is left before it.
+    `is_shared`: several tenants come.
     """
 
     largest_batch: int
     overtake_limit: int
+    is_shared: bool = False
     urgent_factor: float = 2.0
 
 
@@ -98,11 +109,12 @@ def choose(
     now_s: float,
     running: Collection[int] = (),
     turn: str | None = None,
+    credit_s: float = 0.0,
 ) -> tuple[Candidate, ...]:
     """Return the units of the next step, in arrival order; empty iff `candidates` is. They share one `GroupKey`.
 
     `running` has the orders of the units of the last step. `turn`: the tenant whose turn it is, one that has a
-    candidate; None: all are of one tenant.
+    candidate; None: all are of one tenant. `credit_s`: the compute-seconds that it may use before it shares.
     """
     if not candidates:
         return ()
@@ -110,11 +122,14 @@ def choose(
     batch = _choose_of_one_tenant(hosts, costs, limits, now_s, running)
     if len(hosts) == len(candidates):
         return batch
+    alone_s = costs.step_s(batch[0].key, _rows(batch))
     tenants = len({unit.tenant for unit in candidates})
+    longest_s = (1.0 + GUEST_SHARE if credit_s >= alone_s else tenants) * alone_s
+    longest_s = min(longest_s, _longest_call_s(batch[0], costs, limits))
     guests = sorted(
         (unit for unit in candidates if unit.tenant != turn), key=lambda unit: (unit.order not in running, unit.order)
     )
-    return _with_guests(batch, guests, costs, limits, tenants)
+    return _with_guests(batch, guests, costs, limits, longest_s)
 
 
 def _choose_of_one_tenant(
@@ -168,9 +183,10 @@ def _with_guests(
     guests: Sequence[Candidate],
     costs: Costs,
     limits: BatchLimits,
-    tenants: int,
+    longest_s: float,
 ) -> tuple[Candidate, ...]:
-    """Return `batch` with those guests, units of other tenants in the order in which they may join, that pay."""
+    """Return `batch` with those guests, units of other tenants in the order in which they may join, that pay, in a call
+    of at most `longest_s`."""
     key, rows = batch[0].key, _rows(batch)
     alone_s = costs.step_s(key, rows)
     chosen, best = tuple(batch), (1.0 + JOIN_SHARE) * rows / max(alone_s, 1e-9)
@@ -181,7 +197,7 @@ def _with_guests(
         joined.append(guest)
         rows += guest.rows
         step_s = costs.step_s(key, rows)
-        if step_s <= tenants * alone_s and rows / max(step_s, 1e-9) > best:
+        if step_s <= longest_s and rows / max(step_s, 1e-9) > best:
             chosen, best = tuple(joined), rows / max(step_s, 1e-9)
     return tuple(sorted(chosen, key=lambda unit: unit.order))
 
@@ -190,7 +206,7 @@ def _batch_that_pays(
     seed: Candidate, units: Sequence[Candidate], costs: Costs, limits: BatchLimits, running: Collection[int]
 ) -> tuple[Candidate, ...]:
     """Return `seed` and those units of its group, taken in the order of `units`, that pay."""
-    reach = _in_reach(seed, units, limits)
+    reach = _in_reach(seed, units, costs, limits)
     due = [unit.order for unit in units if unit.overtaken >= limits.overtake_limit]
     cuts = _first_calls([unit.rows for unit in reach], lambda rows: costs.step_s(seed.key, rows))
     lawful = [cut for cut in cuts if _overtakes_none_of(due, reach[: cut.units])]
@@ -203,14 +219,24 @@ def _batch_that_pays(
     return tuple(sorted(reach[: chosen.units], key=lambda unit: unit.order))
 
 
-def _in_reach(seed: Candidate, units: Sequence[Candidate], limits: BatchLimits) -> list[Candidate]:
+def _in_reach(seed: Candidate, units: Sequence[Candidate], costs: Costs, limits: BatchLimits) -> list[Candidate]:
     """Return `seed` and those of its group that fit into a call with it, in the order of `units`."""
     reach, rows = [seed], seed.rows
+    longest_s = _longest_call_s(seed, costs, limits)
     for mate in units:
-        if mate.key == seed.key and mate.order != seed.order and rows + mate.rows <= limits.largest_batch:
+        if mate.key != seed.key or mate.order == seed.order or rows + mate.rows > limits.largest_batch:
+            continue
+        if longest_s == math.inf or costs.step_s(seed.key, rows + mate.rows) <= longest_s:
             reach.append(mate)
             rows += mate.rows
     return reach
+
+
+def _longest_call_s(seed: Candidate, costs: Costs, limits: BatchLimits) -> float:
+    """Return how long a call with `seed` may take."""
+    if not limits.is_shared:
+        return math.inf
+    return max(1.0 + GUEST_SHARE, (1.0 - GUEST_SHARE) * seed.steps) * costs.step_s(seed.key, seed.rows)
 
 
 def _overtakes_none_of(due: Sequence[int], batch: Sequence[Candidate]) -> bool:

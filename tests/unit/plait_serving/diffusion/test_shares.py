@@ -17,12 +17,12 @@ from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler, Tenant
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 
 
-def run(shares, waiting, seconds, *, turns, slack_s=0.0):
+def run(shares, waiting, seconds, *, turns, slack_s=0.0, credit_s=0.0):
     """The names of the tenants whose turn it was; `seconds` of each turn."""
     names = []
     tenants = {tenant.name: tenant for tenant in waiting}
     for _ in range(turns):
-        name = shares.turn(waiting, slack_s=slack_s)
+        name = shares.turn(waiting, slack_s=slack_s, credit_s=credit_s).tenant
         shares.charge(tenants[name], seconds[name])
         names.append(name)
     return names
@@ -54,6 +54,45 @@ def test_who_arrives_is_first():
     shares = TenantShares()
     run(shares, [A], {"a": 1.0}, turns=1000)
     assert run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=2) == ["b", "a"]
+
+
+def test_the_first_request_of_who_arrives_runs_before_it_shares():
+    """Four seconds ahead of the others, then second by second; its credit is told while it lasts."""
+    shares = TenantShares()
+    run(shares, [A], {"a": 1.0}, turns=1000)
+    assert shares.turn([A, B], credit_s=4.0).credit_s == 4.0
+    names = run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=8, credit_s=4.0)
+    assert "".join(names) == "bbbbabab"
+    assert shares.turn([A, B]).credit_s == 0.0
+
+
+def test_a_credit_is_not_got_by_coming_and_going():
+    """Whoever leaves after each request gets its half of the time, and the credit once."""
+    shares = TenantShares()
+    run(shares, [A], {"a": 1.0}, turns=10)
+    names = []
+    for _ in range(50):
+        names += run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=4, credit_s=4.0)
+        names += run(shares, [A], {"a": 1.0}, turns=1)
+    assert names.count("b") <= len(names) / 2 + 4
+
+
+def test_who_arrives_later_goes_before_who_has_credit_left():
+    """A third one does not wait for the whole request of the second."""
+    shares = TenantShares()
+    run(shares, [A], {"a": 1.0}, turns=10)
+    run(shares, [A, B], {"a": 1.0, "b": 1.0}, turns=1, credit_s=8.0)
+    assert run(shares, [A, B, HEAVY], {"a": 1.0, "b": 1.0, "heavy": 1.0}, turns=2, credit_s=2.0) == ["heavy"] * 2
+
+
+def test_one_tenant_alone_does_not_share():
+    """Neither with itself nor with plait's own warm-up."""
+    shares = TenantShares()
+    run(shares, [Tenant(name="")], {"": 1.0}, turns=1)
+    run(shares, [A], {"a": 1.0}, turns=2)
+    assert not shares.is_shared
+    run(shares, [B], {"b": 1.0}, turns=1)
+    assert shares.is_shared
 
 
 def test_a_tenant_goes_on_while_a_change_costs_more():

@@ -47,6 +47,30 @@ def test_guests_do_not_slow_their_host_by_more_than_its_next_turn_is_away():
     assert batch[-1].order == 99
 
 
+def test_who_has_just_come_takes_few_guests():
+    """With credit for the next step as well, its guests lengthen a call by a quarter at most."""
+    flood = [unit(i, "flood") for i in range(12)]
+    step = costs(lambda rows: 0.9 + 0.1 * rows)
+    chosen = [
+        choose([*flood, unit(99, "other")], costs=step, limits=LIMITS, now_s=0.0, turn="other", credit_s=credit_s)
+        for credit_s in (0.5, 5.0)
+    ]
+    assert [len(batch) for batch in chosen] == [8, 3]
+
+
+def test_a_call_that_others_may_have_to_wait_for_is_short():
+    """Where several tenants come: no longer than three quarters of one request alone, whatever else would fit."""
+    flood = [unit(i, "flood", steps=4) for i in range(12)]
+    step = costs(lambda rows: 0.5 + 0.5 * rows)
+    limits = BatchLimits(largest_batch=8, overtake_limit=2, is_shared=True)
+    assert len(choose(flood, costs=step, limits=limits, now_s=0.0)) == 5
+    long = [unit(i, "flood", steps=20) for i in range(12)]
+    assert len(choose(long, costs=step, limits=limits, now_s=0.0)) == 8
+    single = [unit(i, "flood", steps=1) for i in range(12)]
+    nearly_free = costs(lambda rows: 1.0 + 0.05 * rows)
+    assert len(choose(single, costs=nearly_free, limits=limits, now_s=0.0)) == 6
+
+
 def test_guests_stay_out_where_rows_cost_as_much_as_calls():
     """On a busy CPU the tenants take turns."""
     batch = choose([unit(0, "flood"), unit(1, "other")], costs=costs(float), limits=LIMITS, now_s=0.0, turn="other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -153,6 +154,28 @@ def test_a_refusal_holds_for_a_moment():
     recent.check("b")
     now[0] += HELD_S
     recent.check("a")
+
+
+def test_few_find_out_whether_there_is_room_again():
+    """A hundred clients that ask every ten milliseconds, and an engine that takes fifty to refuse: for five seconds,
+    then it has room. It is asked by a few in each moment, and soon after by all."""
+    now, in_flight, reached = [0.0], [], []
+    recent = RecentRefusals(lambda: now[0])
+    for tick in range(700):
+        now[0] = tick / 100
+        while in_flight and in_flight[0] <= now[0]:
+            in_flight.pop(0)
+            recent.note("a", Overloaded("full", retry_after_s=60.0))
+        for _ in range(100):
+            with suppress(Overloaded):
+                recent.check("a")
+                reached.append(now[0])
+                if now[0] < 5.0:
+                    in_flight.append(now[0] + 0.05)
+    first = sum(at_s < 0.05 for at_s in reached)
+    assert first == 500  # nothing was known yet
+    assert 40 <= sum(0.1 < at_s < 5.0 for at_s in reached) <= 400  # of 49,000
+    assert sum(at_s >= 6.0 for at_s in reached) == 100 * 100
 
 
 def test_a_flood_is_answered_without_the_engine(monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import tracemalloc
 import zlib
 from contextlib import suppress
 
@@ -191,6 +192,20 @@ def test_sixteen_bit_grey_is_scaled():
     ramp = np.linspace(0, 65_535, 16, dtype=np.uint16).reshape(1, 16)
     image = decode(saved(Image.fromarray(ramp)))
     assert np.array_equal(image[0, :, 0], (ramp[0] >> 8).astype(np.uint8))
+
+
+def test_sixteen_bit_grey_costs_few_bytes_a_pixel():
+    """It took 24 bytes for each in arrays (finding 12): the image itself has 3, its greys 1, and scaling at most 4."""
+    raw = saved(Image.fromarray(np.zeros((1000, 1000), dtype=np.uint16)))
+    limits = DecodeLimits(max_pixels=1_000_000, max_edge_px=1000)
+    decode_image(raw, param="p", limits=limits)
+    tracemalloc.start()
+    try:
+        decode_image(raw, param="p", limits=limits)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 9_000_000
 
 
 def test_transparency_is_laid_on_paper():

@@ -185,6 +185,15 @@ def test_same_name_with_new_content_is_merged_anew(bench, tmp_path):
     assert torch.allclose(bench.now()["unet.lin.weight"].double(), expected, atol=1e-6)
 
 
+def test_files_of_long_ago_are_forgotten(bench, tmp_path, monkeypatch):
+    """What each file touches was noted for ever (finding 12), and a folder gets new files every day."""
+    monkeypatch.setattr(merge_module, "_FILES_REMEMBERED", 3)
+    for i in range(8):
+        bench.add(tmp_path, f"new-{i}", factors({"lin": (10, 6)}, seed=i))
+        bench.switch(**{f"new-{i}": 1.0})
+    assert [name for name, _ in bench.merger._touched] == ["new-5", "new-6", "new-7"]
+
+
 def test_scale_zero_is_the_bare_model(bench):
     """A LoRA at scale 0 changes no bit and costs no pristine copy."""
     bench.switch(a=0.0)
