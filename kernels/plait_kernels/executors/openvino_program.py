@@ -42,7 +42,7 @@ _SHARE_OF_COMPILING = 0.5
 # Measured at the starter's size, for half a UNet (10 MiB of weights), without weights and factors: 31 to 53 MiB without
 # factors, 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own factors of 7 to 79 MiB.
 _HELD_BY_A_COPY_BYTES = 64 << 20
-_MOST_ROWS_ADDED = 1.5
+_MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
 
 _CALLS_TO_WAIT = 100
@@ -248,7 +248,7 @@ class OpenVinoProgram:
         """Return the model with the fewest rows that a call with these shapes can be filled up to, unless that is as
         slow as the dynamic model."""
         rows = shapes[0][0]
-        for more in range(rows + 1, int(rows * _MOST_ROWS_ADDED) + 1):
+        for more in range(rows + 1, int(rows * _MAX_GROWTH) + 1):
             larger = _with_rows(shapes, more)
             compiled = self._special.get(larger)
             if compiled is not None and compiled.rows:

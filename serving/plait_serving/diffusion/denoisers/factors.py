@@ -32,7 +32,7 @@ Ranks: TypeAlias = Mapping[str, int]
 """The rank of each layer that has factors."""
 
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
-_LARGEST_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape of earlier ones
+_MAX_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape of earlier ones
 _KEPT_BATCHES, _KEPT_SETS = 4, 64
 _KEPT_BYTES = 256 << 20  # of all but the latest: sixteen images of sets of their own can hold more
 _COMPONENT = "unet"
@@ -43,14 +43,14 @@ _V = TypeVar("_V")
 class _Kept(Generic[_V]):
     """The latest values by key: so many at most, and so many bytes of all but the newest."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_count: int) -> None:
+        self._max_count = max_count
         self._found: OrderedDict[tuple[object, ...], tuple[_V, int]] = OrderedDict()
 
     def get(self, key: tuple[object, ...], make: Callable[[], tuple[_V, int]]) -> _V:
         """Return the value of a key; `make` returns it with its bytes."""
         if key not in self._found:
-            while len(self._found) >= self._most or sum(size for _, size in self._found.values()) > _KEPT_BYTES:
+            while len(self._found) >= self._max_count or sum(size for _, size in self._found.values()) > _KEPT_BYTES:
                 self._found.popitem(last=False)
             self._found[key] = make()
         self._found.move_to_end(key)
@@ -108,7 +108,7 @@ class FactorStore:
         that would be much more to compute."""
         paths = dict.fromkeys([*self._widest, *ranks])
         joined = {path: max(self._widest.get(path, 0), ranks.get(path, 0)) for path in paths}
-        return joined if self._numbers(joined) <= _LARGEST_EXCESS * self._numbers(ranks) else ranks
+        return joined if self._numbers(joined) <= _MAX_EXCESS * self._numbers(ranks) else ranks
 
     def _numbers(self, ranks: Ranks) -> int:
         """Return how many numbers one row's factors are."""
