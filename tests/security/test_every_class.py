@@ -15,7 +15,8 @@ HOLES = (
     "CVE-2026-22777", "CVE-2026-123790", "CVE-2023-43654", "CVE-2024-35198", "CVE-2026-28416", "CVE-2026-28414",
     "CVE-2025-62727", "CVE-2024-47874", "CVE-2024-24762", "CVE-2024-53981",
 )  # fmt: skip
-"""Of Ray, diffusers, transformers, torch, SGLang, vLLM, ComfyUI and its plugins, TorchServe, Gradio, Starlette and python-multipart."""
+"""Of Ray, diffusers, transformers, torch, SGLang, vLLM, ComfyUI and its plugins, TorchServe, Gradio, Starlette and
+python-multipart."""
 
 WITHOUT_NUMBER = ("a1111", "shadow_mq")
 """Classes that are known by a name: open by default with extensions as code; pickle copied from socket to socket."""
