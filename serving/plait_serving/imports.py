@@ -14,7 +14,7 @@ def importing() -> Iterator[None]:
     """Switch the garbage collector off within the context, and exempt from it for good what was made there.
 
     An import makes hundreds of thousands of objects that stay, and the collector looks at all of them again and
-    again: it took a fifth of the processor time that torch, diffusers and transformers need.
+    again.
     """
     was_enabled = gc.isenabled()
     gc.disable()
