@@ -1,4 +1,5 @@
-"""How many cores a process may use: those that it is bound to, and what its container may spend on them."""
+"""The processor: how many cores a process may use (those that it is bound to, and what its container may spend on
+them), and what it computes natively."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["quota_cores", "usable_cores"]
+__all__ = ["has_bfloat16", "quota_cores", "usable_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
+_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""Any of these flags (the last is Arm's) means that the CPU multiplies in bfloat16."""
 
 
 def usable_cores() -> int:
@@ -42,3 +45,12 @@ def quota_cores(cgroups: Path) -> float | None:
     except (OSError, ValueError, ZeroDivisionError):  # no such file, or "max"
         return None
     return cores if cores > 0 else None
+
+
+def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+    """Return whether the CPU has instructions for bfloat16; False where the system does not say."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return not _BFLOAT16.isdisjoint(text.split())

@@ -56,15 +56,6 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def has_bfloat16() -> bool:
-    """Return whether the CPU has instructions for bfloat16."""
-    try:
-        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
-    except OSError:
-        return False
-    return bool(flags & {"avx512_bf16", "amx_bf16", "bf16"})
-
-
 def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
     """Describe this machine. `loadavg_1m` shows whether the machine was busy with something else before; `wake_us`, how
     long it takes to wake another process and be woken by it, which on a virtual machine can be long while the load

@@ -13,10 +13,11 @@ from plait_bench.cache import cache_folder
 from plait_bench.document import document
 from plait_bench.errors import BenchError, RecordError
 from plait_bench.fleet.workers import WorkerFleet
-from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, UNKNOWN, commit, cores, has_bfloat16, host_facts
+from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, UNKNOWN, commit, cores, host_facts
 from plait_bench.images.sizes import DTYPES, EDGES, DeviceName, DTypeName, Variety, size_of
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 from plait_bench.tables import RESULTS, ROOT
+from plait_fabric.cores import has_bfloat16
 
 # As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
 ROUNDS, QUICK_ROUNDS = 5, 3

@@ -80,13 +80,14 @@ def open_service(model: str | None, config: Path | None) -> AbstractContextManag
     from plait.config import load_config
     from plait.errors import PlaitError
     from plait.offline.images import open_local
+    from plait.precision import settled
 
     overrides = [] if model is None else [f"images.model={_model_path(model)}"]
     images = load_config(config, overrides=overrides).images
     if images is None:
         raise PlaitError("the configuration says images: null; there is nothing to draw with")
     print(f"loading {images.public_name} ...", file=sys.stderr, flush=True)
-    return open_local(images)
+    return open_local(settled(images))
 
 
 def _model_path(model: str) -> str:

@@ -46,8 +46,11 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
 
 
 def _serve(config: PlaitConfig) -> int:
+    from plait.precision import settled
     from plait.server import supervise
 
+    if config.images is not None and config.ray.is_local:
+        config = config.model_copy(update={"images": settled(config.images)})
     return supervise.serve(
         config,
         compose=_compose,

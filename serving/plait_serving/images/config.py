@@ -122,7 +122,13 @@ class ImagesSection(Section):
         Name | None, Field(description="what requests call it; unset: the folder's or hub id's last part")
     ] = None
     revision: Annotated[str | None, Field(description="commit of a hub id: required, so that it cannot change")] = None
-    dtype: DType = "auto"
+    dtype: Annotated[
+        DType,
+        Field(
+            description="auto: float16 on a GPU; on the CPU of a server with its own Ray bfloat16, if the CPU has "
+            "it and the model is large enough to gain, else float32"
+        ),
+    ] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     executor: Annotated[
         ExecutorName, Field(description="what runs the models; auto: openvino on CPUs, CUDA graphs on GPUs")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait_fabric import cores
-from plait_fabric.cores import quota_cores, usable_cores
+from plait_fabric.cores import has_bfloat16, quota_cores, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,20 @@ def test_threads_fit_the_quota(quota: str, usable: int, tmp_path: Path, monkeypa
     monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
     assert usable_cores() == usable
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("flags\t\t: fpu avx512f avx512_bf16 sse\n", True),
+        ("Features\t: fp asimd bf16\n", True),
+        ("flags\t\t: fpu avx512f amx_bf16_not\n", False),
+        (None, False),
+    ],
+)
+def test_bfloat16_is_read_from_the_cpu_s_flags(text: str | None, has: bool, tmp_path: Path) -> None:
+    """A whole word; no file, no instructions."""
+    path = tmp_path / "cpuinfo"
+    if text is not None:
+        path.write_text(text)
+    assert has_bfloat16(path) is has

@@ -12,6 +12,7 @@ from typing import Any
 
 from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
 from plait.errors import PlaitError
+from plait.precision import settled
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
 from plait_autoconfig.jobs.errors import JobRefused
@@ -87,6 +88,8 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
         raise JobRefused("target.app: the configuration has no recommendation model")
     if live:
         return config
+    if config.images is not None and config.ray.is_local:  # as `plait serve` would on this machine
+        config = config.model_copy(update={"images": settled(config.images)})
     server = ServerSection(
         port=0,
         direct_port=config.server.direct_port,  # the clone takes another
