@@ -146,6 +146,7 @@ def path_settings(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any],
     for entry in mix if isinstance(mix, list) else []:
         if isinstance(entry, dict):
             holders += [(entry, "prompts_file"), (entry, "body_file"), (entry.get("controlnets"), "images")]
+            holders += [(entry.get("edits"), key) for key in ("images", "masks")]
     for holder, key in holders:
         if isinstance(holder, dict) and key in holder:
             yield holder, key

@@ -33,6 +33,10 @@ NamedWeights: TypeAlias = Annotated[dict[Name, _Weight], Field(min_length=1)]
 Counts: TypeAlias = Annotated[dict[int, _Weight], Field(min_length=1), BeforeValidator(_alike)]
 """Whole numbers and their relative weights in the draw: `{1: 58, 4: 19}`."""
 
+ClassHeaders: TypeAlias = Annotated[
+    dict[str, str], Field(description="more headers of this class; those of target.headers come first")
+]
+
 
 class _ScenarioModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -167,14 +171,26 @@ class ControlNets(_ScenarioModel):
     images: tuple[Path, ...] = Field(default=(), description="images to take in turn; none: drawn by the generator")
 
 
+class Edits(_ScenarioModel):
+    """Which requests start from an image, and how. Images and masks: files, or drawn by number."""
+
+    share: float = Field(default=0.0, ge=0, le=1, description="of the requests of the class")
+    masked: float = Field(default=0.0, ge=0, le=1, description="share of these that come with a mask")
+    strength: float | None = Field(default=None, gt=0, le=1, description="none: the server's own")
+    images: tuple[Path, ...] = Field(default=(), description="images to take in turn; none: drawn by the generator")
+    masks: tuple[Path, ...] = Field(default=(), description="one for each of the images")
+    path: str = "/v1/images/edits"
+
+
 class ImageClass(_ScenarioModel):
-    """One class of image requests."""
+    """One class of image requests. Classes with `headers` of their own can be tenants with keys of their own."""
 
     api: Literal["images"] = "images"
     name: Name = "images"
     weight: float = Field(default=1.0, gt=0)
     prompts: tuple[str, ...] = ("red apple", "sunflower")
     prompts_file: Path | None = Field(default=None, description="one prompt a line, instead of prompts")
+    models: Weights | None = Field(default=None, description="name: weight, instead of target.model")
     size: Weights | None = Field(default=None, description='"64x64": weight; none: the model\'s own')
     steps: Counts = Field(default_factory=lambda: {20: 1.0})
     images: Counts = Field(default_factory=lambda: {1: 1.0}, description="images per request: weight")
@@ -182,8 +198,10 @@ class ImageClass(_ScenarioModel):
     scheduler: str | None = None
     loras: Loras = Loras()
     controlnets: ControlNets = ControlNets()
+    edits: Edits = Edits()
     deadline_ms: float | None = Field(default=None, gt=0)
     stream: bool = False
+    headers: ClassHeaders = Field(default_factory=dict)
     extra: dict[str, JsonValue] = Field(default_factory=dict, description="more fields of the body, as they are")
 
 
@@ -221,6 +239,7 @@ class InferClass(_ScenarioModel):
     ids_name: str = "ids"
     inputs: tuple[InferInput, ...] = Field(default=(), description="in place of dense, rows, ids_per_table and names")
     outputs: tuple[str, ...] = ("scores",)
+    headers: ClassHeaders = Field(default_factory=dict)
 
 
 class RawClass(_ScenarioModel):
@@ -234,7 +253,7 @@ class RawClass(_ScenarioModel):
     body: str = ""
     body_file: Path | None = None
     content_type: str = "application/json"
-    headers: dict[str, str] = Field(default_factory=dict, description="more headers; names in any case")
+    headers: ClassHeaders = Field(default_factory=dict)
 
 
 MixClass: TypeAlias = Annotated[ImageClass | InferClass | RawClass, Field(discriminator="api")]

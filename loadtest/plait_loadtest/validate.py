@@ -15,6 +15,7 @@ from plait_loadtest.mix.images import MAX_CONTROLNETS, OWN_FIELDS, max_drawn, po
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
     ControlNets,
+    Edits,
     GammaArrivals,
     ImageClass,
     InferClass,
@@ -129,6 +130,20 @@ def _check_images(field: str, spec: ImageClass) -> None:
     _require(max_count <= MAX_CONTROLNETS, f"{field}.controlnets.count", f"{max_count} is more than {MAX_CONTROLNETS}")
     for path in spec.controlnets.images:
         _check_file(f"{field}.controlnets.images", path)
+    if spec.models is not None:
+        _check_weights(f"{field}.models", spec.models)
+    _check_headers(f"{field}.headers", spec.headers)
+    _check_edits(f"{field}.edits", spec.edits)
+
+
+def _check_edits(field: str, edits: Edits) -> None:
+    _check_path(f"{field}.path", edits.path)
+    for name in ("images", "masks"):
+        for path in getattr(edits, name):
+            _check_file(f"{field}.{name}", path)
+    counts = f"{len(edits.masks)} for {len(edits.images)} images"
+    if edits.masks or (edits.images and edits.masked > 0):  # a mask has the size of its image
+        _require(len(edits.masks) == len(edits.images), f"{field}.masks", counts)
 
 
 def _check_add_ons(field: str, spec: Loras | ControlNets) -> None:
@@ -158,6 +173,7 @@ def _check_infer(field: str, spec: InferClass, target: LoadTarget) -> None:
             f"{field}.ids_per_table", f"has {len(per_table)} entries for {len(spec.rows)} tables",
         )  # fmt: skip
         _require(all(ids >= 1 for ids in per_table), f"{field}.ids_per_table", "each table takes at least one id")
+    _check_headers(f"{field}.headers", spec.headers)
     _require(spec.dense > 0 or len(spec.rows) > 0, f"{field}.rows", "is empty, and so is dense: nothing to send")
     for position, item in enumerate(spec.inputs):
         where = f"{field}.inputs.{position}"

@@ -1,4 +1,4 @@
-"""Control images drawn from a number, and a minimal PNG encoder. numpy and zlib only."""
+"""Control images and masks drawn from a number, and a minimal PNG encoder. numpy and zlib only."""
 
 from __future__ import annotations
 
@@ -26,6 +26,25 @@ def control_image(number: int, width: int, height: int) -> bytes:
     colours[_BACKGROUND], colours[_LINE] = 0, 255
     rows, columns = (np.arange(edge) * _GRID // edge for edge in (height, width))
     return encode_png(cells[rows[:, None], columns[None, :]], colours)
+
+
+def mask_image(number: int, width: int, height: int) -> bytes:
+    """Return a PNG of `width` x `height`: a white box, a quarter to a half of each edge, on black.
+
+    White is what an edit makes anew. The same number gives the same bytes.
+    """
+    rng = np.random.Generator(np.random.Philox(key=[number & (2**64 - 1), 1]))
+    pixels = np.full((height, width), _BACKGROUND, dtype=np.uint8)
+    lines, columns = (_between(edge, *rng.random(2)) for edge in (height, width))
+    pixels[lines, columns] = _LINE
+    return encode_png(pixels, np.array([[0, 0, 0], [255, 255, 255]], dtype=np.uint8))
+
+
+def _between(edge: int, length: float, place: float) -> slice:
+    """Return a stretch of a quarter to a half of an edge; `length` and `place` are in [0, 1)."""
+    taken = max(1, int(edge * (0.25 + 0.25 * length)))
+    start = int((edge - taken) * place)
+    return slice(start, start + taken)
 
 
 def _shapes(places: npt.NDArray[np.float64]) -> npt.NDArray[np.uint8]:

@@ -6,7 +6,6 @@ import base64
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from plait_loadtest.distributions import Floats, cumulative, pick_distinct, zipf
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice, pick_texts
 from plait_loadtest.mix.control_images import control_image
+from plait_loadtest.mix.edits import EditFields, read_images
 from plait_loadtest.scenario import ControlNets, ImageClass, LoadTarget, Loras
 from plait_loadtest.seeds import Numbered
 from plait_loadtest.values import PreparedRequest
@@ -22,7 +22,7 @@ DEFAULT_PATH = "/v1/images/generations"
 MAX_CONTROLNETS = 3
 OWN_FIELDS = frozenset(
     {"prompt", "model", "n", "size", "num_inference_steps", "seed", "guidance_scale", "scheduler", "loras"}
-    | {"controlnets", "deadline_ms", "stream"}
+    | {"controlnets", "deadline_ms", "stream", "image", "mask", "strength"}
 )
 """The fields that the generator sets itself; `extra` may add others, including `partial_images`."""
 
@@ -41,6 +41,8 @@ class ImageDraw:
     seed: int
     loras: tuple[str, ...]
     controlnets: tuple[str, ...]
+    model: str | None
+    masked: bool | None  # None: not an edit
 
 
 class ImageRequests:
@@ -49,7 +51,8 @@ class ImageRequests:
     def __init__(self, spec: ImageClass, target: LoadTarget, numbered: Numbered) -> None:
         self._spec = spec
         self._path = target.path or DEFAULT_PATH
-        self._headers: tuple[tuple[str, str], ...] = (("content-type", "application/json"),)
+        own = {"content-type": "application/json", **{name.lower(): value for name, value in spec.headers.items()}}
+        self._headers = tuple(own.items())
         if spec.stream:
             self._headers += (("accept", "text/event-stream"),)
         self._fixed = _fixed_fields(spec, target)
@@ -58,8 +61,12 @@ class ImageRequests:
         self._sizes = list(spec.size or {})
         self._steps, self._images = WeightedChoice(spec.steps), WeightedChoice(spec.images)
         self._loras, self._controlnets = _AddOns(spec.loras), _AddOns(spec.controlnets)
-        self._control_images = [_read_image(path) for path in spec.controlnets.images]
-        columns = 5 + self._loras.columns + self._controlnets.columns
+        self._control_images = read_images("controlnets.images", spec.controlnets.images)
+        self._edits = EditFields(spec.edits)
+        self._models = list(spec.models or {})
+        self._model = None if len(self._models) < 2 else WeightedChoice(dict(enumerate((spec.models or {}).values())))
+        # What a scenario does not use takes no column, so that its requests stay those of its seed.
+        columns = 5 + self._loras.columns + self._controlnets.columns + self._edits.columns + bool(self._model)
         self._chunks = Chunks(numbered, columns, self._draw_chunk)
 
     def draw(self, index: int) -> ImageDraw:
@@ -74,8 +81,14 @@ class ImageRequests:
         steps, images = self._steps.pick(uniforms[:, 2]), self._images.pick(uniforms[:, 3])
         seeds = (uniforms[:, 4] * _SEEDS).astype(np.int64).tolist()
         first = 5 + self._loras.columns
-        loras, controlnets = self._loras.pick(uniforms[:, 5:first]), self._controlnets.pick(uniforms[:, first:])
-        return [ImageDraw(*row) for row in zip(prompts, sizes, steps, images, seeds, loras, controlnets, strict=True)]
+        second = first + self._controlnets.columns
+        loras, controlnets = self._loras.pick(uniforms[:, 5:first]), self._controlnets.pick(uniforms[:, first:second])
+        models: list[str | None] = [self._models[0] if self._models else None] * len(prompts)
+        if self._model is not None:
+            models = [self._models[index] for index in self._model.pick(uniforms[:, -1])]
+        edits = self._edits.pick(uniforms[:, second : second + self._edits.columns])
+        drawn = zip(prompts, sizes, steps, images, seeds, loras, controlnets, models, edits, strict=True)
+        return [ImageDraw(*row) for row in drawn]
 
     def build(self, index: int) -> PreparedRequest:
         """Return the request with what was drawn for it as a JSON body."""
@@ -91,9 +104,15 @@ class ImageRequests:
                 {"name": name, "image": self._control_image(index, slot, draw.size), "scale": spec.controlnets.scale}
                 for slot, name in enumerate(draw.controlnets)
             ]
+        if draw.masked is not None:
+            edge = pixels(draw.size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
+            body |= self._edits.fields(index, edge, masked=draw.masked)
         body |= self._fixed
+        if draw.model is not None:
+            body["model"] = draw.model
         text = json.dumps(body, separators=(",", ":"))
-        return PreparedRequest(method="POST", path=self._path, headers=self._headers, body=text.encode())
+        path = self._path if draw.masked is None else spec.edits.path
+        return PreparedRequest(method="POST", path=path, headers=self._headers, body=text.encode())
 
     def _control_image(self, index: int, slot: int, size: str | None) -> str:
         if self._control_images:
@@ -106,6 +125,7 @@ class ImageRequests:
         draw = self.draw(index)
         return {
             "steps": draw.steps, "images": draw.images, "loras": len(draw.loras), "controlnets": len(draw.controlnets),
+            **({"edits": float(draw.masked is not None)} if self._edits.columns else {}),
         }  # fmt: skip
 
 
@@ -175,10 +195,3 @@ def _prompts(spec: ImageClass) -> tuple[str, ...]:
     if not prompts:
         raise ScenarioError(f"prompts_file: {spec.prompts_file} has no prompt")
     return prompts
-
-
-def _read_image(path: Path) -> str:
-    try:
-        return base64.b64encode(path.read_bytes()).decode()
-    except OSError as error:
-        raise ScenarioError(f"controlnets.images: {path} cannot be read: {error.strerror}") from error

@@ -34,6 +34,7 @@ class InferRequests:
     def __init__(self, spec: InferClass, target: LoadTarget, counts: Numbered, values: Numbered) -> None:
         self._spec = spec
         self._path = target.path or f"/v2/models/{target.model}/infer"
+        self._headers = tuple((name.lower(), value) for name, value in spec.headers.items())
         self._values = values
         self._draw = _Declared(spec) if spec.inputs else _Flat(spec)
         self._choice = WeightedChoice(MLPERF_CANDIDATES if spec.candidates == "mlperf" else spec.candidates)
@@ -81,7 +82,7 @@ class InferRequests:
         return self._prepare(b"".join([text, *tensors]), headers)
 
     def _prepare(self, body: bytes, headers: tuple[tuple[str, str], ...]) -> PreparedRequest:
-        return PreparedRequest(method="POST", path=self._path, headers=headers, body=body)
+        return PreparedRequest(method="POST", path=self._path, headers=headers + self._headers, body=body)
 
     def facts(self, index: int) -> Mapping[str, float]:
         """Return the numbers of request `index` for a summary of the mix."""

@@ -56,7 +56,8 @@ def document(
 def shown(scenario: Scenario) -> dict[str, Any]:
     """Return the scenario as plain values, without header values: keys and cookies do not belong in reports."""
     settings = scenario.model_dump(mode="json")
-    settings["target"]["headers"] = dict.fromkeys(scenario.target.headers, "(not shown)")
+    for part in (settings["target"], *settings["mix"]):
+        part["headers"] = dict.fromkeys(part["headers"], "(not shown)")
     return settings
 
 

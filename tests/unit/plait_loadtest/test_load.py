@@ -255,6 +255,13 @@ def test_every_setting_that_names_files_is_known():
     named = {field for model in models for field, info in model.model_fields.items() if "Path" in str(info.annotation)}
     everything = {
         "arrivals": {"file": "a"},
-        "mix": [{"prompts_file": "a", "body_file": "a", "controlnets": {"images": ["a"]}}],
-    }
-    assert {key for _, key in path_settings(everything)} == named
+        "mix": [
+            {
+                "prompts_file": "a", "body_file": "a", "controlnets": {"images": ["a"]},
+                "edits": {"images": ["b"], "masks": ["b"]},
+            }
+        ],
+    }  # fmt: skip
+    found = list(path_settings(everything))
+    assert {key for _, key in found} == named
+    assert len(found) == 6

@@ -16,7 +16,7 @@ from plait_loadtest.load import builtin_names, load_scenario
 from plait_loadtest.mix import RequestMix
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import RawClass, Scenario
-from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.http.images.schemas import EditBody, GenerationBody
 
 
 @pytest.fixture
@@ -50,7 +50,8 @@ def test_a_built_in_scenario_can_be_run_as_it_is(name, trace):
     for index in range(50 if scenario.target.api == "images" else 5):
         request = plan.mix.build(index)
         if scenario.target.api == "images":
-            GenerationBody.model_validate_json(request.body)
+            schema = EditBody if request.path.endswith("/edits") else GenerationBody
+            schema.model_validate_json(request.body)
         else:
             assert len(request.body) > 1000
 

@@ -152,3 +152,6 @@ class TestThePublicTrace:
             values = [cell[header.index(column)] for cell in cells]
             counted = {value: sum(text in (str(value), f"{value}.0") for text in values) for value in weights}
             assert counted == weights, yaml.safe_dump(counted)
+        kinds = [cell[header.index("predict_type")] for cell in cells]
+        masked, edits = kinds.count("INPAINTING"), len(kinds) - kinds.count("TXT_2_IMG")
+        assert (spec.edits.share, spec.edits.masked) == (round(edits / len(kinds), 4), round(masked / edits, 3))

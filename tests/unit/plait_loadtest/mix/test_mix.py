@@ -21,8 +21,8 @@ from scipy import stats
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
 from plait_loadtest.mix import build_mix
-from plait_loadtest.mix.control_images import control_image
-from plait_serving.http.images.schemas import GenerationBody
+from plait_loadtest.mix.control_images import control_image, mask_image
+from plait_serving.http.images.schemas import EditBody, GenerationBody
 
 STYLED = {
     "name": "styled",
@@ -100,6 +100,80 @@ class TestImages:
         mix, _ = mix_of([{"controlnets": nets}])
         images = [base64.b64decode(body_of(mix, index)["controlnets"][0]["image"]) for index in range(4)]
         assert images == [b"a", b"b", b"a", b"b"]
+
+    def test_some_requests_start_from_an_image(self):
+        """Shares are as written, images and masks have the size of the output, and plait's own schema takes them."""
+        edits = {"share": 0.5, "masked": 0.25, "strength": 0.6}
+        mix, _ = mix_of([STYLED | {"edits": edits, "deadline_ms": None}])
+        bodies = [(mix.build(index), body_of(mix, index)) for index in range(800)]
+        chosen = [(request, body) for request, body in bodies if request.path == "/v1/images/edits"]
+        masked = [body for _, body in chosen if "mask" in body]
+        assert (len(chosen), len(masked)) == pytest.approx((400, 100), rel=0.2)
+        assert len({body["image"] for _, body in chosen}) == len(chosen)
+        for request, body in chosen[:40]:
+            assert EditBody.model_validate_json(request.body).strength == 0.6
+            for name in {"image", "mask"} & body.keys():
+                with Image.open(io.BytesIO(base64.b64decode(body[name]))) as image:
+                    assert "{}x{}".format(*image.size) == body["size"]
+        assert all("image" not in body for request, body in bodies if request.path != "/v1/images/edits")
+        assert {mix.facts(index)["edits"] for index in range(20)} == {0.0, 1.0}
+
+    def test_edits_can_come_from_files(self, tmp_path):
+        """Each image goes with its own mask; without one for each the scenario is refused."""
+        for name in "abmn":
+            (tmp_path / name).write_bytes(name.encode())
+        paths = {
+            "images": [str(tmp_path / "a"), str(tmp_path / "b")],
+            "masks": [str(tmp_path / "m"), str(tmp_path / "n")],
+        }
+        mix, _ = mix_of([{"edits": {"share": 1, "masked": 1, "path": "/edit"} | paths}])
+        found = [tuple(base64.b64decode(body_of(mix, index)[name]) for name in ("image", "mask")) for index in range(3)]
+        assert found == [(b"a", b"m"), (b"b", b"n"), (b"a", b"m")]
+        assert mix.build(0).path == "/edit"
+        with pytest.raises(ScenarioError, match=r"mix\.0\.edits\.masks: 1 for 2 images"):
+            mix_of([{"edits": {"share": 1, "images": paths["images"], "masks": paths["masks"][:1]}}])
+        with pytest.raises(ScenarioError, match=r"mix\.0\.edits\.masks: 0 for 2 images"):
+            mix_of([{"edits": {"share": 1, "masked": 0.1, "images": paths["images"]}}])
+
+    def test_models_are_drawn_by_weight(self):
+        """Instead of the target's own; one alone is always taken."""
+        mix, _ = mix_of([{"models": {"emoji": 3, "emoji+noto": 1, "never": 0}}], model="other")
+        names = [body_of(mix, index)["model"] for index in range(1000)]
+        assert set(names) == {"emoji", "emoji+noto"}
+        assert names.count("emoji") == pytest.approx(750, rel=0.1)
+        alone, _ = mix_of([{"models": {"one": 1}}])
+        assert body_of(alone, 0)["model"] == "one"
+        with pytest.raises(ScenarioError, match=r"mix\.0\.models: has no weight above 0"):
+            mix_of([{"models": {"one": 0}}])
+
+    def test_a_new_feature_that_is_not_used_changes_no_request(self):
+        """A seed's requests stay as they were: what is not used draws nothing."""
+        plain, _ = mix_of([STYLED])
+        unused, _ = mix_of([STYLED | {"edits": {"share": 0, "strength": 0.5}, "models": {"emoji": 1}}])
+        for index in range(50):
+            assert body_of(unused, index) == body_of(plain, index) | {"model": "emoji"}
+
+    def test_a_class_can_have_headers_of_its_own(self):
+        """Two tenants are two classes; a header that HTTP does not know is refused."""
+        classes = [{"name": name, "headers": {"Authorization": f"Bearer {name}"}} for name in ("a", "b")]
+        mix, _ = mix_of(classes)
+        for index in range(20):
+            tenant = mix.kinds[mix.kind(index)]
+            assert ("authorization", f"Bearer {tenant}") in mix.build(index).headers
+        with pytest.raises(ScenarioError, match=r"mix\.0\.headers: bad name"):
+            mix_of([{"headers": {"a b": "c"}}])
+        ranking = infer_mix(headers={"X-Tenant": "a"})
+        assert ("x-tenant", "a") in ranking.build(0).headers
+
+    def test_a_mask_is_white_on_black(self):
+        """A box of a sixteenth to a quarter of the area, the same for the same number."""
+        assert mask_image(3, 64, 32) == mask_image(3, 64, 32) != mask_image(4, 64, 32)
+        for number in range(30):
+            with Image.open(io.BytesIO(mask_image(number, 64, 32))) as image:
+                pixels = np.asarray(image.convert("L"))
+            assert pixels.shape == (32, 64)
+            assert set(np.unique(pixels)) == {0, 255}
+            assert 1 / 20 < (pixels == 255).mean() <= 1 / 4
 
     def test_prompts_can_come_from_a_file(self, tmp_path):
         """One a line, blank lines skipped; a file without any is an error."""

@@ -20,6 +20,7 @@ from plait_loadtest.capacity import CapacitySearch, ClassCount, ClassTarget, Obs
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.progress import line, live_line
 from plait_loadtest.report import raw
+from plait_loadtest.report.document import shown
 from plait_loadtest.report.html import page
 from plait_loadtest.report.locustfile import locustfile
 from plait_loadtest.report.outputs import Outputs, report
@@ -277,6 +278,17 @@ def test_the_locustfile_asks_for_the_same(arrivals, wait):
     assert "/x?i=1" in text
     imported = {node.module for node in ast.walk(module) if isinstance(node, ast.ImportFrom)}
     assert imported == {"locust"}
+
+
+def test_keys_of_classes_are_nowhere_in_what_is_written():
+    """Neither in the document nor in the locustfile, which says that all its users are one tenant."""
+    mix = tuple(ImageClass(name=name, headers={"Authorization": f"Bearer sesame-{name}"}) for name in ("a", "b"))
+    chosen = scenario(mix=mix, slo=None)
+    text = locustfile(chosen)
+    assert "sesame" not in text
+    assert "all users are one tenant" in text
+    assert "sesame" not in json.dumps(shown(chosen))
+    assert shown(chosen)["mix"][0]["headers"] == {"Authorization": "(not shown)"}
 
 
 # ---- the live line ---------------------------------------------------------------------------------------------------
