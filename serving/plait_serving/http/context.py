@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -45,6 +45,8 @@ class HttpSettings:
     max_infer_json_bytes: int = 8 * 2**20
     decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
     preprocessors: Preprocessors = field(default_factory=dict)
+    # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).
+    words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Decoding and encoding use threads; more of them than this only compete with the engine for cores.
     codec_threads: int = 4
     # A refusal within this time still becomes a proper HTTP status instead of an event in a stream that began with 200.

@@ -43,6 +43,8 @@ _MORE: Mapping[str, tuple[int, ...]] = {
     "get /v1/models/{model_id}": (404, 503),
     "get /v1/loras": (503,),
     "get /v1/controlnets": (503,),
+    "post /v1/images/control_maps": (400, 404, 503),
+    "get /v1/status": (503,),
     "post /v1/recommend": (400, 404, 503, 504),
     "post /v2/repository/models/{model}/load": (400, 404, 503),
     "post /v1/tuning/jobs": (400, 503),

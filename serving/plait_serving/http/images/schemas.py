@@ -75,7 +75,8 @@ def _response_format(value: object) -> object:
     return value
 
 
-def _bool_or_name(value: object) -> object:
+def bool_or_name(value: object) -> object:
+    """Check `preprocess`: a validator."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -114,7 +115,7 @@ class ControlNetBody(StrictBody):
     scale: Scale = 1.0
     start: Fraction = 0.0
     end: Fraction = 1.0
-    preprocess: Annotated[bool | str, BeforeValidator(_bool_or_name)] = False
+    preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = False
 
 
 class GenerationBody(StrictBody):
