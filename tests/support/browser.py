@@ -48,8 +48,9 @@ class Browser:
         self._path = f"/session/{session['sessionId']}"
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.devtools("Emulation.setDeviceMetricsOverride", **size)
-        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self.devtools("Emulation.setEmulatedMedia", features=[scheme])
+        prefers = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
+        features = [{"name": name, "value": value} for name, value in prefers.items()]
+        self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def close(self) -> None:
         """Ends it."""
@@ -61,10 +62,9 @@ class Browser:
 
     def run(self, script: str, *arguments: Any) -> Any:
         """What the body of a function returns in the page; a promise is awaited."""
-        wrapped = "const done = arguments[arguments.length - 1], given = [...arguments].slice(0, -1);" + (
-            f"(async (...args) => {{ {script} }})(...given).then(value => done({{value}}), "
-            "error => done({error: String(error)}));"
-        )
+        body = f"(async (...args) => {{ {script} }})(...[...arguments].slice(0, -1))"
+        ends = "value => done({value}), error => done({error: String(error)})"
+        wrapped = f"const done = arguments[arguments.length - 1]; {body}.then({ends});"
         answer = self._do("POST", "/execute/async", {"script": wrapped, "args": list(arguments)})
         if "error" in answer:
             raise JavaScriptError(answer["error"])
@@ -75,9 +75,8 @@ class Browser:
         until_s = time.monotonic() + timeout_s
         while not (found := self.run(script, *arguments)):
             if time.monotonic() > until_s:
-                pytest.fail(
-                    f"waited {timeout_s:g} s for {script}; the page says {self.text('#messages')!r}, {self.complaints()}"
-                )
+                says = f"the page says {self.text('#messages')!r}, {self.complaints()}"
+                pytest.fail(f"waited {timeout_s:g} s for {script}; {says}")
             time.sleep(0.05)
         return found
 
@@ -86,7 +85,8 @@ class Browser:
         return str(self._do("POST", "/element", {"using": "css selector", "value": selector})[ELEMENT])
 
     def click(self, selector: str) -> None:
-        """A click in its middle, as a person makes it: it must be seen, and nothing in front of it."""
+        """A click in its middle, as a person makes it: it is brought into view, and nothing may be in front of it."""
+        self.run("document.querySelector(args[0])?.scrollIntoView({ block: 'center', behavior: 'instant' })", selector)
         self._do("POST", f"/element/{self.find(selector)}/click", {})
 
     def type(self, selector: str, text: str) -> None:

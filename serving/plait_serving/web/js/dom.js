@@ -75,10 +75,10 @@ export function iconButton(name, title, onclick, label = null) {
   return h("button", props, icon(name), ...shown);
 }
 
-/** Tell something to everybody: shown for a while, and read aloud. */
+/** Tell something to everybody: shown for a while, and read aloud. `kind` "aloud": what can be seen anyway. */
 export function say(text, kind = "info") {
   const box = byId("messages");
-  const note = h("p", { class: `note ${kind}` }, text);
+  const note = h("p", { class: kind === "aloud" ? "visually-hidden" : `note ${kind}` }, text);
   box.append(note);
   setTimeout(() => note.remove(), kind === "error" ? 12000 : 4000);
 }

@@ -36,7 +36,7 @@ export class Gallery {
     tile.element.addEventListener("click", () => this.choose(image, false));
     tile.element.classList.add("done");
     if (tile.place === 0 || !this.chosen) this.choose(image, false);
-    say(`made: ${image.body.prompt}, seed ${image.body.seed}`);
+    say(`made: ${image.body.prompt}, seed ${image.body.seed}`, "aloud");
   }
 
   /** Show the tiles of a run. */

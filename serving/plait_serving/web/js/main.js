@@ -59,7 +59,8 @@ async function generate(form, gallery) {
   if (requests === null) return;
   tiles = [...tiles.filter(({ isOpen }) => isOpen), ...start(requests, (image, tile) => gallery.add(image, tile))];
   gallery.run(tiles);
-  if (matchMedia("(max-width: 60rem)").matches) byId("stage").scrollIntoView({ behavior: "smooth", block: "start" });
+  const behavior = matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth";
+  if (matchMedia("(max-width: 60rem)").matches) byId("stage").scrollIntoView({ behavior, block: "start" });
   const button = byId("generate");
   button.classList.add("busy");
   const mine = tiles;

@@ -6,7 +6,7 @@ export class RawRank {
   constructor(model) {
     this.model = model;
     this.text = h("textarea", { id: "rank-raw", rows: 14, spellcheck: false, class: "code" });
-    this.answer = h("pre", { class: "code", tabIndex: 0, "aria-label": "The answer" });
+    this.answer = h("pre", { class: "code", tabIndex: 0, role: "region", "aria-label": "The answer" });
     this.element = h("div", { class: "stack" },
       h("label", { for: "rank-raw" }, `A request for ${model.id} (Open Inference Protocol)`), this.text,
       h("button", { type: "button", class: "primary", onclick: () => this.ask() }, "Rank"), this.answer);

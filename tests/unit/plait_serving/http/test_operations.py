@@ -92,7 +92,7 @@ def test_version_says_which(client):
         ("GET", "/v1", 404, "unknown_route"),
         ("GET", URL, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
-        ("GET", "/docs", 404, "unknown_route"),
+        ("GET", "/doc", 404, "unknown_route"),
         ("GET", "/redoc", 404, "unknown_route"),
         ("GET", "/v1/models/a%00b", 404, "model_not_found"),
         ("GET", "/v1/models/" + "x" * 5000, 404, "model_not_found"),
