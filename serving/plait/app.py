@@ -25,7 +25,7 @@ from plait_serving.deployments.node_gauges import Reserved
 from plait_serving.deployments.placed import PlacedHandle
 from plait_serving.deployments.ranking.scaling import autoscaling
 from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
-from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import (
     MAX_WORKERS,
     WORKER_CPUS,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from plait_serving.http.context import HttpSettings
+    from plait_serving.images.results import ResultsSettings
 
 _MAX_ONGOING_REQUESTS = 100_000
 """Serve must never queue in front of us: our queues are bounded and can tell clients when to retry."""
@@ -94,7 +95,8 @@ def compose(
     )
     routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
     direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
-    settings = partial(http_settings, server, words=starter_words(args))
+    results = None if args.images is None else args.images.results
+    settings = partial(http_settings, server, words=starter_words(args), results=results)
     return ingress.bind(engine, settings, ranking, routers=routers, direct=direct, reserved=deploy.reserved)
 
 
@@ -162,7 +164,10 @@ def starter_words(args: AppArgs) -> Mapping[str, Callable[[], Mapping[str, Any]]
 
 
 def http_settings(
-    server: ServerSection, *, words: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None
+    server: ServerSection,
+    *,
+    words: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None,
+    results: ResultsSection | None = None,
 ) -> "HttpSettings":
     """Return the settings of the HTTP side; called in the ingress replica, where its imports belong. `words`: what
     reads the words that a model knows."""
@@ -184,7 +189,19 @@ def http_settings(
         allowed_hosts=server.answered_hosts,
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,
+        results=None if results is None else _kept_at(results),
         words={name: read() for name, read in (words or {}).items()},
+    )
+
+
+def _kept_at(section: ResultsSection) -> "ResultsSettings":
+    from plait_serving.images.results import ResultsSettings
+
+    return ResultsSettings(
+        url=section.place,
+        lifetime_s=section.lifetime_s,
+        max_bytes=section.max_bytes,
+        public_url=section.public_url,
     )
 
 

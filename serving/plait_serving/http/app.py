@@ -27,7 +27,7 @@ from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconne
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
-from plait_serving.http.images import control_map
+from plait_serving.http.images import control_map, results
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.http.page import routes as page
@@ -138,7 +138,7 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
         for router in (v2.router, recommend.router):
             app.include_router(router)
     if context.images is not None:
-        for router in (images.router, control_map.router, models.image_router):
+        for router in (images.router, control_map.router, results.router, models.image_router):
             app.include_router(router)
     for router in (models.router, health.router, metrics.router, usage.router, status.router, page.router):
         app.include_router(router)

@@ -40,12 +40,15 @@ OPEN_PATHS = frozenset({"/health", "/version", "/v2/health/live", "/v2/health/re
 """The paths that a load balancer may request without a key."""
 FILES_OF_THE_PAGE = "/ui/"
 """What the paths of the page's files begin with."""
+RESULTS = "/v1/images/results/"
+"""What the paths of kept images begin with. Their names are secrets that end by themselves."""
 _PAGES = frozenset({"/", "/docs"})
 
 
 def is_open(path: str) -> bool:
-    """Return whether a path needs no key: probes, and the pages, which have nothing in them but ask for a key."""
-    return path in OPEN_PATHS or path in _PAGES or path.startswith(FILES_OF_THE_PAGE)
+    """Return whether a path needs no key: probes, kept images, and the pages, which have nothing in them but ask for a
+    key."""
+    return path in OPEN_PATHS or path in _PAGES or path.startswith((FILES_OF_THE_PAGE, RESULTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 
 __all__ = ["WEB_FOLDER", "WebFile", "read_files"]
 
 WEB_FOLDER = Path(__file__).parents[2] / "web"
+_PACKED = ".gz"
 
 MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
     {
@@ -26,20 +28,25 @@ MEDIA_TYPES: Mapping[str, str] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WebFile:
-    """A file as it is sent. `etag` changes with its bytes."""
+    """A file as it is sent. `etag` changes with its bytes. `packed`: its gzip, if the package has it so."""
 
     body: bytes
+    packed: bytes | None
     media_type: str
     etag: str
 
 
 def read_files(folder: Path = WEB_FOLDER) -> Mapping[str, WebFile]:
-    """Return the files below `folder` by their path relative to it, with `/` between its parts."""
+    """Return the files below `folder` by their path relative to it, with `/` between its parts and without `.gz`."""
     found = {}
     for path in sorted(folder.rglob("*")):
-        media_type = MEDIA_TYPES.get(path.suffix)
+        is_packed = path.suffix == _PACKED
+        name = path.relative_to(folder).as_posix().removesuffix(_PACKED)
+        media_type = MEDIA_TYPES.get(PurePosixPath(name).suffix)
         if media_type is not None and path.is_file():
-            body = path.read_bytes()
-            etag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
-            found[path.relative_to(folder).as_posix()] = WebFile(body=body, media_type=media_type, etag=etag)
+            raw = path.read_bytes()
+            body = gzip.decompress(raw) if is_packed else raw
+            etag = f'"{hashlib.sha256(raw).hexdigest()[:32]}"'
+            packed = raw if is_packed else None
+            found[name] = WebFile(body=body, packed=packed, media_type=media_type, etag=etag)
     return MappingProxyType(found)

@@ -1,4 +1,4 @@
-"""`GET /`, `/docs` and `/ui/...`. The browser is told to run and load nothing but what this server sends."""
+"""`GET /`, `/docs` and `/ui/...`. The browser runs and loads nothing but what this server sends."""
 
 from __future__ import annotations
 
@@ -72,4 +72,9 @@ def _sent(request: Request, file: WebFile, policy: str) -> Response:
     known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
     if file.etag in known or "*" in known:
         return Response(status_code=304, headers=headers)
+    if file.packed is not None:
+        headers["vary"] = "accept-encoding"
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"] = "gzip"
+            return Response(file.packed, media_type=file.media_type, headers=headers)
     return Response(file.body, media_type=file.media_type, headers=headers)

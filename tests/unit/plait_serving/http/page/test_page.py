@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from pathlib import PurePosixPath
 
@@ -61,7 +62,24 @@ def test_every_file_comes_with_its_type(client):
         answer = client.get(f"/ui/{name}")
         assert answer.status_code == 200, name
         assert answer.headers["content-type"].partition(";")[0] == kinds[PurePosixPath(name).suffix]
-        assert answer.content == (WEB_FOLDER / name).read_bytes()
+        assert answer.content == files_of(name)
+
+
+def files_of(name):
+    packed = WEB_FOLDER / f"{name}.gz"
+    return gzip.decompress(packed.read_bytes()) if packed.exists() else (WEB_FOLDER / name).read_bytes()
+
+
+def test_a_large_file_is_sent_as_it_is_packed(client):
+    """To whoever understands gzip, which every browser does; others get it unpacked."""
+    packed, plain = (
+        client.get("/ui/swagger/swagger-ui-bundle.js", headers={"accept-encoding": accepted})
+        for accepted in ("br, gzip", "br")
+    )
+    assert (packed.headers["content-encoding"], packed.headers["vary"]) == ("gzip", "accept-encoding")
+    assert "content-encoding" not in plain.headers
+    assert packed.content == plain.content
+    assert int(packed.headers["content-length"]) * 3 < int(plain.headers["content-length"])
 
 
 def test_what_a_file_names_is_there():
@@ -120,6 +138,7 @@ def test_a_file_is_sent_once_until_it_changes(client):
     "path",
     [
         "/ui/", "/ui/js", "/ui/nothing.js", "/ui/index.html", "/ui/docs.html", "/ui/swagger/LICENSE",
+        "/ui/swagger/swagger-ui-bundle.js.gz",
         "/ui/../http/app.py", "/ui/%2e%2e/http/app.py", "/ui/..%2f..%2fapp.py", "/ui//etc/passwd",
         "/ui/js/../../http/app.py", "/ui/js%00.js", "/ui/js/main.js/", "/ui/JS/main.js", "/ui/..%5chttp%5capp.py",
     ],
