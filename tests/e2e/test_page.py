@@ -125,6 +125,7 @@ def test_the_ranking_follows_the_person(url, window):
     page.keys("\ue007")
     page.wait("return document.querySelectorAll('#rank-inputs .removable').length === 4")
     assert "server" in page.text("#rank-times")
+    assert page.barriers() == []
     assert page.complaints() == []
 
 

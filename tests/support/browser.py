@@ -19,6 +19,7 @@ import pytest
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 WAIT_S = 60.0
+AXE = Path(__file__).parents[1] / "vendor" / "axe-core" / "axe.min.js"
 
 needs_browser = [
     pytest.mark.browser,
@@ -119,6 +120,17 @@ class Browser:
         """What the browser complained about since the last question."""
         entries = self._do("POST", "/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
+
+    def barriers(self) -> list[Any]:
+        """What axe-core calls serious or critical in the page as it is: rule, element, and why."""
+        self.devtools("Runtime.evaluate", expression=AXE.read_text(encoding="utf-8"))
+        found: list[Any] = self.run(
+            """const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+            const bad = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
+            return bad.flatMap(({ id, nodes }) =>
+              nodes.map((node) => [id, node.html.slice(0, 160), node.any.map(({ message }) => message).join("; ")]));"""
+        )
+        return found
 
     def screenshot(self) -> bytes:
         """The page as it is seen: a PNG."""

@@ -3,6 +3,8 @@ import { KEY } from "./names.js";
 
 export const BASE = new URL(".", document.baseURI);
 
+const MAX_TRIES = 6;
+
 export class ApiError extends Error {
   constructor(status, detail) {
     super(detail.message);
@@ -28,14 +30,21 @@ export function keepKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** Fetch a path; asks for a key where one is missing. Throws `ApiError`. */
-export async function request(path, options = {}) {
+/**
+ * Fetch a path; asks for a key where one is missing, and comes back as told where a tenant asks too often: the page
+ * itself asks several things at once. Throws `ApiError`.
+ */
+export async function request(path, options = {}, tries = MAX_TRIES) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers };
   if (key !== null) headers.authorization = `Bearer ${key}`;
   const answer = await fetch(new URL(path, BASE), { ...options, headers, credentials: "omit" });
   if (answer.ok) return answer;
   const error = new ApiError(answer.status, await detailOf(answer));
+  if (error.code === "rate_limited" && tries > 1) {
+    await new Promise((resolve) => { setTimeout(resolve, 1000 * Number(answer.headers.get("retry-after") ?? 1)); });
+    return request(path, options, tries - 1);
+  }
   if (answer.status === 401 && sessionStorage.getItem(KEY) !== key) return request(path, options); // given meanwhile
   if (answer.status === 401 && (await askForKey(error.message)) !== null) return request(path, options);
   throw error;
