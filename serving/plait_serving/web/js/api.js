@@ -3,7 +3,7 @@ import { KEY } from "./names.js";
 
 export const BASE = new URL(".", document.baseURI);
 
-const MAX_TRIES = 6;
+const MAX_TRIES = 12;
 
 export class ApiError extends Error {
   constructor(status, detail) {
@@ -42,7 +42,8 @@ export async function request(path, options = {}, tries = MAX_TRIES) {
   if (answer.ok) return answer;
   const error = new ApiError(answer.status, await detailOf(answer));
   if (error.code === "rate_limited" && tries > 1) {
-    await new Promise((resolve) => { setTimeout(resolve, 1000 * Number(answer.headers.get("retry-after") ?? 1)); });
+    const wait_s = Number(answer.headers.get("retry-after") ?? 1) + 2 * Math.random(); // not all at once again
+    await new Promise((resolve) => { setTimeout(resolve, 1000 * wait_s); });
     return request(path, options, tries - 1);
   }
   if (answer.status === 401 && sessionStorage.getItem(KEY) !== key) return request(path, options); // given meanwhile
@@ -68,6 +69,11 @@ export async function postJson(path, body, options = {}) {
   return (await request(path, { method: "POST", body: JSON.stringify(body), headers, ...options })).json();
 }
 
+/** Like `getJson`, for what can be asked again later: gives up at once. */
+export async function getNow(path) {
+  return (await request(path, {}, 1)).json();
+}
+
 /** Like `getJson`; null where the server has no such route. */
 export async function getIfThere(path) {
   try {
@@ -78,10 +84,14 @@ export async function getIfThere(path) {
   }
 }
 
-/** Post a body with `stream: true` and yield `{step, steps}`, `{preview}` and, last, `{done}`. Throws `ApiError`. */
+/**
+ * Post a body with `stream: true` and yield `{accepted}`, then `{step, steps}`, `{preview}` and, last, `{done}`. Throws
+ * `ApiError`.
+ */
 export async function* stream(path, body, signal) {
   const headers = { "content-type": "application/json" };
   const answer = await request(path, { method: "POST", body: JSON.stringify(body), headers, signal });
+  yield { accepted: true };
   for await (const block of blocks(answer.body)) {
     const event = understood(block);
     if (event !== null) yield event;

@@ -1,9 +1,8 @@
 // Requests under way: each image is a tile with its steps, its previews and a way to stop it.
-import { ApiError, getJson, stream } from "./api.js";
+import { ApiError, stream } from "./api.js";
 import { blobOf, MIME } from "./bytes.js";
 import { h, icon, say } from "./dom.js";
-
-const ASK_QUEUE_MS = 1000;
+import { unwatch, watch } from "./queue.js";
 
 /** Start all requests; returns their tiles. `ondone(image)` gets each finished one as the gallery keeps it. */
 export function start(requests, ondone) {
@@ -36,10 +35,13 @@ export class Tile {
 
   async run() {
     const began_ms = performance.now();
-    const queue = this.tellQueue();
     try {
       for await (const event of stream(this.path, this.body, this.abort.signal)) {
-        clearInterval(queue);
+        if (event.accepted) {
+          watch(this);
+          continue;
+        }
+        unwatch(this);
         if (event.done) return await this.finish(event.done, performance.now() - began_ms);
         this.show(event);
       }
@@ -47,25 +49,15 @@ export class Tile {
     } catch (error) {
       this.fail(error);
     } finally {
-      clearInterval(queue);
+      unwatch(this);
     }
     return null;
   }
 
-  /** Until the first step: say where in the queue the request is, at most. */
-  tellQueue() {
-    let place = Infinity;
-    const ask = async () => {
-      try {
-        const { queue } = await getJson("v1/status");
-        if (this.state !== "waiting") return;
-        place = Math.max(1, Math.min(place, queue.waiting));
-        this.text.textContent = queue.waiting ? `in the queue: at place ${place} or before` : "starting";
-      } catch {
-        // the request itself will say what is wrong
-      }
-    };
-    return setInterval(ask, ASK_QUEUE_MS);
+  /** Say where in the queue the request is, at most: `waiting` requests wait. */
+  tellQueue(waiting) {
+    this.queuePlace = Math.max(1, Math.min(this.queuePlace ?? Infinity, waiting));
+    this.text.textContent = waiting ? `in the queue: at place ${this.queuePlace} or before` : "starting";
   }
 
   show({ step, steps, preview }) {
