@@ -25,6 +25,7 @@ CALLED_BY_FRAMEWORKS = (
     "@*.get",
     "@*.post",
     "@*.delete",
+    "@*.api_route",
     "@*.exception_handler",
     "@*.middleware",
     "@model_validator",

@@ -25,7 +25,7 @@ from plait_serving.deployments.node_gauges import Reserved
 from plait_serving.deployments.placed import PlacedHandle
 from plait_serving.deployments.ranking.scaling import autoscaling
 from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
-from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
+from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import (
     MAX_WORKERS,
     WORKER_CPUS,
@@ -37,11 +37,13 @@ from plait_serving.ranking.config import (
     WholeSection,
 )
 from plait_serving.sections import INGRESS_CPUS
+from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from plait_serving.http.context import HttpSettings
+    from plait_serving.images.results import ResultsSettings
 
 _MAX_ONGOING_REQUESTS = 100_000
 """Serve must never queue in front of us: our queues are bounded and can tell clients when to retry."""
@@ -93,9 +95,9 @@ def compose(
     )
     routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
     direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
-    return ingress.bind(
-        engine, partial(http_settings, server), ranking, routers=routers, direct=direct, reserved=deploy.reserved
-    )
+    results = None if args.images is None else args.images.results
+    settings = partial(http_settings, server, words=starter_words(args), results=results)
+    return ingress.bind(engine, settings, ranking, routers=routers, direct=direct, reserved=deploy.reserved)
 
 
 class _Deploying:
@@ -151,8 +153,24 @@ _COMMON: dict[str, Any] = {
 }
 
 
-def http_settings(server: ServerSection) -> "HttpSettings":
-    """Return the settings of the HTTP side; called in the ingress replica, where its imports belong."""
+def starter_words(args: AppArgs) -> Mapping[str, Callable[[], Mapping[str, Any]]]:
+    """Return what reads the words of the starter models that are served, by the names that requests use."""
+    found: dict[str, Callable[[], Mapping[str, Any]]] = {}
+    if args.images is not None and args.images.is_starter:
+        found[args.images.public_name] = image_words
+    if args.recommend is not None and args.recommend.models is None:
+        found |= dict.fromkeys(args.ranking_models, ranking_words)
+    return found
+
+
+def http_settings(
+    server: ServerSection,
+    *,
+    words: Mapping[str, Callable[[], Mapping[str, Any]]] | None = None,
+    results: ResultsSection | None = None,
+) -> "HttpSettings":
+    """Return the settings of the HTTP side; called in the ingress replica, where its imports belong. `words`: what
+    reads the words that a model knows."""
     from plait_serving.http.context import HttpSettings
     from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role
     from plait_serving.http.edge.tenants import TenantLimits
@@ -171,6 +189,19 @@ def http_settings(server: ServerSection) -> "HttpSettings":
         allowed_hosts=server.answered_hosts,
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,
+        results=None if results is None else _kept_at(results),
+        words={name: read() for name, read in (words or {}).items()},
+    )
+
+
+def _kept_at(section: ResultsSection) -> "ResultsSettings":
+    from plait_serving.images.results import ResultsSettings
+
+    return ResultsSettings(
+        url=section.place,
+        lifetime_s=section.lifetime_s,
+        max_bytes=section.max_bytes,
+        public_url=section.public_url,
     )
 
 

@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -59,6 +60,19 @@ def metric(server, name):
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and line[len(name)] in " {")
+
+
+def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
+    """And fetched through the proxy by the URL of the answer, while a server that is asked for another finds none."""
+    status, answer, _ = plait_server.generate(prompt="x", seed=3, size=f"{SIZE}x{SIZE}", response_format="url")
+    assert status == 200, answer
+    url = answer["data"][0]["url"]
+    assert url.startswith(f"{plait_server.url}/v1/images/results/")
+    with urllib.request.urlopen(url, timeout=30) as found:
+        assert Image.open(io.BytesIO(found.read())).size == (SIZE, SIZE)
+    folder = plait_server.state_folder.parents[1] / "kept"
+    assert [path.name for path in folder.iterdir()] == [url.rpartition("/")[2]]
+    assert plait_server.get(f"/v1/images/results/{'0' * 9}-{'a' * 32}.png")[0] == 404
 
 
 def test_serve_openai_client_makes_a_picture(plait_server):

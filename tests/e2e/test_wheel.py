@@ -77,13 +77,17 @@ def environment(tmp_path_factory, wheel):
 
 
 def test_the_wheel_holds_weights_examples_and_says_which_pythons(wheel):
-    """Starter weights with their sums, a tuning job, scenarios; 3.11 to 3.13; no tests and no results."""
+    """Starter weights with their sums, a tuning job, scenarios, the page; 3.11 to 3.13; no tests and no results."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [name for name in names if name.endswith("METADATA")]
         text = archive.read(metadata).decode()
     assert "plait_serving/starter/weights/MANIFEST.json" in names
     assert "plait/tuning/examples/picks.yaml" in names
+    tracked = (REPOSITORY / "serving/plait_serving/web").rglob("*")
+    page = {str(path.relative_to(REPOSITORY / "serving")) for path in tracked if path.is_file()}
+    assert len(page) > 30
+    assert page <= set(names)
     assert any(name.startswith("plait_loadtest/builtin/") for name in names)
     assert [name for name in names if name.startswith("tests/") or "/results/" in name] == []
     assert "Requires-Python: <3.14,>=3.11" in text

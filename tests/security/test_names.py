@@ -190,6 +190,7 @@ def test_cve_2025_67303_and_cve_2026_22777_installation_over_http(client: TestCl
     by botnets: whatever here changes anything is named here, and all of it but images and rankings needs an admin."""
     changing = {(method, path) for method, path, _ in _operations(client) if method != "get"}
     assert changing == {
+        ("post", "/v1/images/control_maps"),
         ("post", "/v1/images/edits"),
         ("post", "/v1/images/generations"),
         ("post", "/v1/recommend"),

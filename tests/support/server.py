@@ -185,6 +185,7 @@ images:
     edges: {folder: cn-edges, preprocessor: edges, replicas: 2, threads: 1}
     colors: {folder: cn-colors, preprocessor: colors, threads: 1}
   knobs: {controlnet_placement: remote, largest_batch: 8, threads: 1}
+  results: {folder: kept}
 """
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.http import document, health, metrics, models, usage
+from plait_serving.http import document, health, metrics, models, status, usage
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
@@ -25,8 +27,10 @@ from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconne
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
+from plait_serving.http.images import control_map, results
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import EditBody, GenerationBody
+from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
 from plait_serving.ranking.service import RankingService
 
@@ -82,8 +86,8 @@ def create_app(
     neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None,
     nodes: Callable[[], Awaitable[str]] | None = None,
 ) -> FastAPI:
-    """Return the application, with only the routes of what is given, and any additional `routers`. The interactive
-    documentation pages are off: they load scripts from a CDN."""
+    """Return the application, with only the routes of what is given, and any additional `routers`. FastAPI's own
+    documentation pages are off: they load scripts from a CDN; `page` has one that does not."""
     context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes)
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
@@ -134,9 +138,9 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
         for router in (v2.router, recommend.router):
             app.include_router(router)
     if context.images is not None:
-        for router in (images.router, models.image_router):
+        for router in (images.router, control_map.router, results.router, models.image_router):
             app.include_router(router)
-    for router in (models.router, health.router, metrics.router, usage.router):
+    for router in (models.router, health.router, metrics.router, usage.router, status.router, page.router):
         app.include_router(router)
 
 
@@ -170,6 +174,11 @@ async def _invalid_body(request: Request, error: Exception) -> Response:
     return wire_error(validation_error(error.errors(), known=known)).response(path)
 
 
+_BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
+    {"/v1/images/edits": EditBody, control_map.PATH: control_map.ControlMapBody}
+)
+
+
 def _fields_of(path: str, context: RouteContext) -> list[str]:
     if context.ranking is not None:
         from plait_serving.http.ranking.rank_body import RecommendBody
@@ -177,7 +186,7 @@ def _fields_of(path: str, context: RouteContext) -> list[str]:
 
         if path == PATH:
             return list(RecommendBody.model_fields)
-    return list((EditBody if path == "/v1/images/edits" else GenerationBody).model_fields)
+    return list(_BODIES.get(path, GenerationBody).model_fields)
 
 
 def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(GenerationBody.model_fields)) -> ApiError:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import Depends
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.refusals import RecentRefusals
+from plait_serving.images.results import ResultsSettings, ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.ranking.service import RankingService
 
@@ -44,7 +45,10 @@ class HttpSettings:
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
     max_infer_json_bytes: int = 8 * 2**20
     decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
+    results: ResultsSettings | None = None
     preprocessors: Preprocessors = field(default_factory=dict)
+    # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).
+    words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     # Decoding and encoding use threads; more of them than this only compete with the engine for cores.
     codec_threads: int = 4
     # A refusal within this time still becomes a proper HTTP status instead of an event in a stream that began with 200.
@@ -69,11 +73,14 @@ class RouteContext:
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
+    results: ResultStore | None = field(init=False)
     codec_slots: asyncio.Semaphore = field(init=False)
     refusals: RecentRefusals = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))
+        kept = self.settings.results
+        object.__setattr__(self, "results", None if kept is None else ResultStore(kept, now_s=self.now_s))
         object.__setattr__(self, "refusals", RecentRefusals(self.monotonic_s))
 
     def limits_of(self, tenant: str) -> TenantLimits:

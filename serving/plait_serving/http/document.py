@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from plait_serving.http.edge.auth import OPEN_PATHS
+from plait_serving.http.edge.auth import is_open
 from plait_serving.http.edge.errors import V2
 from plait_serving.http.edge.schemas import ErrorBody
 
@@ -43,6 +43,9 @@ _MORE: Mapping[str, tuple[int, ...]] = {
     "get /v1/models/{model_id}": (404, 503),
     "get /v1/loras": (503,),
     "get /v1/controlnets": (503,),
+    "post /v1/images/control_maps": (400, 404, 503),
+    "get /v1/images/results/{name}": (404, 503),
+    "get /v1/status": (503,),
     "post /v1/recommend": (400, 404, 503, 504),
     "post /v2/repository/models/{model}/load": (400, 404, 503),
     "post /v1/tuning/jobs": (400, 503),
@@ -85,7 +88,7 @@ def complete(document: dict[str, Any]) -> None:
         "key": {"type": "http", "scheme": "bearer", "description": "needed only where the server has keys"}
     }
     for path, method, operation in _operations(document):
-        if path not in OPEN_PATHS:
+        if not is_open(path):
             operation.setdefault("security", [{"key": []}, {}])
         operation["responses"] = _responses(path, method, operation.get("responses", {}))
 
@@ -115,7 +118,7 @@ def _responses(path: str, method: str, known: Mapping[str, Any]) -> dict[str, An
 
 
 def _statuses(path: str, method: str) -> set[int]:
-    found = {status for status in _ANYWHERE if status != 401 or path not in OPEN_PATHS}
+    found = {status for status in _ANYWHERE if status != 401 or not is_open(path)}
     if not path.startswith(V2):
         found.update(_NOT_BELOW_V2)
     found.update(_MORE.get(f"{method} {path}", ()))

@@ -17,6 +17,7 @@ from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.ranking.describe import metadata
+from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import BaseModelCard
 
 router = APIRouter(prefix="/v1", tags=["models"])
@@ -45,6 +46,7 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "default_guidance_scale": card.default_guidance_scale,
         "default_scheduler": card.default_scheduler.value,
         "schedulers": [scheduler.value for scheduler in Scheduler],
+        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in Scheduler},
         "dtype": card.dtype,
         "limits": asdict(card.limits),
     }
@@ -88,6 +90,14 @@ async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
         known = ", ".join(map(repr, found)) or "none yet"
         raise NotFound(f"there is no model {model_id[:100]!r}; this server has {known}", param="model")
     return found[model_id]
+
+
+@router.get("/words", summary="The words that models know")
+async def words(context: ContextDep) -> dict[str, Any]:
+    """List, for the models of which it is known, what words mean to them: `concepts` that an image model can draw, and
+    by the name of a ranking model's input the words for its numbers. Models that read any text are not in it."""
+    found = context.settings.words
+    return _listing([{"id": name, "object": "words", **found[name]} for name in sorted(found)])
 
 
 @image_router.get("/loras", summary="The LoRAs")

@@ -88,6 +88,44 @@ class ControlNetSection(Section):
         return thread_cap(self.threads, self.num_cpus)
 
 
+class ResultsSection(Section):
+    """Where images are kept that requests ask for by URL; every ingress replica must reach it."""
+
+    folder: FolderPath | None = None
+    url: Annotated[str | None, Field(description="fsspec URL of a folder, for example s3://bucket/results")] = None
+    lifetime_s: Annotated[float, Field(ge=1, le=30 * 86400, description="how long an image is kept")] = 3600.0
+    max_bytes: Annotated[int, Field(ge=1, description="of all kept images")] = 1 << 30
+    public_url: Annotated[
+        str | None,
+        Field(pattern=r"^https?://[^\s?#]+$", description="what clients reach the server by; unset: as they asked"),
+    ] = None
+
+    @model_validator(mode="after")
+    def _one_place(self) -> Self:
+        if (self.folder is None) == (self.url is None):
+            raise ValueError("give a folder or a url")
+        return self
+
+    @field_validator("url")
+    @classmethod
+    def _is_known(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        import fsspec
+
+        scheme = urlsplit(value).scheme
+        try:
+            fsspec.get_filesystem_class(scheme or "none")
+        except (ValueError, ImportError) as error:
+            raise ValueError(f"cannot be opened: {str(error).rstrip('.')}") from error
+        return value
+
+    @property
+    def place(self) -> str:
+        """The folder as a path or a URL."""
+        return self.url or str(self.folder)
+
+
 class LimitsSection(Section):
     """What one request may ask for. Memory and the model may allow less; `/v1/models` says what holds."""
 
@@ -143,6 +181,9 @@ class ImagesSection(Section):
     ] = 10_000
     safety_checker: Annotated[bool, Field(description="run the checker of a folder that has one; off is logged")] = True
     loras: LorasSection = LorasSection()
+    results: Annotated[
+        ResultsSection | None, Field(description="allows response_format: url; unset: images come in the response only")
+    ] = None
     controlnets: Annotated[
         dict[Name, ControlNetSection] | None, Field(description="unset: the starter model's own, or none")
     ] = None

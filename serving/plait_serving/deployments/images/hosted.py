@@ -201,6 +201,7 @@ def metrics_text(assembled: Assembled) -> str:
     """Return the metrics of the engine and the LoRA cache in Prometheus' text format."""
     engine, loras = assembled.engine.statistics(), assembled.loras.statistics()
     gauges = {
+        "engine_replicas": 1,  # several replicas add up
         "engine_requests_waiting": engine.waiting,
         "engine_requests_running": engine.running,
         "engine_queued_compute_seconds": round(engine.queued_s, 3),

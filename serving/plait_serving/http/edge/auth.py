@@ -38,6 +38,17 @@ class Principal:
 ANYONE = Principal(tenant="default", role=Role.ADMIN)
 OPEN_PATHS = frozenset({"/health", "/version", "/v2/health/live", "/v2/health/ready"})
 """The paths that a load balancer may request without a key."""
+FILES_OF_THE_PAGE = "/ui/"
+"""What the paths of the page's files begin with."""
+RESULTS = "/v1/images/results/"
+"""What the paths of kept images begin with. Their names are secrets that end by themselves."""
+_PAGES = frozenset({"/", "/docs"})
+
+
+def is_open(path: str) -> bool:
+    """Return whether a path needs no key: probes, kept images, and the pages, which have nothing in them but ask for a
+    key."""
+    return path in OPEN_PATHS or path in _PAGES or path.startswith((FILES_OF_THE_PAGE, RESULTS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +97,7 @@ class AuthMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises a 401 `ApiError`."""
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
+        if scope["type"] == "http" and not is_open(scope["path"]):
             header = Headers(scope=scope).get("authorization")
             scope.setdefault("state", {})["principal"] = authenticate(header, self._keys, anyone=self._anyone)
         await self._app(scope, receive, send)

@@ -50,6 +50,8 @@ class HttpMetrics:
             "plait_tenant_candidates", "Candidates ranked.", ["tenant"], registry=self.registry
         )
         self.in_flight = Gauge("plait_requests_in_flight", "Image requests being served.", registry=self.registry)
+        replicas = Gauge("plait_ingress_replicas", "Processes that answer HTTP.", registry=self.registry)
+        replicas.set(1)  # several replicas add up
         self._rank = _RankMetrics(self.registry)
         # Series are kept, because finding them by their labels costs more than counting.
         self._models: dict[str, _RankSeries] = {}

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_serving.http.edge.auth import RESULTS
 from plait_serving.http.edge.errors import wire_error
 
 access_log = logging.getLogger("plait.http.access")
@@ -70,5 +71,10 @@ class RequestIdMiddleware:
         finally:
             seconds = time.monotonic() - started_s
             self._observe(scope, status, seconds)
-            path = quote(scope["path"], safe=_PLAIN)[:_LONGEST_PATH]
+            path = quote(_public(scope["path"]), safe=_PLAIN)[:_LONGEST_PATH]
             access_log.info("%s %s %d %.3fs %s", scope["method"], path, status, seconds, request_id)
+
+
+def _public(path: str) -> str:
+    """Return a path without the name of a kept image: whoever knows that gets the image."""
+    return RESULTS + "..." if path.startswith(RESULTS) else path

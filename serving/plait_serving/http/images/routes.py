@@ -36,6 +36,7 @@ from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
@@ -114,6 +115,7 @@ async def _generate(
     ends_s: float | None,  # noqa: ARG001
 ) -> Response:
     job = await _resolve(body, request, context)
+    keep = await keeper(body, request, context)
     feed = EventFeed(context.image_service.generate(job.request))
     with context.metrics.in_flight.track_inprogress():
         try:
@@ -124,7 +126,7 @@ async def _generate(
         finally:
             await feed.aclose()
     context.metrics.observe_images(len(result.images), result.timings)
-    content = await _in_codec(context, partial(job.response_json, result, created=int(context.now_s())))
+    content = await _in_codec(context, partial(job.response_json, result, created=int(context.now_s()), keep=keep))
     return Response(content, media_type="application/json")
 
 
@@ -140,6 +142,7 @@ async def _result(feed: EventFeed) -> ImageResult:
 async def _open_stream(body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None) -> Response:
     """Wait briefly for the first event, so that a refusal still gets a proper status, then start the stream."""
     job = await _resolve(body, request, context)
+    await keeper(body, request, context)  # refuses URLs, which a stream has no place for
     feed = EventFeed(context.image_service.generate(job.request))
     try:
         first = await feed.next(context.settings.first_event_wait_s)
@@ -214,6 +217,10 @@ async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(work)
 
 
+def _base64(encoded: bytes) -> str:
+    return base64.b64encode(encoded).decode("ascii")
+
+
 class ImageReply:
     """One accepted request and how its images are reported; the methods that encode run in threads."""
 
@@ -223,10 +230,10 @@ class ImageReply:
         self._model = model
         self._http_id = http_id
 
-    def response_json(self, result: ImageResult, *, created: int) -> bytes:
-        """Return the whole response in the form of `schemas.GenerationResponse`."""
+    def response_json(self, result: ImageResult, *, created: int, keep: Keep | None) -> bytes:
+        """Return the whole response in the form of `schemas.GenerationResponse`; with `keep` it has URLs."""
         data = [
-            {"b64_json": self._encode(image, index), "seed": seed, "flagged": flagged}
+            {**self._shown(image, index, keep), "seed": seed, "flagged": flagged}
             for index, (image, seed, flagged) in enumerate(
                 zip(result.images, result.seeds, result.flagged, strict=True)
             )
@@ -238,7 +245,7 @@ class ImageReply:
         return sse.event(
             sse.PARTIAL if self.request.edit is None else sse.EDIT_PARTIAL,
             {
-                "b64_json": self._encode(preview.image, None),
+                "b64_json": _base64(self._encode(preview.image, None)),
                 "partial_image_index": preview.index,
                 **self._event_fields(created),
             },
@@ -247,15 +254,17 @@ class ImageReply:
     def completed_event(self, result: ImageResult, *, created: int) -> bytes:
         """Return OpenAI's event for the finished image, with everything that the plain response contains."""
         fields = {**self._event_fields(created), **self._facts(result), "id": self._http_id}
-        image = {"b64_json": self._encode(result.images[0], 0), "flagged": result.flagged[0]}
+        image = {**self._shown(result.images[0], 0, None), "flagged": result.flagged[0]}
         return sse.event(sse.COMPLETED if self.request.edit is None else sse.EDIT_COMPLETED, {**image, **fields})
 
-    def _encode(self, image: RgbImage, index: int | None) -> str:
+    def _shown(self, image: RgbImage, index: int, keep: Keep | None) -> dict[str, str]:
+        encoded = self._encode(image, index)
+        return {"b64_json": _base64(encoded)} if keep is None else {"url": keep(encoded, self._body.format)}
+
+    def _encode(self, image: RgbImage, index: int | None) -> bytes:
         text = None if index is None else infotext(self.request, model=self._model.name, index=index)
         quality = 100 if self._body.output_compression is None else self._body.output_compression
-        return base64.b64encode(encode_image(image, self._body.format, quality=quality, parameters=text)).decode(
-            "ascii"
-        )
+        return encode_image(image, self._body.format, quality=quality, parameters=text)
 
     def _event_fields(self, created: int) -> dict[str, object]:
         """Return what OpenAI's events always carry."""

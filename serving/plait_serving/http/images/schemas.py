@@ -69,13 +69,8 @@ def _output_format(value: object) -> object:
     return _enum_value(value)
 
 
-def _response_format(value: object) -> object:
-    if value == "url":
-        raise PydanticCustomError("response_format", "images are not kept on the server; use b64_json")
-    return value
-
-
-def _bool_or_name(value: object) -> object:
+def bool_or_name(value: object) -> object:
+    """Check `preprocess`: a validator."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -114,7 +109,7 @@ class ControlNetBody(StrictBody):
     scale: Scale = 1.0
     start: Fraction = 0.0
     end: Fraction = 1.0
-    preprocess: Annotated[bool | str, BeforeValidator(_bool_or_name)] = False
+    preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = False
 
 
 class GenerationBody(StrictBody):
@@ -124,7 +119,7 @@ class GenerationBody(StrictBody):
     model: Annotated[str, Field(max_length=256), AfterValidator(_printable)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = None
     size: Annotated[str, Field(max_length=16, description='"WIDTHxHEIGHT" or "auto" (the model\'s own)')] | None = None
-    response_format: Annotated[Literal["b64_json"], BeforeValidator(_response_format)] | None = None
+    response_format: Literal["b64_json", "url"] | None = None
     output_format: Annotated[Literal["png", "jpeg", "webp"], BeforeValidator(_output_format)] | None = None
     output_compression: Annotated[int, Field(ge=0, le=100, description="quality of jpeg and webp")] | None = None
     stream: bool | None = None
@@ -209,9 +204,11 @@ class EditBody(GenerationBody):
 
 
 class ImageData(BaseModel):
-    """One image. `seed` reproduces it; `flagged`: the safety checker blacked it out."""
+    """One image, or where it is kept for a while. `seed` reproduces it; `flagged`: the safety checker blacked it
+    out."""
 
-    b64_json: str
+    b64_json: str | None = None
+    url: str | None = None
     seed: int
     flagged: bool
 

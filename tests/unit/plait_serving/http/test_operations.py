@@ -92,7 +92,7 @@ def test_version_says_which(client):
         ("GET", "/v1", 404, "unknown_route"),
         ("GET", URL, 405, "method_not_allowed"),
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
-        ("GET", "/docs", 404, "unknown_route"),
+        ("GET", "/doc", 404, "unknown_route"),
         ("GET", "/redoc", 404, "unknown_route"),
         ("GET", "/v1/models/a%00b", 404, "model_not_found"),
         ("GET", "/v1/models/" + "x" * 5000, 404, "model_not_found"),
@@ -205,6 +205,14 @@ def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
         client.post(URL, json={"prompt": "my secret prompt"}, headers={"x-request-id": "myid"})
     (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
     assert re.fullmatch(r"POST /v1/images/generations 200 \d+\.\d{3}s myid", line)
+
+
+def test_the_log_does_not_have_the_names_of_kept_images(client, caplog):
+    """Whoever knows one gets the image."""
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        client.get("/v1/images/results/0123456789-secret.png", headers={"x-request-id": "myid"})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+    assert re.fullmatch(r"GET /v1/images/results/\.\.\. 404 \d+\.\d{3}s myid", line)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""`POST /v1/images/control_maps`: what a ControlNet would see of an image, without making one."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from functools import partial
+from typing import Annotated
+
+from fastapi import APIRouter
+from pydantic import BaseModel, BeforeValidator, Field
+from starlette.requests import Request
+
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.values import RgbImage
+from plait_serving.http.context import ContextDep
+from plait_serving.http.edge.auth import principal
+from plait_serving.http.edge.json_body import JsonRoute
+from plait_serving.http.edge.schemas import StrictBody
+from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images.schemas import ControlNetBody, GenerationBody, Name, bool_or_name
+from plait_serving.images.codec import OutputFormat, encode_image
+
+__all__ = ["PATH", "ControlMapBody", "router"]
+
+PATH = "/v1/images/control_maps"
+
+router = APIRouter(tags=["images"], route_class=JsonRoute)
+
+_PLACE = "controlnets.0."
+
+
+class ControlMapBody(StrictBody):
+    """The members of an entry of `controlnets` that its map depends on."""
+
+    name: Name
+    image: str = Field(min_length=1, repr=False, description="base64 or a data URL of a PNG, JPEG or WebP")
+    preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = True
+    size: Annotated[str, Field(max_length=16, description="of the output; unset: the model's own")] | None = None
+
+
+class ControlMapResponse(BaseModel):
+    """The map as a PNG of the output's size."""
+
+    b64_json: str
+    size: str
+
+
+@router.post(PATH, summary="What a ControlNet would see")
+async def control_map(body: ControlMapBody, request: Request, context: ContextDep) -> ControlMapResponse:
+    """Return the map that a generation with this entry of `controlnets` would use: stretched to the output's size, and
+    with `preprocess` made from an ordinary image."""
+    catalog = await context.image_service.catalog()
+    tenant = principal(request).tenant
+    control = ControlNetBody(name=body.name, image=body.image, preprocess=body.preprocess)
+    work = partial(
+        resolve,
+        GenerationBody(prompt="-", size=body.size, controlnets=[control]),
+        catalog,
+        request_id="",
+        random_seed=0,
+        preprocessors=context.settings.preprocessors,
+        decode_limits=context.settings.decode_limits,
+        tenant=tenant,
+        allowed=context.limits_of(tenant),
+    )
+    try:
+        async with context.codec_slots:
+            resolved = await asyncio.to_thread(work)
+            encoded = await asyncio.to_thread(_png, resolved.controlnets[0].image)
+    except EngineError as error:
+        if error.param is not None:
+            error.param = error.param.removeprefix(_PLACE)
+        raise
+    return ControlMapResponse(b64_json=encoded, size=f"{resolved.width}x{resolved.height}")
+
+
+def _png(image: RgbImage) -> str:
+    return base64.b64encode(encode_image(image, OutputFormat.PNG, quality=100, parameters=None)).decode("ascii")

@@ -1,0 +1,80 @@
+"""`GET /`, `/docs` and `/ui/...`. The browser runs and loads nothing but what this server sends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from plait_serving.http.edge.auth import FILES_OF_THE_PAGE
+from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.page.files import WebFile, read_files
+
+__all__ = ["router"]
+
+router = APIRouter(include_in_schema=False)
+
+_SAME_FOR_BOTH = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob: data:; connect-src 'self'; "
+    "manifest-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'"
+)
+PAGE_POLICY = _SAME_FOR_BOTH + "; require-trusted-types-for 'script'; trusted-types 'none'"
+"""No script may turn text into markup either. Swagger UI does (it writes descriptions as markup), so `/docs` lacks
+this part."""
+DOCS_POLICY = _SAME_FOR_BOTH
+
+_HEADERS: Mapping[str, str] = MappingProxyType(
+    {
+        # Asked for each time, answered with 304 while it is the same: a new version of the server is seen at once.
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        "cross-origin-opener-policy": "same-origin",
+        "cross-origin-resource-policy": "same-origin",
+        "permissions-policy": "camera=(), microphone=(), geolocation=()",
+    }
+)
+_READING = ["GET", "HEAD"]
+
+
+@cache
+def _files() -> Mapping[str, WebFile]:
+    return read_files()
+
+
+@router.api_route("/", methods=_READING)
+async def page(request: Request) -> Response:
+    """Return the page."""
+    return _sent(request, _files()["index.html"], PAGE_POLICY)
+
+
+@router.api_route("/docs", methods=_READING)
+async def docs(request: Request) -> Response:
+    """Return the interactive documentation of all routes."""
+    return _sent(request, _files()["docs.html"], DOCS_POLICY)
+
+
+@router.api_route(FILES_OF_THE_PAGE + "{name:path}", methods=_READING)
+async def file(request: Request, name: str) -> Response:
+    """Return a style, a module or an icon of the page."""
+    found = _files().get(name)
+    if found is None or name.endswith(".html"):
+        raise ApiError(404, "the page has no such file", code="unknown_route")
+    return _sent(request, found, PAGE_POLICY)
+
+
+def _sent(request: Request, file: WebFile, policy: str) -> Response:
+    headers = {**_HEADERS, "etag": file.etag, "content-security-policy": policy}
+    known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
+    if file.etag in known or "*" in known:
+        return Response(status_code=304, headers=headers)
+    if file.packed is not None:
+        headers["vary"] = "accept-encoding"
+        if "gzip" in request.headers.get("accept-encoding", ""):
+            headers["content-encoding"] = "gzip"
+            return Response(file.packed, media_type=file.media_type, headers=headers)
+    return Response(file.body, media_type=file.media_type, headers=headers)

@@ -1,0 +1,103 @@
+"""`GET /v1/status`: how the server is, for people: what `/health` and `/metrics` know, in one small answer."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fastapi import APIRouter
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import BaseModel, Field
+
+from plait_serving.http.context import ContextDep, installed_version
+from plait_serving.http.metrics import exposition
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["operations"])
+
+
+class ReplicasStatus(BaseModel):
+    """The replicas that answer now."""
+
+    ingress: int
+    engine: int
+
+
+class QueueStatus(BaseModel):
+    """Image requests over all replicas of the engine."""
+
+    waiting: int
+    running: int
+    compute_s: float = Field(description="predicted seconds of compute that wait")
+
+
+class ResidentStatus(BaseModel):
+    """What the engine's replicas hold beside their base models."""
+
+    loras: int
+    lora_bytes: int
+    prepared: list[str] = Field(description="parts of the model that run as programs of the executor")
+
+
+class StatusResponse(BaseModel):
+    """Counts of the moment. A service that is not in `services` is not part of this server."""
+
+    version: str
+    ready: bool
+    reason: str | None
+    services: dict[str, bool]
+    replicas: ReplicasStatus
+    queue: QueueStatus
+    resident: ResidentStatus
+    images_made: int
+    rankings_made: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Samples by name, and of those with one label the label's values."""
+
+    sums: Mapping[str, float]
+    labels: Mapping[str, Mapping[str, float]]
+
+
+@router.get("/status", summary="Replicas, queue and what is resident")
+async def status(context: ContextDep) -> StatusResponse:
+    """Return how the server is. What does not answer within a second counts as 0."""
+    health = await context.health()
+    found = _read(await exposition(context))
+    number = found.sums
+    return StatusResponse(
+        version=installed_version(),
+        ready=health.ready,
+        reason=health.reason,
+        services={name: bool(up) for name, up in found.labels["plait_service_up"].items()},
+        replicas=ReplicasStatus(
+            ingress=int(number["plait_ingress_replicas"]), engine=int(number["plait_engine_replicas"])
+        ),
+        queue=QueueStatus(
+            waiting=int(number["plait_engine_requests_waiting"]),
+            running=int(number["plait_engine_requests_running"]),
+            compute_s=number["plait_engine_queued_compute_seconds"],
+        ),
+        resident=ResidentStatus(
+            loras=int(number["plait_lora_cache_resident"]),
+            lora_bytes=int(number["plait_lora_cache_resident_bytes"]),
+            prepared=sorted(found.labels["plait_engine_prepared"]),
+        ),
+        images_made=int(number["plait_images_total"]),
+        rankings_made=int(number["plait_rank_duration_seconds_count"]),
+    )
+
+
+def _read(metrics: str) -> _Read:
+    sums: dict[str, float] = defaultdict(float)
+    labels: dict[str, dict[str, float]] = defaultdict(dict)
+    for family in text_string_to_metric_families(metrics):
+        for sample in family.samples:
+            sums[sample.name] += sample.value
+            if len(sample.labels) == 1:
+                labels[sample.name][next(iter(sample.labels.values()))] = sample.value
+    return _Read(sums, labels)

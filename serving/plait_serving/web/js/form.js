@@ -1,0 +1,145 @@
+// The form of an image request: from what the server has to controls, and from controls to a body and back.
+import { byId, h, slider } from "./dom.js";
+import { Controls } from "./controls.js";
+import { Loras } from "./loras.js";
+import { DRAFT } from "./names.js";
+import { Prompt } from "./prompt.js";
+import { Source } from "./source.js";
+
+const SEED_END = 2 ** 32; // the server's own random seeds are below it
+const PREVIEWS = 3;
+const SHAPES = [[1, 1], [1, 1.5], [1.5, 1]];
+
+export class Form {
+  constructor(onsubmit) {
+    this.element = byId("form");
+    const changed = () => this.keepDraft();
+    this.prompt = new Prompt(byId("prompt"), changed);
+    this.steps = slider({ id: "steps", label: "Steps", min: 1, max: 50, step: 1, value: 20, oninput: changed });
+    this.guidance = slider({ id: "guidance", label: "CFG", min: 0, max: 20, step: 0.5, value: 3, oninput: changed });
+    byId("numbers").append(this.steps.element, this.guidance.element);
+    this.loras = new Loras(byId("loras"), changed);
+    this.controls = new Controls(byId("controlnets"), { sizeOf: () => this.size(), onchange: changed });
+    this.source = new Source(byId("source"), changed);
+    this.models = [];
+    this.element.addEventListener("submit", (event) => { event.preventDefault(); onsubmit(); });
+    this.element.addEventListener("input", changed);
+    this.element.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); onsubmit(); }
+    });
+    byId("model").addEventListener("change", () => this.choose(this.model));
+    byId("dice").addEventListener("click", () => { byId("seed").value = randomSeed(); changed(); });
+  }
+
+  get model() {
+    return this.models.find(({ id }) => id === byId("model").value) ?? this.models[0];
+  }
+
+  /** Take what the server has. `words`: what models know, by name. */
+  know({ models, words, loras, controlnets }) {
+    this.models = models;
+    this.words = words;
+    byId("model").replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
+    byId("loras-part").hidden = loras.length === 0;
+    byId("controlnets-part").hidden = controlnets.length === 0;
+    this.loras.know(loras.map(({ id }) => id));
+    this.controls.know(controlnets);
+    this.choose(models[0]);
+  }
+
+  /** Set the controls to a model's bounds and defaults. */
+  choose(model) {
+    const { limits } = model;
+    byId("scheduler").replaceChildren(...model.schedulers.map((value) =>
+      h("option", { value }, model.scheduler_names?.[value] ?? value)));
+    byId("scheduler").value = model.default_scheduler;
+    this.steps.bound({ max: Math.min(limits.max_steps, 100) });
+    this.steps.write(model.default_num_inference_steps);
+    this.guidance.write(model.default_guidance_scale);
+    byId("size").value = model.default_size;
+    byId("sizes").replaceChildren(...sizesOf(model).map((value) => h("option", { value })));
+    byId("n").max = limits.max_images ?? 10;
+    this.prompt.know(this.words[model.id]?.concepts ?? []);
+  }
+
+  /** Return the output's size as `[width, height]`. */
+  size() {
+    const found = /^(\d+)x(\d+)$/.exec(byId("size").value.trim()) ?? /^(\d+)x(\d+)$/.exec(this.model.default_size);
+    return [Number(found[1]), Number(found[2])];
+  }
+
+  /** Return one request per image: `{path, body}`, all with seeds. `null` if something is missing, which is shown. */
+  requests() {
+    if (!this.element.reportValidity()) return null;
+    const seed = byId("seed").value === "" ? randomSeed() : Number(byId("seed").value);
+    const count = Number(byId("n").value);
+    const source = this.source.read();
+    const path = source ? "v1/images/edits" : "v1/images/generations";
+    return Array.from({ length: count }, (_, i) => ({ path, body: this.body(seed + i, source) }));
+  }
+
+  body(seed, source) {
+    const steps = this.steps.read();
+    const [loras, controlnets] = [this.loras.read(), this.controls.read()];
+    const negative = byId("negative").value;
+    return {
+      model: this.model.id, prompt: byId("prompt").value, ...(negative ? { negative_prompt: negative } : {}),
+      size: byId("size").value.trim(), num_inference_steps: steps, guidance_scale: this.guidance.read(),
+      scheduler: byId("scheduler").value, seed,
+      ...(loras.length ? { loras } : {}), ...(controlnets.length ? { controlnets } : {}), ...source,
+      stream: true, partial_images: Math.max(0, Math.min(PREVIEWS, steps - 1)),
+    };
+  }
+
+  /** Take the fields of a request; the rest stays. Returns what the server does not have. */
+  async write(fields) {
+    const lost = [];
+    if (fields.model !== undefined && fields.model !== this.model.id) {
+      if (this.models.some(({ id }) => id === fields.model)) {
+        byId("model").value = fields.model;
+        this.choose(this.model);
+      } else lost.push(`the model ${fields.model}`);
+    }
+    this.prompt.write(fields.prompt ?? "");
+    byId("negative").value = fields.negative_prompt ?? "";
+    byId("more").open ||= Boolean(fields.negative_prompt);
+    if (fields.size) byId("size").value = fields.size;
+    if (fields.scheduler) byId("scheduler").value = fields.scheduler;
+    if (fields.num_inference_steps) this.steps.write(fields.num_inference_steps);
+    if (fields.guidance_scale !== undefined) this.guidance.write(fields.guidance_scale);
+    if (fields.seed !== undefined) byId("seed").value = fields.seed;
+    byId("n").value = 1;
+    lost.push(...this.loras.write(fields.loras ?? []).map((name) => `the LoRA ${name}`));
+    await this.controls.write(fields.controlnets ?? []);
+    if (fields.image) await this.source.write(fields);
+    else if (this.source.isUsed) this.source.clear();
+    this.keepDraft();
+    return lost;
+  }
+
+  /** Keep the texts and numbers of the form for a reload. */
+  keepDraft() {
+    const fields = { prompt: byId("prompt").value, negative_prompt: byId("negative").value, size: byId("size").value,
+      scheduler: byId("scheduler").value, num_inference_steps: this.steps.read(), guidance_scale: this.guidance.read(),
+      model: byId("model").value, loras: this.loras.read() };
+    sessionStorage.setItem(DRAFT, JSON.stringify(fields));
+  }
+
+  async restoreDraft() {
+    const kept = sessionStorage.getItem(DRAFT);
+    if (kept !== null) await this.write(JSON.parse(kept));
+  }
+}
+
+function randomSeed() {
+  return crypto.getRandomValues(new Uint32Array(1))[0] % SEED_END;
+}
+
+function sizesOf({ default_size: size, limits }) {
+  const [width, height] = size.split("x").map(Number);
+  const step = limits.size_multiple;
+  const edge = (length) => Math.round(length / step) * step;
+  return [...new Set(SHAPES.map(([x, y]) => [edge(width * x), edge(height * y)])
+    .filter(([x, y]) => x * y <= limits.max_pixels && Math.max(x, y) <= limits.max_edge_px)
+    .map(([x, y]) => `${x}x${y}`))];
+}

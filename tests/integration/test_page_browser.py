@@ -1,0 +1,373 @@
+"""The page in a real browser, around services that answer as a test wants them to."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+
+import pytest
+
+from plait_serving.diffusion.errors import Overloaded
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey
+from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.testing import fake_rankers
+from plait_serving.starter.preprocess import PREPROCESSORS
+from plait_serving.starter.words import image_words
+from support.app_server import AppServer, wait_for
+from support.browser import chromium, needs_browser
+from support.http_app import b64, png
+
+pytestmark = needs_browser
+
+DOWN, ENTER, ESCAPE, RIGHT, SPACE = "\ue015", "\ue007", "\ue00c", "\ue014", " "
+SECRET = "sk-page"
+READY = "return document.body.dataset.ready"
+MADE = "return document.querySelectorAll('#grid li').length >= args[0]"
+VALUE = "return document.querySelector(args[0]).value"
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory):
+    with chromium(tmp_path_factory.mktemp("browser")) as open_window:
+        yield open_window
+
+
+class Desk:
+    """A server with both workloads, and a window with its page."""
+
+    def __init__(self, open_window, service=None, *, settings=None, ranking=True, path="", **how):
+        self.service = service or FakeImageService()
+        settings = replace(settings or HttpSettings(), preprocessors=PREPROCESSORS, words={"emoji": image_words()})
+        rankers = LocalRankingService(fake_rankers()) if ranking else None
+        self.server = AppServer(create_app(self.service, settings, ranking=rankers))
+        self.url = f"http://127.0.0.1:{self.server.port}/"
+        self.page = open_window(**how)
+        self.page.open(self.url + path)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.page.open("about:blank")
+        self.server.stop()
+
+    def ready(self):
+        assert self.page.wait(READY) == "true"
+        return self.page
+
+    def make(self, prompt, count=1):
+        self.page.fill("#prompt", prompt)
+        self.page.keys(ESCAPE)
+        self.page.click("#generate")
+        self.page.wait(MADE, count)
+        return self.service.submitted[-1]
+
+
+def test_a_prompt_is_completed_and_what_was_chosen_is_made(window):
+    """By keys alone: a concept, a LoRA with its scale, a seed, two images; the same in the gallery after a reload."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        page.type("#prompt", "red ap")
+        assert page.text("#completions") == "red apple"
+        page.keys(DOWN, ENTER)
+        assert page.run(VALUE, "#prompt") == "red apple"
+        page.click("#loras .chip")
+        page.fill("#lora-noto", "0.6")
+        page.fill("#seed", "41")
+        page.fill("#n", "2")
+        page.click("#generate")
+        page.wait(MADE, 2)
+        made = {request.seed: request for request in desk.service.submitted}
+        assert made.keys() == {41, 42}
+        assert (made[41].prompt, made[41].loras[0].name, made[41].loras[0].scale) == ("red apple", "noto", 0.6)
+        page.open(desk.url)
+        desk.ready()
+        assert page.run("return document.querySelectorAll('#grid li').length") == 2
+        assert page.run(VALUE, "#prompt") == "red apple"  # the form, too
+        assert page.complaints() == []
+
+
+def test_words_that_the_model_does_not_know_get_a_hint(window):
+    """And those that it knows do not; an idea is one press away."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        page.type("#prompt", "quux")
+        page.click("#negative, #more summary")
+        assert "320 things" in page.text("#prompt-hint")
+        page.click("#ideas button")
+        assert page.text("#prompt-hint") == ""
+        assert page.run(VALUE, "#prompt") in image_words()["concepts"]
+        page.fill("#prompt", "a shiny apple")
+        assert page.text("#prompt-hint") == ""
+
+
+def test_steps_are_seen_and_a_cancelled_request_stops(window):
+    """Within a step, on the server, too; the page says so and goes on."""
+    with Desk(window, FakeImageService(step_s=0.25)) as desk:
+        page = desk.ready()
+        page.fill("#steps", "40")
+        page.fill("#prompt", "frog face")
+        page.keys(ESCAPE)
+        page.click("#generate")
+        page.wait("return /step [2-9]/.test(document.querySelector('.tile-text').textContent)")
+        page.wait("return document.querySelector('.tile img').alt === 'a preview'")
+        assert int(page.run("return document.querySelector('.bar').getAttribute('aria-valuenow')")) >= 2
+        page.click(".tile-foot button")
+        page.wait("return document.querySelector('.tile-text').textContent === 'cancelled'")
+        wait_for(lambda: len(desk.service.cancelled) == 1)
+        assert desk.service.steps_run < 40
+        assert page.run("return document.querySelectorAll('#grid li').length") == 0
+
+
+class Waiting(FakeImageService):
+    """Whose request waits until it is let go, in a queue of three."""
+
+    def __init__(self):
+        super().__init__()
+        self.go = threading.Event()
+
+    async def metrics_text(self):
+        return "# TYPE plait_engine_requests_waiting gauge\nplait_engine_requests_waiting 3\n"
+
+    async def generate(self, request):
+        await asyncio.to_thread(self.go.wait, 60)
+        async for event in super().generate(request):
+            yield event
+
+
+def test_who_waits_sees_where(window):
+    """In the queue, until the first step."""
+    with Desk(window, Waiting()) as desk:
+        page = desk.ready()
+        page.fill("#prompt", "frog face")
+        page.keys(ESCAPE)
+        page.click("#generate")
+        page.wait("return document.querySelector('.tile-text').textContent === 'in the queue: at place 3 or before'")
+        desk.service.go.set()
+        page.wait(MADE, 1)
+
+
+def test_a_refusal_is_told_in_the_servers_words(window):
+    """In the tile and in a message."""
+    failures = {"too much": Overloaded("the queue is full", retry_after_s=2.0)}
+    with Desk(window, FakeImageService(failures=failures)) as desk:
+        page = desk.ready()
+        page.fill("#prompt", "too much")
+        page.keys(ESCAPE)
+        page.click("#generate")
+        page.wait("return document.querySelector('.tile.failed .tile-text')?.textContent === 'the queue is full'")
+        assert "the queue is full" in page.text("#messages")
+
+
+def test_the_settings_of_a_file_are_restored(window, tmp_path):
+    """Everything that the server writes into a PNG, odd characters included; what it cannot hold is named."""
+    body = {
+        "prompt": "a \u201cred\u201d apple, 50: 50", "negative_prompt": "blur, noise\nand more",
+        "seed": 2**40 + 1, "size": "24x16",
+        "num_inference_steps": 7, "guidance_scale": 4.5, "scheduler": "dpmpp_2m", "output_format": "png",
+        "loras": [{"name": "sketch", "scale": 0.35}, {"name": "noto", "scale": -1.0}],
+    }  # fmt: skip
+    with Desk(window) as desk:
+        page = desk.ready()
+        kept = page.run(
+            """const { asked, image } = args[0];
+            const post = (body) => fetch("v1/images/generations", { method: "POST", body: JSON.stringify(body),
+              headers: { "content-type": "application/json" } }).then((answer) => answer.json());
+            const plain = await post(asked);
+            const guided = await post({ ...asked, controlnets: [{ name: "edges", image }] });
+            return [plain.data[0].b64_json, guided.data[0].b64_json];""",
+            {"asked": body, "image": b64(png())},
+        )
+        for name, encoded in zip(("plain.png", "guided.png"), kept, strict=True):
+            (tmp_path / name).write_bytes(base64.b64decode(encoded))
+        page.type("#restore", str(tmp_path / "plain.png"))
+        page.wait("return document.querySelector('#messages').innerText.includes('are restored')")
+        made = _submit(desk)
+        assert (made.prompt, made.negative_prompt, made.seed) == (body["prompt"], body["negative_prompt"], body["seed"])
+        assert (made.width, made.height, made.steps, made.guidance_scale) == (24, 16, 7, 4.5)
+        assert made.scheduler == "dpmpp_2m"
+        assert [(ref.name, ref.scale) for ref in made.loras] == [("sketch", 0.35), ("noto", -1.0)]
+        page.type("#restore", str(tmp_path / "guided.png"))
+        page.wait("return document.querySelector('#messages').innerText.includes('but for the control image')")
+        (tmp_path / "none.png").write_bytes(png())
+        page.type("#restore", str(tmp_path / "none.png"))
+        page.wait("return document.querySelector('#messages').innerText.includes('carries no settings')")
+
+
+def _submit(desk):
+    before = len(desk.service.submitted)
+    desk.page.click("#generate")
+    desk.page.wait(MADE, 1)
+    assert len(desk.service.submitted) == before + 1
+    return desk.service.submitted[-1]
+
+
+def test_a_map_is_detected_or_drawn(window, tmp_path):
+    """A dropped image shows the map that the server makes of it; a drawn one is the map itself, drawn by keys."""
+    (tmp_path / "image.png").write_bytes(png(32, 32))
+    with Desk(window) as desk:
+        page = desk.ready()
+        page.click("#controlnets .chip")
+        page.type("#controlnets input[type=file]", str(tmp_path / "image.png"))
+        page.wait("return document.querySelectorAll('#controlnets .pair img').length === 2")
+        first = desk.make("frog face").controlnets[0].image
+        assert int(first.max()) == 0  # one colour has no edges
+        page.click("#controlnets [title^=Draw]")
+        page.wait("return document.querySelector('#paint').open")
+        page.keys(SPACE, RIGHT, RIGHT, RIGHT, RIGHT)
+        page.click("#paint .primary")
+        page.wait("return !document.querySelector('#control-1-detect').checked")
+        second = desk.make("frog face", 2).controlnets[0].image
+        assert int(second.max()) == 255
+        assert 0 < int((second[..., 0] > 128).sum()) < second[..., 0].size / 2
+
+
+def test_an_edit_starts_from_what_was_made_with_a_mask_painted_over_it(window):
+    """The brush paints what is made anew; strength is 1 with a mask, as the server's own."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        desk.make("frog face")
+        page.click("[title^='Start an edit']")
+        page.wait("return !document.querySelector('.source img') ? false : true")
+        without = desk.make("frog face", 2)
+        assert without.edit is not None
+        assert without.edit.mask is None
+        assert without.edit.strength == 0.8
+        page.click("[title='Paint a mask']")
+        page.wait("return document.querySelector('#paint').open")
+        page.drag("#paint canvas", [(-100, -100), (-60, -100), (-60, -60)])
+        page.click("#paint .primary")
+        page.wait("return document.querySelector('.source .mask') !== null")
+        edit = desk.make("frog face", 3).edit
+        assert edit.strength == 1.0
+        assert int(edit.mask[4, 4]) == 255
+        assert int(edit.mask[-1, -1]) == 0
+
+
+def test_a_tenant_that_may_ask_little_sees_the_page_all_the_same(window):
+    """The page comes back when it is told to: two requests a second are enough to load it and to make images."""
+    settings = HttpSettings(tenants={"default": TenantLimits(requests_per_s=2.0)})
+    with Desk(window, settings=settings) as desk:
+        page = desk.ready()
+        page.fill("#n", "3")
+        desk.make("frog face", 3)
+        assert len(desk.service.submitted) == 3
+        assert page.run("return document.querySelectorAll('.note.error, .tile.failed').length") == 0
+
+
+def test_what_is_copied_makes_the_same_image_again(window, tmp_path):
+    """The program that the page gives for an edit with a LoRA and a ControlNet runs as it is, with the files that it
+    names beside it, and so does the command."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        desk.make('it\'s a "frog" face')
+        page.click("[title^='Start an edit']")
+        page.click("#loras .chip")
+        page.click("#controlnets .chip")
+        (tmp_path / "dropped.png").write_bytes(png(16, 16))
+        page.type("#controlnets input[type=file]", str(tmp_path / "dropped.png"))
+        page.wait("return document.querySelectorAll('#controlnets .pair img').length === 2")
+        first = desk.make('it\'s a "frog" face', 2)
+        shown, body, python, curl = page.run(
+            """const [store, bytes, snippets] = await Promise.all(["store", "bytes", "snippets"].map((name) =>
+              import(new URL(`ui/js/${name}.js`, document.baseURI))));
+            const [{ blob, path, body }] = await store.kept();
+            return [await bytes.base64Of(blob), body, snippets.asPython(path, body), snippets.asCurl(path, body)];"""
+        )
+        for name, encoded in {"image": body["image"], "control-1": body["controlnets"][0]["image"]}.items():
+            (tmp_path / f"{name}.png").write_bytes(base64.b64decode(encoded))
+        subprocess.run([sys.executable, "-c", python], cwd=tmp_path, check=True, timeout=120)
+        assert (tmp_path / "image.png").read_bytes() == base64.b64decode(shown)
+        again = desk.service.submitted[-1]
+        assert again is not first
+        assert (again.loras, again.seed, again.edit.strength) == (first.loras, first.seed, first.edit.strength)
+        if shutil.which("curl") is None:
+            return
+        (tmp_path / "image.png").write_bytes(base64.b64decode(body["image"]))
+        subprocess.run(["bash", "-c", curl], cwd=tmp_path, check=True, timeout=120)
+        answer = json.loads((tmp_path / "answer.json").read_text())
+        assert answer["data"][0]["b64_json"] == shown
+
+
+def test_a_server_with_keys_asks_for_one(window):
+    """Once for all questions, and again if it is wrong; it is kept for the tab and never shown in a snippet."""
+    settings = HttpSettings(api_keys=(ApiKey.from_secret(SECRET, tenant="acme"),))
+    with Desk(window, settings=settings) as desk:
+        page = desk.page
+        page.wait("return document.querySelector('#key-dialog').open")
+        for key in ("sk-wrong", SECRET):
+            page.type("#key", key)
+            page.click("#key-dialog .primary")
+            page.wait("return sessionStorage.getItem('plait.key') === args[0]", key)
+        desk.ready()
+        assert desk.make("frog face").tenant.name == "acme"
+        curl = page.run(
+            "const { asCurl } = await import('./ui/js/snippets.js'); return asCurl('v1/x', {prompt: 'it\\'s'});"
+        )
+        assert SECRET not in curl
+        assert "$PLAIT_KEY" in curl
+        page.open(desk.url)
+        desk.ready()  # the tab has it still
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
+def test_nothing_stands_in_the_way_of_anybody(window, width, dark):
+    """axe-core finds nothing serious in any section or dialog, light or dark; nothing is wider than a phone."""
+    with Desk(window, width=width, dark=dark) as desk:
+        page = desk.ready()
+        desk.make("frog face")
+        page.click("#controlnets .chip")
+        page.click("#loras .chip")
+        page.run("document.querySelector('#more').open = true")
+        found = {"images": page.barriers()}
+        page.click("#controlnets [title^=Draw]")
+        page.wait("return document.querySelector('#paint').open")
+        found["paint"] = page.barriers()
+        page.keys(ESCAPE)
+        page.click("#key-button")
+        found["key"] = page.barriers()
+        page.keys(ESCAPE)
+        for tab in ("rank", "status"):
+            page.click(f"#tab-{tab}")
+            page.wait("return document.querySelector(args[0])?.checkVisibility()", f"#{tab}")
+            page.wait(
+                "return document.querySelector(args[0]) !== null",
+                {"rank": "#rank-raw", "status": "#status-models td"}[tab],
+            )
+            found[tab] = page.barriers()
+            assert page.run("return document.documentElement.scrollWidth <= window.innerWidth"), tab
+        assert {name: problems for name, problems in found.items() if problems} == {}
+        assert page.complaints() == []
+
+
+def test_the_documentation_opens_and_asks_with_the_key(window):
+    """Offline, under its policy, in both shades; the page's key goes along."""
+    settings = HttpSettings(api_keys=(ApiKey.from_secret(SECRET, tenant="acme"),))
+    with Desk(window, settings=settings, path="docs") as desk:
+        desk.page.run("sessionStorage.setItem('plait.key', args[0])", SECRET)
+        desk.page.open(desk.url + "docs")
+        desk.page.wait("return document.querySelectorAll('.opblock').length > 15")
+        assert "/v1/images/generations" in desk.page.text("#swagger")
+        refused = [each for each in desk.page.complaints() if "401" not in each]
+        assert refused == []
+
+
+def test_another_sampler_of_the_catalog_is_offered(window):
+    """The form is made of what the server says, nothing of it is written down twice."""
+    model = replace(FAKE_CATALOG.model, default_steps=9, default_width=32, default_height=24)
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, model=model, loras=())), ranking=False) as desk:
+        page = desk.ready()
+        assert page.run(VALUE, "#size") == "32x24"
+        assert page.run(VALUE, "#steps") == "9"
+        assert page.run("return document.querySelector('#loras-part').hidden")
+        assert page.run("return document.querySelector('#tab-rank').hidden")

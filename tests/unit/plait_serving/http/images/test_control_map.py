@@ -1,0 +1,58 @@
+"""`POST /v1/images/control_maps`: the map that a generation would use, to look at."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey
+from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.images.testing import FakeImageService
+from support.http_app import b64, make_client, pixels, png
+
+URL = "/v1/images/control_maps"
+IMAGE = b64(png(20, 10, (200, 10, 30)))
+
+
+@pytest.mark.parametrize("more", [{}, {"preprocess": False}, {"preprocess": "edges"}, {"size": "24x32"}])
+def test_it_is_what_the_engine_gets(more):
+    """To the byte, with and without a preprocessor and a size."""
+    service = FakeImageService()
+    client = make_client(service)
+    answer = client.post(URL, json={"name": "edges", "image": IMAGE, **more})
+    assert answer.status_code == 200, answer.text
+    size = {"size": more["size"]} if "size" in more else {}
+    control = {"name": "edges", "image": IMAGE, "preprocess": more.get("preprocess", True)}
+    client.post("/v1/images/generations", json={"prompt": "x", "controlnets": [control], **size})
+    (submitted,) = service.submitted  # the map itself asked nothing of the engine
+    np.testing.assert_array_equal(pixels(answer.json()["b64_json"]), submitted.controlnets[0].image)
+    assert answer.json()["size"] == more.get("size", "16x16")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"name": "edgy", "image": IMAGE}, 404, "name"),
+        ({"name": "plain", "image": IMAGE}, 400, "preprocess"),
+        ({"name": "edges", "image": "aGVsbG8="}, 400, "image"),
+        ({"name": "edges", "image": "https://example.org/a.png"}, 400, "image"),
+        ({"name": "edges", "image": IMAGE, "size": "7x7"}, 400, "size"),
+        ({"name": "edges", "image": IMAGE, "scale": 1.0}, 400, "scale"),
+        ({"name": "edges"}, 400, "image"),
+    ],
+)
+def test_a_mistake_is_named_by_its_field(body, status, param):
+    """Of this body, not of an entry of `controlnets`."""
+    answer = make_client(FakeImageService()).post(URL, json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def test_a_tenant_has_its_bounds_here_too():
+    """A map is made at the output's size."""
+    key = ApiKey.from_secret("sk", tenant="acme")
+    settings = HttpSettings(api_keys=(key,), tenants={"acme": TenantLimits(max_pixels=300)})
+    client = make_client(FakeImageService(), settings)
+    headers = {"authorization": "Bearer sk"}
+    answer = client.post(URL, json={"name": "edges", "image": IMAGE, "size": "32x32"}, headers=headers)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "size")

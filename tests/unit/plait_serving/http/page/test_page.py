@@ -1,0 +1,175 @@
+"""The page's files: what is sent, with which headers, and that nothing else is; `test_page_browser.py` uses them."""
+
+from __future__ import annotations
+
+import gzip
+import re
+from pathlib import PurePosixPath
+
+import pytest
+
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey
+from plait_serving.http.page.files import WEB_FOLDER, read_files
+from plait_serving.images.testing import FakeImageService
+from support.http_app import make_client
+from support.http_rank import make_client as make_ranking_client
+
+SECRET = "sk-page"
+OWN = sorted(path for path in WEB_FOLDER.rglob("*") if path.is_file() and path.parent.name != "swagger")
+
+
+@pytest.fixture(scope="module")
+def client():
+    return make_client(FakeImageService())
+
+
+def policy(answer):
+    parts = (part.split() for part in answer.headers["content-security-policy"].split(";"))
+    return {name: sources for name, *sources in parts}
+
+
+@pytest.mark.parametrize("path", ["/", "/docs", "/ui/js/main.js", "/ui/css/base.css", "/ui/icon.svg"])
+def test_nothing_foreign_may_run_or_be_loaded(client, path):
+    """No inline script or style, no other origin, no frame around it, no guessing of types."""
+    answer = client.get(path)
+    assert answer.status_code == 200
+    rules = policy(answer)
+    assert rules["default-src"] == ["'none'"]
+    assert rules["script-src"] == rules["style-src"] == rules["connect-src"] == ["'self'"]
+    assert rules["img-src"] == ["'self'", "blob:", "data:"]
+    assert rules["frame-ancestors"] == rules["base-uri"] == rules["form-action"] == ["'none'"]
+    assert ("require-trusted-types-for" in rules) == (path != "/docs")
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize("page", ["index.html", "docs.html"])
+def test_pages_keep_to_their_policy(page):
+    """No script or style within them, no handler in an attribute, no address of another host."""
+    text = (WEB_FOLDER / page).read_text()
+    assert re.findall(r"<script(?![^>]*\bsrc=)", text) == []
+    assert re.findall(r"<style|\sstyle=|\son[a-z]+=|javascript:", text) == []
+    assert re.findall(r'(?:src|href)="(?:[a-z]+:|//)', text) == []
+
+
+def test_every_file_comes_with_its_type(client):
+    """A browser runs a module only if it is called one."""
+    kinds = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+    files = [name for name in read_files() if not name.endswith(".html")]
+    assert len(files) > 25
+    for name in files:
+        answer = client.get(f"/ui/{name}")
+        assert answer.status_code == 200, name
+        assert answer.headers["content-type"].partition(";")[0] == kinds[PurePosixPath(name).suffix]
+        assert answer.content == files_of(name)
+
+
+def files_of(name):
+    packed = WEB_FOLDER / f"{name}.gz"
+    return gzip.decompress(packed.read_bytes()) if packed.exists() else (WEB_FOLDER / name).read_bytes()
+
+
+def test_a_large_file_is_sent_as_it_is_packed(client):
+    """To whoever understands gzip, which every browser does; others get it unpacked."""
+    packed, plain = (
+        client.get("/ui/swagger/swagger-ui-bundle.js", headers={"accept-encoding": accepted})
+        for accepted in ("br, gzip", "br")
+    )
+    assert (packed.headers["content-encoding"], packed.headers["vary"]) == ("gzip", "accept-encoding")
+    assert "content-encoding" not in plain.headers
+    assert packed.content == plain.content
+    assert int(packed.headers["content-length"]) * 3 < int(plain.headers["content-length"])
+
+
+def test_what_a_file_names_is_there():
+    """Every import of a module, and every file that a page links."""
+    files = read_files()
+    for name, file in files.items():
+        if name.startswith("swagger/"):
+            continue
+        text = file.body.decode()
+        if name.endswith(".js"):
+            found = [f"js/{each}" for each in re.findall(r'from "\./([^"]+)"', text)]
+        else:
+            found = [each.removeprefix("ui/") for each in re.findall(r'(?:src|href)="(ui/[^"]+)"', text)]
+        assert [each for each in found if each not in files] == [], name
+
+
+def test_the_ids_that_modules_look_up_are_in_the_page():
+    """A renamed element fails here and not in a browser."""
+    page = (WEB_FOLDER / "index.html").read_text()
+    ids = set(re.findall(r'\bid="([^"]+)"', page))
+    asked = {
+        found for path in OWN if path.suffix == ".js" for found in re.findall(r'byId\("([^"]+)"\)', path.read_text())
+    }
+    assert len(asked) > 25
+    assert asked - ids == set()
+
+
+def test_modules_hold_one_thing():
+    """No file of ours is longer than 400 lines, nor a line than 140."""
+    assert {path.name: lines for path in OWN if (lines := len(path.read_text().splitlines())) > 400} == {}
+    assert {path.name for path in OWN if any(len(line) > 140 for line in path.read_text().splitlines())} == set()
+
+
+def test_markup_is_never_made_of_text():
+    """What a model or another person wrote stays text."""
+    sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
+    assert {path.name for path in OWN if path.suffix == ".js" and re.search(sinks, path.read_text())} == set()
+
+
+def test_a_file_is_sent_once_until_it_changes(client):
+    """A browser asks each time and hears that it has the file."""
+    first = client.get("/ui/js/main.js")
+    assert first.headers["cache-control"] == "no-cache"
+    for tag in (first.headers["etag"], f'"other", W/{first.headers["etag"]}', "*"):
+        again = client.get("/ui/js/main.js", headers={"if-none-match": tag})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == first.headers["etag"]
+        assert again.headers["content-security-policy"] == first.headers["content-security-policy"]
+    assert client.get("/ui/js/main.js", headers={"if-none-match": '"other"'}).content == first.content
+    assert client.get("/ui/css/base.css").headers["etag"] != first.headers["etag"]
+    head = client.head("/")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/ui/", "/ui/js", "/ui/nothing.js", "/ui/index.html", "/ui/docs.html", "/ui/swagger/LICENSE",
+        "/ui/swagger/swagger-ui-bundle.js.gz",
+        "/ui/../http/app.py", "/ui/%2e%2e/http/app.py", "/ui/..%2f..%2fapp.py", "/ui//etc/passwd",
+        "/ui/js/../../http/app.py", "/ui/js%00.js", "/ui/js/main.js/", "/ui/JS/main.js", "/ui/..%5chttp%5capp.py",
+    ],
+)  # fmt: skip
+def test_no_path_leads_out_of_the_folder(client, path):
+    """What is not a file of the page is not there."""
+    answer = client.get(path)
+    assert answer.status_code == 404, answer.text[:200]
+    assert answer.json()["error"]["code"] == "unknown_route"
+
+
+def test_nothing_is_taken(client):
+    """The page is read only."""
+    for path in ("/", "/docs", "/ui/js/main.js"):
+        assert client.post(path).status_code == 405
+
+
+def test_with_keys_the_page_loads_and_its_questions_need_one():
+    """It has nothing in it but a question for the key."""
+    settings = HttpSettings(api_keys=(ApiKey.from_secret(SECRET, tenant="acme"),))
+    client = make_client(FakeImageService(), settings)
+    for path in ("/", "/docs", "/ui/js/main.js"):
+        assert client.get(path).status_code == 200
+    for path in ("/v1/models", "/v1/words", "/v1/status", "/openapi.json", "/v1/usage", "/uix", "/ui"):
+        assert client.get(path).status_code == 401, path
+    assert client.get("/v1/status", headers={"authorization": f"Bearer {SECRET}"}).status_code == 200
+
+
+def test_a_server_that_only_ranks_has_the_page():
+    """And no routes of images, which the page understands."""
+    client = make_ranking_client()
+    assert client.get("/").status_code == 200
+    assert client.get("/v1/loras").status_code == 404
+    assert client.get("/v1/status").json()["services"] == {"ranking": True}
