@@ -17,10 +17,11 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.model_config import Family
 from plait_serving.diffusion.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
-from plait_serving.diffusion.values import ImageRequest
+from plait_serving.diffusion.values import ImageRequest, PromptSize
 from plait_serving.diffusion.versions import parameter_version
 
 
@@ -32,8 +33,8 @@ class EncodedText:
     pooled: torch.Tensor | None
 
 
-_Call: TypeAlias = tuple[int, Chunk]
-"""A text encoder's index, and the ids that it reads."""
+_Call: TypeAlias = tuple[int, Chunk, int]
+"""A text encoder's index, the ids that it reads, and the layers that it leaves out (`clip_skip`)."""
 
 _REMEMBERED = 128
 """The number of text encoder calls that are kept (at most 0.4 MB each for SDXL): negative prompts, empty chunks and
@@ -61,6 +62,15 @@ class PromptEncoder:
             if conditioning is not None:
                 return conditioning
 
+    def size(self, request: ImageRequest) -> PromptSize:
+        """Return how long a request's prompts are. Thread-safe. Raises `RequestError` if the text encoders have too few
+        layers for its `clip_skip`."""
+        layers = min(int(cast("Any", encoder).config.num_hidden_layers) for encoder in self._bundle.text_encoders)
+        layers -= self._is_xl  # SDXL reads the layer before the last even without
+        if request.clip_skip > layers:
+            raise RequestError(f"this model's text encoders can leave out at most {layers} layers", param="clip_skip")
+        return self.tokens.size(request)
+
     def begin(self, request: ImageRequest) -> PromptEncoding:
         """Return what encodes a request's prompts, a call at a time."""
         uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
@@ -70,18 +80,19 @@ class PromptEncoder:
         zeros = uses_cfg and self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
         read = (negative, prompt) if uses_cfg else (prompt,)
         count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
-        texts = [self._filled(tokens, count) for tokens in read]
+        # Like in diffusers, negative prompts are read with all layers.
+        texts = [self._filled(tokens, count, request.clip_skip if tokens is prompt else 0) for tokens in read]
         return PromptEncoding(
             texts[1:] if zeros else texts,
             run=self._run,
             finish=lambda texts: self._conditioning([_zeros_like(texts[0]), *texts] if zeros else texts, request),
         )
 
-    def _filled(self, tokens: Tokens, count: int) -> list[list[_Call]]:
+    def _filled(self, tokens: Tokens, count: int, skip: int) -> list[list[_Call]]:
         """Return the calls for each text encoder, `count` of them: chunks that a text does not fill are empty."""
         empty = self.tokens.of("")
         return [
-            [(encoder, chunk) for chunk in (*chunks, *[empty.chunks[encoder][0]] * (count - len(chunks)))]
+            [(encoder, chunk, skip) for chunk in (*chunks, *[empty.chunks[encoder][0]] * (count - len(chunks)))]
             for encoder, chunks in enumerate(tokens.chunks)
         ]
 
@@ -100,7 +111,7 @@ class PromptEncoder:
             self._known.popitem(last=False)
         return found
 
-    def _encode(self, index: int, ids: Chunk) -> EncodedText:
+    def _encode(self, index: int, ids: Chunk, skip: int) -> EncodedText:
         """Encode one chunk as one row: larger batches would round differently from diffusers."""
         encoder, tokenizer = self._bundle.text_encoders[index], self._bundle.tokenizers[index]
         tokens = torch.tensor([ids], device=self._bundle.device)
@@ -108,9 +119,13 @@ class PromptEncoder:
         if self._is_xl:
             output = encoder(tokens, output_hidden_states=True)
             pooled = output[0] if output[0].ndim == 2 else None
-            return EncodedText(hidden=output.hidden_states[-2], pooled=pooled)
+            return EncodedText(hidden=output.hidden_states[-(skip + 2)], pooled=pooled)
         mask = _padding_mask(tokens, tokenizer) if getattr(config, "use_attention_mask", False) else None
-        return EncodedText(hidden=encoder(tokens, attention_mask=mask)[0], pooled=None)
+        if not skip:
+            return EncodedText(hidden=encoder(tokens, attention_mask=mask)[0], pooled=None)
+        output = encoder(tokens, attention_mask=mask, output_hidden_states=True)
+        body: Any = getattr(encoder, "text_model", encoder)  # transformers 5 dropped this level
+        return EncodedText(hidden=body.final_layer_norm(output.hidden_states[-(skip + 1)]), pooled=None)
 
     @torch.inference_mode()
     def _conditioning(self, texts: Sequence[EncodedText], request: ImageRequest) -> Conditioning:

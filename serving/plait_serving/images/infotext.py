@@ -10,18 +10,27 @@ from __future__ import annotations
 import json
 from types import MappingProxyType
 
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, Scheduler
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, Scheduler, Sigmas
 
 SAMPLER_NAMES = MappingProxyType(
     {
         Scheduler.DDIM: "DDIM",
+        Scheduler.DDPM: "DDPM",
         Scheduler.EULER: "Euler",
         Scheduler.EULER_A: "Euler a",
+        Scheduler.HEUN: "Heun",
+        Scheduler.LMS: "LMS",
         Scheduler.DPMPP_2M: "DPM++ 2M",
+        Scheduler.DPMPP_2M_SDE: "DPM++ 2M SDE",
+        Scheduler.DPMPP_SDE: "DPM++ SDE",
         Scheduler.UNIPC: "UniPC",
         Scheduler.LCM: "LCM",
     }
 )
+
+SPACING_NAMES = MappingProxyType({
+    Sigmas.NORMAL: "Normal", Sigmas.KARRAS: "Karras", Sigmas.EXPONENTIAL: "Exponential", Sigmas.BETA: "Beta",
+})  # fmt: skip
 
 
 def infotext(request: ImageRequest, *, model: str, index: int) -> str:
@@ -43,6 +52,14 @@ def _pairs(request: ImageRequest, model: str, index: int) -> list[tuple[str, str
         ("Size", f"{request.width}x{request.height}"),
         ("Model", model),
     ]
+    if request.sigmas is not None:
+        pairs.insert(2, ("Schedule type", SPACING_NAMES[request.sigmas]))
+    if request.eta:
+        pairs.append(("Eta DDIM", _number(request.eta)))
+    if request.guidance_rescale:
+        pairs.append(("CFG rescale", _number(request.guidance_rescale)))
+    if request.clip_skip:
+        pairs.append(("Clip skip", str(request.clip_skip + 1)))  # A1111 counts from 1
     if request.edit is not None:
         pairs.append(("Denoising strength", _number(request.edit.strength)))
     pairs += [(f"ControlNet {i}", _control(control)) for i, control in enumerate(request.controlnets)]

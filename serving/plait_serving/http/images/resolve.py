@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.admission import ImageLimits, check_sampler
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import (
     MAX_SEED,
@@ -17,6 +17,7 @@ from plait_serving.diffusion.values import (
     LoraRef,
     LoraSet,
     Scheduler,
+    Sigmas,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
 from plait_serving.http.images.editing import Upload, upload_of
@@ -53,6 +54,9 @@ def resolve(
     steps = _steps(body, model)
     n = body.n or 1
     _check_allowed(allowed, pixels=width * height, steps=steps, images=n, limits=model.limits)
+    scheduler = model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler)
+    sigmas = None if body.sigmas is None else Sigmas(body.sigmas)
+    check_sampler(scheduler, sigmas, body.eta or 0.0)
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
     loras = _loras(body, catalog)
@@ -69,7 +73,11 @@ def resolve(
         steps=steps,
         guidance_scale=model.default_guidance_scale if body.guidance_scale is None else body.guidance_scale,
         seed=seed,
-        scheduler=model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler),
+        scheduler=scheduler,
+        sigmas=sigmas,
+        eta=body.eta or 0.0,
+        guidance_rescale=body.guidance_rescale or 0.0,
+        clip_skip=body.clip_skip or 0,
         n=n,
         loras=loras,
         controlnets=_controls(

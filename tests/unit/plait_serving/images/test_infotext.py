@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, Scheduler
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, Scheduler, Sigmas
 from plait_serving.images.infotext import SAMPLER_NAMES, infotext
 
 # stable-diffusion-webui, modules/infotext_utils.py: how it takes the last line apart.
@@ -67,6 +67,16 @@ def test_controlnets_and_the_policy_are_told():
 def test_every_scheduler_has_a_name_there(scheduler):
     """A new scheduler cannot be forgotten."""
     assert parse(infotext(request(scheduler=scheduler), model="m", index=0))[2]["Sampler"] == SAMPLER_NAMES[scheduler]
+
+
+def test_what_else_decides_the_picture_is_there():
+    """The options of samplers in A1111's words; what is left at its default is left out."""
+    asked = request(scheduler=Scheduler.DDIM, eta=0.5, guidance_rescale=0.7, clip_skip=1)
+    _, _, pairs = parse(infotext(asked, model="emoji", index=0))
+    assert (pairs["Eta DDIM"], pairs["CFG rescale"], pairs["Clip skip"]) == ("0.5", "0.7", "2")
+    _, _, pairs = parse(infotext(request(sigmas=Sigmas.KARRAS), model="emoji", index=0))
+    assert (pairs["Sampler"], pairs["Schedule type"]) == ("DPM++ 2M", "Karras")
+    assert not {"Eta DDIM", "CFG rescale", "Clip skip"} & pairs.keys()
 
 
 @given(st.floats(-100, 100))
