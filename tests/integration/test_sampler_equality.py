@@ -187,6 +187,20 @@ def test_the_layers_that_can_be_left_out_end(sd, sdxl):
         assert caught.value.param == "clip_skip"
 
 
+def test_second_prompts_and_sizes_equal_diffusers(sdxl):
+    """SDXL's own arguments, in a generation, with a ControlNet and in an edit, in company; and they matter."""
+    probe, reference = sdxl
+    own = {"prompt_2": "green tree", "negative_prompt_2": "dog", "original_size": (1024, 768),
+           "target_size": (512, 640), "crop": (30, 5)}  # fmt: skip
+    asked = [ask(85, **own), ask(86, controlnets=(CONTROL,), **own), ask(87, edit=IMG2IMG, **own), ask(88)]
+    ours = probe.latents(*asked)
+    for one, latents in zip(asked, ours, strict=True):
+        assert difference(latents, reference(one)) <= IN_COMPANY
+    for name in own:
+        (less,) = probe.latents(replace(asked[0], **{name: (0, 0) if name == "crop" else None}))
+        assert (less - ours[0]).abs().max() > 1e-4, name
+
+
 @pytest.mark.parametrize("scheduler", TWICE)
 @pytest.mark.parametrize("edit", [None, IMG2IMG], ids=["whole", "img2img"])
 def test_steps_of_two_calls_are_counted_as_steps(sd, scheduler, edit):

@@ -214,8 +214,19 @@ def _sampling_arguments(pipeline: Any, request: ImageRequest) -> dict[str, Any]:
     if request.clip_skip and not hasattr(pipeline.text_encoder, "text_model"):
         # Where transformers dropped this level, diffusers' own clip_skip needs its name.
         object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
-    wanted = {"eta": request.eta, "guidance_rescale": request.guidance_rescale, "clip_skip": request.clip_skip}
+    wanted: dict[str, Any] = {
+        "eta": request.eta,
+        "guidance_rescale": request.guidance_rescale,
+        "clip_skip": request.clip_skip,
+    }
+    wanted |= {"prompt_2": request.prompt_2, "negative_prompt_2": request.negative_prompt_2}
+    wanted |= {name: (size[1], size[0]) for name, size in _sizes(request).items() if size not in (None, (0, 0))}
     return {name: value for name, value in wanted.items() if value}
+
+
+def _sizes(request: ImageRequest) -> dict[str, Any]:
+    return {"original_size": request.original_size, "target_size": request.target_size,
+            "crops_coords_top_left": request.crop}  # fmt: skip
 
 
 def _control_arguments(controls: Sequence[ControlRef], is_xl: bool) -> dict[str, Any]:

@@ -65,6 +65,12 @@ class PromptEncoder:
     def size(self, request: ImageRequest) -> PromptSize:
         """Return how long a request's prompts are. Thread-safe. Raises `RequestError` if the text encoders have too few
         layers for its `clip_skip`."""
+        if not self._is_xl:
+            for param in ("prompt_2", "negative_prompt_2", "original_size", "target_size"):
+                if getattr(request, param) is not None:
+                    raise RequestError("only SDXL models have a use for it", param=param)
+            if request.crop != (0, 0):
+                raise RequestError("only SDXL models have a use for it", param="crop")
         layers = min(int(cast("Any", encoder).config.num_hidden_layers) for encoder in self._bundle.text_encoders)
         layers -= self._is_xl  # SDXL reads the layer before the last even without
         if request.clip_skip > layers:
@@ -74,7 +80,7 @@ class PromptEncoder:
     def begin(self, request: ImageRequest) -> PromptEncoding:
         """Return what encodes a request's prompts, a call at a time."""
         uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
-        prompt, negative = self.tokens.of(request.prompt), self.tokens.of(request.negative_prompt or "")
+        prompt, negative = self.tokens.pair(request)
         # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
         absent = request.negative_prompt is None
         zeros = uses_cfg and self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
@@ -111,8 +117,14 @@ class PromptEncoder:
             self._known.popitem(last=False)
         return found
 
-    def _encode(self, index: int, ids: Chunk, skip: int) -> EncodedText:
+    def _encode(self, index: int, chunk: Chunk, skip: int) -> EncodedText:
         """Encode one chunk as one row: larger batches would round differently from diffusers."""
+        text = self._encode_ids(index, chunk.ids, skip)
+        if chunk.weights is None:
+            return text
+        return EncodedText(hidden=weighted(text.hidden, chunk.weights), pooled=text.pooled)
+
+    def _encode_ids(self, index: int, ids: tuple[int, ...], skip: int) -> EncodedText:
         encoder, tokenizer = self._bundle.text_encoders[index], self._bundle.tokenizers[index]
         tokens = torch.tensor([ids], device=self._bundle.device)
         config = cast("Any", encoder).config
@@ -141,8 +153,11 @@ class PromptEncoder:
         """Return SDXL's pooled text and its six sizes: original (h, w), crop (top, left), target (h, w)."""
         pooled = torch.cat([cast("torch.Tensor", text.pooled) for text in encoded])
         size = (request.height, request.width)
+        original, target = ((given[1], given[0]) if given else size
+                            for given in (request.original_size, request.target_size))  # fmt: skip
+        left, top = request.crop
         dtype, device = encoded[-1].hidden.dtype, encoded[-1].hidden.device
-        time_ids = torch.tensor([[*size, 0, 0, *size]] * len(encoded), dtype=dtype, device=device)
+        time_ids = torch.tensor([[*original, top, left, *target]] * len(encoded), dtype=dtype, device=device)
         return {"text_embeds": pooled, "time_ids": time_ids}
 
 
@@ -184,6 +199,13 @@ class PromptEncoding:
         hiddens = [torch.cat([chunk.hidden for chunk in chunks], dim=1) for chunks in parts]
         hidden = hiddens[0] if len(hiddens) == 1 else torch.concat(hiddens, dim=-1)
         return EncodedText(hidden=hidden, pooled=parts[-1][0].pooled)
+
+
+def weighted(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Return `hidden (1, T, C)` with each token times its weight, brought back to the mean that it had: A1111's
+    default emphasis ("Original"), chunk by chunk and text encoder by text encoder."""
+    scaled = hidden * torch.tensor(weights, dtype=hidden.dtype, device=hidden.device)[None, :, None]
+    return scaled * (hidden.mean() / scaled.mean())
 
 
 def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:

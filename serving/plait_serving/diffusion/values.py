@@ -63,6 +63,13 @@ class Sigmas(StrEnum):
     BETA = "beta"
 
 
+class PromptSyntax(StrEnum):
+    """How prompts are read: PLAIN to the letter; A1111 with its weights and breaks (`prompt_syntax`)."""
+
+    PLAIN = "plain"
+    A1111 = "a1111"
+
+
 class LoraPolicy(StrEnum):
     """When a LoRA set starts to act: EXACT from step 0; BOUNDED_ASYNC from step k, fixed by the request."""
 
@@ -147,6 +154,10 @@ class ImageRequest:
     guided output that is brought back to the deviation of the conditional one. `clip_skip`: the layers that the text
     encoders leave out at their end.
 
+    For SDXL only: `prompt_2` and `negative_prompt_2` are what its second text encoder reads (None: what the first
+    does), and the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
+    (None: the image's), and the `(left, top)` of a `crop`.
+
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
     without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
     """
@@ -164,6 +175,12 @@ class ImageRequest:
     guidance_rescale: float = 0.0
     clip_skip: int = 0
     negative_prompt: str | None = None
+    prompt_syntax: PromptSyntax = PromptSyntax.PLAIN
+    prompt_2: str | None = None
+    negative_prompt_2: str | None = None
+    original_size: tuple[int, int] | None = None
+    target_size: tuple[int, int] | None = None
+    crop: tuple[int, int] = (0, 0)
     n: int = 1
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()

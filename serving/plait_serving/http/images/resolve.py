@@ -6,6 +6,7 @@ Everything cheap is checked before the first control image is decoded.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from plait_serving.diffusion.admission import ImageLimits, check_sampler
 from plait_serving.diffusion.errors import NotFound, RequestError
@@ -21,7 +22,8 @@ from plait_serving.diffusion.values import (
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
 from plait_serving.http.images.editing import Upload, upload_of
-from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody
+from plait_serving.http.images.prompting import prompts_of
+from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody, LoraBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
 
@@ -59,15 +61,15 @@ def resolve(
     check_sampler(scheduler, sigmas, body.eta or 0.0)
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
-    loras = _loras(body, catalog)
+    prompts = prompts_of(body)
+    loras = _loras([*(body.loras or []), *prompts.loras], len(body.loras or []), catalog)
     _check_controlnets(body, catalog, preprocessors)
     edit = None if upload is None else upload.edit(width=width, height=height, steps=steps)
     run_steps = steps if edit is None else edit.steps_of(steps)
     policy, free_steps = _lora_policy(body, run_steps, loras)
     return ImageRequest(
         request_id=request_id,
-        prompt=body.prompt,
-        negative_prompt=body.negative_prompt,
+        **prompts.fields,
         width=width,
         height=height,
         steps=steps,
@@ -158,16 +160,17 @@ def _check_stream(body: GenerationBody, n: int) -> None:
         raise RequestError("partial_images needs stream: true", param="partial_images")
 
 
-def _loras(body: GenerationBody, catalog: Catalog) -> LoraSet:
-    bodies = body.loras or []
+def _loras(bodies: Sequence[LoraBody], listed: int, catalog: Catalog) -> LoraSet:
+    """Return the set: the first `listed` are those of the field, the prompt names the others."""
     if len(bodies) > catalog.model.limits.max_loras:
         raise RequestError(f"at most {catalog.model.limits.max_loras} LoRAs", param="loras")
     seen: set[str] = set()
     for i, lora in enumerate(bodies):
+        param = f"loras.{i}.name" if i < listed else "prompt"
         if lora.name in seen:
-            raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=f"loras.{i}.name")
+            raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=param)
         if not catalog.has_lora(lora.name):
-            raise NotFound(f"there is no LoRA {lora.name!r}", param=f"loras.{i}.name")
+            raise NotFound(f"there is no LoRA {lora.name[:64]!r}", param=param)
         seen.add(lora.name)
     return tuple(LoraRef(name=lora.name, scale=float(lora.scale)) for lora in bodies)
 

@@ -35,6 +35,7 @@ from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
+from plait_serving.http.images.prompting import hints
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
@@ -291,4 +292,5 @@ class ImageReply:
                 for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
             },
             "ignored": self._body.ignored,
+            "hints": hints(self._body),
         }

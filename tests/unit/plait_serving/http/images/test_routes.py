@@ -294,6 +294,11 @@ BAD = [
     ({"guidance_rescale": -0.1}, "guidance_rescale"),
     ({"guidance_rescale": NAN}, "guidance_rescale"),
     ({"clip_skip": -1}, "clip_skip"),
+    ({"prompt_syntax": "a111"}, "prompt_syntax"),
+    ({"original_size": "big"}, "original_size"),
+    ({"target_size": "0x5"}, "target_size"),
+    ({"crop": [1]}, "crop"),
+    ({"crop": [1, -1]}, "crop.1"),
     ({"clip_skip": 1.5}, "clip_skip"),
     ({"steps": 20}, "steps"),
     ({"num_inference_step": 20}, "num_inference_step"),
@@ -368,6 +373,51 @@ def test_a_body_of_another_type_is_refused(client, service, content_type):
     assert answer.status_code == 400
     assert "application/json" in answer.json()["error"]["message"]
     assert service.submitted == []
+
+
+def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
+    """With the syntax on, tags join the set after the field's own LoRAs, and the other marks reach the engine."""
+    answer = post(
+        client,
+        prompt="a (red:1.2) cat <lora:sketch:0.5>",
+        prompt_syntax="a1111",
+        loras=[{"name": "noto", "scale": 0.8}],
+    )
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert request.prompt == "a (red:1.2) cat "
+    assert request.prompt_syntax == "a1111"
+    assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 0.8), ("sketch", 0.5)]
+    assert answer.json()["hints"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"prompt": "cat <lora:nobody:1>"}, 404, "prompt"),
+        ({"prompt": "cat <lora:noto:1>", "loras": [{"name": "noto"}]}, 400, "prompt"),
+        ({"prompt": "cat <lora:noto:x>"}, 400, "prompt"),
+        ({"prompt": "[cat:dog:0.5]"}, 400, "prompt"),
+        ({"negative_prompt": "<lora:noto:1>"}, 400, "negative_prompt"),
+        ({"prompt_2": "a AND b"}, 400, "prompt_2"),
+    ],
+)
+def test_wrong_marks_are_refused_with_the_field(client, service, fields, status, param):
+    """A mark that cannot be meant is refused before the engine sees it."""
+    answer = post(client, **{"prompt": "cat", "prompt_syntax": "a1111", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert service.submitted == []
+
+
+def test_plain_prompts_with_marks_get_a_hint(client, service):
+    """The image is made of the letters as they stand; the response says what they may have been."""
+    answer = post(client, prompt="a (red:1.2) cat", negative_prompt="<lora:noto:1>")
+    (request,) = service.submitted
+    assert (request.prompt, request.prompt_syntax, request.loras) == ("a (red:1.2) cat", "plain", ())
+    first, second = answer.json()["hints"]
+    assert first.startswith("prompt: '(red:1.2)' was read to the letter")
+    assert second.startswith("negative_prompt:")
+    assert post(client, prompt="a (red:1.2) cat", prompt_syntax="plain").json()["hints"] == []
 
 
 @pytest.mark.parametrize("word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width"])
