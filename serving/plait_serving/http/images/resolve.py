@@ -26,6 +26,7 @@ from plait_serving.http.images.prompting import prompts_of
 from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody, LoraBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
+from plait_serving.spelling import hint
 
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
 # (ATC'25) lets about the first 10 of 50 steps run without them.
@@ -50,7 +51,8 @@ def resolve(
     allowed = TenantLimits() if allowed is None else allowed
     model = catalog.model
     if body.model is not None and body.model != model.name:
-        raise NotFound(f"there is no model {body.model!r}; this server has {model.name!r}", param="model")
+        near = hint(body.model, [model.name]) or f"; this server has {model.name!r}"
+        raise NotFound(f"there is no model {body.model!r}{near}", param="model")
     upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
     width, height = _size(_asked_size(body, upload, model.limits), model)
     steps = _steps(body, model)
@@ -165,12 +167,13 @@ def _loras(bodies: Sequence[LoraBody], listed: int, catalog: Catalog) -> LoraSet
     if len(bodies) > catalog.model.limits.max_loras:
         raise RequestError(f"at most {catalog.model.limits.max_loras} LoRAs", param="loras")
     seen: set[str] = set()
+    names = [card.name for card in catalog.loras]
     for i, lora in enumerate(bodies):
         param = f"loras.{i}.name" if i < listed else "prompt"
         if lora.name in seen:
             raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=param)
         if not catalog.has_lora(lora.name):
-            raise NotFound(f"there is no LoRA {lora.name[:64]!r}", param=param)
+            raise NotFound(f"there is no LoRA {lora.name[:64]!r}{hint(lora.name, names)}", param=param)
         seen.add(lora.name)
     return tuple(LoraRef(name=lora.name, scale=float(lora.scale)) for lora in bodies)
 
@@ -195,7 +198,8 @@ def _check_controlnets(body: GenerationBody, catalog: Catalog, preprocessors: Pr
         raise RequestError(f"at most {catalog.model.limits.max_controlnets} ControlNets", param="controlnets")
     for i, control in enumerate(bodies):
         if catalog.controlnet(control.name) is None:
-            raise NotFound(f"there is no ControlNet {control.name!r}", param=f"controlnets.{i}.name")
+            near = hint(control.name, [card.name for card in catalog.controlnets])
+            raise NotFound(f"there is no ControlNet {control.name!r}{near}", param=f"controlnets.{i}.name")
         if control.start >= control.end:
             raise RequestError("end must be above start", param=f"controlnets.{i}.end")
         if control.preprocess is False:
@@ -203,7 +207,8 @@ def _check_controlnets(body: GenerationBody, catalog: Catalog, preprocessors: Pr
         name = _preprocessor(control, catalog)
         if name is None or name not in preprocessors:
             known = ", ".join(sorted(preprocessors)) or "none"
-            message = f"no preprocessor for ControlNet {control.name!r}; this server has: {known}"
+            near = hint(name or "", preprocessors) or f"; this server has: {known}"
+            message = f"no preprocessor for ControlNet {control.name!r}{near}"
             raise RequestError(message, param=f"controlnets.{i}.preprocess")
 
 

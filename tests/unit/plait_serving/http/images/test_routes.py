@@ -521,3 +521,33 @@ def test_a_service_that_ends_without_a_result_is_a_503():
     answer = post(make_client(Silent()))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == EngineStopped.code
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"loras": ["noto"]}, 'loras.0: write {"name": "noto", "scale": 1.0}, an object'),
+        ({"loras": "noto"}, 'loras: write [{"name": "noto", "scale": 1.0}], a list'),
+        ({"loras": {"name": "noto"}}, 'loras: write [{"name": "NAME", "scale": 1.0}], a list'),
+        ({"controlnets": ["edges"]}, 'controlnets.0: write {"name": "edges", "image": "BASE64"}, an object'),
+        ({"loras": [{"name": "notto"}]}, "there is no LoRA 'notto'; did you mean noto?"),
+        ({"loras": [{"name": "noto", "scal": 1}]}, "loras.0.scal: unknown field; did you mean scale?"),
+        ({"controlnets": [{**CONTROL, "strat": 0.5}]}, "controlnets.0.strat: unknown field; did you mean start?"),
+        ({"controlnets": [{**CONTROL, "name": "egdes"}]}, "there is no ControlNet 'egdes'; did you mean edges?"),
+        ({"scheduler": "eulre"}, "did you mean euler?"),
+        ({"sigmas": "karas"}, "did you mean karras?"),
+        ({"model": "emojy"}, "there is no model 'emojy'; did you mean emoji?"),
+        ({"prompt": "<lora:notto>", "prompt_syntax": "a1111"}, "there is no LoRA 'notto'; did you mean noto?"),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_a_name_spelled_wrong_gets_the_nearest_one(client, fields, said):
+    """At any depth, and in our own words."""
+    message = post(client, **fields).json()["error"]["message"]
+    assert said in message
+    assert "dictionary" not in message
+
+
+def test_the_address_of_a_model_spelled_wrong_gets_the_nearest_one(client):
+    """The catalog's own look-up, too."""
+    assert "did you mean emoji?" in client.get("/v1/models/emoij").json()["error"]["message"]
