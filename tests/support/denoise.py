@@ -173,6 +173,7 @@ def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Te
     if request.edit is not None and request.n > 1:
         alone = [replace(request, n=1, seed=seed) for seed in request.seeds]
         return torch.cat([run_pipeline(pipeline, one, **extra) for one in alone])
+    own_scheduler = pipeline.scheduler
     extra |= _sampling_arguments(pipeline, request)
     if request.controlnets:
         extra |= _control_arguments(request.controlnets, "XL" in type(pipeline).__name__)
@@ -192,6 +193,7 @@ def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Te
         generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
         **{"output_type": "latent", **extra},
     )
+    pipeline.scheduler = own_scheduler  # others make theirs of its configuration
     return output.images
 
 
