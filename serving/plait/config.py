@@ -21,6 +21,7 @@ from plait_loadtest import strict_yaml
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
 from plait_serving.sections import INGRESS_CPUS, FolderPath, Section
+from plait_serving.spelling import choice_hint, fields_at, hint
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
 """The names of the deployments in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
@@ -327,8 +328,8 @@ def _problem(item: Mapping[str, Any]) -> str:
     """Format one of pydantic's error records as `images.knobs.largest_batch: input should be ... (got 0)`."""
     where = ".".join(str(part) for part in item["loc"]) or "(top level)"
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key"
+        return f"{where}: unknown key{hint(str(item['loc'][-1]), fields_at(PlaitConfig, item['loc']))}"
     said = str(item["msg"]).removeprefix("Value error, ")
     got = item.get("input")
     shown = f" (got {got!r})" if isinstance(got, str | int | float | bool) or got is None else ""
-    return f"{where}: {said[:1].lower()}{said[1:]}{shown}"
+    return f"{where}: {said[:1].lower()}{said[1:]}{shown}{choice_hint(item)}"

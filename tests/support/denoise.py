@@ -26,8 +26,13 @@ from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 
 SCHEDULER_CLASSES = {
     Scheduler.DDIM: diffusers.DDIMScheduler,
+    Scheduler.DDPM: diffusers.DDPMScheduler,
     Scheduler.EULER: diffusers.EulerDiscreteScheduler,
     Scheduler.EULER_A: diffusers.EulerAncestralDiscreteScheduler,
+    Scheduler.HEUN: diffusers.HeunDiscreteScheduler,
+    Scheduler.LMS: diffusers.LMSDiscreteScheduler,
+    Scheduler.DPMPP_2M_SDE: diffusers.DPMSolverMultistepScheduler,
+    Scheduler.DPMPP_SDE: diffusers.DPMSolverSDEScheduler,
     Scheduler.DPMPP_2M: diffusers.DPMSolverMultistepScheduler,
     Scheduler.UNIPC: diffusers.UniPCMultistepScheduler,
     Scheduler.LCM: diffusers.LCMScheduler,
@@ -168,6 +173,8 @@ def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Te
     if request.edit is not None and request.n > 1:
         alone = [replace(request, n=1, seed=seed) for seed in request.seeds]
         return torch.cat([run_pipeline(pipeline, one, **extra) for one in alone])
+    own_scheduler = pipeline.scheduler
+    extra |= _sampling_arguments(pipeline, request)
     if request.controlnets:
         extra |= _control_arguments(request.controlnets, "XL" in type(pipeline).__name__)
     if request.edit is not None:
@@ -186,7 +193,42 @@ def run_pipeline(pipeline: Any, request: ImageRequest, **extra: Any) -> torch.Te
         generator=[torch.Generator().manual_seed(seed) for seed in request.seeds],
         **{"output_type": "latent", **extra},
     )
+    pipeline.scheduler = own_scheduler  # others make theirs of its configuration
     return output.images
+
+
+def configure_scheduler(pipeline: Any, request: ImageRequest) -> None:
+    """Gives the pipeline the request's scheduler, spacing and (for the sampler that takes no generators) seeds."""
+    changes: dict[str, Any] = {}
+    if request.sigmas is not None:
+        changes = {f"use_{name}_sigmas": request.sigmas == name for name in ("karras", "exponential", "beta")}
+    if request.scheduler is Scheduler.DPMPP_2M_SDE:
+        changes["algorithm_type"] = "sde-dpmsolver++"
+    pipeline.scheduler = SCHEDULER_CLASSES[request.scheduler].from_config(pipeline.scheduler.config, **changes)
+    if request.scheduler is Scheduler.DPMPP_SDE:
+        pipeline.scheduler.noise_sampler_seed = list(request.seeds)
+
+
+def _sampling_arguments(pipeline: Any, request: ImageRequest) -> dict[str, Any]:
+    """What is not diffusers' default; a pipeline without an argument that is asked for fails."""
+    if request.sigmas is not None or request.scheduler in (Scheduler.DPMPP_2M_SDE, Scheduler.DPMPP_SDE):
+        configure_scheduler(pipeline, request)
+    if request.clip_skip and not hasattr(pipeline.text_encoder, "text_model"):
+        # Where transformers dropped this level, diffusers' own clip_skip needs its name.
+        object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
+    wanted: dict[str, Any] = {
+        "eta": request.eta,
+        "guidance_rescale": request.guidance_rescale,
+        "clip_skip": request.clip_skip,
+    }
+    wanted |= {"prompt_2": request.prompt_2, "negative_prompt_2": request.negative_prompt_2}
+    wanted |= {name: (size[1], size[0]) for name, size in _sizes(request).items() if size not in (None, (0, 0))}
+    return {name: value for name, value in wanted.items() if value}
+
+
+def _sizes(request: ImageRequest) -> dict[str, Any]:
+    return {"original_size": request.original_size, "target_size": request.target_size,
+            "crops_coords_top_left": request.crop}  # fmt: skip
 
 
 def _control_arguments(controls: Sequence[ControlRef], is_xl: bool) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.imports import importing
+from plait_serving.spelling import choice_hint
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,
@@ -121,7 +122,9 @@ def parse_order(
         checked = (EditBody if changed else GenerationBody).model_validate({**body, **changed})
     except ValidationError as error:
         first = error.errors()[0]
-        raise OrderError(f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}") from error
+        raise OrderError(
+            f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}{choice_hint(first)}"
+        ) from error
     max_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > max_steps:
         raise OrderError(f"--steps: at most {max_steps} steps")

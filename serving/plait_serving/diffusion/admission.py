@@ -17,6 +17,8 @@ from plait_serving.diffusion.values import (
     ImageRequest,
     LoraPolicy,
     PromptSize,
+    Scheduler,
+    Sigmas,
 )
 
 
@@ -43,6 +45,11 @@ def check_request(
 ) -> None:
     """Raise `RequestError` or `NotFound`, naming the field, unless the request can run."""
     _check_numbers(request, limits)
+    check_sampler(request.scheduler, request.sigmas, request.eta)
+    if not 0.0 <= request.guidance_rescale <= 1.0:
+        raise RequestError("guidance_rescale must be 0..1", param="guidance_rescale")
+    if request.clip_skip < 0:
+        raise RequestError("clip_skip must be 0 or more layers", param="clip_skip")
     _check_edit(request)
     _check_policy(request)
     if len(request.loras) > limits.max_loras:
@@ -97,6 +104,17 @@ def _check_numbers(request: ImageRequest, limits: ImageLimits) -> None:
         raise RequestError("deadline_ms must be positive", param="deadline_ms")
     if not 0 <= request.partial_images <= 3:
         raise RequestError("partial_images must be 0..3", param="partial_images")
+
+
+def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float) -> None:
+    """Raise `RequestError`, naming the field, for an option that a sampler does not have."""
+    if sigmas is not None and not scheduler.takes_sigmas:
+        names = ", ".join(other for other in Scheduler if other.takes_sigmas)
+        raise RequestError(f"{scheduler} has a spacing of its own; {names} take one", param="sigmas")
+    if not 0.0 <= eta <= 1.0:
+        raise RequestError("eta must be 0..1", param="eta")
+    if eta and scheduler is not Scheduler.DDIM:
+        raise RequestError(f"eta is the noise of ddim, not of {scheduler}", param="eta")
 
 
 def _check_edit(request: ImageRequest) -> None:

@@ -283,9 +283,10 @@ class DenoiseLoop:
         if isinstance(outcome, EngineError):
             self._fail(job, outcome)
             return
-        self._registry.send(job, Progress(step=job.steps_done, steps=unit.steps))
+        if job.request.steps_after(unit.step) > job.request.steps_after(unit.step - 1):
+            self._registry.send(job, Progress(step=job.steps_done, steps=job.request.run_steps))
         if outcome is not None:
-            preview = partial(self._preview, job, job.previews_sent, unit.step)
+            preview = partial(self._preview, job, job.previews_sent, job.request.steps_after(unit.step))
             self._decodes.submit(job.request.tenant.name, outcome[:1].clone(), preview)
             job.previews_sent += 1
         if all(part.step == part.steps for part in job.units):

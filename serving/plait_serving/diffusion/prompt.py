@@ -17,10 +17,11 @@ from typing import Any, TypeAlias, cast
 import torch
 
 from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.model_config import Family
 from plait_serving.diffusion.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
-from plait_serving.diffusion.values import ImageRequest
+from plait_serving.diffusion.values import ImageRequest, PromptSize
 from plait_serving.diffusion.versions import parameter_version
 
 
@@ -32,8 +33,8 @@ class EncodedText:
     pooled: torch.Tensor | None
 
 
-_Call: TypeAlias = tuple[int, Chunk]
-"""A text encoder's index, and the ids that it reads."""
+_Call: TypeAlias = tuple[int, Chunk, int]
+"""A text encoder's index, the ids that it reads, and the layers that it leaves out (`clip_skip`)."""
 
 _REMEMBERED = 128
 """The number of text encoder calls that are kept (at most 0.4 MB each for SDXL): negative prompts, empty chunks and
@@ -61,27 +62,43 @@ class PromptEncoder:
             if conditioning is not None:
                 return conditioning
 
+    def size(self, request: ImageRequest) -> PromptSize:
+        """Return how long a request's prompts are. Thread-safe. Raises `RequestError` if the text encoders have too few
+        layers for its `clip_skip`."""
+        if not self._is_xl:
+            for param in ("prompt_2", "negative_prompt_2", "original_size", "target_size"):
+                if getattr(request, param) is not None:
+                    raise RequestError("only SDXL models have a use for it", param=param)
+            if request.crop != (0, 0):
+                raise RequestError("only SDXL models have a use for it", param="crop")
+        layers = min(int(cast("Any", encoder).config.num_hidden_layers) for encoder in self._bundle.text_encoders)
+        layers -= self._is_xl  # SDXL reads the layer before the last even without
+        if request.clip_skip > layers:
+            raise RequestError(f"this model's text encoders can leave out at most {layers} layers", param="clip_skip")
+        return self.tokens.size(request)
+
     def begin(self, request: ImageRequest) -> PromptEncoding:
         """Return what encodes a request's prompts, a call at a time."""
         uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
-        prompt, negative = self.tokens.of(request.prompt), self.tokens.of(request.negative_prompt or "")
+        prompt, negative = self.tokens.pair(request)
         # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
         absent = request.negative_prompt is None
         zeros = uses_cfg and self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
         read = (negative, prompt) if uses_cfg else (prompt,)
         count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
-        texts = [self._filled(tokens, count) for tokens in read]
+        # Like in diffusers, negative prompts are read with all layers.
+        texts = [self._filled(tokens, count, request.clip_skip if tokens is prompt else 0) for tokens in read]
         return PromptEncoding(
             texts[1:] if zeros else texts,
             run=self._run,
             finish=lambda texts: self._conditioning([_zeros_like(texts[0]), *texts] if zeros else texts, request),
         )
 
-    def _filled(self, tokens: Tokens, count: int) -> list[list[_Call]]:
+    def _filled(self, tokens: Tokens, count: int, skip: int) -> list[list[_Call]]:
         """Return the calls for each text encoder, `count` of them: chunks that a text does not fill are empty."""
         empty = self.tokens.of("")
         return [
-            [(encoder, chunk) for chunk in (*chunks, *[empty.chunks[encoder][0]] * (count - len(chunks)))]
+            [(encoder, chunk, skip) for chunk in (*chunks, *[empty.chunks[encoder][0]] * (count - len(chunks)))]
             for encoder, chunks in enumerate(tokens.chunks)
         ]
 
@@ -100,17 +117,27 @@ class PromptEncoder:
             self._known.popitem(last=False)
         return found
 
-    def _encode(self, index: int, ids: Chunk) -> EncodedText:
+    def _encode(self, index: int, chunk: Chunk, skip: int) -> EncodedText:
         """Encode one chunk as one row: larger batches would round differently from diffusers."""
+        text = self._encode_ids(index, chunk.ids, skip)
+        if chunk.weights is None:
+            return text
+        return EncodedText(hidden=weighted(text.hidden, chunk.weights), pooled=text.pooled)
+
+    def _encode_ids(self, index: int, ids: tuple[int, ...], skip: int) -> EncodedText:
         encoder, tokenizer = self._bundle.text_encoders[index], self._bundle.tokenizers[index]
         tokens = torch.tensor([ids], device=self._bundle.device)
         config = cast("Any", encoder).config
         if self._is_xl:
             output = encoder(tokens, output_hidden_states=True)
             pooled = output[0] if output[0].ndim == 2 else None
-            return EncodedText(hidden=output.hidden_states[-2], pooled=pooled)
+            return EncodedText(hidden=output.hidden_states[-(skip + 2)], pooled=pooled)
         mask = _padding_mask(tokens, tokenizer) if getattr(config, "use_attention_mask", False) else None
-        return EncodedText(hidden=encoder(tokens, attention_mask=mask)[0], pooled=None)
+        if not skip:
+            return EncodedText(hidden=encoder(tokens, attention_mask=mask)[0], pooled=None)
+        output = encoder(tokens, attention_mask=mask, output_hidden_states=True)
+        body: Any = getattr(encoder, "text_model", encoder)  # transformers 5 dropped this level
+        return EncodedText(hidden=body.final_layer_norm(output.hidden_states[-(skip + 1)]), pooled=None)
 
     @torch.inference_mode()
     def _conditioning(self, texts: Sequence[EncodedText], request: ImageRequest) -> Conditioning:
@@ -126,8 +153,11 @@ class PromptEncoder:
         """Return SDXL's pooled text and its six sizes: original (h, w), crop (top, left), target (h, w)."""
         pooled = torch.cat([cast("torch.Tensor", text.pooled) for text in encoded])
         size = (request.height, request.width)
+        original, target = ((given[1], given[0]) if given else size
+                            for given in (request.original_size, request.target_size))  # fmt: skip
+        left, top = request.crop
         dtype, device = encoded[-1].hidden.dtype, encoded[-1].hidden.device
-        time_ids = torch.tensor([[*size, 0, 0, *size]] * len(encoded), dtype=dtype, device=device)
+        time_ids = torch.tensor([[*original, top, left, *target]] * len(encoded), dtype=dtype, device=device)
         return {"text_embeds": pooled, "time_ids": time_ids}
 
 
@@ -169,6 +199,13 @@ class PromptEncoding:
         hiddens = [torch.cat([chunk.hidden for chunk in chunks], dim=1) for chunks in parts]
         hidden = hiddens[0] if len(hiddens) == 1 else torch.concat(hiddens, dim=-1)
         return EncodedText(hidden=hidden, pooled=parts[-1][0].pooled)
+
+
+def weighted(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
+    """Return `hidden (1, T, C)` with each token times its weight, brought back to the mean that it had: A1111's
+    default emphasis ("Original"), chunk by chunk and text encoder by text encoder."""
+    scaled = hidden * torch.tensor(weights, dtype=hidden.dtype, device=hidden.device)[None, :, None]
+    return scaled * (hidden.mean() / scaled.mean())
 
 
 def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:

@@ -10,14 +10,23 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
-from plait_serving.diffusion.values import ImageRequest, PromptSize
+from plait_serving.diffusion.prompt_syntax import Span, parse
+from plait_serving.diffusion.values import ImageRequest, PromptSize, PromptSyntax
 
 __all__ = ["Chunk", "PromptTokens", "Tokens", "chunks_of", "word_ids"]
 
-Chunk = tuple[int, ...]
-"""The ids of one text encoder call, with begin, end and padding."""
+
+class Chunk(NamedTuple):
+    """The ids of one text encoder call, with begin, end and padding. `weights`, if any is not 1: one for each id."""
+
+    ids: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+
+
+_Words: TypeAlias = list[tuple[int, float]]
+"""The ids of words with their weights."""
 
 _REMEMBERED = 256
 """Texts whose ids are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
@@ -40,21 +49,22 @@ class PromptTokens:
     def __init__(self, tokenizers: Sequence[Any]) -> None:
         self._tokenizers = tuple(tokenizers)
         self._lock = threading.Lock()
-        self._known: OrderedDict[str, Tokens] = OrderedDict()
+        self._known: OrderedDict[tuple[str, PromptSyntax], Tokens] = OrderedDict()
 
-    def of(self, text: str) -> Tokens:
-        """Return a text's tokens."""
+    def of(self, text: str, syntax: PromptSyntax = PromptSyntax.PLAIN, *, param: str = "prompt") -> Tokens:
+        """Return a text's tokens. Raises `RequestError`, naming `param`, for marks that the syntax does not have."""
         with self._lock:
-            found = self._known.pop(text, None) or self._tokenize(text)
+            key = (text, syntax)
+            found = self._known.pop(key, None) or self._tokenize(text, syntax, param)
             if max(map(len, found.chunks)) <= _MAX_REMEMBERED_CHUNKS:
-                self._known[text] = found
+                self._known[key] = found
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
             return found
 
     def size(self, request: ImageRequest) -> PromptSize:
         """Return how long a request's prompts are."""
-        prompt, negative = self.of(request.prompt), self.of(request.negative_prompt or "")
+        prompt, negative = self.pair(request)
         read = (prompt, negative) if request.uses_cfg else (prompt,)
         return PromptSize(
             prompt_tokens=prompt.words,
@@ -62,7 +72,29 @@ class PromptTokens:
             chunks=len(read) * max(len(chunks) for tokens in read for chunks in tokens.chunks),
         )
 
-    def _tokenize(self, text: str) -> Tokens:
+    def pair(self, request: ImageRequest) -> tuple[Tokens, Tokens]:
+        """Return the tokens of a request's prompt and of its negative prompt."""
+        syntax, negative = request.prompt_syntax, request.negative_prompt or ""
+        return (
+            self._both(
+                self.of(request.prompt, syntax),
+                self.of(request.prompt_2 or request.prompt, syntax, param="prompt_2"),
+            ),
+            self._both(
+                self.of(negative, syntax, param="negative_prompt"),
+                self.of(request.negative_prompt_2 or negative, syntax, param="negative_prompt_2"),
+            ),
+        )
+
+    def _both(self, first: Tokens, second: Tokens) -> Tokens:
+        """Return the first tokenizer's chunks of one text and the others' of another."""
+        if first is second:
+            return first
+        return Tokens(chunks=(*first.chunks[:1], *second.chunks[1:]), words=max(first.words, second.words))
+
+    def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> Tokens:
+        if syntax is PromptSyntax.A1111:
+            return self._weighted(parse(text, param))
         words = [word_ids(tokenizer, text) for tokenizer in self._tokenizers]
         return Tokens(
             chunks=tuple(
@@ -70,6 +102,22 @@ class PromptTokens:
             ),
             words=max(map(len, words)),
         )
+
+    def _weighted(self, spans: Sequence[Span]) -> Tokens:
+        """Return the tokens of text with weights. A break fills the rest of its chunk: that counts as words."""
+        chunks = []
+        words = 0
+        for tokenizer in self._tokenizers:
+            room = int(tokenizer.model_max_length) - 2
+            parts: list[_Words] = [[]]
+            for span in spans:
+                if span.breaks:
+                    parts.append([])
+                parts[-1] += [(word, span.weight) for word in word_ids(tokenizer, span.text)]
+            cut = [part[i : i + room] for part in parts for i in range(0, max(len(part), 1), room)]
+            chunks.append(tuple(_chunk(tokenizer, part) for part in cut))
+            words = max(words, room * (len(cut) - 1) + len(cut[-1]))
+        return Tokens(chunks=tuple(chunks), words=words)
 
 
 def word_ids(tokenizer: Any, text: str) -> list[int]:
@@ -81,6 +129,16 @@ def word_ids(tokenizer: Any, text: str) -> list[int]:
 def chunks_of(tokenizer: Any, words: Sequence[int]) -> list[Chunk]:
     """Return every chunk of words, each `model_max_length` long with begin, end and padding; at least one."""
     room = int(tokenizer.model_max_length) - 2
+    parts = [words[i : i + room] for i in range(0, max(len(words), 1), room)]
+    return [_chunk(tokenizer, [(word, 1.0) for word in part]) for part in parts]
+
+
+def _chunk(tokenizer: Any, words: _Words) -> Chunk:
+    """Return one chunk with begin, end and padding, which weigh 1."""
+    room = int(tokenizer.model_max_length) - 2
     begin, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
-    parts = [tuple(words[i : i + room]) for i in range(0, max(len(words), 1), room)]
-    return [(begin, *part, end, *[pad] * (room - len(part))) for part in parts]
+    padding = room - len(words)
+    ids = (begin, *[word for word, _ in words], end, *[pad] * padding)
+    if all(weight == 1.0 for _, weight in words):
+        return Chunk(ids)
+    return Chunk(ids, (1.0, *[weight for _, weight in words], 1.0, *[1.0] * padding))

@@ -169,6 +169,7 @@ class StepCall:
     loras: tuple[tuple[LoraWeights, float], ...] = ()
     merged: bool = False
     extra: torch.Tensor | None = None
+    guidance_rescale: float = 0.0
 
 
 class Denoiser(Protocol):

@@ -13,34 +13,62 @@ from typing import Any, cast
 import torch
 from diffusers import (
     DDIMScheduler,
+    DDPMScheduler,
     DPMSolverMultistepScheduler,
+    DPMSolverSDEScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
+    HeunDiscreteScheduler,
     LCMScheduler,
+    LMSDiscreteScheduler,
     UniPCMultistepScheduler,
 )
 from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.values import ImageRequest, Scheduler
+from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
 
 _CLASSES: Mapping[Scheduler, tuple[type[Any], Mapping[str, Any]]] = {
     Scheduler.DDIM: (DDIMScheduler, {}),
+    Scheduler.DDPM: (DDPMScheduler, {}),
     Scheduler.EULER: (EulerDiscreteScheduler, {}),
     Scheduler.EULER_A: (EulerAncestralDiscreteScheduler, {}),
+    Scheduler.HEUN: (HeunDiscreteScheduler, {}),
+    Scheduler.LMS: (LMSDiscreteScheduler, {}),
     # A folder made with the SDE or the DEIS variant names its algorithm; ours is the one the request asked for.
     Scheduler.DPMPP_2M: (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    Scheduler.DPMPP_2M_SDE: (
+        DPMSolverMultistepScheduler,
+        {"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
+    ),
+    Scheduler.DPMPP_SDE: (DPMSolverSDEScheduler, {}),
     Scheduler.UNIPC: (UniPCMultistepScheduler, {}),
     Scheduler.LCM: (LCMScheduler, {}),
 }
+
+_SPACINGS = {
+    Sigmas.KARRAS: "use_karras_sigmas",
+    Sigmas.EXPONENTIAL: "use_exponential_sigmas",
+    Sigmas.BETA: "use_beta_sigmas",
+}
+_GENERATES = (Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER, Scheduler.EULER_A, Scheduler.DPMPP_2M,
+              Scheduler.DPMPP_2M_SDE, Scheduler.LCM)  # fmt: skip
+"""Those whose `step` takes generators, whether or not it draws."""
+_KEEPS_SCALED = (EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, HeunDiscreteScheduler, LMSDiscreteScheduler,
+                 DPMSolverSDEScheduler)  # fmt: skip
+"""Their latents are x0 + s * e, scaled down for the model's input only."""
+_BY_ALPHA = (DDIMScheduler, DDPMScheduler, LCMScheduler)
 
 SEED_LIMIT = 2**64
 """Seeds are taken modulo this, as torch's generators do for negative numbers."""
 
 
 class Sampler:
-    """A `RequestSampler`. Steps must be taken in order; the object belongs to one request."""
+    """A `RequestSampler`. Steps must be taken in order; the object belongs to one request.
+
+    A step here is one denoiser call: a schedule of N steps has 2 N - 1 of them if its steps make two.
+    """
 
     def __init__(
         self,
@@ -51,28 +79,34 @@ class Sampler:
         seeds: Sequence[int],
         shape: tuple[int, int, int],
         first_step: int = 0,
+        sigmas: Sigmas | None = None,
+        eta: float = 0.0,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         """Build the scheduler from the model's `config`; `shape` is one image's `(c, h, w)`. Of the schedule's `steps`
-        the ones before `first_step` are left out: step 0 is the first that runs.
+        the ones before `first_step` are left out: step 0 is the first that runs. `sigmas` None: as `config` says.
 
         Raises `RequestError` naming `num_inference_steps` if the scheduler cannot take that number of steps.
         """
-        self._scheduler = _make(kind, config, steps, device)
+        seeds = [seed % SEED_LIMIT for seed in seeds]
+        # DPM++ SDE takes no generators: each image has a Brownian path of its own, which its seed decides.
+        paths = {"noise_sampler_seed": seeds} if kind is Scheduler.DPMPP_SDE else {}
+        self._scheduler = _make(kind, {**config, **_spacing(sigmas), **paths}, steps, device)
         self._first = first_step * int(self._scheduler.order)
         # Without this, schedules with a repeated timestep would start at the second of the two.
         if hasattr(self._scheduler, "set_begin_index"):
             self._scheduler.set_begin_index(self._first)
-        self._generators = [torch.Generator("cpu").manual_seed(seed % SEED_LIMIT) for seed in seeds]
+        self._generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
         self._shape = (len(seeds), *shape)
         self._dtype = dtype
         self._device = torch.device(device)
-        # UniPC and DPM++ draw nothing (or take no generator); DDIM's eta stays 0, diffusers' default.
-        self._extra: dict[str, Any] = {} if kind is Scheduler.UNIPC else {"generator": self._generators}
+        self._extra: dict[str, Any] = {"generator": self._generators} if kind in _GENERATES else {}
         if kind is Scheduler.DDIM:
-            self._extra["eta"] = 0.0
-        self._timesteps: torch.Tensor = self._scheduler.timesteps[self._first :]
+            self._extra["eta"] = eta
+        timesteps = self._scheduler.timesteps[self._first :]
+        # Models read timesteps as float32; what crosses to ControlNets need not know of a wider one.
+        self._timesteps: torch.Tensor = timesteps.float() if timesteps.dtype is torch.float64 else timesteps
 
     @property
     def timesteps(self) -> torch.Tensor:
@@ -98,7 +132,7 @@ class Sampler:
         return cast("torch.Tensor", self._scheduler.scale_model_input(latents, self._timesteps[step]))
 
     def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
-        """Return the latents after step `step`, given the guided model output. Draws noise for Euler-a and LCM."""
+        """Return the latents after step `step`, given the guided model output. Random samplers draw noise."""
         return cast(
             "torch.Tensor",
             self._scheduler.step(output, self._timesteps[step], latents, **self._extra, return_dict=False)[0],
@@ -121,13 +155,14 @@ class Sampler:
     def _levels(self, step: int) -> tuple[float, float, float]:
         """Return `(signal, noise, scale)` of step `step`: x / scale = signal * x0 + noise * eps."""
         scheduler = self._scheduler
-        if isinstance(scheduler, DDIMScheduler | LCMScheduler):
+        if isinstance(scheduler, _BY_ALPHA):
             alpha = float(scheduler.alphas_cumprod[int(self._timesteps[step])])
             return math.sqrt(alpha), math.sqrt(1.0 - alpha), 1.0
         sigma = float(scheduler.sigmas[self._first + step])
+        if isinstance(scheduler, DPMSolverSDEScheduler) and not scheduler.state_in_first_order:
+            sigma = float(scheduler.mid_point_sigma)
         signal = 1.0 / math.sqrt(sigma**2 + 1.0)
-        kept_scaled = isinstance(scheduler, EulerDiscreteScheduler | EulerAncestralDiscreteScheduler)
-        return signal, sigma * signal, 1.0 / signal if kept_scaled else 1.0
+        return signal, sigma * signal, 1.0 / signal if isinstance(scheduler, _KEEPS_SCALED) else 1.0
 
 
 def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], Sampler]:
@@ -141,11 +176,18 @@ def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tu
             seeds=seeds,
             shape=shape,
             first_step=request.first_step,
+            sigmas=request.sigmas,
+            eta=request.eta,
             dtype=bundle.dtype,
             device=bundle.device,
         )
 
     return make
+
+
+def _spacing(sigmas: Sigmas | None) -> dict[str, bool]:
+    """Return what a configuration says of a spacing; a folder's own may name another."""
+    return {} if sigmas is None else {key: sigmas is spacing for spacing, key in _SPACINGS.items()}
 
 
 def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.device | str) -> Any:
@@ -174,6 +216,6 @@ def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
     of neighbouring noise levels, which is zero for a repeated one.
     """
     outside = int(scheduler.timesteps.max()) >= int(scheduler.config.num_train_timesteps)
-    multistep = kind in (Scheduler.DPMPP_2M, Scheduler.UNIPC)
+    multistep = kind in (Scheduler.DPMPP_2M, Scheduler.DPMPP_2M_SDE, Scheduler.UNIPC, Scheduler.LMS)
     if outside or (multistep and steps > 1 and float(scheduler.sigmas.diff().max()) >= 0.0):
         raise RequestError(f"{steps} steps are too many for {kind} with this model", param="num_inference_steps")

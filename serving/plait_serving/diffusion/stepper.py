@@ -215,6 +215,7 @@ class Stepper:
             sample=unit.sampler.scale_input(unit.latents, unit.step),
             timestep=unit.sampler.timesteps[unit.step],
             guidance_scale=request.guidance_scale,
+            guidance_rescale=request.guidance_rescale,
             controls=active,
             loras=() if merged else tuple((weights[lora.name], lora.scale) for lora in unit.loras),
             merged=merged,
@@ -258,10 +259,17 @@ def _advance(unit: Unit, output: torch.Tensor, wants_preview: Callable[[Unit], b
         preview = unit.blend.estimate(preview)
     latents = advance(unit.sampler, output, unit.step, unit.latents, unit.blend)
     if latents is None:
-        return NumericalError(f"the image turned NaN or infinite at step {unit.step + 1} of {unit.steps}")
+        return NumericalError(
+            f"the image turned NaN or infinite at step {_step_of(unit)} of {unit.job.request.run_steps}"
+        )
     unit.latents = latents
     unit.step += 1
     return preview
+
+
+def _step_of(unit: Unit) -> int:
+    """Return which of the request's steps is being taken, from 1."""
+    return unit.step // unit.job.request.scheduler.calls_per_step + 1
 
 
 def advance(

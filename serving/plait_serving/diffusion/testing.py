@@ -166,7 +166,7 @@ class FakeSampler:
 
 def fake_samplers(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> FakeSampler:
     """Make a `FakeSampler`; this is a `SamplerFactory`."""
-    return FakeSampler(seeds, shape, request.run_steps)
+    return FakeSampler(seeds, shape, request.calls)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,8 +78,8 @@ class ImageJob:
 
     @property
     def steps_done(self) -> int:
-        """The number of steps that every unit has completed."""
-        return min(unit.step for unit in self.units)
+        """The number of the request's steps that every unit has completed."""
+        return self.request.steps_after(min(unit.step for unit in self.units))
 
     @property
     def left_s(self) -> float:
@@ -133,8 +133,9 @@ class Unit:
 
     @property
     def steps(self) -> int:
-        """The number of steps that this unit runs in all (a sampler may need fewer or more than requested)."""
-        return self.job.request.run_steps if self.sampler is None else len(self.sampler.timesteps)
+        """The number of denoiser calls that this unit makes in all; each is a step of the engine, whichever share of a
+        sampler's step it is."""
+        return self.job.request.calls if self.sampler is None else len(self.sampler.timesteps)
 
     @property
     def loras(self) -> LoraSet:

@@ -31,11 +31,43 @@ class Scheduler(StrEnum):
     """Samplers that a request may choose; the value is the HTTP spelling."""
 
     DDIM = "ddim"
+    DDPM = "ddpm"
     EULER = "euler"
     EULER_A = "euler_a"
+    HEUN = "heun"
+    LMS = "lms"
     DPMPP_2M = "dpmpp_2m"
+    DPMPP_2M_SDE = "dpmpp_2m_sde"
+    DPMPP_SDE = "dpmpp_sde"
     UNIPC = "unipc"
     LCM = "lcm"
+
+    @property
+    def calls_per_step(self) -> int:
+        """How many denoiser calls a step makes. The last one makes a single call."""
+        return 2 if self in (Scheduler.HEUN, Scheduler.DPMPP_SDE) else 1
+
+    @property
+    def takes_sigmas(self) -> bool:
+        """Whether the spacing of its noise levels can be chosen (`Sigmas`)."""
+        return self not in (Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER_A, Scheduler.LCM)
+
+
+class Sigmas(StrEnum):
+    """How a schedule's noise levels are spaced: NORMAL as the model's timesteps, or by one of the formulae that
+    diffusers has for it."""
+
+    NORMAL = "normal"
+    KARRAS = "karras"
+    EXPONENTIAL = "exponential"
+    BETA = "beta"
+
+
+class PromptSyntax(StrEnum):
+    """How prompts are read: PLAIN to the letter; A1111 with its weights and breaks (`prompt_syntax`)."""
+
+    PLAIN = "plain"
+    A1111 = "a1111"
 
 
 class LoraPolicy(StrEnum):
@@ -118,6 +150,14 @@ class Tenant:
 class ImageRequest:
     """A fully resolved request: no defaults left open. Image i uses seed `seed + i`.
 
+    `sigmas` None: as the model's folder says. `eta` is DDIM's noise, 0 to 1. `guidance_rescale`: the share of the
+    guided output that is brought back to the deviation of the conditional one. `clip_skip`: the layers that the text
+    encoders leave out at their end.
+
+    For SDXL only: `prompt_2` and `negative_prompt_2` are what its second text encoder reads (None: what the first
+    does), and the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
+    (None: the image's), and the `(left, top)` of a `crop`.
+
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
     without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
     """
@@ -130,7 +170,17 @@ class ImageRequest:
     guidance_scale: float
     seed: int
     scheduler: Scheduler
+    sigmas: Sigmas | None = None
+    eta: float = 0.0
+    guidance_rescale: float = 0.0
+    clip_skip: int = 0
     negative_prompt: str | None = None
+    prompt_syntax: PromptSyntax = PromptSyntax.PLAIN
+    prompt_2: str | None = None
+    negative_prompt_2: str | None = None
+    original_size: tuple[int, int] | None = None
+    target_size: tuple[int, int] | None = None
+    crop: tuple[int, int] = (0, 0)
     n: int = 1
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()
@@ -158,13 +208,23 @@ class ImageRequest:
         return self.steps - self.first_step
 
     @property
+    def calls(self) -> int:
+        """How many denoiser calls its steps make."""
+        per_step = self.scheduler.calls_per_step
+        return per_step * self.run_steps - (per_step - 1)
+
+    def steps_after(self, calls: int) -> int:
+        """Return how many steps are complete after so many denoiser calls."""
+        return self.run_steps if calls >= self.calls else calls // self.scheduler.calls_per_step
+
+    @property
     def uses_cfg(self) -> bool:
         """Whether classifier-free guidance runs: iff guidance_scale > 1 (diffusers' rule)."""
         return self.guidance_scale > 1.0
 
-    def loras_at(self, step: int) -> LoraSet:
-        """Return the LoRA set whose weights step `step` needs."""
-        return () if step < self.lora_free_steps else self.loras
+    def loras_at(self, call: int) -> LoraSet:
+        """Return the LoRA set whose weights denoiser call `call` (0-based) needs."""
+        return () if call // self.scheduler.calls_per_step < self.lora_free_steps else self.loras
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

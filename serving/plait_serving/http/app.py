@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
@@ -19,6 +18,7 @@ from starlette.responses import Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, health, metrics, models, status, usage
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
@@ -33,6 +33,7 @@ from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
 from plait_serving.ranking.service import RankingService
+from plait_serving.spelling import choice_hint, fields_at, hint
 
 # What users of other servers type first.
 ALIASES = {
@@ -48,6 +49,9 @@ ALIASES = {
     "mask_image": "mask",
     "init_image": "image",
 }
+
+_ENTRIES = {"loras": '{"name": "NAME", "scale": 1.0}', "controlnets": '{"name": "NAME", "image": "BASE64"}'}
+"""An entry of each list of objects."""
 
 # Our metrics are at /metrics. FastAPI's own look for OpenTelemetry providers in every request, and Ray sets some up.
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
@@ -170,8 +174,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
 async def _invalid_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     path = request.url.path
-    known = _fields_of(path, request.app.state.context)
-    return wire_error(validation_error(error.errors(), known=known)).response(path)
+    body = _body_of(path, request.app.state.context)
+    return wire_error(validation_error(error.errors(), body=body)).response(path)
 
 
 _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
@@ -179,19 +183,19 @@ _BODIES: Mapping[str, type[BaseModel]] = MappingProxyType(
 )
 
 
-def _fields_of(path: str, context: RouteContext) -> list[str]:
+def _body_of(path: str, context: RouteContext) -> type[BaseModel]:
     if context.ranking is not None:
         from plait_serving.http.ranking.rank_body import RecommendBody
         from plait_serving.http.ranking.recommend import PATH
 
         if path == PATH:
-            return list(RecommendBody.model_fields)
-    return list(_BODIES.get(path, GenerationBody).model_fields)
+            return RecommendBody
+    return _BODIES.get(path, GenerationBody)
 
 
-def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(GenerationBody.model_fields)) -> ApiError:
-    """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. `known`: the
-    body's fields, for hints."""
+def validation_error(errors: Sequence[Any], *, body: type[BaseModel] = GenerationBody) -> ApiError:
+    """Return the first of pydantic's errors as a 400 with a dotted `param`; the message counts the others. `body`: what
+    was to be read, for hints."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
@@ -206,16 +210,26 @@ def validation_error(errors: Sequence[Any], *, known: Sequence[str] = tuple(Gene
         return ApiError(400, message + more, code="invalid_body")
     if first["type"] == "extra_forbidden":
         return ApiError(
-            400, f"{param[:200]}: unknown field{_hint(path, known)}{more}", code="unknown_field", param=param
+            400, f"{param[:200]}: unknown field{_hint(path, body)}{more}", code="unknown_field", param=param
         )
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
-    return ApiError(400, f"{param[:200]}: {first['msg']}{more}", code=code, param=param)
+    message = _own_words(path, first) or f"{first['msg']}{choice_hint(first)}"
+    return ApiError(400, f"{param[:200]}: {message}{more}", code=code, param=param)
 
 
-def _hint(path: Sequence[str], known: Sequence[str]) -> str:
-    """Suggest the nearest real field for a misspelt one at the top level."""
-    if len(path) != 1:
-        return ""
-    alias = ALIASES.get(path[0])
-    near = alias if alias in known else next(iter(difflib.get_close_matches(path[0][:64], known, n=1)), None)
-    return f"; did you mean {near}?" if near else ""
+def _hint(path: Sequence[str], body: type[BaseModel]) -> str:
+    """Suggest the nearest real field for a misspelt one, at any depth."""
+    known = fields_at(body, path)
+    alias = ALIASES.get(path[-1]) if len(path) == 1 else None
+    return f"; did you mean {alias}?" if alias in known else hint(path[-1], known)
+
+
+def _own_words(path: Sequence[str], error: Mapping[str, Any]) -> str | None:
+    """Return what to write instead of a name, or of a single entry, where a list of objects belongs."""
+    example = _ENTRIES.get(path[0])
+    if example is None or len(path) > 2 or error["type"] not in ("list_type", "model_type", "model_attributes_type"):
+        return None
+    given = error.get("input")
+    name = given if isinstance(given, str) and NAME_PATTERN.fullmatch(given) else "NAME"
+    entry = example.replace("NAME", name)
+    return f"write [{entry}], a list" if len(path) == 1 else f"write {entry}, an object"

@@ -19,6 +19,7 @@ from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.ranking.describe import metadata
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import BaseModelCard
+from plait_serving.spelling import hint
 
 router = APIRouter(prefix="/v1", tags=["models"])
 image_router = APIRouter(prefix="/v1", tags=["models"])
@@ -87,8 +88,8 @@ async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
     """Return one model; 404 if it does not exist."""
     found = await _models(context)
     if model_id not in found:
-        known = ", ".join(map(repr, found)) or "none yet"
-        raise NotFound(f"there is no model {model_id[:100]!r}; this server has {known}", param="model")
+        near = hint(model_id, found) or f"; this server has {', '.join(map(repr, found)) or 'none yet'}"
+        raise NotFound(f"there is no model {model_id[:100]!r}{near}", param="model")
     return found[model_id]
 
 

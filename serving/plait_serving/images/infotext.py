@@ -10,18 +10,27 @@ from __future__ import annotations
 import json
 from types import MappingProxyType
 
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, Scheduler
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, PromptSyntax, Scheduler, Sigmas
 
 SAMPLER_NAMES = MappingProxyType(
     {
         Scheduler.DDIM: "DDIM",
+        Scheduler.DDPM: "DDPM",
         Scheduler.EULER: "Euler",
         Scheduler.EULER_A: "Euler a",
+        Scheduler.HEUN: "Heun",
+        Scheduler.LMS: "LMS",
         Scheduler.DPMPP_2M: "DPM++ 2M",
+        Scheduler.DPMPP_2M_SDE: "DPM++ 2M SDE",
+        Scheduler.DPMPP_SDE: "DPM++ SDE",
         Scheduler.UNIPC: "UniPC",
         Scheduler.LCM: "LCM",
     }
 )
+
+SPACING_NAMES = MappingProxyType({
+    Sigmas.NORMAL: "Normal", Sigmas.KARRAS: "Karras", Sigmas.EXPONENTIAL: "Exponential", Sigmas.BETA: "Beta",
+})  # fmt: skip
 
 
 def infotext(request: ImageRequest, *, model: str, index: int) -> str:
@@ -43,11 +52,33 @@ def _pairs(request: ImageRequest, model: str, index: int) -> list[tuple[str, str
         ("Size", f"{request.width}x{request.height}"),
         ("Model", model),
     ]
+    if request.sigmas is not None:
+        pairs.insert(2, ("Schedule type", SPACING_NAMES[request.sigmas]))
+    if request.eta:
+        pairs.append(("Eta DDIM", _number(request.eta)))
+    if request.guidance_rescale:
+        pairs.append(("CFG rescale", _number(request.guidance_rescale)))
+    if request.clip_skip:
+        pairs.append(("Clip skip", str(request.clip_skip + 1)))  # A1111 counts from 1
+    pairs += _prompt_pairs(request)
     if request.edit is not None:
         pairs.append(("Denoising strength", _number(request.edit.strength)))
     pairs += [(f"ControlNet {i}", _control(control)) for i, control in enumerate(request.controlnets)]
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC:
         pairs.append(("Lora free steps", str(request.lora_free_steps)))
+    return pairs
+
+
+def _prompt_pairs(request: ImageRequest) -> list[tuple[str, str]]:
+    pairs = []
+    if request.prompt_syntax is not PromptSyntax.PLAIN:
+        pairs.append(("Prompt syntax", request.prompt_syntax.value))
+    texts = (("Prompt 2", request.prompt_2), ("Negative prompt 2", request.negative_prompt_2))
+    pairs += [(key, text) for key, text in texts if text]
+    sizes = (("Original size", request.original_size), ("Target size", request.target_size))
+    pairs += [(key, f"{size[0]}x{size[1]}") for key, size in sizes if size]
+    if request.crop != (0, 0):
+        pairs.append(("Crop", f"{request.crop[0]}x{request.crop[1]}"))
     return pairs
 
 

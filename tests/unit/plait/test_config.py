@@ -46,14 +46,14 @@ def test_defaults_serve_the_starter_on_loopback():
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("server: {prt: 1}", "server.prt: unknown key"),
+        ("server: {prt: 1}", "server.prt: unknown key; did you mean port?"),
         ("version: 2", "version: 2 is newer than 1, the newest that this plait reads; upgrade plait"),
         ("version: one", "version: "),
         ("images: {knobs: {exact: alone}}", "images.knobs.exact: alone is gone; never is fast"),
-        ("sever: {}", "sever: unknown key"),
+        ("sever: {}", "sever: unknown key; did you mean server?"),
         ("server: {port: 70000}", "server.port: input should be less than or equal to 65535 (got 70000)"),
         ("images: {knobs: {largest_batch: 0}}", "images.knobs.largest_batch"),
-        ("images: {knobs: {largest_bach: 1}}", "images.knobs.largest_bach: unknown key"),
+        ("images: {knobs: {largest_bach: 1}}", "images.knobs.largest_bach: unknown key; did you mean largest_batch?"),
         ("images: {controlnets: {'../x': {folder: a}}}", "images.controlnets.../x"),
         ("images: {model: owner/name}", "give its commit as images.revision"),
         ("images: {model: emojy}", "is neither 'emoji' nor a path"),

@@ -73,10 +73,22 @@ def own_rows(stacked: torch.Tensor, layout: BatchLayout, k: int) -> torch.Tensor
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def guide(output: torch.Tensor, layout: BatchLayout, k: int, guidance_scale: float) -> torch.Tensor:
+def guide(output: torch.Tensor, layout: BatchLayout, k: int, call: StepCall) -> torch.Tensor:
     """Return request k's guided model output `(n, c, h, w)` from the model's `output (R, c, h, w)`."""
     parts = [output[rows] for rows in layout.rows(k)]
     if len(parts) == 1:
         return parts[0]
     unconditional, conditional = parts
-    return unconditional + guidance_scale * (conditional - unconditional)
+    guided = unconditional + call.guidance_scale * (conditional - unconditional)
+    return rescaled(guided, conditional, call.guidance_rescale) if call.guidance_rescale else guided
+
+
+def rescaled(guided: torch.Tensor, conditional: torch.Tensor, share: float) -> torch.Tensor:
+    """Return `guided (n, c, h, w)` with a `share` of it brought to the deviation of `conditional`, image by image.
+
+    Section 3.4 of "Common Diffusion Noise Schedules and Sample Steps are Flawed" (arXiv 2305.08891), in the order of
+    diffusers' `rescale_noise_cfg`.
+    """
+    dims = list(range(1, guided.ndim))
+    back = guided * (conditional.std(dim=dims, keepdim=True) / guided.std(dim=dims, keepdim=True))
+    return share * back + (1 - share) * guided

@@ -121,8 +121,9 @@ class UNetDenoiser:
         return self._bundle.latent_channels, height // factor, width // factor
 
     def measure(self, request: ImageRequest) -> PromptSize:
-        """Return how long a request's prompts are. Thread-safe."""
-        return self._prompts.tokens.size(request)
+        """Return how long a request's prompts are. Thread-safe. Raises `RequestError` for a `clip_skip` that is too
+        deep."""
+        return self._prompts.size(request)
 
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts, with the weights that the text encoders have at each call."""
@@ -297,5 +298,5 @@ def split_output(
         elif not all(all(finite[rows]) for rows in layout.rows(k)):
             results.append(NumericalError("the model's output is NaN or infinite"))
         else:
-            results.append(guide(output, layout, k, call.guidance_scale))
+            results.append(guide(output, layout, k, call))
     return results

@@ -14,6 +14,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.denoisers.batch import rescaled
 from plait_serving.diffusion.denoisers.guidance import guidance_embedding
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.errors import EngineError
@@ -56,7 +57,8 @@ class WholeUNetDenoiser(UNetDenoiser):
         if not conditioning.uses_cfg:
             return output
         unconditional, conditional = output.chunk(2)
-        return unconditional + call.guidance_scale * (conditional - unconditional)
+        guided = unconditional + call.guidance_scale * (conditional - unconditional)
+        return rescaled(guided, conditional, call.guidance_rescale) if call.guidance_rescale else guided
 
     def _timestep_cond(self, call: StepCall) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:

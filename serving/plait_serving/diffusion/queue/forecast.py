@@ -95,13 +95,13 @@ class WorkForecast:
         kind = StepKind.of(request)
         with self._lock:
             row_s = self._steps.expected(kind, {seen: kind.work / seen.work for seen in self._steps.kinds})
-        return request.run_steps * request.n * row_s + self._ends_s(request, chunks)
+        return request.calls * request.n * row_s + self._ends_s(request, chunks)
 
     def alone_s(self, request: ImageRequest, chunks: int) -> float:
         """Return the least seconds from its first step to its images; 0 before anything like it was measured."""
         key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
         step_s = self._costs.shortest_s(key, request.n)
-        return request.run_steps * step_s + self._ends_s(request, chunks) if step_s else 0.0
+        return request.calls * step_s + self._ends_s(request, chunks) if step_s else 0.0
 
     def longest_s(self, request: ImageRequest, chunks: int) -> float:
         """Return the compute-seconds that a request will be charged at most: as those before it, or alone."""

@@ -32,7 +32,8 @@ _NESTED = {"loras": frozenset({"name", "scale"}),
            "controlnets": frozenset({"name", "image", "scale", "start", "end", "preprocess"})}  # fmt: skip
 _JSON_FIELDS = frozenset(
     {"n", "output_compression", "partial_images", "num_inference_steps", "seed", "lora_free_steps", "deadline_ms",
-     "guidance_scale", "strength", "stream", "overlay", "loras", "controlnets", "scale", "start", "end"}
+     "guidance_scale", "guidance_rescale", "eta", "clip_skip", "crop", "strength", "stream", "overlay", "loras",
+     "controlnets", "scale", "start", "end"}
 )  # fmt: skip
 """Those that are neither text nor files. In a text field 1 is text."""
 

@@ -6,8 +6,9 @@ Everything cheap is checked before the first control image is decoded.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
-from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.admission import ImageLimits, check_sampler
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import (
     MAX_SEED,
@@ -17,12 +18,15 @@ from plait_serving.diffusion.values import (
     LoraRef,
     LoraSet,
     Scheduler,
+    Sigmas,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
 from plait_serving.http.images.editing import Upload, upload_of
-from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody
+from plait_serving.http.images.prompting import prompts_of
+from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody, LoraBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
+from plait_serving.spelling import hint
 
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
 # (ATC'25) lets about the first 10 of 50 steps run without them.
@@ -47,29 +51,37 @@ def resolve(
     allowed = TenantLimits() if allowed is None else allowed
     model = catalog.model
     if body.model is not None and body.model != model.name:
-        raise NotFound(f"there is no model {body.model!r}; this server has {model.name!r}", param="model")
+        near = hint(body.model, [model.name]) or f"; this server has {model.name!r}"
+        raise NotFound(f"there is no model {body.model!r}{near}", param="model")
     upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
     width, height = _size(_asked_size(body, upload, model.limits), model)
     steps = _steps(body, model)
     n = body.n or 1
     _check_allowed(allowed, pixels=width * height, steps=steps, images=n, limits=model.limits)
+    scheduler = model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler)
+    sigmas = None if body.sigmas is None else Sigmas(body.sigmas)
+    check_sampler(scheduler, sigmas, body.eta or 0.0)
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
-    loras = _loras(body, catalog)
+    prompts = prompts_of(body)
+    loras = _loras([*(body.loras or []), *prompts.loras], len(body.loras or []), catalog)
     _check_controlnets(body, catalog, preprocessors)
     edit = None if upload is None else upload.edit(width=width, height=height, steps=steps)
     run_steps = steps if edit is None else edit.steps_of(steps)
     policy, free_steps = _lora_policy(body, run_steps, loras)
     return ImageRequest(
         request_id=request_id,
-        prompt=body.prompt,
-        negative_prompt=body.negative_prompt,
+        **prompts.fields,
         width=width,
         height=height,
         steps=steps,
         guidance_scale=model.default_guidance_scale if body.guidance_scale is None else body.guidance_scale,
         seed=seed,
-        scheduler=model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler),
+        scheduler=scheduler,
+        sigmas=sigmas,
+        eta=body.eta or 0.0,
+        guidance_rescale=body.guidance_rescale or 0.0,
+        clip_skip=body.clip_skip or 0,
         n=n,
         loras=loras,
         controlnets=_controls(
@@ -150,16 +162,18 @@ def _check_stream(body: GenerationBody, n: int) -> None:
         raise RequestError("partial_images needs stream: true", param="partial_images")
 
 
-def _loras(body: GenerationBody, catalog: Catalog) -> LoraSet:
-    bodies = body.loras or []
+def _loras(bodies: Sequence[LoraBody], listed: int, catalog: Catalog) -> LoraSet:
+    """Return the set: the first `listed` are those of the field, the prompt names the others."""
     if len(bodies) > catalog.model.limits.max_loras:
         raise RequestError(f"at most {catalog.model.limits.max_loras} LoRAs", param="loras")
     seen: set[str] = set()
+    names = [card.name for card in catalog.loras]
     for i, lora in enumerate(bodies):
+        param = f"loras.{i}.name" if i < listed else "prompt"
         if lora.name in seen:
-            raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=f"loras.{i}.name")
+            raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=param)
         if not catalog.has_lora(lora.name):
-            raise NotFound(f"there is no LoRA {lora.name!r}", param=f"loras.{i}.name")
+            raise NotFound(f"there is no LoRA {lora.name[:64]!r}{hint(lora.name, names)}", param=param)
         seen.add(lora.name)
     return tuple(LoraRef(name=lora.name, scale=float(lora.scale)) for lora in bodies)
 
@@ -184,7 +198,8 @@ def _check_controlnets(body: GenerationBody, catalog: Catalog, preprocessors: Pr
         raise RequestError(f"at most {catalog.model.limits.max_controlnets} ControlNets", param="controlnets")
     for i, control in enumerate(bodies):
         if catalog.controlnet(control.name) is None:
-            raise NotFound(f"there is no ControlNet {control.name!r}", param=f"controlnets.{i}.name")
+            near = hint(control.name, [card.name for card in catalog.controlnets])
+            raise NotFound(f"there is no ControlNet {control.name!r}{near}", param=f"controlnets.{i}.name")
         if control.start >= control.end:
             raise RequestError("end must be above start", param=f"controlnets.{i}.end")
         if control.preprocess is False:
@@ -192,7 +207,8 @@ def _check_controlnets(body: GenerationBody, catalog: Catalog, preprocessors: Pr
         name = _preprocessor(control, catalog)
         if name is None or name not in preprocessors:
             known = ", ".join(sorted(preprocessors)) or "none"
-            message = f"no preprocessor for ControlNet {control.name!r}; this server has: {known}"
+            near = hint(name or "", preprocessors) or f"; this server has: {known}"
+            message = f"no preprocessor for ControlNet {control.name!r}{near}"
             raise RequestError(message, param=f"controlnets.{i}.preprocess")
 
 

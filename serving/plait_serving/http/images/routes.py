@@ -35,6 +35,7 @@ from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
+from plait_serving.http.images.prompting import hints
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
@@ -286,8 +287,12 @@ class ImageReply:
             "output_format": self._body.format.value,
             "seed": request.seed,
             "scheduler": request.scheduler.value,
+            "sigmas": None if request.sigmas is None else request.sigmas.value,
+            "eta": request.eta,
             "num_inference_steps": request.steps,
             "guidance_scale": request.guidance_scale,
+            "guidance_rescale": request.guidance_rescale,
+            "clip_skip": request.clip_skip,
             **({} if request.edit is None else {"strength": request.edit.strength}),
             "lora_policy": result.lora_policy.value,
             "lora_free_steps": result.lora_free_steps,
@@ -296,4 +301,5 @@ class ImageReply:
                 for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
             },
             "ignored": self._body.ignored,
+            "hints": hints(self._body),
         }

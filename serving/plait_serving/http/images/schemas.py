@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, MAX_SEED, NAME_PATTERN, LoraPolicy, Scheduler
+from plait_serving.diffusion.values import (
+    MAX_IMAGES,
+    MAX_SCALE,
+    MAX_SEED,
+    NAME_PATTERN,
+    LoraPolicy,
+    PromptSyntax,
+    Scheduler,
+    Sigmas,
+)
 from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
 from plait_serving.images.codec import OutputFormat
 
@@ -60,7 +69,7 @@ def _positive_zero(value: float) -> float:
 
 
 def _enum_value(value: object) -> object:
-    return value.value if isinstance(value, Scheduler | LoraPolicy | OutputFormat) else value
+    return value.value if isinstance(value, Scheduler | Sigmas | PromptSyntax | LoraPolicy | OutputFormat) else value
 
 
 def _output_format(value: object) -> object:
@@ -126,6 +135,25 @@ class GenerationBody(StrictBody):
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = None
 
     negative_prompt: Text | None = None
+    prompt_syntax: (
+        Annotated[
+            Literal["plain", "a1111"],
+            BeforeValidator(_enum_value),
+            Field(description="a1111: (word:1.2), ((word)), [word], BREAK and <lora:name:0.8> have a meaning"),
+        ]
+        | None
+    ) = None
+    prompt_2: Annotated[Text, Field(description="SDXL: for the second text encoder; unset: prompt")] | None = None
+    negative_prompt_2: Annotated[Text, Field(description="SDXL: as prompt_2")] | None = None
+    original_size: Annotated[str, Field(max_length=16, description='SDXL: "WIDTHxHEIGHT"; unset: size')] | None = None
+    target_size: Annotated[str, Field(max_length=16, description='SDXL: "WIDTHxHEIGHT"; unset: size')] | None = None
+    crop: (
+        Annotated[
+            list[Annotated[int, Field(ge=0, le=99_999)]],
+            Field(min_length=2, max_length=2, description="SDXL: [left, top]; unset: [0, 0]"),
+        ]
+        | None
+    ) = None
     num_inference_steps: Annotated[int, Field(ge=1)] | None = None
     guidance_scale: Annotated[float, Field(ge=0.0, le=MAX_SCALE), AfterValidator(_positive_zero)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="image i uses seed + i; random if left out")] | None = (
@@ -133,8 +161,37 @@ class GenerationBody(StrictBody):
     )
     scheduler: (
         Annotated[
-            Literal["ddim", "euler", "euler_a", "dpmpp_2m", "unipc", "lcm"],
+            Literal["ddim", "ddpm", "euler", "euler_a", "heun", "lms", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde", "unipc",
+                    "lcm"],
             BeforeValidator(_enum_value),
+            Field(description="the sampler; heun and dpmpp_sde run the model twice a step"),
+        ]
+        | None
+    ) = None  # fmt: skip
+    sigmas: (
+        Annotated[
+            Literal["normal", "karras", "exponential", "beta"],
+            BeforeValidator(_enum_value),
+            Field(
+                description="how noise levels are spaced; unset: as the model says. Not for ddim, ddpm, euler_a, lcm"
+            ),
+        ]
+        | None
+    ) = None
+    eta: Annotated[float, Field(ge=0.0, le=1.0, description="noise of ddim"), AfterValidator(_positive_zero)] | None = (
+        None
+    )
+    guidance_rescale: (
+        Annotated[
+            float,
+            Field(ge=0.0, le=1.0, description="0.7 takes back the overexposure of high guidance_scale; 0 does nothing"),
+            AfterValidator(_positive_zero),
+        ]
+        | None
+    ) = None
+    clip_skip: (
+        Annotated[
+            int, Field(ge=0, le=64, description="text encoder layers to leave out; A1111's `Clip skip` is one more")
         ]
         | None
     ) = None
@@ -236,12 +293,17 @@ class GenerationResponse(BaseModel):
     output_format: Literal["png", "jpeg", "webp"]
     seed: int
     scheduler: str
+    sigmas: Literal["normal", "karras", "exponential", "beta"] | None
+    eta: float
     num_inference_steps: int
     guidance_scale: float
+    guidance_rescale: float
+    clip_skip: int
     lora_policy: Literal["exact", "bounded_async"]
     lora_free_steps: int
     timings: TimingsBody
     ignored: list[str]
+    hints: list[str] = Field(description="what may not be meant as it is written")
 
 
 class EditResponse(GenerationResponse):

@@ -156,7 +156,7 @@ def test_json_tells_files_seeds_and_timings(service, tmp_path, capsys):
         (["--steps", "0"], "--steps"),
         (["--steps", "51"], "--steps"),
         (["--guidance", "nan"], "--guidance"),
-        (["--scheduler", "heun"], "--scheduler"),
+        (["--scheduler", "eulre"], "--scheduler"),
         (["-n", "11"], "--n"),
         (["--size", "17x17"], "--size"),
         (["--negative", "a\x1b"], "--negative"),

@@ -85,7 +85,7 @@ def test_chunks_hold_every_token_once(case):
     bundle, *_ = case
     for tokenizer in bundle.tokenizers:
         words = tokenizer(LONG + "a cat", add_special_tokens=False).input_ids
-        chunks = [list(chunk) for chunk in chunks_of(tokenizer, word_ids(tokenizer, LONG + "a cat"))]
+        chunks = [list(chunk.ids) for chunk in chunks_of(tokenizer, word_ids(tokenizer, LONG + "a cat"))]
         assert [len(chunk) for chunk in chunks] == [77, 77]
         assert chunks[0][1:-1] + chunks[1][1 : 1 + len(words) - 75] == words
         assert all(chunk[0] == tokenizer.bos_token_id for chunk in chunks)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.samplers import Sampler
-from plait_serving.diffusion.values import Scheduler
+from plait_serving.diffusion.values import Edit, Scheduler, Sigmas
+from support.denoise import make_request
 
 SHAPE = (4, 6, 5)
 
@@ -21,9 +23,9 @@ def config(request, tiny_sd_folder) -> dict:
     return {**read, "prediction_type": request.param}
 
 
-def make(kind: Scheduler, config: dict, *, steps: int = 5, seeds=(1, 2)) -> Sampler:
+def make(kind: Scheduler, config: dict, *, steps: int = 5, seeds=(1, 2), **more) -> Sampler:
     """A sampler."""
-    return Sampler(kind, config, steps=steps, seeds=seeds, shape=SHAPE)
+    return Sampler(kind, config, steps=steps, seeds=seeds, shape=SHAPE, **more)
 
 
 def perfect(sampler: Sampler, latents: torch.Tensor, step: int, target: torch.Tensor, prediction: str) -> torch.Tensor:
@@ -40,7 +42,7 @@ def test_a_model_that_knows_the_picture_is_previewed_and_reached(kind, config):
     target = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(3))
     sampler = make(kind, config, steps=8)
     latents = sampler.init_latents()
-    for step in range(8):
+    for step in range(len(sampler.timesteps)):
         sampler.scale_input(latents, step)
         output = perfect(sampler, latents, step, target, config["prediction_type"])
         assert float((sampler.predicted_original(output, step, latents) - target).abs().max()) < 1e-3
@@ -56,7 +58,7 @@ def test_previews_change_nothing(kind, config):
     for previews in (False, True):
         sampler = make(kind, config)
         latents = sampler.init_latents()
-        for step in range(5):
+        for step in range(len(sampler.timesteps)):
             output = torch.tanh(sampler.scale_input(latents, step))
             if previews:
                 sampler.predicted_original(output, step, latents)
@@ -65,14 +67,17 @@ def test_previews_change_nothing(kind, config):
     assert torch.equal(*ends)
 
 
-@pytest.mark.parametrize("kind", [Scheduler.EULER_A, Scheduler.LCM])
+@pytest.mark.parametrize(
+    "kind",
+    [Scheduler.EULER_A, Scheduler.LCM, Scheduler.DDPM, Scheduler.DPMPP_2M_SDE, Scheduler.DPMPP_SDE, Scheduler.DDIM],
+)
 def test_images_draw_from_their_own_generators(kind, config):
     """Image i of a request has the noise of a request with seed + i alone, also the noise drawn in steps."""
 
     def run(seeds):
-        sampler = make(kind, config, seeds=seeds)
+        sampler = make(kind, config, seeds=seeds, eta=1.0)
         latents = sampler.init_latents()
-        for step in range(5):
+        for step in range(len(sampler.timesteps)):
             sampler.scale_input(latents, step)
             latents = sampler.step(torch.zeros_like(latents), step, latents)
         return latents
@@ -105,9 +110,9 @@ def test_two_requests_do_not_share_state(config):
 def test_ordinary_step_counts_run_to_finite_latents(kind, steps, config):
     """One, two and fifty steps work with every scheduler."""
     sampler = make(kind, config, steps=steps)
-    assert len(sampler.timesteps) == steps
+    assert len(sampler.timesteps) == kind.calls_per_step * (steps - 1) + 1
     latents = sampler.init_latents()
-    for step in range(steps):
+    for step in range(len(sampler.timesteps)):
         latents = sampler.step(torch.tanh(sampler.scale_input(latents, step)), step, latents)
     assert bool(latents.isfinite().all())
 
@@ -129,3 +134,28 @@ def test_large_and_negative_seeds_work(config):
     ends = [make(Scheduler.DDIM, config, seeds=(seed,)).init_latents() for seed in (-1, 2**63, 2**64 + 5, 5)]
     assert torch.equal(ends[2], ends[3])
     assert not torch.equal(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("sigmas", Sigmas)
+def test_a_spacing_that_is_asked_for_replaces_the_folder_s_own(sigmas, config):
+    """A folder that says Karras gets what the request says; without a wish it keeps its own."""
+
+    def levels(config: dict, sigmas: Sigmas | None) -> torch.Tensor:
+        return make(Scheduler.HEUN, config, sigmas=sigmas)._scheduler.sigmas
+
+    karras = {**config, "use_karras_sigmas": True}
+    assert torch.equal(levels(karras, sigmas), levels(config, sigmas))
+    assert torch.equal(levels(karras, None), levels(config, Sigmas.KARRAS))
+
+
+@pytest.mark.parametrize("kind", list(Scheduler))
+def test_calls_are_foretold(kind, config):
+    """What a request counts before its sampler exists is what the sampler makes, also from the middle."""
+    picture = np.zeros((48, 40, 3), np.uint8)
+    for edit in (None, Edit(image=picture, strength=0.55)):
+        asked = make_request(scheduler=kind, steps=9, edit=edit, width=40, height=48)
+        sampler = make(kind, config, steps=9, first_step=asked.first_step)
+        assert len(sampler.timesteps) == asked.calls
+        steps = [asked.steps_after(call) for call in range(asked.calls + 1)]
+        assert (steps[0], steps[-1]) == (0, asked.run_steps)
+        assert sorted(set(steps)) == list(range(asked.run_steps + 1))

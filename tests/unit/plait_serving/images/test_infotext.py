@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraPolicy, LoraRef, Scheduler
+from plait_serving.diffusion.values import (
+    ControlRef,
+    ImageRequest,
+    LoraPolicy,
+    LoraRef,
+    PromptSyntax,
+    Scheduler,
+    Sigmas,
+)
 from plait_serving.images.infotext import SAMPLER_NAMES, infotext
 
 # stable-diffusion-webui, modules/infotext_utils.py: how it takes the last line apart.
@@ -67,6 +75,21 @@ def test_controlnets_and_the_policy_are_told():
 def test_every_scheduler_has_a_name_there(scheduler):
     """A new scheduler cannot be forgotten."""
     assert parse(infotext(request(scheduler=scheduler), model="m", index=0))[2]["Sampler"] == SAMPLER_NAMES[scheduler]
+
+
+def test_what_else_decides_the_picture_is_there():
+    """The options of samplers in A1111's words; what is left at its default is left out."""
+    asked = request(scheduler=Scheduler.DDIM, eta=0.5, guidance_rescale=0.7, clip_skip=1)
+    _, _, pairs = parse(infotext(asked, model="emoji", index=0))
+    assert (pairs["Eta DDIM"], pairs["CFG rescale"], pairs["Clip skip"]) == ("0.5", "0.7", "2")
+    _, _, pairs = parse(infotext(request(sigmas=Sigmas.KARRAS), model="emoji", index=0))
+    assert (pairs["Sampler"], pairs["Schedule type"]) == ("DPM++ 2M", "Karras")
+    sizes = {"original_size": (1024, 768), "target_size": (8, 16), "crop": (3, 0)}
+    asked = request(prompt_syntax=PromptSyntax.A1111, prompt_2="a, b", negative_prompt_2="c", **sizes)
+    _, _, more = parse(infotext(asked, model="emoji", index=0))
+    assert (more["Prompt syntax"], more["Prompt 2"], more["Negative prompt 2"]) == ("a1111", "a, b", "c")
+    assert (more["Original size"], more["Target size"], more["Crop"]) == ("1024x768", "8x16", "3x0")
+    assert not {"Eta DDIM", "CFG rescale", "Clip skip"} & pairs.keys()
 
 
 @given(st.floats(-100, 100))

@@ -287,6 +287,19 @@ BAD = [
     ({"controlnets": [{**CONTROL, "preprocess": "../nope"}]}, "controlnets.0.preprocess"),
     ({"controlnets": [{**CONTROL, "name": "plain", "preprocess": True}]}, "controlnets.0.preprocess"),
     ({"controlnets": [{**CONTROL, "weight": 1}]}, "controlnets.0.weight"),
+    ({"scheduler": "ddim", "sigmas": "karras"}, "sigmas"),
+    ({"sigmas": "karas"}, "sigmas"),
+    ({"scheduler": "ddim", "eta": 1.5}, "eta"),
+    ({"scheduler": "euler", "eta": 0.5}, "eta"),
+    ({"guidance_rescale": -0.1}, "guidance_rescale"),
+    ({"guidance_rescale": NAN}, "guidance_rescale"),
+    ({"clip_skip": -1}, "clip_skip"),
+    ({"prompt_syntax": "a111"}, "prompt_syntax"),
+    ({"original_size": "big"}, "original_size"),
+    ({"target_size": "0x5"}, "target_size"),
+    ({"crop": [1]}, "crop"),
+    ({"crop": [1, -1]}, "crop.1"),
+    ({"clip_skip": 1.5}, "clip_skip"),
     ({"steps": 20}, "steps"),
     ({"num_inference_step": 20}, "num_inference_step"),
     ({"": 1}, ""),
@@ -360,6 +373,51 @@ def test_a_body_of_another_type_is_refused(client, service, content_type):
     assert answer.status_code == 400
     assert "application/json" in answer.json()["error"]["message"]
     assert service.submitted == []
+
+
+def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
+    """With the syntax on, tags join the set after the field's own LoRAs, and the other marks reach the engine."""
+    answer = post(
+        client,
+        prompt="a (red:1.2) cat <lora:sketch:0.5>",
+        prompt_syntax="a1111",
+        loras=[{"name": "noto", "scale": 0.8}],
+    )
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert request.prompt == "a (red:1.2) cat "
+    assert request.prompt_syntax == "a1111"
+    assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 0.8), ("sketch", 0.5)]
+    assert answer.json()["hints"] == []
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"prompt": "cat <lora:nobody:1>"}, 404, "prompt"),
+        ({"prompt": "cat <lora:noto:1>", "loras": [{"name": "noto"}]}, 400, "prompt"),
+        ({"prompt": "cat <lora:noto:x>"}, 400, "prompt"),
+        ({"prompt": "[cat:dog:0.5]"}, 400, "prompt"),
+        ({"negative_prompt": "<lora:noto:1>"}, 400, "negative_prompt"),
+        ({"prompt_2": "a AND b"}, 400, "prompt_2"),
+    ],
+)
+def test_wrong_marks_are_refused_with_the_field(client, service, fields, status, param):
+    """A mark that cannot be meant is refused before the engine sees it."""
+    answer = post(client, **{"prompt": "cat", "prompt_syntax": "a1111", **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert service.submitted == []
+
+
+def test_plain_prompts_with_marks_get_a_hint(client, service):
+    """The image is made of the letters as they stand; the response says what they may have been."""
+    answer = post(client, prompt="a (red:1.2) cat", negative_prompt="<lora:noto:1>")
+    (request,) = service.submitted
+    assert (request.prompt, request.prompt_syntax, request.loras) == ("a (red:1.2) cat", "plain", ())
+    first, second = answer.json()["hints"]
+    assert first.startswith("prompt: '(red:1.2)' was read to the letter")
+    assert second.startswith("negative_prompt:")
+    assert post(client, prompt="a (red:1.2) cat", prompt_syntax="plain").json()["hints"] == []
 
 
 @pytest.mark.parametrize("word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width"])
@@ -463,3 +521,33 @@ def test_a_service_that_ends_without_a_result_is_a_503():
     answer = post(make_client(Silent()))
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == EngineStopped.code
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"loras": ["noto"]}, 'loras.0: write {"name": "noto", "scale": 1.0}, an object'),
+        ({"loras": "noto"}, 'loras: write [{"name": "noto", "scale": 1.0}], a list'),
+        ({"loras": {"name": "noto"}}, 'loras: write [{"name": "NAME", "scale": 1.0}], a list'),
+        ({"controlnets": ["edges"]}, 'controlnets.0: write {"name": "edges", "image": "BASE64"}, an object'),
+        ({"loras": [{"name": "notto"}]}, "there is no LoRA 'notto'; did you mean noto?"),
+        ({"loras": [{"name": "noto", "scal": 1}]}, "loras.0.scal: unknown field; did you mean scale?"),
+        ({"controlnets": [{**CONTROL, "strat": 0.5}]}, "controlnets.0.strat: unknown field; did you mean start?"),
+        ({"controlnets": [{**CONTROL, "name": "egdes"}]}, "there is no ControlNet 'egdes'; did you mean edges?"),
+        ({"scheduler": "eulre"}, "did you mean euler?"),
+        ({"sigmas": "karas"}, "did you mean karras?"),
+        ({"model": "emojy"}, "there is no model 'emojy'; did you mean emoji?"),
+        ({"prompt": "<lora:notto>", "prompt_syntax": "a1111"}, "there is no LoRA 'notto'; did you mean noto?"),
+    ],
+    ids=lambda value: json.dumps(value)[:40],
+)
+def test_a_name_spelled_wrong_gets_the_nearest_one(client, fields, said):
+    """At any depth, and in our own words."""
+    message = post(client, **fields).json()["error"]["message"]
+    assert said in message
+    assert "dictionary" not in message
+
+
+def test_the_address_of_a_model_spelled_wrong_gets_the_nearest_one(client):
+    """The catalog's own look-up, too."""
+    assert "did you mean emoji?" in client.get("/v1/models/emoij").json()["error"]["message"]

@@ -46,11 +46,11 @@ def test_golden_bytes():
         "event: image_generation.completed\n"
         'data: {"type": "image_generation.completed", '
         f'"b64_json": "{base64.b64encode(final).decode()}", "flagged": false, {fields}, '
-        '"model": "emoji", "dtype": "float32", "seed": 3, "scheduler": "euler", '
-        '"num_inference_steps": 2, "guidance_scale": 7.5, '
+        '"model": "emoji", "dtype": "float32", "seed": 3, "scheduler": "euler", "sigmas": null, "eta": 0.0, '
+        '"num_inference_steps": 2, "guidance_scale": 7.5, "guidance_rescale": 0.0, "clip_skip": 0, '
         '"lora_policy": "exact", "lora_free_steps": 0, '
         '"timings": {"queue": 0.125, "lora": 0.25, "encode": 0.5, "denoise": 1.0, "decode": 0.0625, "total": 1.9375}, '
-        '"ignored": ["quality"], "id": "golden-1"}\n\n'
+        '"ignored": ["quality"], "hints": [], "id": "golden-1"}\n\n'
     )
     assert answer.content.decode() == expected
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"

@@ -1,0 +1,243 @@
+"""Samplers and their options against diffusers' pipelines: same seed, same latents, alone and in company.
+
+Tiny random SD and SDXL models with a ControlNet and a LoRA. `test_edit_equality` has every sampler in edits.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.testing import EveryBatchPays
+from plait_serving.diffusion.values import (
+    ControlRef,
+    Edit,
+    Failed,
+    Finished,
+    ImageRequest,
+    LoraPolicy,
+    LoraRef,
+    Preview,
+    Progress,
+    Scheduler,
+    Sigmas,
+)
+from support.denoise import control_image
+from support.engine_probe import WAIT_S, Probe, fused_reference
+from support.tiny import IMAGE_SIZE, tiny_lora
+
+ALONE, IN_COMPANY = 1e-5, 1e-4
+"""Largest difference of fp32 latents, as for generations; where latents are above 1, of the largest."""
+
+KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
+CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.2, end=0.7)
+LORA = LoraRef(name="one", scale=0.9)
+IMG2IMG = Edit(image=control_image(5, IMAGE_SIZE), strength=0.6)
+TWICE = [scheduler for scheduler in Scheduler if scheduler.calls_per_step == 2]
+SPACED = [(scheduler, sigmas) for scheduler in Scheduler if scheduler.takes_sigmas for sigmas in Sigmas]
+RANDOM = [
+    {"scheduler": Scheduler.DDPM}, {"scheduler": Scheduler.DPMPP_2M_SDE}, {"scheduler": Scheduler.DPMPP_SDE},
+    {"scheduler": Scheduler.EULER_A}, {"scheduler": Scheduler.DDIM, "eta": 0.7},
+]  # fmt: skip
+TINY_LAYERS = 3
+RANDOM_IDS = ["ddpm", "dpmpp_2m_sde", "dpmpp_sde", "euler_a", "ddim-eta"]
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Largest difference of latents, relative to the largest of them if that is above 1."""
+    assert ours.shape == theirs.shape
+    found = float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
+    return found if np.isfinite(found) else float("inf")
+
+
+def ask(seed: int, **more) -> ImageRequest:
+    """A small request with defaults."""
+    fields = {
+        "request_id": f"r{seed}", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE,
+        "height": IMAGE_SIZE, "steps": 5, "guidance_scale": 2.0, "seed": seed, "scheduler": Scheduler.EULER, **more,
+    }  # fmt: skip
+    return ImageRequest(**fields)
+
+
+@pytest.fixture(scope="module")
+def rig_of(tmp_path_factory):
+    """``rig_of(folder, controlnet)``: a probe on the model with that ControlNet and a LoRA, and diffusers on both."""
+    probes = []
+
+    def build(folder, controlnet):
+        loras = tmp_path_factory.mktemp("loras")
+        tiny_lora(loras / "one.safetensors", folder, fmt="peft", rank=3, with_text_encoder=True)
+        settings = EngineSettings(
+            model=folder, lora_source=FolderSource(loras), controlnets={"a": controlnet}, knobs=KNOBS, converts=False
+        )
+        probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
+        return probes[-1], lambda asked: fused_reference(folder, asked, loras=loras, controlnets={"a": controlnet})
+
+    yield build
+    for probe in probes:
+        probe.engine.stop(drain_s=0)
+
+
+@pytest.fixture(scope="module")
+def sd(rig_of, tiny_sd_folder, tiny_sd_controlnets):
+    """The tiny Stable Diffusion."""
+    return rig_of(tiny_sd_folder, tiny_sd_controlnets[0])
+
+
+@pytest.fixture(scope="module")
+def sdxl(rig_of, tiny_sdxl_folder, tiny_sdxl_controlnets):
+    """The tiny SDXL."""
+    return rig_of(tiny_sdxl_folder, tiny_sdxl_controlnets[0])
+
+
+@pytest.mark.parametrize("scheduler", Scheduler)
+def test_every_sampler_equals_diffusers(sd, scheduler):
+    """Two images with guidance, a ControlNet that acts in some calls, and a LoRA."""
+    probe, reference = sd
+    asked = ask(11, scheduler=scheduler, n=2, controlnets=(CONTROL,), loras=(LORA,))
+    (ours,) = probe.latents(asked)
+    assert difference(ours, reference(asked)) <= ALONE
+
+
+@pytest.mark.parametrize(("scheduler", "sigmas"), SPACED)
+def test_every_spacing_equals_diffusers(sd, scheduler, sigmas):
+    """Noise levels by each formula, whole and from the middle of the schedule; the formula changes the picture."""
+    probe, reference = sd
+    for asked in (
+        ask(21, scheduler=scheduler, sigmas=sigmas),
+        ask(22, scheduler=scheduler, sigmas=sigmas, edit=IMG2IMG),
+    ):
+        (ours,) = probe.latents(asked)
+        assert difference(ours, reference(asked)) <= ALONE
+    (plain,) = probe.latents(ask(22, scheduler=scheduler, sigmas=Sigmas.NORMAL, edit=IMG2IMG))
+    assert (sigmas is Sigmas.NORMAL) == torch.equal(plain, ours)
+
+
+@pytest.mark.parametrize("options", RANDOM, ids=RANDOM_IDS)
+def test_random_samplers_equal_diffusers_and_repeat(sd, options):
+    """Noise of each step is drawn as by diffusers, anew for each image, and again for the same seed."""
+    probe, reference = sd
+    asked = ask(31, n=2, **options)
+    (ours,) = probe.latents(asked)
+    assert difference(ours, reference(asked)) <= ALONE
+    (again,) = probe.latents(asked)
+    assert torch.equal(again, ours)
+    (second,) = probe.latents(replace(asked, n=1, seed=32))
+    assert difference(ours[1:], second) <= IN_COMPANY
+    (other,) = probe.latents(replace(asked, n=1, seed=33))
+    assert (second - other).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("model", ["sd", "sdxl"])
+def test_samplers_share_calls_and_equal_diffusers(model, request):
+    """Every sampler and an edit in one batch, at other steps: who shares a call does not depend on the sampler."""
+    probe, reference = request.getfixturevalue(model)
+    asked = [
+        ask(41 + i, scheduler=scheduler, steps=4 + i % 3, controlnets=(CONTROL,) if i % 2 else ())
+        for i, scheduler in enumerate(Scheduler)
+    ]
+    asked.append(ask(60, scheduler=Scheduler.HEUN, sigmas=Sigmas.KARRAS, edit=IMG2IMG))
+    asked.append(ask(61, scheduler=Scheduler.DDIM, eta=0.5))
+    ours = probe.latents(*asked)
+    assert max(probe.batches) == len(asked)
+    for one, latents in zip(asked, ours, strict=True):
+        assert difference(latents, reference(one)) <= IN_COMPANY, one.scheduler
+
+
+@pytest.mark.parametrize("model", ["sd", "sdxl"])
+def test_guidance_rescale_and_clip_skip_equal_diffusers(model, request):
+    """Both options, alone and together, of two images; and each changes the picture."""
+    probe, reference = request.getfixturevalue(model)
+    (plain,) = probe.latents(ask(51, n=2))
+    for options in ({"guidance_rescale": 0.7}, {"clip_skip": 1}, {"clip_skip": 1, "guidance_rescale": 1.0}):
+        asked = ask(51, n=2, **options)
+        (ours,) = probe.latents(asked)
+        assert difference(ours, reference(asked)) <= ALONE
+        assert (ours - plain).abs().max() > 1e-3
+
+
+def test_options_in_company_and_in_edits_equal_diffusers(sdxl):
+    """A batch whose requests differ in every option, with an edit and a ControlNet among them."""
+    probe, reference = sdxl
+    asked = [
+        ask(71, guidance_rescale=0.5, edit=IMG2IMG), ask(72, clip_skip=1, controlnets=(CONTROL,)),
+        ask(73, guidance_rescale=0.9, scheduler=Scheduler.DPMPP_2M, sigmas=Sigmas.KARRAS), ask(74),
+    ]  # fmt: skip
+    ours = probe.latents(*asked)
+    assert max(probe.batches) == len(asked)
+    for one, latents in zip(asked, ours, strict=True):
+        assert difference(latents, reference(one)) <= IN_COMPANY
+
+
+def test_the_layers_that_can_be_left_out_end(sd, sdxl):
+    """All that there are can be; one more is refused by name."""
+    for (probe, reference), layers in ((sd, TINY_LAYERS), (sdxl, TINY_LAYERS - 1)):
+        (ours,) = probe.latents(ask(81, clip_skip=layers))
+        assert difference(ours, reference(ask(81, clip_skip=layers))) <= ALONE
+        with pytest.raises(RequestError, match=f"at most {layers} layers") as caught:
+            probe.engine.submit(ask(81, clip_skip=layers + 1), lambda _: None)
+        assert caught.value.param == "clip_skip"
+
+
+def test_second_prompts_and_sizes_equal_diffusers(sdxl):
+    """SDXL's own arguments, in a generation, with a ControlNet and in an edit, in company; and they matter."""
+    probe, reference = sdxl
+    own = {"prompt_2": "green tree", "negative_prompt_2": "dog", "original_size": (1024, 768),
+           "target_size": (512, 640), "crop": (30, 5)}  # fmt: skip
+    asked = [ask(85, **own), ask(86, controlnets=(CONTROL,), **own), ask(87, edit=IMG2IMG, **own), ask(88)]
+    ours = probe.latents(*asked)
+    for one, latents in zip(asked, ours, strict=True):
+        assert difference(latents, reference(one)) <= IN_COMPANY
+    for name in own:
+        (less,) = probe.latents(replace(asked[0], **{name: (0, 0) if name == "crop" else None}))
+        assert (less - ours[0]).abs().max() > 1e-4, name
+
+
+@pytest.mark.parametrize("scheduler", TWICE)
+@pytest.mark.parametrize("edit", [None, IMG2IMG], ids=["whole", "img2img"])
+def test_steps_of_two_calls_are_counted_as_steps(sd, scheduler, edit):
+    """Progress and previews tell steps; the forecast and the queue count calls."""
+    probe, _ = sd
+    events = []
+    asked = ask(91, scheduler=scheduler, steps=5, edit=edit)
+    probe.latents(asked, on_event=events.append)
+    steps = 3 if edit else 5
+    assert [event for event in events if isinstance(event, Progress)] == [
+        Progress(step=step + 1, steps=steps) for step in range(steps)
+    ]
+    assert len(probe.batches) == asked.calls == 2 * steps - 1
+    ended = threading.Event()
+    previews: list[int] = []
+
+    def tell(event) -> None:
+        if isinstance(event, Preview):
+            previews.append(event.step)
+        if isinstance(event, Finished | Failed):
+            ended.set()
+
+    probe.engine.submit(replace(asked, request_id="previewed", partial_images=2), tell)
+    assert ended.wait(WAIT_S)
+    assert previews == ([1, 1] if edit else [1, 3])
+
+
+def test_lora_free_steps_of_two_calls_are_steps(sd):
+    """Two steps without the set are four calls: with all steps but the last free, only the last call has it."""
+    probe, _ = sd
+    free = {"lora_policy": LoraPolicy.BOUNDED_ASYNC, "loras": (LORA,), "scheduler": Scheduler.HEUN, "steps": 3}
+    seen = []
+    denoiser = probe.assembled.denoiser
+    predict = denoiser.predict
+    denoiser.predict = lambda calls: seen.append(bool(calls[0].merged or calls[0].loras)) or predict(calls)
+    try:
+        probe.latents(ask(95, lora_free_steps=2, **free))
+    finally:
+        denoiser.predict = predict
+    assert seen == [False] * 4 + [True]

@@ -1,0 +1,172 @@
+"""A1111's marks: how they are read, what they do to embeddings (against a naive twin), and SDXL's second prompts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import StableDiffusionXLPipeline
+
+from plait_serving.diffusion.bundle import load_bundle
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.prompt import PromptEncoder
+from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
+from plait_serving.diffusion.prompt_tokens import word_ids
+from plait_serving.diffusion.values import PromptSyntax
+from support.denoise import make_request
+
+A1111 = PromptSyntax.A1111
+
+
+@pytest.fixture(scope="module", params=["sd", "sdxl"])
+def case(request):
+    """A bundle and its encoder. An untrained norm makes embeddings whose mean is zero, which nothing can keep; trained
+    ones have biases."""
+    bundle = load_bundle(request.getfixturevalue(f"tiny_{request.param}_folder"))
+    for text_encoder in bundle.text_encoders:
+        getattr(text_encoder, "text_model", text_encoder).final_layer_norm.bias.data.fill_(0.2)
+    return bundle, PromptEncoder(bundle)
+
+
+def spans(text: str) -> list[tuple[str, float]]:
+    """Pieces with rounded weights."""
+    return [(span.text, round(span.weight, 4)) for span in parse(text, "prompt")]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [  # the first ones are the examples in stable-diffusion-webui's own documentation of its parser
+        ("normal text", [("normal text", 1.0)]),
+        ("an (important) word", [("an ", 1.0), ("important", 1.1), (" word", 1.0)]),
+        ("(unbalanced", [("unbalanced", 1.1)]),
+        (r"\(literal\]", [("(literal]", 1.0)]),
+        ("(unnecessary)(parens)", [("unnecessaryparens", 1.1)]),
+        ("a (((house:1.3)) [on] a (hill:0.5), sun, (((sky))).",
+         [("a ", 1.0), ("house", 1.573), (" ", 1.1), ("on", 1.0), (" a ", 1.1), ("hill", 0.55), (", sun, ", 1.1),
+          ("sky", 1.4641), (".", 1.1)]),
+        ("[[x]]", [("x", 0.8264)]),
+        ("a: 5) b", [("a: 5) b", 1.0)]),
+        ("", [("", 1.0)]),
+    ],
+)  # fmt: skip
+def test_brackets_weigh(text, expected):
+    """Nested, named, escaped and unclosed brackets."""
+    assert spans(text) == expected
+
+
+def test_breaks_cut():
+    """BREAK is a word of its own, inside brackets too, and no part of other words."""
+    assert parse("a BREAK b BREAKS", "prompt") == [Span("a ", 1.0), Span(" b BREAKS", 1.0, breaks=True)]
+    assert parse("(a BREAK b:2)", "prompt") == [Span("a ", 2.0), Span(" b", 2.0, breaks=True)]
+
+
+@pytest.mark.parametrize(
+    "text", ["[cat:dog:0.5]", "[cat|dog]", "a AND b", "<hypernet:x:1>", "(a:1.2.3)", "(b:101)", "(" * 33, "((a:20):20)",
+             "(a:" + "9" * 400 + ")"],
+)  # fmt: skip
+def test_marks_without_a_meaning_here_are_refused(text):
+    """What A1111 knows besides, weights that are no numbers, and brackets without end name the field."""
+    with pytest.raises(RequestError) as caught:
+        parse(text, "negative_prompt")
+    assert caught.value.param == "negative_prompt"
+
+
+def test_lora_tags_leave_the_prompt():
+    """Names and scales come out; without a scale it is 1; what is no number is refused."""
+    assert take_loras("a <lora:noto:0.8> cat<lora:x>", "prompt") == ("a  cat", [("noto", 0.8), ("x", 1.0)])
+    with pytest.raises(RequestError, match="no number"):
+        take_loras("<lora:noto:much>", "prompt")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "mark"),
+    [("a (red:1.2) cat", "(red:1.2)"), ("((red)) cat", "((red))"), ("[red] cat", "[red]"), ("a BREAK b", "BREAK"),
+     ("cat <lora:noto:1>", "<lora:noto:1>"), ("a cat (on a mat)", None), ("time: 12:30", None)],
+)  # fmt: skip
+def test_marks_in_plain_prompts_are_seen(prompt, mark):
+    """Only what hardly anybody writes otherwise is worth a hint."""
+    assert hint_of(prompt) == mark
+
+
+def naive(bundle, encoder, parts: list[list[tuple[str, float]]]) -> torch.Tensor:
+    """The twin: chunks of (text, weight) pieces, each read alone as ids, scaled in float64 and brought to its mean."""
+    rows = []
+    for index, tokenizer in enumerate(bundle.tokenizers):
+        chunks = []
+        for part in parts:
+            words = [(word, weight) for text, weight in part for word in word_ids(tokenizer, text)]
+            assert len(words) <= 75
+            padding = 75 - len(words)
+            ids = [tokenizer.bos_token_id, *(word for word, _ in words), tokenizer.eos_token_id]
+            hidden = encoder._encode_ids(index, (*ids, *[tokenizer.pad_token_id] * padding), 0).hidden.double()
+            weights = torch.tensor([1.0, *(weight for _, weight in words), 1.0, *[1.0] * padding]).double()
+            scaled = hidden * weights[None, :, None]
+            chunks.append(scaled * hidden.mean() / scaled.mean())
+        rows.append(torch.cat(chunks, dim=1))
+    return torch.cat(rows, dim=-1)
+
+
+def encoded(encoder, prompt: str, **more) -> torch.Tensor:
+    """The prompt's own row."""
+    return encoder.prepare(make_request(prompt=prompt, guidance_scale=1.0, **more)).text
+
+
+def test_weights_scale_embeddings_and_keep_their_mean(case):
+    """Pieces with weights, and breaks, are the naive twin's; the weights change the text."""
+    bundle, encoder = case
+    ours = encoded(encoder, "a (red:1.4) [cat] BREAK green apple", prompt_syntax=A1111)
+    with torch.no_grad():
+        twin = naive(bundle, encoder, [[("a ", 1.0), ("red", 1.4), ("cat", 1 / 1.1)], [("green apple", 1.0)]])
+    assert ours.shape[1] == 2 * 77
+    assert (ours - twin).abs().max() <= 1e-5 * max(1.0, float(twin.abs().max()))
+    assert (ours[:, :77] - encoded(encoder, "a red cat")).abs().max() > 1e-2
+
+
+def test_without_marks_the_syntax_changes_nothing(case):
+    """A prompt without marks has the bits of a plain one; with marks but without the syntax they are plain text."""
+    _, encoder = case
+    assert torch.equal(encoded(encoder, "a red cat", prompt_syntax=A1111), encoded(encoder, "a red cat"))
+    assert not torch.equal(
+        encoded(encoder, "a (red:1.4) cat", prompt_syntax=A1111), encoded(encoder, "a (red:1.4) cat")
+    )
+
+
+def test_breaks_count_as_words(case):
+    """A thousand breaks are as long a prompt as what is read for them."""
+    _, encoder = case
+    size = encoder.size(make_request(prompt="a BREAK " * 30, prompt_syntax=A1111, guidance_scale=1.0))
+    assert (size.prompt_tokens, size.chunks) == (30 * 75, 31)
+
+
+@pytest.mark.parametrize("negative", [(None, None), ("blue", None), ("blue", "a dog"), (None, "a dog")])
+def test_second_prompts_and_sizes_are_diffusers(tiny_sdxl_folder, negative):
+    """SDXL's second encoder reads the second prompts, and the six sizes are those of diffusers, bit for bit."""
+    encoder = PromptEncoder(load_bundle(tiny_sdxl_folder))
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl_folder)
+    asked = make_request(
+        prompt="a red cat", prompt_2="green tree", negative_prompt=negative[0], negative_prompt_2=negative[1],
+        original_size=(1024, 768), target_size=(512, 640), crop=(3, 5),
+    )  # fmt: skip
+    ours = encoder.prepare(asked)
+    with torch.no_grad():
+        found = pipeline.encode_prompt(
+            "a red cat", prompt_2="green tree", device="cpu", num_images_per_prompt=1,
+            do_classifier_free_guidance=True, negative_prompt=negative[0], negative_prompt_2=negative[1],
+        )  # fmt: skip
+        sizes = pipeline._get_add_time_ids(
+            (768, 1024), (5, 3), (640, 512), dtype=torch.float32,
+            text_encoder_projection_dim=pipeline.text_encoder_2.config.projection_dim,
+        )  # fmt: skip
+    assert torch.equal(ours.text, torch.cat([found[1], found[0]]))
+    assert torch.equal(ours.added["text_embeds"], torch.cat([found[3], found[2]]))
+    assert torch.equal(ours.added["time_ids"], sizes.expand(2, -1))
+
+
+@pytest.mark.parametrize(
+    "fields", [{"prompt_2": "a"}, {"negative_prompt_2": "a"}, {"original_size": (8, 8)}, {"crop": (1, 0)}]
+)
+def test_other_families_have_no_second_prompts_or_sizes(tiny_sd_folder, fields):
+    """They are refused by name, not dropped."""
+    encoder = PromptEncoder(load_bundle(tiny_sd_folder))
+    with pytest.raises(RequestError, match="SDXL") as caught:
+        encoder.size(make_request(**fields))
+    assert caught.value.param in fields
