@@ -1,0 +1,1 @@
+"""Models of other libraries, as their users have them: does the cutter take them, and how much crosses?"""
