@@ -134,7 +134,7 @@ class _Folding:
             return None
         made = []
         for part, start, end in self._sides(mixed[0], dim):
-            args = tuple(self._share(argument, mixed[0], part, dim, start, end) for argument in node.args)
+            args = tuple(self._share(argument, mixed[0], part, dim, (start, end)) for argument in node.args)
             if None in args and node.op != LOOKUP:
                 return None
             shape = (*node.shape[:dim], end - start, *node.shape[dim + 1 :])
@@ -157,7 +157,7 @@ class _Folding:
         shape = (*cat.shape[:dim], end - start, *cat.shape[dim + 1 :])
         return self._put(replace(cat, name=f"{cat.name}:{start}", args=(tuple(parts), dim), shape=shape))
 
-    def _share(self, argument: Arg, mixed: Node, part: Ref, dim: int, start: int, end: int) -> Arg:
+    def _share(self, argument: Arg, mixed: Node, part: Ref, dim: int, place: tuple[int, int]) -> Arg:
         """Return what stands in place of an argument for one part of a mixed cat; None if it cannot be told."""
         if not isinstance(argument, Ref):
             return argument
@@ -166,12 +166,12 @@ class _Folding:
         tensor = self.constants.get(argument.name)
         if tensor is None:
             return None
-        place = dim - (len(mixed.shape) - tensor.dim())
-        if place < 0 or tensor.shape[place] == 1:
+        along, (start, end) = dim - (len(mixed.shape) - tensor.dim()), place
+        if along < 0 or tensor.shape[along] == 1:
             return argument
-        name = f"{argument.name}:{place}:{start}:{end}"
+        name = f"{argument.name}:{along}:{start}:{end}"
         if name not in self.constants:
-            share = tensor.narrow(place, start, end - start).contiguous()
+            share = tensor.narrow(along, start, end - start).contiguous()
             self.constants[name] = share
             port = Port(name=name, shape=tuple(share.shape), dtype=str(share.dtype).removeprefix("torch."), rows="none")
             self.ports.append(port)
@@ -188,7 +188,7 @@ class _Folding:
             assert isinstance(part, Ref)
             inner = self.values[part.name]
             nested = isinstance(inner, Node) and self._mixes(inner) and _dim(inner, 1, 0) == dim
-            parts += inner.args[0] if nested else [part]  # type: ignore[union-attr,arg-type,list-item]
+            parts += inner.args[0] if nested else [part]  # type: ignore[union-attr,arg-type]
         joined: list[Ref] = []
         for part in parts:
             wider = self._wider(joined[-1], part, dim, node) if joined else None
@@ -247,7 +247,7 @@ class _Folding:
         if not flat or not isinstance(value, Node) or not self._mixes(value) or _dim(value, 1, 0) != 1:
             return None
         parts = []
-        for number, part in enumerate(value.args[0]):  # type: ignore[arg-type,union-attr]
+        for number, part in enumerate(value.args[0]):  # type: ignore[arg-type]
             assert isinstance(part, Ref)
             inner = self.values[part.name]
             size = 1
@@ -319,7 +319,7 @@ def _dim(node: Node, index: int, default: int, ndim: int | None = None) -> int:
 
 def _bounds(node: Node, length: int) -> tuple[int, int] | None:
     """Return from where to where a slice reaches, or None if it leaves some out."""
-    _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
+    start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[2:5]
     if step != 1 or isinstance(start, Ref) or isinstance(end, Ref) or length < 0:
         return None
     first, last, _ = slice(start, end).indices(length)

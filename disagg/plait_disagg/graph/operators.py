@@ -1,8 +1,8 @@
 """The vocabulary: the operators that a program may hold, what each does to rows, and what kind of work it is.
 
 A name is an ATen overload (`aten.linear.default`), called as the eager module calls it, so that results are
-bit-exact; `aten.topk.default:1` is the second of its results. Capture and the reader of stored programs reject everything else, so a package cannot call any other
-operator.
+bit-exact; `aten.topk.default:1` is the second of its results. Capture and the reader of stored programs reject
+everything else, so a package cannot call any other operator.
 """
 
 from __future__ import annotations

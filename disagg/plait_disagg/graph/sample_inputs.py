@@ -108,7 +108,7 @@ class _Bounding:
         width = node.shape[-1] if node.shape else 0
         last = len(node.args) > 1 and node.args[1] in (-1, len(node.shape) - 1)
         if isinstance(parts, tuple) and last and added.shape[-1] == width == len(parts):
-            for part, share in zip(parts, added.split(1, dim=-1), strict=True):
+            for part, share in zip(parts, torch.unbind(added, -1), strict=True):
                 assert isinstance(part, Ref)
                 self.reach(part.name, rows, share)
             return

@@ -22,7 +22,8 @@ __all__ = ["BatchCheck", "Verification", "verify_halves"]
 class BatchCheck:
     """One batch: `candidates` of its requests, the max differences over all outputs, and whether bits are equal.
 
-    `rearranged`: whether it repeats a request with its candidates in another order. `same_top`: the best 10 candidates by every single-number output agree except for ties within the tolerance.
+    `same_top`: the best 10 candidates by every single-number output agree except for ties within the tolerance.
+    `rearranged`: whether it repeats a request with its candidates in another order.
     """
 
     candidates: tuple[int, ...]

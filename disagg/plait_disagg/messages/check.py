@@ -30,8 +30,8 @@ def check_request(
     """Return the request if `tensors` (CPU) are exactly what `card` requires; otherwise raise `BadInput`.
 
     Checked: names, dtypes, shapes; one row of user inputs, the same number (1 to `largest_candidates`) of item
-    inputs; finite numbers; numbers inside declared ranges; offsets that start at 0, never decrease and end at the number of ids; bags of at most
-    `largest` ids; ids inside the tables that would reject them.
+    inputs; finite numbers; numbers inside declared ranges; offsets that start at 0, never decrease and end at the
+    number of ids; bags of at most `largest` ids; ids inside the tables that would reject them.
     """
     if tensors.keys() != card.tensor_names:
         raise _wrong_names(card, tensors)

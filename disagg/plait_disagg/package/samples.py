@@ -18,7 +18,7 @@ _SAMPLES = 8
 
 
 def check_samples(module: nn.Module, ready: Cuttable, *, ids_per_bag: Mapping[str, int]) -> None:
-    """Run the module on a few random requests. Raises `PackageError`, naming the input that caused it, if that raises."""
+    """Run the module on random requests. Raises `PackageError`, naming the input that caused it, if that raises."""
     for seed in range(_SAMPLES):
         count = 2 + seed
         request = sample(ready.inputs, ready.bounds, candidates=count, ids_per_bag=ids_per_bag, seed=seed)

@@ -27,6 +27,7 @@ class Adapted(nn.Module):
         self.eval()
 
     def forward(self, **features: torch.Tensor) -> Any:
+        """Return what the model makes of the features."""
         return self.call(self.model, features)
 
 

@@ -77,7 +77,8 @@ def _predicted(model: Any, features: dict[str, torch.Tensor]) -> Any:
 
 def _context(name: str, *, dense: bool = True, **options: Any) -> Built:
     model = randomised(_made("context_aware_recommender", name, dense=dense, **options))
-    inputs: list[Input] = [Ids(field, side="user") for field in _USER] + [Ids(field, side="item") for field in _ITEM]
+    inputs: list[Input] = [Ids(field, side="user") for field in _USER]
+    inputs += [Ids(field, side="item") for field in _ITEM]
     if dense:
         inputs += [Dense("age", side="user", shape=()), Dense("price", side="item", shape=())]
     return Adapted(model, _predicted), inputs

@@ -19,7 +19,8 @@ _MLP = {"dims": [64, 32], "dropout": 0.2, "activation": "relu"}
 
 
 def _inputs(*, dense: bool = True, history: bool = False) -> list[Input]:
-    made: list[Input] = [Ids(name, side="user") for name in _USER] + [Ids(name, side="item") for name in _ITEM]
+    made: list[Input] = [Ids(name, side="user") for name in _USER]
+    made += [Ids(name, side="item") for name in _ITEM]
     if dense:
         made += [Dense("age", side="user", shape=()), Dense("price", side="item", shape=())]
     if history:

@@ -159,8 +159,9 @@ def test_a_program_whose_rows_see_each_other_fails_the_differential_check():
     class Ordered(nn.Linear):
         """Scores by place."""
 
-        def forward(self, input):
-            return super().forward(input) + torch.arange(input.shape[0]).unsqueeze(1)
+        def forward(self, **given):
+            x = given["input"]
+            return super().forward(x) + torch.arange(x.shape[0]).unsqueeze(1)
 
     failed = verify(Ordered(3, 1).eval(), inputs, halves, captured)
     assert any("in another order" in text for text in failed.failures)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
-import sympy
 import torch
 from torch import fx, nn
 from torch._decomp import get_decompositions
@@ -17,10 +16,10 @@ from torch.utils import _pytree
 
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
-from plait_disagg.graph.lower import changes_what_is_seen
 from plait_disagg.graph.program import ROWS
-from plait_disagg.graph.source import TORCH, source_line
-from plait_disagg.graph.traced import Layout
+from plait_disagg.graph.trace.lower import changes_what_is_seen
+from plait_disagg.graph.trace.source import TORCH, source_line
+from plait_disagg.graph.trace.traced import Layout
 
 __all__ = ["Exported", "example_tensors", "export"]
 
@@ -67,7 +66,8 @@ def _decomposed(program: ExportedProgram) -> ExportedProgram:
     if not recurrent and not any(changes_what_is_seen(node) for node in nodes):
         return program
     with torch.no_grad():
-        return program.run_decompositions(get_decompositions([node.target for node in recurrent]))
+        made: ExportedProgram = program.run_decompositions(get_decompositions([node.target for node in recurrent]))
+    return made
 
 
 class _ByName(nn.Module):
@@ -173,7 +173,7 @@ class Exported:
         if not isinstance(made, torch.Tensor):
             raise UnsupportedOperator(op, "it makes something else than one tensor", where)
         varying = [dim for dim, size in enumerate(made.shape) if isinstance(size, torch.SymInt)]
-        factor = self._rows_in(made.shape[varying[0]]) if len(varying) == 1 else None
+        factor = self._rows_in(cast(torch.SymInt, made.shape[varying[0]])) if len(varying) == 1 else None
         if factor is None:
             return None
         at = varying[0]
@@ -182,7 +182,7 @@ class Exported:
     def _rows_in(self, size: torch.SymInt) -> int | None:
         """Return how many times the number of rows a size is, if that is a number."""
         for front in self._row_symbols:
-            ratio = sympy.simplify(size.node.expr / front.node.expr)
+            ratio = (size.node.expr / front.node.expr).simplify()
             if ratio.is_Integer and ratio > 0:
                 return int(ratio)
         return None

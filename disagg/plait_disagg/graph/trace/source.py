@@ -12,9 +12,9 @@ from torch import fx
 __all__ = ["TORCH", "module_hint", "source_line"]
 
 _BATCH_FIRST = "give it batch_first=True: its rows are taken for tokens"
-_INSTEAD: Mapping[str, str] = {
-    name: _BATCH_FIRST for name in ("MultiheadAttention", "TransformerEncoderLayer", "GRU", "LSTM", "RNN")
-}
+_INSTEAD: Mapping[str, str] = dict.fromkeys(
+    ("MultiheadAttention", "TransformerEncoderLayer", "GRU", "LSTM", "RNN"), _BATCH_FIRST
+)
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n?([^\n]*)')
 TORCH = str(Path(torch.__file__).parent)

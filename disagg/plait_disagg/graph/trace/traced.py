@@ -17,7 +17,7 @@ import torch
 from plait_disagg.graph.program import ROWS, Ref, Rows
 from plait_disagg.graph.rows import Fact, MixesRows, RowCount
 
-__all__ = ["Layout", "Traced", "Unknown", "as_fact", "leaves", "side_of", "varies"]
+__all__ = ["Layout", "Traced", "Unknown", "as_fact", "dtype_of", "leaves", "side_of", "varies"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,3 +118,8 @@ def side_of(arguments: Mapping[str, Any]) -> Rows:
     """Return whose rows a result has."""
     sides = {value.rows for value in leaves(arguments) if isinstance(value, Traced)} - {"none"}
     return "item" if "item" in sides else "user" if sides else "none"
+
+
+def dtype_of(tensor: torch.Tensor) -> str:
+    """Return a tensor's dtype by its name in torch."""
+    return str(tensor.dtype).removeprefix("torch.")

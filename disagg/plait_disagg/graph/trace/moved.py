@@ -15,9 +15,9 @@ import torch
 from plait_disagg.graph.operators import VOCABULARY
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
-from plait_disagg.graph.traced import Layout, Traced, leaves
+from plait_disagg.graph.trace.traced import Layout, Traced, leaves
 
-__all__ = ["MAKERS", "Emitter", "Mover"]
+__all__ = ["MAKERS", "Emitter", "MovedCall", "Mover"]
 
 MAKERS: Mapping[str, float | None] = {
     "aten.zeros.default": 0,
@@ -49,28 +49,36 @@ class Emitter(Protocol):
         """Return a constant of the program with these numbers."""
 
 
+@dataclass(frozen=True, slots=True)
+class MovedCall:
+    """A traced call. `out`: its shape and where its rows are; `factor`: how many numbers are there for each row."""
+
+    op: str
+    arguments: Mapping[str, Any]
+    given: frozenset[str]
+    out: Layout
+    factor: int
+    dtype: str
+
+
 @dataclass
 class Mover:
     """Rewrites one call after the other."""
 
     emit: Emitter
 
-    def lower(
-        self, op: str, arguments: Mapping[str, Any], given: frozenset[str], out: Layout, factor: int, dtype: str
-    ) -> Traced:
-        """Add calls that compute `op`. `out`: the traced shape and where its rows are; `factor`: numbers for each row
-        there. Raises `MixesRows` if there is no rewrite."""
-        call = _Call(op, arguments, given, out, factor, dtype)
-        handler = self._handler(op)
+    def lower(self, call: MovedCall) -> Traced:
+        """Add calls that compute the operator. Raises `MixesRows` if there is no rewrite."""
+        handler = self._handler(call.op)
         if handler is None:
             raise MixesRows("the rows are not its first dimension, and it has no form in which they are")
         return handler(call)
 
-    def _handler(self, op: str) -> Callable[[_Call], Traced] | None:
+    def _handler(self, op: str) -> Callable[[MovedCall], Traced] | None:
         if op in MAKERS:
             return self._make
         operator = VOCABULARY.get(op)
-        by_name: dict[str, Callable[[_Call], Traced]] = {
+        by_name: dict[str, Callable[[MovedCall], Traced]] = {
             "aten.transpose.int": self._permute,
             "aten.permute.default": self._permute,
             "aten.t.default": self._permute,
@@ -104,7 +112,7 @@ class Mover:
             return self._pointwise
         return self._along if any(name in _DIMS for name in _schema_names(op)) else None
 
-    def _make(self, call: _Call) -> Traced:
+    def _make(self, call: MovedCall) -> Traced:
         fill = MAKERS[call.op]
         layout = replace(call.out, before=1, after=call.factor)
         sizes = (RowCount(), *layout.stored[1:])
@@ -115,11 +123,13 @@ class Mover:
         }
         return self.emit.append("aten.full.default", made, frozenset(made), layout, call.dtype)
 
-    def _permute(self, call: _Call) -> Traced:
+    def _permute(self, call: MovedCall) -> Traced:
         source: Traced = call.arguments["self"]
         order = _order(call, source.layout.ndim)
         layout = source.layout
-        place = {dim: (layout.place(dim),) for dim in range(layout.ndim) if dim != layout.at}
+        place: dict[int, tuple[int, ...]] = {
+            dim: (layout.place(dim),) for dim in range(layout.ndim) if dim != layout.at
+        }
         place[layout.at] = tuple(range(1 + layout.at, 1 + layout.at + len(layout.inner)))
         dims = (0, *(stored for dim in order for stored in place[dim]))
         made = Layout(call.out.sizes, order.index(layout.at), layout.before, layout.after)
@@ -127,7 +137,7 @@ class Mover:
             return replace(source, layout=made)
         return self.emit.append(_PERMUTE, {"self": source, "dims": dims}, _PERMUTED, made, source.dtype)
 
-    def _reshape(self, call: _Call) -> Traced:
+    def _reshape(self, call: MovedCall) -> Traced:
         source: Traced = call.arguments["self"]
         return self._shaped(source, source.layout.reshaped(call.out.sizes, call.out.at, call.factor))
 
@@ -159,7 +169,7 @@ class Mover:
         shape = (1, *sizes[: layout.at], *(1,) * len(layout.inner), *sizes[layout.at + 1 :])
         return self.emit.constant(value.reshape(shape))
 
-    def _like(self, call: _Call) -> Layout:
+    def _like(self, call: MovedCall) -> Layout:
         """Return the layout of the result of an operator that leaves rows where they are."""
         first = next(value for value in leaves(call.arguments) if isinstance(value, Traced))
         for value in leaves(call.arguments):
@@ -167,12 +177,12 @@ class Mover:
                 first = value
         return replace(call.out, before=first.layout.before, after=first.layout.after)
 
-    def _pointwise(self, call: _Call) -> Traced:
+    def _pointwise(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         made = {name: self._aligned(value, layout) for name, value in call.arguments.items()}
         return self.emit.append(call.op, made, call.given, layout, call.dtype)
 
-    def _expand(self, call: _Call) -> Traced:
+    def _expand(self, call: MovedCall) -> Traced:
         source = call.arguments["self"]
         layout = call.out
         if isinstance(source, Traced):
@@ -188,7 +198,7 @@ class Mover:
         }
         return self.emit.append("aten.expand.default", made, frozenset(made), layout, call.dtype)
 
-    def _along(self, call: _Call) -> Traced:
+    def _along(self, call: MovedCall) -> Traced:
         """Rewrite an operator along dimensions other than the rows."""
         operands = [value for value in leaves(call.arguments) if isinstance(value, Traced)]
         layout = operands[0].layout
@@ -212,13 +222,13 @@ class Mover:
             raise MixesRows("it adds a dimension")
         return self.emit.append(call.op, made, call.given | (made.keys() & _DIMS), made_of, call.dtype)
 
-    def _cat(self, call: _Call) -> Traced:
+    def _cat(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         parts = tuple(self._aligned(part, layout) for part in call.arguments["tensors"])
         made = {"tensors": parts, "dim": layout.place(call.arguments["dim"])}
         return self.emit.append(call.op, made, frozenset(made), layout, call.dtype)
 
-    def _stack(self, call: _Call) -> Traced:
+    def _stack(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         dim = call.arguments["dim"] % layout.ndim
         parts = tuple(self._widened(part, layout, dim) for part in call.arguments["tensors"])
@@ -231,7 +241,7 @@ class Mover:
         sizes = (*layout.sizes[:dim], 1, *layout.sizes[dim + 1 :])
         return self._shaped(part, replace(layout, sizes=sizes))
 
-    def _last_dims(self, call: _Call) -> Traced:
+    def _last_dims(self, call: MovedCall) -> Traced:
         """Rewrite an operator over the last dimensions, such as linear and layer_norm."""
         source: Traced = call.arguments["input"]
         layout = Layout(call.out.sizes, source.layout.at, source.layout.before, source.layout.after)
@@ -240,7 +250,7 @@ class Mover:
             raise MixesRows("it sums over the rows")
         return self.emit.append(call.op, call.arguments, call.given, layout, call.dtype)
 
-    def _by_channel(self, call: _Call) -> Traced:
+    def _by_channel(self, call: MovedCall) -> Traced:
         """Rewrite batch_norm and prelu: their channels are dimension 1 of the trace, and must be the program's."""
         name = "input" if "input" in call.arguments else "self"
         source: Traced = call.arguments[name]
@@ -253,14 +263,14 @@ class Mover:
         made = self.emit.append(call.op, {**call.arguments, name: front}, call.given, moved, call.dtype)
         return self.emit.append(_PERMUTE, {"self": made, "dims": back}, _PERMUTED, layout, call.dtype)
 
-    def _attention(self, call: _Call) -> Traced:
+    def _attention(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         if layout.at > layout.ndim - 3:
             raise MixesRows("its rows would attend to each other: give it (rows, tokens, features)")
         made = {name: self._aligned(value, layout, keep=2) for name, value in call.arguments.items()}
         return self.emit.append(call.op, made, call.given, layout, call.dtype)
 
-    def _matmul(self, call: _Call) -> Traced:
+    def _matmul(self, call: MovedCall) -> Traced:
         right = call.arguments.get("mat2", call.arguments.get("other"))
         return self._product(call.arguments["self"], right, call.out, call.factor, call.dtype)
 
@@ -286,11 +296,11 @@ class Mover:
             return left, right, layout
         if left.layout.inner or right.dim() != layout.ndim:
             raise MixesRows("rows are part of its left matrix")
-        apart = replace(left.layout, sizes=(ROWS, *left.layout.sizes[:-2], 1, left.layout.sizes[-1]), at=0)
+        spread = replace(left.layout, sizes=(ROWS, *left.layout.sizes[:-2], 1, left.layout.sizes[-1]), at=0)
         made = replace(layout, sizes=(ROWS, *layout.sizes[:-2], 1, layout.sizes[-1]), at=0)
-        return self._shaped(left, apart), right, made
+        return self._shaped(left, spread), right, made
 
-    def _baddbmm(self, call: _Call) -> Traced:
+    def _baddbmm(self, call: MovedCall) -> Traced:
         given = call.arguments
         if (given["beta"], given["alpha"]) != (1, 1):
             raise MixesRows("it scales its operands")
@@ -298,7 +308,7 @@ class Mover:
         made = {"self": self._aligned(given["self"], product.layout), "other": product, "alpha": 1}
         return self.emit.append("aten.add.Tensor", made, frozenset({"self", "other"}), product.layout, call.dtype)
 
-    def _addmm(self, call: _Call) -> Traced:
+    def _addmm(self, call: MovedCall) -> Traced:
         given = call.arguments
         if (given["beta"], given["alpha"]) != (1, 1):
             raise MixesRows("it scales its operands")
@@ -306,7 +316,7 @@ class Mover:
         made = {"self": product, "other": self._aligned(given["self"], product.layout), "alpha": 1}
         return self.emit.append("aten.add.Tensor", made, frozenset({"self", "other"}), product.layout, call.dtype)
 
-    def _einsum(self, call: _Call) -> Traced:
+    def _einsum(self, call: MovedCall) -> Traced:
         left, arrow, out = call.arguments["equation"].replace(" ", "").partition("->")
         if not arrow or "." in left:
             raise MixesRows("its equation does not name all dimensions")
@@ -329,7 +339,7 @@ class Mover:
         layout = replace(call.out, at=out.index(letter))
         return self.emit.append("aten.einsum.default", made, frozenset(made), layout, call.dtype)
 
-    def _tensordot(self, call: _Call) -> Traced:
+    def _tensordot(self, call: MovedCall) -> Traced:
         left, right = call.arguments["self"], call.arguments["other"]
         ndims = [value.layout.ndim if isinstance(value, Traced) else value.dim() for value in (left, right)]
         words = ["abcdefghijkl"[: ndims[0]], "mnopqrstuvwx"[: ndims[1]]]
@@ -338,16 +348,6 @@ class Mover:
         out = "".join(letter for letter in words[0] + words[1] if (letter in words[0]) != (letter in words[1]))
         made = {"equation": f"{words[0]},{words[1]}->{out}", "tensors": (left, right)}
         return self._einsum(replace(call, op="aten.einsum.default", arguments=made))
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    op: str
-    arguments: Mapping[str, Any]
-    given: frozenset[str]
-    out: Layout
-    factor: int
-    dtype: str
 
 
 _DIMS = frozenset({"dim", "dims"})
@@ -372,7 +372,7 @@ def _schema_names(op: str) -> list[str]:
     return [argument.name for argument in schema.arguments]
 
 
-def _order(call: _Call, ndim: int) -> list[int]:
+def _order(call: MovedCall, ndim: int) -> list[int]:
     """Return the traced dimensions in the order of the result."""
     order = list(range(ndim))
     given = call.arguments

@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.source import source_line
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
+from plait_disagg.graph.trace.source import source_line
 
 __all__ = ["Lowered", "bind", "changes_what_is_seen", "functional_name", "lower_part", "why_unknown"]
 
