@@ -61,6 +61,7 @@ class Zoo(Workload):
         """Install the libraries, unless they are there."""
         self.folder, self.say = cache_folder() / "zoo-1", say
         if not (self.folder / "complete").exists():
+            self.folder.mkdir(parents=True, exist_ok=True)
             say(f"installing {', '.join(_LIBRARIES)} into {self.folder}")
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target"]
             _run([*command, str(self.folder), *_LIBRARIES, *_NEEDED], {}, _PIP_S)
