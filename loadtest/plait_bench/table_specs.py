@@ -227,6 +227,17 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="*",
         ratio_title=_OURS,
     ),
+    "zoo": TableSpec(
+        bench="zoo",
+        metrics={
+            "crossing_bytes": "bytes",
+            "package_s": "s to package",
+            "max_difference": "max difference",
+            "refused": "refused",
+        },
+        verb="Packaged",
+        says="",
+    ),
     "autoconfig": TableSpec(
         bench="autoconfig",
         metrics={

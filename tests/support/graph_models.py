@@ -174,19 +174,3 @@ class Weighted(nn.Module):
         user, liked = self.pooled(seen, seen_offsets), self.pooled(tags, tags_offsets)
         mixed = self.mix(torch.cat([user, liked, x], dim=1))
         return F.cosine_similarity(mixed, self.item(item), dim=1), F.softplus(mixed).mean(dim=1)
-
-
-class Recurrent(nn.Module):
-    """Layers of torch that cannot be served."""
-
-    inputs: tuple[Input, ...] = (Ids("steps", "user", (5,)),)
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(10, 8)
-        self.layer = layer
-
-    def forward(self, *, steps):
-        x = self.rows(steps)
-        made = self.layer(x, x, x) if isinstance(self.layer, nn.MultiheadAttention) else self.layer(x)
-        return made[0].sum(dim=2)[:, 0]

@@ -8,6 +8,7 @@ row per candidate, and it must treat each row independently (capture checks that
     Dense("pixels", side="item", shape=(8,))  forward gets pixels     (rows, 8) float32
     Ids("item", side="item")                  forward gets item       (rows,) int64
     Ids("history", side="user", shape=(50,))  forward gets history    (rows, 50) int64, padded as the model wants it
+    Ids("length", side="user", min=1, max=50) forward gets length     (rows,) int64 from 1 to 50: no table bounds it
     Bag("genres", side="item")                forward gets genres     (nnz,) int64 and genres_offsets (rows + 1,) int64;
                                               row r owns ids offsets[r] to offsets[r + 1]
 """
@@ -32,6 +33,7 @@ __all__ = [
     "input_from_json",
     "input_to_json",
     "ports_of",
+    "range_of",
     "tensor_names",
 ]
 
@@ -45,21 +47,29 @@ _NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
 
 @dataclass(frozen=True)
 class Dense:
-    """Dense features: `(rows, *shape)` float32."""
+    """Dense features: `(rows, *shape)` float32. With `low` or `high`, a request with a number beyond is rejected."""
 
     name: str
     side: Side = "item"
     shape: tuple[int, ...] = (1,)
+    low: float | None = None
+    high: float | None = None
     kind: ClassVar[str] = "dense"
 
 
 @dataclass(frozen=True)
 class Ids:
-    """A fixed number of ids per row: `(rows, *shape)` int64."""
+    """A fixed number of ids per row: `(rows, *shape)` int64.
+
+    Ids that a table is read with are bounded by its rows. Others, such as a length, are declared from `min` (0 if left
+    out) to `max`; a request with a number beyond is rejected.
+    """
 
     name: str
     side: Side = "item"
     shape: tuple[int, ...] = ()
+    min: int | None = None
+    max: int | None = None
     kind: ClassVar[str] = "ids"
 
 
@@ -116,6 +126,12 @@ def check_inputs(inputs: Sequence[Input]) -> None:
             raise ValueError(f"input {item.name}: shape {item.shape} has a size below 1")
         if isinstance(item, Bag) and item.largest < 1:
             raise ValueError(f"input {item.name}: largest must be at least 1")
+        first, last = range_of(item)
+        kinds = (int, float) if isinstance(item, Dense) else int
+        if any(end is not None and (isinstance(end, bool) or not isinstance(end, kinds)) for end in (first, last)):
+            raise ValueError(f"input {item.name}: the ends of its range must be numbers")
+        if first is not None and last is not None and first > last:
+            raise ValueError(f"input {item.name}: its range {first} to {last} is empty")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ValueError(f"input {twice[0]}: the name is taken twice (a bag also takes its name + {OFFSETS!r})")
@@ -123,12 +139,23 @@ def check_inputs(inputs: Sequence[Input]) -> None:
         raise ValueError("a model needs at least one input")
 
 
+def range_of(item: Input) -> tuple[float | None, float | None]:
+    """Return the first and the last number that an input may have, None where nothing is declared."""
+    if isinstance(item, Bag):
+        return None, None
+    if isinstance(item, Dense):
+        return item.low, item.high
+    return (0 if item.min is None and item.max is not None else item.min), item.max
+
+
 def input_to_json(item: Input) -> dict[str, Any]:
     """Return the declaration as plain data, which `input_from_json` reads back."""
     plain: dict[str, Any] = {"kind": item.kind, "name": item.name, "side": item.side}
     if isinstance(item, Bag):
         return {**plain, "largest": item.largest}
-    return {**plain, "shape": list(item.shape)}
+    names = ("low", "high") if isinstance(item, Dense) else ("min", "max")
+    ends = {name: getattr(item, name) for name in names if getattr(item, name) is not None}
+    return {**plain, "shape": list(item.shape), **ends}
 
 
 def input_from_json(data: Mapping[str, Any]) -> Input:

@@ -1,15 +1,16 @@
 """The vocabulary: the operators that a program may hold, what each does to rows, and what kind of work it is.
 
 A name is an ATen overload (`aten.linear.default`), called as the eager module calls it, so that results are
-bit-exact. Capture and the reader of stored programs reject everything else, so a package cannot call any other
-operator.
+bit-exact; `aten.topk.default:1` is the second of its results. Capture and the reader of stored programs reject
+everything else, so a package cannot call any other operator.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,9 @@ Kind = Literal["gemm", "attention", "elementwise", "reduction", "layout", "looku
 
 SIZE = "aten.sym_size.int"
 """The only operator that returns a number: how many rows a tensor has."""
+
+
+_NAME = re.compile(r"aten\.([A-Za-z][A-Za-z0-9_]*)\.([A-Za-z][A-Za-z0-9_]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,16 @@ def _words(kind: Kind, rule: Rule, names: str, *, view: bool = False) -> dict[st
     return made
 
 
+def _parts(names: str, count: int) -> dict[str, Operator]:
+    """Return an operator for each part of the result of operators along a dimension that return several tensors."""
+    made = _words("reduction", rows.along("dim"), names)
+    return {
+        f"{name}:{part}": replace(operator, name=f"{name}:{part}")
+        for name, operator in made.items()
+        for part in range(count)
+    }
+
+
 _TABLE: dict[str, Operator] = {
     **_words(
         "elementwise",
@@ -60,7 +74,7 @@ _TABLE: dict[str, Operator] = {
         "logical_and logical_or logical_not logical_xor bitwise_and.Tensor bitwise_and.Scalar "
         "bitwise_or.Tensor bitwise_or.Scalar bitwise_xor.Tensor bitwise_xor.Scalar bitwise_not "
         "bitwise_right_shift.Tensor_Scalar bitwise_left_shift.Tensor_Scalar where.self where.ScalarSelf "
-        "where.ScalarOther masked_fill.Scalar masked_fill.Tensor lerp.Scalar lerp.Tensor addcmul addcdiv "
+        "where.ScalarOther where.Scalar masked_fill.Scalar masked_fill.Tensor lerp.Scalar lerp.Tensor addcmul addcdiv "
         "__and__.Tensor __and__.Scalar __or__.Tensor __or__.Scalar __xor__.Tensor __xor__.Scalar to.dtype "
         "_to_copy type_as clone zeros_like ones_like full_like",
     ),
@@ -97,6 +111,14 @@ _TABLE: dict[str, Operator] = {
         "layout", rows.constant_only, "arange arange.start arange.start_step eye tril_indices triu_indices linspace"
     ),
     **_words("gemm", rows.linear, "linear"),
+    **_words("gemm", rows.convolved, "conv1d conv2d"),
+    **_words("reduction", rows.pooled(1), "max_pool1d avg_pool1d adaptive_avg_pool1d"),
+    **_words("reduction", rows.pooled(2), "max_pool2d avg_pool2d adaptive_avg_pool2d"),
+    **_words("elementwise", rows.bucketed, "bucketize.Tensor"),
+    **_words("reduction", rows.grouped, "group_norm"),
+    **_words("reduction", rows.along("dim"), "argsort argsort.stable roll"),
+    **_parts("topk sort sort.stable max.dim min.dim median.dim mode kthvalue cummax cummin", 2),
+    **_parts("var_mean.correction std_mean.correction", 2),
     **_words("gemm", rows.addmm, "addmm"),
     **_words("gemm", rows.multiplied("self", "mat2"), "mm bmm"),
     **_words("gemm", rows.multiplied("self", "other"), "matmul"),
@@ -115,7 +137,38 @@ def _unsqueezed(call: rows.OperatorCall) -> str | None:
 
 _TABLE |= _words("layout", _unsqueezed, "unsqueeze", view=True)
 
-VOCABULARY: Mapping[str, Operator] = MappingProxyType(_TABLE)
+
+class _Vocabulary(Mapping[str, Operator]):
+    """The table, and by rule every other overload that torch itself calls elementwise."""
+
+    def __getitem__(self, op: str) -> Operator:
+        found = _TABLE.get(op) or _elementwise(op)
+        if found is None:
+            raise KeyError(op)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_TABLE)
+
+    def __len__(self) -> int:
+        return len(_TABLE)
+
+
+@functools.cache
+def _elementwise(op: str) -> Operator | None:
+    """Return an operator for an overload with torch's tag `pointwise` that changes nothing in place, or None."""
+    named = _NAME.fullmatch(op)
+    found = getattr(getattr(torch.ops.aten, named[1], None), named[2], None) if named else None
+    if not isinstance(found, torch._ops.OpOverload):
+        return None
+    tags, schema = found.tags, found._schema
+    random = torch.Tag.nondeterministic_seeded in tags
+    if torch.Tag.pointwise not in tags or random or schema.is_mutable or len(schema.returns) != 1:
+        return None
+    return Operator(op, "elementwise", rows.pointwise)
+
+
+VOCABULARY: Mapping[str, Operator] = _Vocabulary()
 """Every ATen overload that a program may call, except `SIZE`."""
 
 _OURS: Mapping[str, Kind] = {LOOKUP: "lookup", TILE: "tile", SIZE: "size"}
@@ -130,6 +183,18 @@ def overload(op: str) -> Callable[..., Any]:
     """Return the ATen overload of that name. Raises KeyError if it is not in the vocabulary."""
     if op != SIZE and op not in VOCABULARY:
         raise KeyError(op)
-    _, name, which = op.split(".")
-    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, name), which)
-    return found
+    name, _, part = op.partition(":")
+    _, packet, which = name.split(".")
+    found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), which)
+    return _part_of(found, int(part)) if part else found
+
+
+@functools.cache
+def _part_of(whole: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return the function that calls an overload and returns one of its results."""
+
+    def part(*args: Any, **kwargs: Any) -> Any:
+        return whole(*args, **kwargs)[index]
+
+    part._schema = whole._schema  # type: ignore[attr-defined]
+    return part

@@ -306,6 +306,45 @@ def constant_only(call: OperatorCall) -> str | None:
     return None
 
 
+def convolved(call: OperatorCall) -> str | None:
+    """Check conv1d, conv2d, ...: a kernel that is the same for all rows moves over the dimensions behind channels."""
+    weight, bias = call.tensor("weight"), call.arguments.get("bias")
+    if weight.counts or (isinstance(bias, Fact) and bias.counts):
+        raise MixesRows("its weight depends on the request")
+    if call.tensor("input").ndim != weight.ndim:
+        raise MixesRows("it moves over the rows: give it (rows, channels, ...)")
+    return one_count(call)
+
+
+def pooled(dims: int) -> Rule:
+    """Return a rule for pooling over the last `dims` dimensions, behind rows and channels."""
+
+    def rule(call: OperatorCall) -> str | None:
+        if call.tensor("self").ndim != dims + 2:
+            raise MixesRows("it pools over the channels' dimension: give it (rows, channels, ...)")
+        return one_count(call)
+
+    return rule
+
+
+def bucketed(call: OperatorCall) -> str | None:
+    """Check bucketize: elementwise, between boundaries that are the same for all rows."""
+    if call.tensor("boundaries").counts:
+        raise MixesRows("its boundaries depend on the request")
+    return one_count(call)
+
+
+def grouped(call: OperatorCall) -> str | None:
+    """Check group_norm: over channels and what is behind them, for each row by itself."""
+    for name in ("weight", "bias"):
+        given = call.arguments.get(name)
+        if isinstance(given, Fact) and given.counts:
+            raise MixesRows("its weight depends on the request")
+    if call.tensor("input").ndim < 2:
+        raise MixesRows("it normalises over the rows")
+    return one_count(call)
+
+
 def _check_dims(dims: Any, ndim: int, name: str) -> None:
     if dims is None or dims in ((), []):
         raise MixesRows(f"it names no {name}, so it works over all rows at once")

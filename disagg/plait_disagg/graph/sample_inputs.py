@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
-from plait_disagg.graph.program import LOOKUP, USER_OF, Program
+from plait_disagg.graph.program import LOOKUP, USER_OF, Node, Program, Ref
 
-__all__ = ["Draw", "collate", "for_module", "id_bounds", "sample", "uniform"]
+__all__ = ["Draw", "bags_of", "collate", "for_module", "id_bounds", "sample", "uniform"]
 
 Draw = Callable[[int, int, torch.Generator], torch.Tensor]
 """Draws ids: (count, rows, generator) to (count,) int64 in 0..rows - 1."""
@@ -50,29 +51,69 @@ def sample(
             made[item.name] = draw(int(lengths.sum()), bound, generator)
             made[item.name + OFFSETS] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
         elif isinstance(item, Dense):
-            made[item.name] = torch.randn((rows, *item.shape), generator=generator)
+            made[item.name] = _numbers(item, (rows, *item.shape), generator)
         else:
             shape = (rows, *item.shape)
-            made[item.name] = draw(torch.Size(shape).numel(), bound, generator).reshape(shape)
+            first = item.min or 0
+            if item.max is not None:
+                bound = min(bounds.get(item.name, item.max + 1), item.max + 1)
+            drawn = draw(torch.Size(shape).numel(), max(bound - first, 1), generator)
+            made[item.name] = (drawn + first).reshape(shape)
     return made
 
 
-def id_bounds(program: Program, table_rows: Mapping[str, int]) -> dict[str, int]:
-    """Map each input to the rows of the smallest table that its ids reach (directly or through arithmetic on them)."""
-    made_by = reads(program)
-    bounds: dict[str, int] = {}
+def _numbers(item: Dense, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Draw numbers: uniform in a declared range, otherwise normal and within the one end that is declared."""
+    if item.low is not None and item.high is not None:
+        return torch.rand(shape, generator=generator) * (item.high - item.low) + item.low
+    drawn = torch.randn(shape, generator=generator)
+    return drawn if item.low is None and item.high is None else drawn.clamp(item.low, item.high)
+
+
+def id_bounds(
+    program: Program, table_rows: Mapping[str, int], constants: Mapping[str, torch.Tensor] | None = None
+) -> dict[str, int]:
+    """Map each input to the rows of the smallest table that its ids reach, less what is added on the way.
+
+    Ids reach a table directly or through arithmetic; models that keep all fields in one table add where a field's
+    rows begin (one of `constants`).
+    """
+    walk = _Bounding({node.name: node for node in program.nodes}, reads(program), constants or {})
     for node in program.nodes:
-        if node.op != LOOKUP:
-            continue
-        rows = table_rows[str(node.kwargs["table"])]
-        waiting = list(node.inputs[:1])
-        while waiting:
-            name = waiting.pop()
-            if name in made_by:
-                waiting += made_by[name]
-            else:
-                bounds[name] = min(rows, bounds.get(name, rows))
-    return bounds
+        if node.op == LOOKUP:
+            for name in node.inputs[:1]:
+                walk.reach(name, table_rows[str(node.kwargs["table"])], torch.zeros(1))
+    return walk.bounds
+
+
+@dataclass
+class _Bounding:
+    nodes: Mapping[str, Node]
+    made_by: Mapping[str, tuple[str, ...]]
+    constants: Mapping[str, torch.Tensor]
+    bounds: dict[str, int] = field(default_factory=dict)
+
+    def reach(self, name: str, rows: int, added: torch.Tensor) -> None:
+        """Note that `name`, with `added` to it, indexes a table of `rows`."""
+        node = self.nodes.get(name)
+        if node is None:
+            room = max(rows - max(int(added.max()), 0), 1)
+            self.bounds[name] = min(room, self.bounds.get(name, room))
+            return
+        if node.op == "aten.add.Tensor":
+            for term in node.args[:2]:
+                plain = self.constants.get(term.name) if isinstance(term, Ref) else torch.tensor([term])
+                added = added + plain if plain is not None else added
+        parts = node.args[0] if node.op == "aten.cat.default" else None
+        width = node.shape[-1] if node.shape else 0
+        last = len(node.args) > 1 and node.args[1] in (-1, len(node.shape) - 1)
+        if isinstance(parts, tuple) and last and added.shape[-1] == width == len(parts):
+            for part, share in zip(parts, torch.unbind(added, -1), strict=True):
+                assert isinstance(part, Ref)
+                self.reach(part.name, rows, share)
+            return
+        for source in self.made_by.get(name, ()):
+            self.reach(source, rows, added if node.op == "aten.add.Tensor" else added.max().reshape(1))
 
 
 def collate(
@@ -101,14 +142,14 @@ def for_module(inputs: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> di
         if isinstance(item, Bag):
             made[item.name], made[item.name + OFFSETS] = batch[item.name], batch[item.name + OFFSETS]
             if item.side == "user":
-                made[item.name], made[item.name + OFFSETS] = _repeated(
-                    batch[item.name], batch[item.name + OFFSETS], user_of
-                )
+                made |= bags_of(item, batch, user_of)
     return made
 
 
-def _repeated(ids: torch.Tensor, offsets: torch.Tensor, user_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Repeat bags of users as bags of candidates."""
-    bags = [ids[offsets[user] : offsets[user + 1]] for user in user_of.tolist()]
-    lengths = offsets.diff()[user_of]
-    return torch.cat(bags), torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+def bags_of(item: Bag, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the ids and offsets of a bag for `rows`, in this order; a row may be there more than once."""
+    ids, offsets = tensors[item.name], tensors[item.name + OFFSETS]
+    bags = [ids[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
+    lengths = offsets.diff()[rows]
+    made = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return {item.name: torch.cat(bags), item.name + OFFSETS: made}

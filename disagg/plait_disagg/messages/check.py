@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, range_of, tensor_names
 from plait_disagg.values import ModelCard, RankRequest
 
 __all__ = ["check_request"]
@@ -30,8 +30,8 @@ def check_request(
     """Return the request if `tensors` (CPU) are exactly what `card` requires; otherwise raise `BadInput`.
 
     Checked: names, dtypes, shapes; one row of user inputs, the same number (1 to `largest_candidates`) of item
-    inputs; finite numbers; offsets that start at 0, never decrease and end at the number of ids; bags of at most
-    `largest` ids; ids inside the tables that would reject them.
+    inputs; finite numbers; numbers inside declared ranges; offsets that start at 0, never decrease and end at the
+    number of ids; bags of at most `largest` ids; ids inside the tables that would reject them.
     """
     if tensors.keys() != card.tensor_names:
         raise _wrong_names(card, tensors)
@@ -50,6 +50,7 @@ def check_request(
             _check_form(name, tensor, torch.int64, (rows, *item.shape))
         if name in card.id_rows:
             watched.append(name)
+        _check_range(item, tensor)
     if watched:
         _check_ids(watched, tensors, card.id_rows)
     return RankRequest(
@@ -126,6 +127,21 @@ def _check_finite(name: str, tensor: torch.Tensor) -> None:
     if bad.any():
         where = int(bad.argmax())
         raise BadInput(f"{name}: number {where} is {numbers[where]}; only finite numbers can be ranked", param=name)
+
+
+def _check_range(item: Input, tensor: torch.Tensor) -> None:
+    """Check that all numbers are within the range that the input declares."""
+    first, last = range_of(item)
+    if first is None and last is None:
+        return
+    numbers = _array(tensor).reshape(-1)
+    bad = np.zeros(numbers.shape, dtype=bool)
+    bad |= numbers < first if first is not None else False
+    bad |= numbers > last if last is not None else False
+    if bad.any():
+        where = int(bad.argmax())
+        text = f"at least {first}" if last is None else f"at most {last}" if first is None else f"{first} to {last}"
+        raise BadInput(f"{item.name}: number {where} is {numbers[where]}; this input takes {text}", param=item.name)
 
 
 def _check_ids(names: Sequence[str], tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> None:

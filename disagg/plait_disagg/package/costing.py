@@ -43,7 +43,7 @@ def cuttable(
     The user's values, dot products and share of linear layers are computed once per user; with `exact`, only as far
     as results stay bit-exact.
     """
-    program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows)
+    program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows, constants)
     if not exact:
         program, constants = factor_linears(*split_interactions(program, constants))
     return Cuttable(program=program, constants=constants, inputs=inputs, bounds=bounds)

@@ -15,7 +15,7 @@ from plait_disagg.graph.capture import Captured, capture
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input
-from plait_disagg.graph.program import LOOKUP, Ref
+from plait_disagg.graph.program import LOOKUP, Node, Ref
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
@@ -38,6 +38,7 @@ from plait_disagg.package.manifest import (
     write_manifest,
 )
 from plait_disagg.package.memory import check_cn, check_hn
+from plait_disagg.package.samples import check_samples
 from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.reference import SeparateTables
@@ -111,6 +112,7 @@ def _write(
         captured.program, captured.constants, captured.inputs, table_rows=_rows(captured), exact=not options.tile
     )
     tables = FusedTables(open_tables(folder / TABLES))
+    check_samples(module, ready, ids_per_bag=options.ids_per_bag)
     problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
     halves = split(ready.program, CUTTERS[options.cutter].cut(problem))
     _verify(module, captured, halves, ready, options)
@@ -171,7 +173,7 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
         constants=ready.constants,
         tables=SeparateTables(captured.tables),
         bounds=ready.bounds,
-        bits_promised=not options.tile and keeps_bits(ready.program),
+        bits_promised=not options.tile and captured.keeps_bits and keeps_bits(ready.program),
         ids_per_bag=options.ids_per_bag,
     )
     if not found.ok:
@@ -188,17 +190,43 @@ def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:
     return {name: shapes[ref.name] for name, ref in captured.program.outputs}
 
 
+_KEEPS_IDS = frozenset(
+    {
+        "aten.to.dtype",
+        "aten._to_copy.default",
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten.flatten.using_ints",
+        "aten.unsqueeze.default",
+        "aten.squeeze.dim",
+        "aten.contiguous.default",
+    }
+)
+"""Operators behind which ids are what they were; casts to float32 and back, for tables of at most 2^24 rows."""
+
+_EXACT_ROWS = 1 << 24
+
+
 def _bounds(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange]) -> dict[str, int]:
-    """Return the rows of the smallest table that an input's ids index directly and whose policy is to reject others."""
+    """Return the rows of the smallest table that an input's ids index, as they are, and whose policy is to reject
+    others."""
     inputs = {port.name for port in captured.program.inputs}
+    made_by = {node.name: node for node in captured.program.nodes}
     bounds: dict[str, int] = {}
     for node in captured.program.nodes:
         ids = node.args[0] if node.op == LOOKUP else None
-        if not isinstance(ids, Ref) or ids.name not in inputs:
+        if not isinstance(ids, Ref):
             continue
         table = str(node.kwargs["table"])
+        rows = int(captured.tables[table].shape[0])
+        while isinstance(ids, Ref) and ids.name in made_by and _is_same_id(made_by[ids.name], rows):
+            ids = made_by[ids.name].args[0]
         policy = policies if isinstance(policies, str) else policies.get(table, "error")
-        if policy == "error":
-            rows = int(captured.tables[table].shape[0])
+        if policy == "error" and isinstance(ids, Ref) and ids.name in inputs:
             bounds[ids.name] = min(rows, bounds.get(ids.name, rows))
     return bounds
+
+
+def _is_same_id(node: Node, rows: int) -> bool:
+    exact = node.dtype == "int64" or (node.dtype in ("float32", "float64", "int32") and rows <= _EXACT_ROWS)
+    return node.op in _KEEPS_IDS and exact

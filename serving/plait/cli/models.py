@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from plait.cli.packaging import cut_model, package_model
+from plait.cli.packaging import cut_model, explain_model, package_model
 from plait.cli.random_models import random_model
 from plait.cli.refreshing import fold_model, make_update, refresh_model
 
@@ -76,6 +76,7 @@ def verify_models(
 
 app.command("random")(random_model)
 app.command("package")(package_model)
+app.command("explain")(explain_model)
 app.command("cut")(cut_model)
 app.command("update")(make_update)
 app.command("refresh")(refresh_model)

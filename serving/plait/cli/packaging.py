@@ -77,6 +77,23 @@ def package_model(
     print((out / MANIFEST).read_text(encoding="utf-8") if as_json else out, end="" if as_json else "\n")
 
 
+def explain_model(
+    target: Annotated[str, typer.Argument(help="module:function or file.py:function, as for package")],
+) -> None:
+    """List all that keeps a model from being packaged, with the line of each operator and what to write instead.
+
+    Exits with 1 if there is anything.
+    """
+    from plait.offline.packaging import explain, make
+
+    found = explain(make(target))
+    for number, refused in enumerate(found, start=1):
+        print(f"{number}. {refused}")
+    if found:
+        raise typer.Exit(1)
+    print("nothing keeps it from being packaged")
+
+
 def cut_model(
     model: Annotated[
         str, typer.Argument(help="a packaged model's folder, or a configuration: rm1, rm2, criteo-kaggle, ...")

@@ -10,14 +10,15 @@ from torch import nn
 
 from plait.errors import PlaitError
 from plait.targets import load_target
-from plait_disagg.graph.errors import GraphError
+from plait_disagg.graph.capture import obstacles
+from plait_disagg.graph.errors import GraphError, UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items
 from plait_disagg.package.manifest import Manifest
 from plait_disagg.package.write import PackageOptions, write_package
 
-__all__ = ["UserModel", "make", "package"]
+__all__ = ["UserModel", "explain", "make", "package"]
 
 _RETURNS = "must return (module, inputs) or (module, inputs, items)"
 
@@ -46,6 +47,14 @@ def make(target: str) -> UserModel:
     if items is not None and not isinstance(items, Items):
         raise PlaitError(f"{target}: {_RETURNS}; items must be plait_disagg.package.items.Items")
     return UserModel(module=module.eval(), inputs=tuple(inputs), items=items)
+
+
+def explain(made: UserModel) -> tuple[UnsupportedOperator, ...]:
+    """Return all obstacles of a model, in one pass. Raises `PlaitError` for an invalid declaration."""
+    try:
+        return obstacles(made.module, made.inputs)
+    except ValueError as error:
+        raise PlaitError(str(error)) from error
 
 
 def package(made: UserModel, folder: Path, *, name: str, options: PackageOptions) -> Manifest:

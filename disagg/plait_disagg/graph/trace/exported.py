@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
+from torch._decomp import get_decompositions
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree
@@ -16,42 +17,57 @@ from torch.utils import _pytree
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
+from plait_disagg.graph.trace.lower import changes_what_is_seen
+from plait_disagg.graph.trace.source import TORCH, source_line
+from plait_disagg.graph.trace.traced import Layout
 
-__all__ = ["Exported", "example_tensors", "export", "module_hint", "source_line"]
+__all__ = ["Exported", "example_tensors", "export"]
 
 _ROWS = 41
 """The number of rows of the traced example. The trace keeps sizes symbolic; a prime that is no model's width makes
 it obvious if one was fixed."""
 
-_ATTENTION = "it swaps rows and tokens; use scaled_dot_product_attention on (rows, heads, tokens, features)"
-_RECURRENT = "recurrent layers are not served; attention or pooling over the history is"
-_INSTEAD: Mapping[str, str] = {
-    "MultiheadAttention": _ATTENTION,
-    "TransformerEncoderLayer": _ATTENTION,
-    "GRU": _RECURRENT,
-    "LSTM": _RECURRENT,
-    "RNN": _RECURRENT,
-}
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n?([^\n]*)')
-_TORCH = str(Path(torch.__file__).parent)
+_RECURRENT = frozenset({"aten.gru.input", "aten.lstm.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
+"""Layers over a history, unrolled: its length is a number in the trace."""
 
 
 def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
     """Trace `module`. Raises `UnsupportedOperator` if it cannot be traced or fixes its number of rows."""
     tensors = example_tensors(inputs, rows=_ROWS)
+    _check_signature(module, inputs)
     shapes = {name: {0: Dim.AUTO} for name in tensors}
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _no_fast_path():
             program = torch.export.export(_ByName(module), (dict(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:  # whatever the tracer or the module itself says
-        text = " ".join(str(error).split())[:600]
         raise UnsupportedOperator(
-            "torch.export", f"cannot trace {type(module).__name__}.forward: {text}", _raised_at(error)
+            "torch.export", f"cannot trace {type(module).__name__}.forward: {_said(error)}", _raised_at(error)
         ) from error
-    exported = Exported(program, tensors)
+    exported = Exported(_decomposed(program), tensors)
     exported.check_rows(inputs)
     return exported
+
+
+@contextmanager
+def _no_fast_path() -> Iterator[None]:
+    """Let nn.MultiheadAttention and nn.TransformerEncoder be traced as single operators instead of one fused one."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+def _decomposed(program: ExportedProgram) -> ExportedProgram:
+    """Return the trace with recurrent layers unrolled and without changes in place, if it has any of these."""
+    nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    recurrent = [node for node in nodes if str(node.target) in _RECURRENT]
+    if not recurrent and not any(changes_what_is_seen(node) for node in nodes):
+        return program
+    with torch.no_grad():
+        made: ExportedProgram = program.run_decompositions(get_decompositions([node.target for node in recurrent]))
+    return made
 
 
 class _ByName(nn.Module):
@@ -79,6 +95,7 @@ class Exported:
             if node.name in self._inputs:
                 self._fronts[self._inputs[node.name]] = node.meta["val"].shape[0]
         self._row_counts: set[str] = set()
+        self._row_symbols: list[torch.SymInt] = []
         self._counts: set[str] = set()
 
     def check_rows(self, inputs: Sequence[Input]) -> None:
@@ -90,9 +107,10 @@ class Exported:
         for item in inputs:
             if isinstance(item, Bag):
                 self._counts |= {str(self._fronts[item.name]), str(self._fronts[item.name + OFFSETS])}
-                self._row_counts.add(str(self._fronts[item.name + OFFSETS] - 1))
+                self._row_symbols.append(self._fronts[item.name + OFFSETS] - 1)
             else:
-                self._row_counts.add(str(self._fronts[item.name]))
+                self._row_symbols.append(self._fronts[item.name])
+        self._row_counts = {str(symbol) for symbol in self._row_symbols}
 
     def live_nodes(self) -> Iterator[fx.Node]:
         """Return the nodes that the outputs need, in order.
@@ -146,6 +164,29 @@ class Exported:
         """Return whether a symbolic number is the number of rows."""
         return str(number) in self._row_counts
 
+    def layout(self, node: fx.Node, op: str, where: str) -> tuple[Layout, int] | None:
+        """Return the traced shape of a node's result and how many numbers its dimension of rows has for each row.
+
+        None if no dimension or more than one varies with the number of rows alone.
+        """
+        made = node.meta.get("val")
+        if not isinstance(made, torch.Tensor):
+            raise UnsupportedOperator(op, "it makes something else than one tensor", where)
+        varying = [dim for dim, size in enumerate(made.shape) if isinstance(size, torch.SymInt)]
+        factor = self._rows_in(cast(torch.SymInt, made.shape[varying[0]])) if len(varying) == 1 else None
+        if factor is None:
+            return None
+        at = varying[0]
+        return Layout(tuple(ROWS if dim == at else int(size) for dim, size in enumerate(made.shape)), at), factor
+
+    def _rows_in(self, size: torch.SymInt) -> int | None:
+        """Return how many times the number of rows a size is, if that is a number."""
+        for front in self._row_symbols:
+            ratio = (size.node.expr / front.node.expr).simplify()
+            if ratio.is_Integer and ratio > 0:
+                return int(ratio)
+        return None
+
     def shape(self, node: fx.Node, op: str, where: str) -> tuple[int, ...]:
         """Return the shape of a node's result, with `ROWS` where it counts rows or a bag's ids or offsets."""
         made = node.meta.get("val")
@@ -178,22 +219,6 @@ def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Te
     return tensors
 
 
-def source_line(node: fx.Node) -> str:
-    """Return `file:line: code` of the model's author, or an empty string if the trace does not know it."""
-    frames = _FRAME.findall(str(node.meta.get("stack_trace") or ""))
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
-    return f"{own[-1][0]}:{own[-1][1]}: {own[-1][2].strip()}" if own else ""
-
-
-def module_hint(node: fx.Node) -> str:
-    """Return what to use instead of a torch layer that cannot be served, if the operator is inside one."""
-    for _, kind in reversed((node.meta.get("nn_module_stack") or {}).values()):
-        name = str(kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
-        if name in _INSTEAD:
-            return f" (inside nn.{name}: {_INSTEAD[name]})"
-    return ""
-
-
 def _names_in_order(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return the declared names in the order of the trace's inputs."""
     spec = program.call_spec.in_spec
@@ -213,11 +238,42 @@ def _check_unseen(node: fx.Node) -> None:
             )
 
 
+def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:
+    """Raise `UnsupportedOperator`, naming the input, if `forward` does not take exactly the declared tensors."""
+    parameters = inspect.signature(module.forward).parameters
+    takes = ", ".join(name for name, one in parameters.items() if one.kind is not one.VAR_KEYWORD) or "nothing"
+    where = f"forward of {type(module).__name__}"
+    named = [one for one in parameters.values() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        names = {one.name for one in named}
+        for item in inputs:
+            if item.name not in names:
+                raise UnsupportedOperator(
+                    "forward", f"{where} has no parameter for the input {item.name!r}; it takes {takes}"
+                )
+            if isinstance(item, Bag) and item.name + OFFSETS not in names:
+                why = f"{where} has no parameter {item.name + OFFSETS!r}, the offsets of the bag {item.name!r}"
+                raise UnsupportedOperator("forward", f"{why}; it takes {takes}")
+    given = tensor_names(inputs)
+    for one in named:
+        if one.default is one.empty and one.name not in given:
+            raise UnsupportedOperator("forward", f"{where} takes {one.name!r}, and no input of that name is declared")
+
+
+def _said(error: Exception) -> str:
+    """Return what a failed trace says, for the author of the model."""
+    text = " ".join(str(error).split())
+    if "data-dependent" in text.lower():
+        why = "it decides by the data of all rows (as `if x.any():` does)"
+        return f"{why}; compute both ways and choose for each row with torch.where. torch says: {text[:200]}"
+    return text[:600]
+
+
 def _raised_at(error: BaseException) -> str:
     frame, found = error.__traceback__, ""
     while frame is not None:
         name = frame.tb_frame.f_code.co_filename
-        if not name.startswith(_TORCH) and name != __file__ and not name.startswith("<"):
+        if not name.startswith(TORCH) and name != __file__ and not name.startswith("<"):
             found = f"{name}:{frame.tb_lineno}"
         frame = frame.tb_next
     return found

@@ -10,11 +10,11 @@ import torch
 from torch import fx
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.exported import source_line
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
+from plait_disagg.graph.trace.source import source_line
 
-__all__ = ["Lowered", "bind", "functional_name", "lower_part", "why_unknown"]
+__all__ = ["Lowered", "bind", "changes_what_is_seen", "functional_name", "lower_part", "why_unknown"]
 
 _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 """Arguments that specify where and how a tensor is stored; a program runs wherever its constants are."""
@@ -23,28 +23,21 @@ _KEEPS_ROWS = frozenset(
     {"aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten.expand.default"}
 )
 
+_DATA_SIZE = "the size of its result depends on the data; multiply by a mask, or choose with torch.where"
+_NUMBER = "it makes a number of the data; keep it a tensor, with one number for each row"
+_RANDOM = "it is random; a score must not be"
+_ALL_ROWS = "it works over all rows at once; name a dim"
+
 _WHY: Mapping[str, str] = {
-    "nonzero": "the size of its result depends on the data",
-    "masked_select": "the size of its result depends on the data",
-    "_unique2": "the size of its result depends on the data",
-    "item": "it makes a number of the data",
-    "_local_scalar_dense": "it makes a number of the data",
-    "rand": "it is random",
-    "rand_like": "it is random",
-    "randn": "it is random",
-    "randn_like": "it is random",
-    "bernoulli": "it is random",
-    "multinomial": "it is random",
-    "sum": "it works over all rows at once; name a dim",
-    "mean": "it works over all rows at once; name a dim",
-    "max": "it works over all rows at once; name a dim",
-    "min": "it works over all rows at once; name a dim",
-    "std": "it works over all rows at once; name a dim",
-    "squeeze": "without a dim it would drop the rows of a single candidate; name the dim",
-    "sort": "it returns several tensors",
-    "topk": "it returns several tensors",
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "masked_select", "_unique2", "unique_dim"), _DATA_SIZE),
+    **dict.fromkeys(("item", "_local_scalar_dense"), _NUMBER),
+    **dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "bernoulli", "multinomial", "randperm"), _RANDOM),
+    **dict.fromkeys(("sum", "mean", "max", "min", "std", "var", "prod", "any", "all", "median"), _ALL_ROWS),
     "embedding_renorm_": "max_norm changes the table while it is read; normalise the rows before packaging",
     "_native_multi_head_attention": "its fused form cannot be looked into",
+    "index_put": "it writes rows by their place; choose with torch.where instead",
+    "index_put_": "it writes rows by their place; choose with torch.where instead",
+    "scatter": "it writes by the request's ids; compare with torch.arange and choose with torch.where instead",
 }
 
 
@@ -112,6 +105,17 @@ def functional_name(node: fx.Node) -> str:
     return f"{base[:-1]}.{which}"
 
 
+def changes_what_is_seen(node: fx.Node) -> bool:
+    """Return whether an operator changes a value in place that another reader could see."""
+    if not node.target._schema.is_mutable:  # type: ignore[union-attr]
+        return False
+    try:
+        functional_name(node)
+    except UnsupportedOperator:
+        return True
+    return not node.users and any(len(read.users) > 1 for read in node.all_input_nodes)
+
+
 def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
     """Lower part `index` of the result of an operator with several results.
 
@@ -132,6 +136,11 @@ def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where:
     if name in ("aten.max.dim", "aten.min.dim") and index == 0:
         made = {"self": arguments["self"], "dim": (arguments["dim"],), "keepdim": arguments["keepdim"]}
         return Lowered("aten.amax.default" if "max" in name else "aten.amin.default", made, frozenset(made))
+    if name == "aten._native_batch_norm_legit_no_training.default" and index == 0:  # as functionalisation writes it
+        made = {**arguments, "training": False, "cudnn_enabled": False}
+        return Lowered("aten.batch_norm.default", made, frozenset(made))
+    if f"{name}:{index}" in VOCABULARY:
+        return Lowered(f"{name}:{index}", arguments, frozenset(arguments))
     raise UnsupportedOperator(name, "it returns several tensors, and this one is not in the vocabulary", where)
 
 

@@ -1,0 +1,333 @@
+"""Exact rewrites of a captured program, so that less is computed and less crosses. Every bit stays as it is.
+
+    to(x, its own dtype)                    x
+    slice(cat(a, b, c))                     the parts, or slices of them
+    select(stack(a, b), i)                  a or b
+    cat(slice(x, 0, 3), slice(x, 3, 8))     slice(x, 0, 8)
+    cat(cat(a, b), c)                       cat(a, b, c)                       where a is the user's and b is not
+    flatten(cat(a, b))                      cat(flatten(a), flatten(b))        likewise
+    unflatten(flatten(x)), squeeze(unsqueeze(x))     x
+    lookup(cat(a, b) + constant)            cat(lookup(a + its part), lookup(b + its part))    likewise
+    two calls of one operator with the same operands (also lookups)     one
+
+A model that packs its features into one matrix and slices them out again would otherwise make the user's features
+candidates' features. Sides are derived anew: what is cut out of a mixture has the side of its part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from plait_disagg.graph.edit import live, map_refs
+from plait_disagg.graph.operators import SIZE
+from plait_disagg.graph.program import LOOKUP, ROWS, Arg, DType, Node, Port, Program, Ref, Rows
+
+__all__ = ["fold", "rows_side"]
+
+_CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
+_SELECT, _RESHAPE = "aten.select.int", "aten.reshape.default"
+_CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.type_as.default"})
+_SPLIT = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.remainder.Scalar", *_CASTS})
+_RESHAPES = frozenset(
+    {
+        "aten.view.default",
+        _RESHAPE,
+        "aten._unsafe_view.default",
+        "aten.flatten.using_ints",
+        "aten.unflatten.int",
+        "aten.unsqueeze.default",
+        "aten.squeeze.dim",
+        "aten.squeeze.dims",
+    }
+)
+"""Operators that keep all numbers in their order."""
+
+
+def fold(program: Program, constants: Mapping[str, torch.Tensor]) -> tuple[Program, dict[str, torch.Tensor]]:
+    """Return `program` (as captured) with every such rewrite applied, in one walk, and its constants."""
+    work = _Folding(dict(constants))
+    for port in (*program.inputs, *program.constants):
+        work.values[port.name] = port
+    for node in program.nodes:
+        work.add(node)
+    outputs = tuple((name, work.same.get(ref.name, ref)) for name, ref in program.outputs)
+    ports = (*program.constants, *work.ports)
+    made = live(replace(program, constants=ports, nodes=tuple(work.nodes), outputs=outputs))
+    return made, {port.name: work.constants[port.name] for port in made.constants}
+
+
+def rows_side(sides: set[Rows]) -> Rows:
+    """Return whose rows a value has that is made of values with these."""
+    return "item" if "item" in sides else "user" if "user" in sides else "none"
+
+
+@dataclass
+class _Folding:
+    constants: dict[str, torch.Tensor]
+    ports: list[Port] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    values: dict[str, Port | Node] = field(default_factory=dict)
+    same: dict[str, Ref] = field(default_factory=dict)
+    made: dict[object, Ref] = field(default_factory=dict)
+
+    def add(self, node: Node) -> None:
+        """Add the next node, or note what it is equal to."""
+        found = self._put(map_refs(node, lambda ref: self.same.get(ref.name, ref)))
+        if found.name != node.name:
+            self.same[node.name] = found
+
+    def _put(self, node: Node) -> Ref:
+        """Return a value equal to `node`: something simpler, something made before, or the node, which is added."""
+        simpler = self._simpler(node)
+        if simpler is not None:
+            return simpler
+        key = (node.op, _typed(node.args), _typed(tuple(sorted(node.kwargs.items()))), node.dtype)
+        if key not in self.made:
+            sides: set[Rows] = {self.values[name].rows for name in node.inputs if self.values[name].dtype != "int"}
+            placed = replace(node, rows=rows_side(sides))
+            self.nodes.append(placed)
+            self.values[node.name] = placed
+            self.made[key] = Ref(node.name)
+        return self.made[key]
+
+    def _simpler(self, node: Node) -> Ref | None:
+        if node.op == SIZE or not node.args:
+            return None
+        if node.op == LOOKUP or (node.op in _SPLIT and node.dtype.startswith("int")):
+            parts = self._by_part(node)
+            if parts is not None:
+                return parts
+        if node.op == LOOKUP:
+            return None
+        if node.op == _CAT:
+            return self._joined(node)
+        return self._cast_or_layout(node)
+
+    def _cast_or_layout(self, node: Node) -> Ref | None:
+        source = node.args[0]
+        if not isinstance(source, Ref):
+            return None
+        value = self.values[source.name]
+        if node.op in _CASTS and value.dtype == node.dtype and value.shape == node.shape:
+            return source
+        if node.op in _RESHAPES:
+            return self._reshaped(node, source)
+        if node.op == _SELECT and isinstance(value, Node):
+            return self._selected(node, value)
+        if node.op == _SLICE and isinstance(value, Node):
+            return self._sliced(node, value)
+        return None
+
+    def _by_part(self, node: Node) -> Ref | None:
+        """Split a lookup, or arithmetic on ids, of the user's and candidates' ids side by side."""
+        mixed = [
+            value
+            for ref in node.args
+            if isinstance(ref, Ref) and isinstance(value := self.values[ref.name], Node) and self._mixes(value)
+        ]
+        dim = _dim(mixed[0], 1, 0) if len(mixed) == 1 else 0
+        pooled = node.op == LOOKUP and (node.kwargs["mode"] != "rows" or node.args[2] is not None)
+        if not dim or pooled or node.shape[: dim + 1] != mixed[0].shape[: dim + 1]:
+            return None
+        made = []
+        for part, start, end in self._sides(mixed[0], dim):
+            args = tuple(self._share(argument, mixed[0], part, dim, (start, end)) for argument in node.args)
+            if None in args and node.op != LOOKUP:
+                return None
+            shape = (*node.shape[:dim], end - start, *node.shape[dim + 1 :])
+            made.append(self._put(replace(node, name=f"{node.name}:{start}", args=args, shape=shape)))
+        return self._put(replace(node, op=_CAT, args=(tuple(made), dim), kwargs={}))
+
+    def _sides(self, cat: Node, dim: int) -> list[tuple[Ref, int, int]]:
+        """Return the parts of a mixed cat and their places, neighbours of one side joined."""
+        found: list[tuple[list[Ref], int, int]] = []
+        for part, start, end in self._parts(cat, dim):
+            if found and self.values[found[-1][0][0].name].rows == self.values[part.name].rows:
+                found[-1] = ([*found[-1][0], part], found[-1][1], end)
+            else:
+                found.append(([part], start, end))
+        return [(self._together(parts, cat, dim, start, end), start, end) for parts, start, end in found]
+
+    def _together(self, parts: list[Ref], cat: Node, dim: int, start: int, end: int) -> Ref:
+        if len(parts) == 1:
+            return parts[0]
+        shape = (*cat.shape[:dim], end - start, *cat.shape[dim + 1 :])
+        return self._put(replace(cat, name=f"{cat.name}:{start}", args=(tuple(parts), dim), shape=shape))
+
+    def _share(self, argument: Arg, mixed: Node, part: Ref, dim: int, place: tuple[int, int]) -> Arg:
+        """Return what stands in place of an argument for one part of a mixed cat; None if it cannot be told."""
+        if not isinstance(argument, Ref):
+            return argument
+        if argument.name == mixed.name:
+            return part
+        tensor = self.constants.get(argument.name)
+        if tensor is None:
+            return None
+        along, (start, end) = dim - (len(mixed.shape) - tensor.dim()), place
+        if along < 0 or tensor.shape[along] == 1:
+            return argument
+        name = f"{argument.name}:{along}:{start}:{end}"
+        if name not in self.constants:
+            share = tensor.narrow(along, start, end - start).contiguous()
+            self.constants[name] = share
+            port = Port(name=name, shape=tuple(share.shape), dtype=str(share.dtype).removeprefix("torch."), rows="none")
+            self.ports.append(port)
+            self.values[name] = port
+        return Ref(name)
+
+    def _joined(self, node: Node) -> Ref | None:
+        """Flatten a cat of cats and join neighbouring slices of one value."""
+        dim = _dim(node, 1, 0)
+        if dim == 0 or not isinstance(node.args[0], tuple):
+            return None
+        parts: list[Ref] = []
+        for part in node.args[0]:
+            assert isinstance(part, Ref)
+            inner = self.values[part.name]
+            nested = isinstance(inner, Node) and self._mixes(inner) and _dim(inner, 1, 0) == dim
+            parts += inner.args[0] if nested else [part]  # type: ignore[union-attr,arg-type]
+        joined: list[Ref] = []
+        for part in parts:
+            wider = self._wider(joined[-1], part, dim, node) if joined else None
+            joined[-1:] = [wider] if wider is not None else [*joined[-1:], part]
+        if len(joined) == 1:
+            return joined[0]
+        if tuple(joined) == node.args[0]:
+            return None
+        return self._put(replace(node, args=(tuple(joined), dim)))
+
+    def _mixes(self, node: Node) -> bool:
+        """Return whether a node is a cat of the user's values and candidates' values."""
+        return node.op == _CAT and {"user", "item"} <= {self.values[name].rows for name in node.inputs}
+
+    def _wider(self, left: Ref, right: Ref, dim: int, cat: Node) -> Ref | None:
+        """Return the value whose slices `left` and `right` are, side by side, or None."""
+        one, other = self._range(left, dim), self._range(right, dim)
+        if one is None or other is None or one[0] != other[0] or one[2] != other[1]:
+            return None
+        return self._range_of(one[0], dim, one[1], other[2], f"{cat.name}:{left.name}:{right.name}")
+
+    def _range(self, ref: Ref, dim: int) -> tuple[Ref, int, int] | None:
+        """Return what a value is a slice of along `dim`, and from where to where."""
+        node = self.values[ref.name]
+        if not isinstance(node, Node) or node.op != _SLICE or _dim(node, 1, 0) != dim:
+            return None
+        source = node.args[0]
+        assert isinstance(source, Ref)
+        found = _bounds(node, self.values[source.name].shape[dim])
+        return None if found is None else (source, *found)
+
+    def _range_of(self, source: Ref, dim: int, start: int, end: int, name: str) -> Ref:
+        """Return `source` from `start` to `end` along `dim`."""
+        value = self.values[source.name]
+        if (start, end) == (0, value.shape[dim]):
+            return source
+        shape = (*value.shape[:dim], end - start, *value.shape[dim + 1 :])
+        return self._put(
+            Node(name=name, op=_SLICE, args=(source, dim, start, end), shape=shape, dtype=value.dtype, rows=value.rows)
+        )
+
+    def _reshaped(self, node: Node, source: Ref) -> Ref | None:
+        """Skip what a reshape undoes, and reshape the parts of a cat instead of the cat."""
+        value = self.values[source.name]
+        at = source
+        while isinstance(value, Node) and value.op in _RESHAPES and value.shape.count(ROWS) == 1:
+            assert isinstance(value.args[0], Ref)
+            at = value.args[0]
+            value = self.values[at.name]
+            if value.shape == node.shape:
+                return at
+        if self.values[source.name].shape == node.shape:
+            return source
+        value = self.values[source.name]
+        flat = node.shape[:1] == (ROWS,) and len(node.shape) == 2
+        if not flat or not isinstance(value, Node) or not self._mixes(value) or _dim(value, 1, 0) != 1:
+            return None
+        parts = []
+        for number, part in enumerate(value.args[0]):  # type: ignore[arg-type]
+            assert isinstance(part, Ref)
+            inner = self.values[part.name]
+            size = 1
+            for length in inner.shape[1:]:
+                size *= length
+            made = Node(
+                name=f"{node.name}:{number}",
+                op=_RESHAPE,
+                args=(part, (ROWS, size)),
+                shape=(ROWS, size),
+                dtype=inner.dtype,
+                rows=inner.rows,
+            )
+            parts.append(self._put(made))
+        return self._put(replace(node, op=_CAT, args=(tuple(parts), 1), kwargs={}))
+
+    def _selected(self, node: Node, value: Node) -> Ref | None:
+        dim, index = _dim(node, 1, 0, len(value.shape)), node.args[2]
+        if not isinstance(index, int) or dim == 0:
+            return None
+        index %= value.shape[dim]
+        if value.op == _STACK and isinstance(value.args[0], tuple) and _dim(value, 1, 0) == dim:
+            part = value.args[0][index]
+            return part if isinstance(part, Ref) else None
+        for part, start, end in self._parts(value, dim):
+            if start <= index < end:
+                return self._put(replace(node, args=(part, dim, index - start)))
+        return None
+
+    def _sliced(self, node: Node, value: Node) -> Ref | None:
+        dim = _dim(node, 1, 0)
+        bounds = _bounds(node, value.shape[dim]) if dim else None
+        if bounds is None:
+            return None
+        start, end = bounds
+        if (start, end) == (0, value.shape[dim]):
+            return Ref(value.name)
+        inner = self._range(Ref(value.name), dim)
+        if inner is not None:
+            return self._range_of(inner[0], dim, inner[1] + start, inner[1] + end, node.name)
+        kept = []
+        for part, first, last in self._parts(value, dim):
+            low, high = max(start, first) - first, min(end, last) - first
+            if low < high:
+                kept.append(self._range_of(part, dim, low, high, f"{node.name}:{first}"))
+        if len(kept) < 2:
+            return kept[0] if kept else None
+        return self._put(replace(node, op=_CAT, args=(tuple(kept), dim), kwargs={}))
+
+    def _parts(self, value: Node, dim: int) -> list[tuple[Ref, int, int]]:
+        """Return the parts of a cat along `dim` and their places; nothing for any other value."""
+        if value.op != _CAT or _dim(value, 1, 0) != dim or not isinstance(value.args[0], tuple):
+            return []
+        found, start = [], 0
+        for part in value.args[0]:
+            assert isinstance(part, Ref)
+            end = start + self.values[part.name].shape[dim]
+            found.append((part, start, end))
+            start = end
+        return found
+
+
+def _dim(node: Node, index: int, default: int, ndim: int | None = None) -> int:
+    """Return the dimension that argument `index` names, counted from the front."""
+    given = node.args[index] if len(node.args) > index else default
+    assert isinstance(given, int)
+    return given % (ndim or len(node.shape))
+
+
+def _bounds(node: Node, length: int) -> tuple[int, int] | None:
+    """Return from where to where a slice reaches, or None if it leaves some out."""
+    start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])[2:5]
+    if step != 1 or isinstance(start, Ref) or isinstance(end, Ref) or length < 0:
+        return None
+    first, last, _ = slice(start, end).indices(length)
+    return (first, last) if first < last else None
+
+
+def _typed(argument: Arg | tuple[object, ...]) -> object:
+    """Return an argument as a key: 1, 1.0 and True are different."""
+    if isinstance(argument, tuple):
+        return tuple(_typed(part) for part in argument)  # type: ignore[arg-type]
+    return argument if isinstance(argument, Ref | DType) else (type(argument), repr(argument))

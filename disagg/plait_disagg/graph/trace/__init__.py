@@ -1,0 +1,1 @@
+"""From what `torch.export` traced to the operators of a program."""

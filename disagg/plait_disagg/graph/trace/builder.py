@@ -1,0 +1,264 @@
+"""Builds a program from the nodes of a trace, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import fx
+
+from plait_disagg.graph.errors import UnsupportedOperator
+from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of
+from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
+from plait_disagg.graph.program import USER_OF, Arg, Node, Port, Ref
+from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
+from plait_disagg.graph.trace.appender import Appender
+from plait_disagg.graph.trace.bags import bag_call
+from plait_disagg.graph.trace.exported import Exported
+from plait_disagg.graph.trace.lookups import Lookups
+from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, why_unknown
+from plait_disagg.graph.trace.moved import MAKERS, MovedCall, Mover
+from plait_disagg.graph.trace.source import module_hint, source_line
+from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
+
+__all__ = ["Builder"]
+
+
+@dataclass
+class Builder:
+    """A program in the making.
+
+    `values` holds what each node of the trace became: a `Traced`, a constant tensor (or a tuple of them), a refusal
+    that is raised when it is read, or None.
+    """
+
+    exported: Exported
+    inputs: Sequence[Input]
+    lenient: bool = False  # go on behind what is refused
+    met: list[UnsupportedOperator] = field(default_factory=list)
+    values: dict[fx.Node, Any] = field(default_factory=dict)  # Traced, a constant tensor (or tuple of them), a number
+    nodes: list[Node] = field(default_factory=list)
+    constants: dict[str, torch.Tensor] = field(default_factory=dict)
+    tables: dict[str, torch.Tensor] = field(default_factory=dict)
+    taken: dict[str, int] = field(default_factory=dict)
+    names: dict[int, str] = field(default_factory=dict)  # id of a constant tensor to its name
+    refusals: list[UnsupportedOperator] = field(default_factory=list)
+    moved: bool = False  # whether any operator was rewritten
+
+    def __post_init__(self) -> None:
+        self.ports = {port.name: port for port in ports_of(self.inputs)}
+        self.taken = dict.fromkeys((*self.ports, USER_OF), 1)
+
+    def add(self, node: fx.Node) -> None:
+        """Add one node of the trace."""
+        if node.op == "placeholder":
+            self._add_placeholder(node)
+        elif node.op == "call_function":
+            try:
+                self._add_call(node)
+            except UnsupportedOperator as refused:  # raised when it is read: what flattens a bag of equal rows is not
+                self.values[node] = self._refused(refused, node)
+        elif node.op != "output":
+            raise UnsupportedOperator(f"{node.op} {node.target}", "it is not an operator", source_line(node))
+
+    def _refused(self, refused: UnsupportedOperator, node: fx.Node) -> UnsupportedOperator:
+        """Return the refusal for the author of the model. One that was only read again stays as it is."""
+        if refused in self.refusals:
+            return refused
+        made = UnsupportedOperator(
+            refused.operator, refused.why + module_hint(node), refused.where or source_line(node)
+        )
+        self.refusals.append(made)
+        return made
+
+    def _add_placeholder(self, node: fx.Node) -> None:
+        tensor = self.exported.constant(node)
+        if tensor is not None:
+            name, found = tensor
+            self.values[node] = found
+            self.names.setdefault(id(found), self.name(name))
+            return
+        port = self.ports[self.exported.input_name(node)]
+        fact = Fact(port.shape, _counts(port, self.inputs))
+        self.values[node] = Traced(Ref(port.name), fact, port.rows, port.dtype, Layout(port.shape))
+
+    def _add_call(self, node: fx.Node) -> None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return self._add_python_call(node)
+        where = source_line(node)
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymBool | torch.SymFloat):
+            return None  # a number: its reader judges it
+        name = functional_name(node)
+        call = bag_call(node)
+        if call is not None and not isinstance(self.read(call.ids), torch.Tensor):
+            self.values[node] = Lookups(self, node, source_line(node)).add(call)
+            return None
+        arguments, given = self._bound(node, where)
+        if not varies(arguments):
+            self.values[node] = self._fold(node, arguments, where)
+            return None
+        if isinstance(node.meta.get("val"), tuple | list):
+            self.values[node] = None  # its parts are asked for one by one
+            return None
+        self.values[node] = self._emit(node, Lowered(name, arguments, given), where)
+        return None
+
+    def _add_python_call(self, node: fx.Node) -> None:
+        """Handle getitem on a list of tensors; any other call makes a number, which its reader checks."""
+        parent = node.args[0] if node.args else None
+        if node.target is not getitem or not isinstance(parent, fx.Node):
+            return
+        made = self.read(parent)
+        if isinstance(made, tuple | list):
+            self.values[node] = made[int(node.args[1])]  # type: ignore[arg-type]
+        elif isinstance(made, Traced) and node.args[1] == 0:  # an embedding bag: its first result is the pooled rows
+            self.values[node] = made
+        else:
+            where = source_line(parent)
+            arguments, _ = self._bound(parent, where)
+            part = lower_part(parent, int(node.args[1]), arguments, where)  # type: ignore[arg-type]
+            self.values[node] = self._emit(node, part, where)
+
+    def _emit(self, node: fx.Node, lowered: Lowered, where: str) -> Traced:
+        """Add a call, or what computes the same where the rows are not in front."""
+        out = self.exported.layout(node, lowered.op, where)
+        operands = [value for value in leaves(lowered.arguments) if isinstance(value, Traced)]
+        plain = all(value.layout.is_plain for value in operands) and (out is None or (out[0].at, out[1]) == (0, 1))
+        appender = Appender(self, node.name, where)
+        refused = None
+        expanded = lowered.op == "aten.expand_as.default" and isinstance(lowered.arguments["self"], torch.Tensor)
+        fresh = expanded or lowered.op in MAKERS  # made for as many rows as its reader has
+        if plain and not fresh:
+            shape = self.exported.shape(node, lowered.op, where)
+            try:
+                return appender.append(
+                    lowered.op, lowered.arguments, lowered.given, Layout(shape), dtype_of(node.meta["val"])
+                )
+            except UnsupportedOperator as error:
+                refused = error
+        try:
+            if out is None:
+                raise MixesRows("its result does not have the rows in one dimension: rows meet rows, or are lost")
+            made = Mover(appender).lower(
+                MovedCall(lowered.op, lowered.arguments, lowered.given, *out, dtype_of(node.meta["val"]))
+            )
+        except (MixesRows, UnsupportedOperator) as error:
+            if refused is not None:
+                raise refused from error
+            if isinstance(error, UnsupportedOperator):
+                raise
+            known = lowered.op in VOCABULARY
+            raise UnsupportedOperator(lowered.op, str(error) if known else why_unknown(lowered.op), where) from error
+        self.moved = self.moved or not fresh
+        return made
+
+    def _fold(self, node: fx.Node, arguments: Mapping[str, Any], where: str) -> Any:
+        """Compute now what depends on parameters alone."""
+        target: Any = node.target
+        if torch.Tag.nondeterministic_seeded in target.tags:
+            raise UnsupportedOperator(str(target), "it is random", where)
+        if any(isinstance(value, Unknown) for value in leaves(arguments)):
+            raise UnsupportedOperator(str(target), "it uses a number that depends on the request", where)
+        if target._schema.is_mutable:
+            name = functional_name(node)
+            if name not in VOCABULARY:
+                raise UnsupportedOperator(str(target), why_unknown(name), where)
+            target = overload(name)
+        args = fx.map_arg(node.args, self.read)
+        kwargs = fx.map_arg(node.kwargs, self.read)
+        made = target(*args, **kwargs)
+        if not isinstance(made, tuple | list):
+            return self.named(made, node.name)
+        return [self.named(part, node.name) for part in made]
+
+    def named(self, made: Any, wanted: str) -> Any:
+        """Add a constant of our own, laid out as it will be after it has been stored and read back."""
+        if isinstance(made, torch.Tensor):
+            made = made.contiguous()
+            self.names.setdefault(id(made), self.name(wanted))
+        return made
+
+    def read(self, node: fx.Node) -> Any:
+        """Return what a node of the trace became. Raises `UnsupportedOperator` if that was refused."""
+        value = self.values.get(node)
+        if isinstance(value, UnsupportedOperator) and self.lenient:
+            self.met.append(value)
+            value = self.values[node] = self._assumed(node, value)
+        if isinstance(value, UnsupportedOperator):
+            raise value.with_traceback(None)
+        return value
+
+    def _assumed(self, node: fx.Node, refused: UnsupportedOperator) -> Any:
+        """Return a value in place of one that was refused: of its shape, and with its rows apart."""
+        try:
+            out = self.exported.layout(node, refused.operator, refused.where)
+        except UnsupportedOperator:
+            return refused
+        if out is None:
+            return refused
+        layout = replace(out[0], after=out[1])
+        return Traced(Ref(USER_OF), Fact(layout.stored, PER_ROW), "item", dtype_of(node.meta["val"]), layout)
+
+    def _bound(self, node: fx.Node, where: str) -> tuple[dict[str, Any], frozenset[str]]:
+        bound, given = bind(node)
+        return {name: self._argument(value, where) for name, value in bound.items()}, given
+
+    def _argument(self, value: Any, where: str) -> Any:
+        """Return an argument of the trace with its nodes replaced by `Traced`, tensors and `RowCount`."""
+        if isinstance(value, fx.Node):
+            traced = value.meta.get("val")
+            if isinstance(traced, torch.SymInt | torch.SymFloat | torch.SymBool):
+                return RowCount() if self.exported.is_row_count(traced) else Unknown(str(traced))
+            return self.read(value)
+        if isinstance(value, torch.SymInt):
+            return RowCount() if self.exported.is_row_count(value) else Unknown(str(value))
+        if isinstance(value, tuple | list):
+            return tuple(self._argument(part, where) for part in value)
+        return value
+
+    def program_arguments(self, lowered: Lowered, shape: tuple[int, ...]) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
+        """Return the arguments in the form that a program holds."""
+        anchor = next(
+            (v.ref for v in leaves(lowered.arguments) if isinstance(v, Traced) and v.fact.counts == PER_ROW), None
+        )
+        for value in lowered.arguments.values():
+            if isinstance(value, RowCount):  # in a list it is a size
+                raise UnsupportedOperator(lowered.op, "it uses the number of rows as a number")
+        plain = {key: self._plain(value, anchor, lowered.op) for key, value in lowered.arguments.items()}
+        return lowered.arrange(plain, shape)
+
+    def _plain(self, value: Any, anchor: Ref | None, op: str) -> Any:
+        if isinstance(value, Traced):
+            return value.ref
+        if isinstance(value, RowCount):
+            return self._row_count(anchor or Ref(USER_OF))
+        if isinstance(value, Unknown):
+            raise UnsupportedOperator(op, f"it uses a number that depends on the request ({value.text})")
+        if isinstance(value, torch.Tensor):
+            name = self.names[id(value)]
+            self.constants[name] = value
+            return Ref(name)
+        if isinstance(value, tuple | list):
+            return tuple(self._plain(part, anchor, op) for part in value)
+        return value
+
+    def _row_count(self, of: Ref) -> Ref:
+        name = f"{of.name}:rows"
+        if not any(node.name == name for node in self.nodes):
+            self.nodes.append(Node(name=name, op=SIZE, args=(of, 0), dtype="int"))
+        return Ref(name)
+
+    def name(self, wanted: str) -> str:
+        """Return `wanted`, with a number appended if the name is taken."""
+        self.taken[wanted] = self.taken.get(wanted, 0) + 1
+        return wanted if self.taken[wanted] == 1 else self.name(f"{wanted}_{self.taken[wanted]}")
+
+
+def _counts(port: Port, inputs: Sequence[Input]) -> str:
+    for item in inputs:
+        if isinstance(item, Bag) and port.name in (item.name, item.name + OFFSETS):
+            return f"{'ids' if port.name == item.name else 'offsets'}:{item.name}"
+    return PER_ROW

@@ -1,0 +1,175 @@
+"""What cannot be packaged is said once, with the operator's own line, and with what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait_disagg.errors import BadInput
+from plait_disagg.graph.capture import capture, obstacles
+from plait_disagg.graph.errors import UnsupportedOperator
+from plait_disagg.graph.inputs import Bag, Dense, Ids, check_inputs, input_from_json, input_to_json
+from plait_disagg.graph.sample_inputs import sample
+from plait_disagg.graph.split import split
+from plait_disagg.graph.tile import tile
+from plait_disagg.graph.verify import verify_halves
+from plait_disagg.messages.check import check_request
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.write import write_package
+from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.values import ModelCard
+
+
+def refusal(forward, inputs):
+    """Return the refusal of a module with this forward."""
+    module = type("Model", (nn.Module,), {"forward": forward})().eval()
+    with pytest.raises(UnsupportedOperator) as refused:
+        capture(module, inputs)
+    return refused.value
+
+
+def test_an_input_that_forward_does_not_take_is_named():
+    """Not torch's "unexpected keyword argument": what forward takes is said too."""
+    said = str(refusal(lambda self, x: x, (Dense("x"), Dense("u"))))
+    assert "no parameter for the input 'u'; it takes x" in said
+
+
+def test_a_dropped_offset_is_blamed_on_its_bag():
+    """The bag needs two parameters; the input behind it is not at fault."""
+    said = str(refusal(lambda self, bag, price: price, (Bag("bag"), Dense("price"))))
+    assert "'bag_offsets', the offsets of the bag 'bag'" in said
+
+
+def test_a_parameter_without_an_input_is_named():
+    """A forward that wants more than was declared cannot be called."""
+    assert "takes 'y'" in str(refusal(lambda self, x, y: x + y, (Dense("x"),)))
+
+
+def test_a_decision_by_the_data_says_what_to_write():
+    """`if x.any():` is refused with the choice by row that takes its place."""
+
+    def forward(self, x):
+        if (x > 0).any():
+            return x.sum(1)
+        return x.sum(1) * 2
+
+    said = refusal(forward, (Dense("x", shape=(3,)),))
+    assert "if x.any()" in said.why
+    assert "torch.where" in said.why
+    assert "test_refusals.py" in said.where
+
+
+class _Obstacles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2)
+
+    def forward(self, x, y):
+        first = x - x.mean(dim=0)
+        second = torch.cumsum(first, dim=0)
+        third = self.attention(*(y,) * 3)[0]
+        return (second * 2).sum(1) + third.sum((1, 2))
+
+
+def test_all_obstacles_are_listed_in_one_pass_and_each_once():
+    """Behind a refused operator the search goes on; what reads a refused value is not refused again."""
+    found = obstacles(_Obstacles().eval(), (Dense("x", shape=(4,)), Dense("y", shape=(5, 4))))
+    operators = [one.operator for one in found]
+    assert operators[:2] == ["aten.mean.dim", "aten.cumsum.default"]
+    assert all("test_refusals.py" in one.where for one in found)
+    hints = [one.why.count("inside nn.MultiheadAttention") for one in found]
+    assert 1 in hints
+    assert set(hints) <= {0, 1}
+    assert obstacles(nn.Linear(1, 1).eval(), (Dense("input"),)) == ()
+
+
+class _Checked(nn.Module):
+    """Takes the step before `length`, which must not be 0."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(9, 4)
+        self.eval()
+
+    def forward(self, history, length, price):
+        made = self.rows(history).gather(1, (length - 1).view(-1, 1, 1).expand(-1, -1, 4)).squeeze(1)
+        return made.sum(1) * price.squeeze(1)
+
+
+def inputs_of(**declared):
+    """Return the inputs of `_Checked`."""
+    return [Ids("history", "user", (5,)), Ids("length", "user", **declared), Dense("price")]
+
+
+def test_a_module_that_raises_on_samples_names_the_input(tmp_path):
+    """One sentence with the input that caused it and what to declare, and no traceback of torch."""
+    with pytest.raises(PackageError, match=r"random length .*out of bounds.*Ids\(\"length\", min=1, max=50\)"):
+        write_package(tmp_path / "model", _Checked(), inputs_of(), name="model")
+    write_package(tmp_path / "declared", _Checked(), inputs_of(min=1, max=5), name="model")
+
+
+def test_declared_ranges_are_kept_by_samples_and_checked_in_requests():
+    """A number beyond is refused with the tensor's name; the ends belong to the range."""
+    inputs = (
+        Ids("length", max=5),
+        Ids("month", min=1, max=12),
+        Dense("share", low=0.0, high=1.0),
+        Dense("x", low=-1.0),
+    )
+    card = ModelCard(name="m", version="1", inputs=inputs, outputs={"score": ()})
+    tensors = sample(inputs, {}, candidates=300, seed=1)
+    assert tensors["length"].max() == 5
+    assert tensors["length"].min() == 0
+    assert (int(tensors["month"].min()), int(tensors["month"].max())) == (1, 12)
+    check_request(card, tensors, request_id="r")
+    for name, bad, text in [
+        ("length", 6, "takes 0 to 5"),
+        ("length", -1, "takes 0 to 5"),
+        ("month", 0, "takes 1 to 12"),
+        ("share", 1.5, "takes 0.0 to 1.0"),
+        ("x", -2.0, "at least -1.0"),
+    ]:
+        changed = {**tensors, name: tensors[name].clone()}
+        changed[name][7] = bad
+        with pytest.raises(BadInput, match=f"{name}: number 7 is .*{text}"):
+            check_request(card, changed, request_id="r")
+
+
+def test_declared_ranges_are_stored_and_read_back():
+    """Inputs without a range are stored as they always were."""
+    for item in (Ids("a", max=5), Ids("b", min=1, max=2), Dense("c", low=0.5), Dense("d", low=0.0, high=1.0)):
+        assert input_from_json(input_to_json(item)) == item
+    assert input_to_json(Ids("a")) == {"kind": "ids", "name": "a", "side": "item", "shape": []}
+    with pytest.raises(ValueError, match="range 5 to 2 is empty"):
+        check_inputs([Ids("a", min=5, max=2)])
+    with pytest.raises(ValueError, match="must be numbers"):
+        check_inputs([input_from_json({"kind": "ids", "name": "a", "side": "item", "shape": [], "max": "5"})])
+
+
+def test_a_program_whose_rows_see_each_other_fails_the_differential_check():
+    """Were a rule wrong, the same candidates in another order would still have to get the same scores."""
+    module, inputs = nn.Linear(3, 1).eval(), (Dense("input", shape=(3,)),)
+    captured = capture(module, inputs)
+    halves = split(tile(captured.program), ())
+    honest = verify(module, inputs, halves, captured)
+    assert honest.ok
+    assert any(check.rearranged for check in honest.checks)
+
+    class Ordered(nn.Linear):
+        """Scores by place."""
+
+        def forward(self, **given):
+            x = given["input"]
+            return super().forward(x) + torch.arange(x.shape[0]).unsqueeze(1)
+
+    failed = verify(Ordered(3, 1).eval(), inputs, halves, captured)
+    assert any("in another order" in text for text in failed.failures)
+
+
+def verify(module, inputs, halves, captured):
+    """Compare halves with a module."""
+    tables = SeparateTables({})
+    return verify_halves(
+        module, inputs, halves, constants=captured.constants, tables=tables, bounds={}, bits_promised=False
+    )
