@@ -10,7 +10,7 @@ from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.protocols import MakesDesigner
 from plait_autoconfig.designers.testing import DesignerConformance
-from plait_bench.autoconfig.rgpe import RgpeDesigner
+from plait_autoconfig.designers.rgpe import RgpeDesigner
 
 
 class TestRandom(DesignerConformance):
