@@ -13,6 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import ndtr
 
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.values import TrialOutcome
+
 TOLERANCE = 0.01
 """Two candidates that differ by no more than this share are equally good: nobody waits for them to be told apart."""
 _FIRST, _FIRST_COUNTS = 0.05, 1.0  # the assumed relative noise, and how many repeats that guess counts as
@@ -21,11 +24,24 @@ _FIRST, _FIRST_COUNTS = 0.05, 1.0  # the assumed relative noise, and how many re
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
     """What is known after some measurements. `leader`: its index; `sure`: the probability that no other candidate is
-    better than it by more than the tolerance; `wanted`: which one to measure next, None if that would add nothing."""
+    better than it by more than the tolerance; `wanted`: which one to measure next, None if that would add nothing.
+
+    `chances`: by candidate, the probability that it is better than the leader by more than the tolerance; 1 for one
+    without a measurement."""
 
     leader: int
     sure: float
     wanted: int | None
+    chances: tuple[float, ...]
+
+
+def log_loss(objective: Objective, outcome: TrialOutcome) -> float:
+    """Return the logarithm of the (only) goal's metric, lower is better; infinite if it failed or is not above 0."""
+    goal = objective.goals[0]
+    value = outcome.metrics.get(goal.metric, 0.0)
+    if value <= 0.0:
+        return float("inf")
+    return float(np.log(value)) if goal.direction == "min" else -float(np.log(value))
 
 
 def standing(losses: Sequence[Sequence[float]], *, sure: float, times: int) -> Standing:
@@ -34,23 +50,24 @@ def standing(losses: Sequence[Sequence[float]], *, sure: float, times: int) -> S
     A candidate with an infinite loss (it failed, or broke a limit) is out. Candidates are measured once each first.
     """
     alive = [at for at, each in enumerate(losses) if all(map(np.isfinite, each))]
-    if not alive:
-        return Standing(leader=0, sure=0.0, wanted=None)
     unseen = [at for at in alive if not losses[at]]
-    if unseen:
-        return Standing(leader=alive[0], sure=0.0, wanted=unseen[0])
+    if not alive or unseen:
+        waiting = tuple(float(at in unseen) for at in range(len(losses)))
+        leader = alive[0] if alive else 0
+        return Standing(leader=leader, sure=0.0, wanted=unseen[0] if unseen else None, chances=waiting)
     noise = _noise([losses[at] for at in alive])
     means = np.array([np.mean(losses[at]) for at in alive])
     variances = np.array([noise**2 / len(losses[at]) for at in alive])
     first = int(means.argmin())
-    gap = means - means[first] + TOLERANCE
-    chances = ndtr(-gap / np.sqrt(variances + variances[first]))
+    chances = ndtr((means[first] - means - TOLERANCE) / np.sqrt(variances + variances[first]))
     chances[first] = 0.0
     rival = int(chances.argmax())
-    certain = float(max(0.0, 1.0 - chances.sum()))
     pair = [alive[at] for at in (first, rival) if len(losses[alive[at]]) < times]
     wanted = None if 1.0 - chances[rival] >= sure or not pair else min(pair, key=lambda at: len(losses[at]))
-    return Standing(leader=alive[first], sure=certain, wanted=wanted)
+    every = np.zeros(len(losses))
+    every[alive] = chances
+    certain = float(max(0.0, 1.0 - chances.sum()))
+    return Standing(leader=alive[first], sure=certain, wanted=wanted, chances=tuple(every.tolist()))
 
 
 def _noise(groups: Sequence[Sequence[float]]) -> float:

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait_autoconfig.confidence import standing
+from plait_autoconfig.confidence import log_loss, standing
 from plait_autoconfig.designers.protocols import Designer, Recommends
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective
-from plait_autoconfig.surrogate.reading import log_losses
 from plait_autoconfig.values import Config, Trial, cells_of
 from plait_bench.autoconfig.tasks import Service, TuningTask
 
@@ -109,14 +108,12 @@ def ranked(designer: Designer, objective: Objective, played: Sequence[Trial]) ->
 def _confirmed_regret(service: Service, candidates: Sequence[Config], rng: np.random.Generator) -> float:
     """Measure the candidates again by the rule of the tuning jobs (`confidence`), and return the winner's regret."""
     cells = [service.index[service.space.key(config)] for config in candidates]
-    goal, losses = service.objective.require_one_goal(), [list[float]() for _ in cells]
+    losses = [list[float]() for _ in cells]
     for count in range(CONFIRMATIONS + 1):
         now = standing(losses, sure=SURE, times=CONFIRMATIONS)
         if now.wanted is None or count == CONFIRMATIONS:
             break
         seen = len(losses[now.wanted])
         outcome = service.show(cells[now.wanted], seen + 1, rng)
-        losses[now.wanted].append(
-            float(log_losses(goal, [outcome])[0]) if service.objective.feasible(outcome) else float("inf")
-        )
+        losses[now.wanted].append(log_loss(service.objective, outcome))
     return service.regret(cells[now.leader])
