@@ -130,8 +130,8 @@ def pooled(
 ) -> TrialOutcome | None:
     """Combine several outcomes of one cell into one; None if all of them are invalid (or there are none).
 
-    `combine` gives the mean of each metric that all valid ones have. A single failure decides: a configuration that occasionally
-    runs out of memory must not be recommended.
+    `combine` gives the mean of each metric that all valid ones have. A single failure decides: a configuration that
+    occasionally runs out of memory must not be recommended.
     """
     valid = [outcome for outcome in outcomes if not outcome.invalid]
     for outcome in valid:
@@ -146,9 +146,7 @@ def pooled(
     return TrialOutcome(metrics={name: combine([each.metrics[name] for each in valid]) for name in names})
 
 
-def cells_of(
-    trials: Iterable[Trial], *, combine: Callable[[Sequence[float]], float] = mean_of
-) -> tuple[Cell, ...]:
+def cells_of(trials: Iterable[Trial], *, combine: Callable[[Sequence[float]], float] = mean_of) -> tuple[Cell, ...]:
     """Return the trials by configuration, in order of first appearance, combined as by `pooled`; cells with only
     invalid trials are left out."""
     groups: dict[tuple[tuple[str, Value], ...], list[Trial]] = {}

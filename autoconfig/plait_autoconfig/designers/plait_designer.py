@@ -139,7 +139,9 @@ class PlaitDesigner(SobolDesigner):
         unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
         repeats = np.array([float(len(cell.trials)) for cell in cells])
         shown = _levelled(values[ran] / unit, back.loss.mean[index[ran]])
-        data = TrialData(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit, noise_spread=noise_spread)
+        data = TrialData(
+            index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit, noise_spread=noise_spread
+        )
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
             loss = replace(loss, means=loss.means + log_costs / unit)
@@ -237,7 +239,8 @@ class PlaitDesigner(SobolDesigner):
             losses.append(reading.source_of(past, self.space, names, self._losses(outcomes, weights)))
             margins.append(reading.source_of(past, self.space, names, reading.margins(self.objective, outcomes)))
         return Pretrained(
-            loss=pool(losses, features, context, rng, noise=self._past_noise[0] or _NOISE), margin=pool(margins, features, context, rng, absolute=True)
+            loss=pool(losses, features, context, rng, noise=self._past_noise[0] or _NOISE),
+            margin=pool(margins, features, context, rng, absolute=True),
         )
 
     def _goal_weights(self) -> Floats:

@@ -221,11 +221,7 @@ def _contenders(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, 
     if len(spec.goal.goals) > 1:
         return list(batch)
     now = confirmation(spec, batch, done)
-    return [
-        config
-        for at, config in enumerate(batch)
-        if at == now.leader or now.chances[at] >= 1.0 - spec.confirm.sure
-    ]
+    return [config for at, config in enumerate(batch) if at == now.leader or now.chances[at] >= 1.0 - spec.confirm.sure]
 
 
 def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]], times: int) -> Step | None:

@@ -37,9 +37,11 @@ _HELD_OUT, _PROBES = 6, 40  # sources that are treated as new, and how many of t
 _CLOUD, _ROUNDS = 64, 3  # hypotheses about the scales in each round
 _LEVEL_SD = 0.5  # of a margin's level from service to service, where -1 is a failure and 1 is far from every limit
 _MAD = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
-_TOO_GOOD_SDS, _TOO_GOOD, _MAX_GLITCHES, _FEW_ROWS = 6.0, 1.5, 0.1, 40  # a glitch: in deviations, in spreads; and how many
-_HELD_OUT_FOR_MEAN = 8
+_TOO_GOOD_SDS, _TOO_GOOD = 8.0, 2.5  # what makes a glitch: in median deviations, and in spreads
+_MAX_GLITCHES, _FEW_ROWS = 0.1, 40
+_HELD_OUT_FOR_MEAN, _SMOOTH_TREES, _MANY_CELLS = 8, 30, 200
 _FIRST_PICKS = np.array([3.0, 2.0, 2.0, 1.0, 1.0])  # how much the best of the first n trials counts
+_PLAIN = 0  # the first way is the plain mean
 _HELPS = 0.05  # share of a service's variance that a mean must explain to count as a help
 
 
@@ -101,8 +103,7 @@ def pool(
 def _without_glitches(sources: Sequence[PastSource], rng: np.random.Generator) -> list[PastSource]:
     """Return the sources without values that are far too good to be true: far below what a forest that has not seen
     them expects. A source with many of them is taken at its word: it is another kind of service."""
-    scale = [(np.median(each.values), _MAD * np.median(np.abs(each.values - np.median(each.values)))) for each in sources]
-    values = np.concatenate([(each.values - mid) / (mad or 1.0) for each, (mid, mad) in zip(sources, scale, strict=True)])
+    values = np.concatenate([_robustly_scaled(each.values) for each in sources])
     rows = np.concatenate([_with(each.features, each.context) for each in sources])
     if len(rows) < _FEW_ROWS:
         return list(sources)
@@ -125,9 +126,17 @@ def _without_glitches(sources: Sequence[PastSource], rng: np.random.Generator) -
     return kept
 
 
+def _robustly_scaled(values: Floats) -> Floats:
+    off = values - np.median(values)
+    return np.asarray(off / (_MAD * float(np.median(np.abs(off))) or 1.0))
+
+
 def _best_common(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Floats:
-    """Return what the sources have in common (N,), by whichever way of averaging leads to the best first trials on
-    sources that are treated as new: the plain mean, that of their ranks, or a forest over either or both."""
+    """Return what the sources have in common (N,): the plain mean, or another way to average if it leads to clearly
+    better first trials (by a standard error) on sources that are treated as new.
+
+    The other ways: the mean of their ranks, which no outlier can move, a forest over either, and the average of all.
+    """
     held = rng.permutation(len(shapes))[:_HELD_OUT_FOR_MEAN] if len(shapes) > 3 else np.array([], np.intp)
     seed = int(rng.integers(1 << 31))
     found: list[Floats] = []
@@ -136,9 +145,14 @@ def _best_common(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.
         spread = max(float(shapes[s].std()), 1e-9)
         ways = _ways(shapes[rest], weights[rest], cells, seed)
         tops = [shapes[s][np.argsort(way, kind="stable")[: len(_FIRST_PICKS)]] for way in ways]
-        found.append(np.array([_FIRST_PICKS @ np.minimum.accumulate(top - shapes[s].min()) / spread for top in tops]))
+        picks = _FIRST_PICKS[: len(cells)]
+        found.append(np.array([picks @ np.minimum.accumulate(top - shapes[s].min()) / spread for top in tops]))
     ways = _ways(shapes, weights, cells, seed)
-    return ways[int(np.mean(found, axis=0).argmin())] if found else ways[0]
+    if not found:
+        return ways[_PLAIN]
+    better = np.array(found)[:, [_PLAIN]] - np.array(found)  # (held, ways), in spreads
+    sure = better.mean(0) - better.std(0) / np.sqrt(len(found))
+    return ways[int(sure.argmax())] if sure.max() > 0.0 else ways[_PLAIN]
 
 
 def _ways(shapes: Floats, weights: Floats, cells: Floats, seed: int) -> list[Floats]:
@@ -148,9 +162,10 @@ def _ways(shapes: Floats, weights: Floats, cells: Floats, seed: int) -> list[Flo
     scores = share @ ndtri((ranks + 0.5) / shapes.shape[1])
     scores *= mean.std() / max(float(scores.std()), 1e-9)
     some = np.random.default_rng(seed).permutation(len(cells))[: _MAX_ROWS // 2]
+    leaf = 3 if len(cells) >= _MANY_CELLS else 1  # of few cells each is a fact of its own, and no sample of a surface
     smooth = []
     for each in (mean, scores):
-        forest = ExtraTreesRegressor(n_estimators=_TREES, min_samples_leaf=3, random_state=seed, n_jobs=1)
+        forest = ExtraTreesRegressor(n_estimators=_SMOOTH_TREES, min_samples_leaf=leaf, random_state=seed, n_jobs=1)
         smooth.append(np.asarray(forest.fit(cells[some], each[some]).predict(cells)))
     return [mean, scores, smooth[0], smooth[1], (mean + scores + smooth[0] + smooth[1]) / 4.0]
 
@@ -243,9 +258,7 @@ def _with(features: Floats, context: Floats) -> Floats:
     return np.hstack([features, np.broadcast_to(context, (len(features), len(context)))])
 
 
-def _learn_scales(
-    shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator, *, noise: float
-) -> Scales:
+def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator, *, noise: float) -> Scales:
     """Return the scales that best explain, jointly, how past services differed from the mean of the others."""
     start = usual_scales(cells.shape[1], smooth=0.3, own=0.2, spread=0.7)
     if len(shapes) < 3:

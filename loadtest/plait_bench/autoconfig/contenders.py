@@ -55,7 +55,6 @@ class Maker:
             **self._learned[key],
         )  # fmt: skip
 
-
     def _forest_order(self, task: TuningTask, seed: int) -> Designer:
         service = task.service
         made = ForestOrderDesigner(

@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 from sklearn.ensemble import ExtraTreesRegressor
 
 from plait_autoconfig.designers.base import CellDesigner
+from plait_autoconfig.designers.protocols import ServiceContext
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate import reading
 from plait_autoconfig.surrogate.threads import one_thread
 
@@ -25,12 +29,24 @@ class ForestOrderDesigner(CellDesigner):
 
     name: ClassVar[str] = "forest-order"
 
+    def __init__(
+        self,
+        space: Space,
+        objective: Objective,
+        *,
+        seed: int,
+        library: Sequence[LibraryRun] = (),
+        context: ServiceContext | None = None,
+    ) -> None:
+        super().__init__(space, objective, seed=seed, library=library, context=context)
+        self._goal = objective.require_one_goal()
+
     @cached_property
     def predicted(self) -> NDArray[np.float64]:
         """The predicted log loss of every cell (N,), in spreads of a service."""
-        goal, rows, values = self.objective.require_one_goal(), [], []
+        rows, values = [], []
         for past in reading.past_services(self.library, self.space, self.objective, self.context):
-            losses = reading.log_losses(goal, [cell.outcome for cell in past.cells])
+            losses = reading.log_losses(self._goal, [cell.outcome for cell in past.cells])
             kept = np.array([self.objective.feasible(cell.outcome) for cell in past.cells], bool)
             if kept.sum() < 2:
                 continue

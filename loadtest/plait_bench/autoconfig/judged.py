@@ -30,7 +30,11 @@ def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Sequence[float]],
     if suite.trials >= 15:
         found["infeasible_6_to_15"] = ("trials", fmean, lambda curve: curve.bad_between(6, 15))
     if suite.trials >= CONFIRM_AFTER:
-        found["regret_confirmed_20"] = ("share", fmean, lambda curve: 1.0 if curve.confirmed is None else curve.confirmed)
+        found["regret_confirmed_20"] = (
+            "share",
+            fmean,
+            lambda curve: 1.0 if curve.confirmed is None else curve.confirmed,
+        )
     found["ask_ms"] = ("ms", fmean, lambda curve: 1e3 * fmean(curve.ask_s))
     return found
 

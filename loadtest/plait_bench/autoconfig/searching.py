@@ -17,6 +17,8 @@ __all__ = ["Falcon", "LlmPilot", "Searching"]
 
 _MANY_TRIALS, _MANY_SEEDS = 100, 3
 _ZERO_SHOT_SEEDS = 1  # a nested selection takes a minute or two
+
+
 class Searching(Workload):
     """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads: then every
     designer is compared with its own searches there, and only those that a library changes take part."""

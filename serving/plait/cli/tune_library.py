@@ -1,4 +1,4 @@
-"""`plait tune library`: past runs that jobs learn from. A library is one file, the one that a job names as `library`."""
+"""`plait tune library`: past runs that jobs learn from. A library is one file, which a job names as `library`."""
 
 from __future__ import annotations
 
