@@ -57,7 +57,7 @@ class ForestOrderDesigner(CellDesigner):
         if not rows:
             return self.rng.permutation(len(self.cells)).astype(float)
         with one_thread():
-            return _fitted(rows, values).predict(self.features)
+            return np.asarray(_fitted(rows, values).predict(self.features))
 
     def _choose(self, open_cells: NDArray[np.intp]) -> int:
         return int(open_cells[self.predicted[open_cells].argmin()])

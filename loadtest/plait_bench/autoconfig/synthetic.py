@@ -122,8 +122,12 @@ def suite(family: str = "", *, seed: int = 0) -> Suite:
         drawn = [replace(each, noise=_MUCH_NOISE) for each in drawn]
     if family != "features":
         drawn = [replace(each, context=replace(each.context, workload={})) for each in drawn]
-    change = {"negated": _upside_down, "shuffled": lambda each: _shuffled(each, rng)}.get(family, lambda each: each)
-    runs = [_remembered(change(each), rng, _GLITCHES if family == "glitch" else 0.0) for each in drawn]
+    past = drawn
+    if family == "negated":
+        past = [_upside_down(each) for each in drawn]
+    if family == "shuffled":
+        past = [_shuffled(each, rng) for each in drawn]
+    runs = [_remembered(each, rng, _GLITCHES if family == "glitch" else 0.0) for each in past]
     tasks = tuple(
         TuningTask(
             name=each.context.service, service=each,
@@ -141,7 +145,8 @@ def _remembered(service: Service, rng: np.random.Generator, glitches: float) -> 
     best = np.argsort(-service.values, kind="stable")[: len(service.values) // 5]
     good = set(rng.permutation(best)[: _REMEMBERED // 2].tolist())
     cells = sorted(good | set(rng.permutation(len(service.values))[: _REMEMBERED // 2].tolist()))
-    configs, trials = service.space.cells(), []
+    configs = service.space.cells()
+    trials: list[Trial] = []
     for at in cells:
         for repeat in range(int(rng.integers(1, 4)) if at in good else 1):
             shown = service.show(at, repeat, rng)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +16,19 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
+
+@contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """Translate the tuner's errors into plait's, for the commands; `local_run` has all of a job behind it."""
+    from plait.errors import PlaitError
+    from plait_autoconfig.errors import TunerError
+
+    try:
+        yield
+    except TunerError as error:
+        raise PlaitError(str(error)) from error
+
+
 Library = Annotated[Path, typer.Argument(help="the library: the file that a job names as `library`")]
 
 
@@ -23,6 +38,7 @@ def library() -> None:
 
 
 @app.command("import")
+@_errors_as_messages()
 def import_command(
     source: Annotated[Path, typer.Argument(help="a CSV file with a header, or JSON lines as `export` writes them")],
     into: Annotated[Path, typer.Option(help="the library, made if it does not exist")] = Path("library.log"),
@@ -44,6 +60,7 @@ def import_command(
 
 
 @app.command("list")
+@_errors_as_messages()
 def list_command(
     library: Library, *, as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False
 ) -> None:
@@ -60,6 +77,7 @@ def list_command(
 
 
 @app.command("show")
+@_errors_as_messages()
 def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="as `list` prints it")]) -> None:
     """Print one run as JSON lines: the run, then its trials."""
     from plait_autoconfig.errors import LibraryError
@@ -72,6 +90,7 @@ def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="a
 
 
 @app.command("export")
+@_errors_as_messages()
 def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a file of JSON lines")]) -> None:
     """Write a library to JSON lines, to keep or to pass on."""
     store = _existing(library)
@@ -80,6 +99,7 @@ def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a
 
 
 @app.command("merge")
+@_errors_as_messages()
 def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="the library to add")]) -> None:
     """Add all runs of another library; what is there already is not added twice."""
     _add_all(other, into=library)
