@@ -11,7 +11,7 @@ import csv
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome, Value
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, Value
 
 __all__ = ["CsvMap", "read_csv", "read_map"]
 
@@ -94,15 +94,6 @@ def read_csv(path: Path, mapped: CsvMap) -> LibraryRun:
         units={name: mapped.units.get(name, "") for name in mapped.knobs},
         goals=tuple(mapped.goals),
     )
-
-
-def measured_configs(runs: Sequence[LibraryRun]) -> tuple[Config, ...]:
-    """Return every configuration that the runs measured, in order of first appearance."""
-    found: dict[tuple[tuple[str, Value], ...], Config] = {}
-    for run in runs:
-        for trial in run.trials:
-            found.setdefault(tuple(sorted(trial.config.items())), trial.config)
-    return tuple(found.values())
 
 
 def _config(row: Mapping[str, str | None], knobs: Mapping[str, str]) -> dict[str, Value]:
