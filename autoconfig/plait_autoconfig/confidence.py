@@ -22,7 +22,7 @@ _FIRST, _FIRST_COUNTS = 0.05, 1.0  # the assumed relative noise, and how many re
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class LeaderOdds:
     """What is known after some measurements. `leader`: its index; `sure`: the probability that no other candidate is
     better than it by more than the tolerance; `wanted`: which one to measure next, None if that would add nothing.
 
@@ -44,7 +44,7 @@ def log_loss(objective: Objective, outcome: TrialOutcome) -> float:
     return float(np.log(value)) if goal.direction == "min" else -float(np.log(value))
 
 
-def standing(losses: Sequence[Sequence[float]], *, sure: float, times: int) -> Standing:
+def standing(losses: Sequence[Sequence[float]], *, sure: float, times: int) -> LeaderOdds:
     """Return who leads. `losses`: for each candidate the logarithms of its fresh measurements, lower is better.
 
     A candidate with an infinite loss (it failed, or broke a limit) is out. Candidates are measured once each first.
@@ -54,7 +54,7 @@ def standing(losses: Sequence[Sequence[float]], *, sure: float, times: int) -> S
     if not alive or unseen:
         waiting = tuple(float(at in unseen) for at in range(len(losses)))
         leader = alive[0] if alive else 0
-        return Standing(leader=leader, sure=0.0, wanted=unseen[0] if unseen else None, chances=waiting)
+        return LeaderOdds(leader=leader, sure=0.0, wanted=unseen[0] if unseen else None, chances=waiting)
     noise = _noise([losses[at] for at in alive])
     means = np.array([np.mean(losses[at]) for at in alive])
     variances = np.array([noise**2 / len(losses[at]) for at in alive])
@@ -67,7 +67,7 @@ def standing(losses: Sequence[Sequence[float]], *, sure: float, times: int) -> S
     every = np.zeros(len(losses))
     every[alive] = chances
     certain = float(max(0.0, 1.0 - chances.sum()))
-    return Standing(leader=alive[first], sure=certain, wanted=wanted, chances=tuple(every.tolist()))
+    return LeaderOdds(leader=alive[first], sure=certain, wanted=wanted, chances=tuple(every.tolist()))
 
 
 def _noise(groups: Sequence[Sequence[float]]) -> float:

@@ -37,6 +37,8 @@ from plait_autoconfig.values import Cell, Config, TrialOutcome
 _NOISE, _NOISE_TRIALS = 0.05, 1.0
 """The assumed relative noise of a trial if nothing was ever measured twice, here or in the library, and how many
 repeats that guess counts as."""
+_WILD = 1.5
+"""The log units (a factor of 4.5) by which repeats of one cell differ only if one of them is a glitch."""
 _MAX_PAST = 4.0
 """How many repeats the noise that past services had counts as, at most: this one's may differ."""
 _MARGIN_NOISE = 0.05
@@ -239,7 +241,7 @@ class PlaitDesigner(SobolDesigner):
             losses.append(reading.source_of(past, self.space, names, self._losses(outcomes, weights)))
             margins.append(reading.source_of(past, self.space, names, reading.margins(self.objective, outcomes)))
         return Pretrained(
-            loss=pool(losses, features, context, rng, noise=self._past_noise[0] or _NOISE),
+            loss=pool(losses, features, context, rng, noise=self._past_noise[0] or _NOISE, glitchy=self._glitchy),
             margin=pool(margins, features, context, rng, absolute=True),
         )
 
@@ -279,6 +281,13 @@ class PlaitDesigner(SobolDesigner):
         if len(self.objective.goals) != 1:
             return 0.0, 0.0
         return reading.noise_of([each for past in self._past for each in self._repeated(past.cells, np.ones(1))])
+
+    @property
+    def _glitchy(self) -> bool:
+        """Whether repeats of past services show wild values. Without that evidence none of theirs is doubted: what no
+        model foresees may be the very cell that is wanted."""
+        repeats = [each for past in self._past for each in self._repeated(past.cells, np.ones(1))]
+        return any(np.ptp(each) > _WILD for each in repeats)
 
     def _repeated(self, cells: Sequence[Cell], weights: Floats) -> list[Floats]:
         """Return the log losses of each cell that was measured several times."""

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from plait_autoconfig.confidence import Standing, log_loss, standing
+from plait_autoconfig.confidence import LeaderOdds, log_loss, standing
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -208,7 +208,7 @@ def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> St
     return None
 
 
-def confirmation(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> Standing:
+def confirmation(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> LeaderOdds:
     """Return how the candidates compare by their confirmation measurements, by configuration, in `done`."""
     groups = [done.get(config_key(config), []) for config in batch]
     raw = [[record.raw for record in group if record.valid and record.raw is not None] for group in groups]

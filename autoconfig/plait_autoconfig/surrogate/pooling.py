@@ -63,16 +63,17 @@ def pool(
     *,
     absolute: bool = False,
     noise: float = 0.0,
+    glitchy: bool = False,
 ) -> Background:
     """Return what the sources imply for a service with this `context` (F,) on `cells` (N, D).
 
     `absolute`: levels and spreads carry over from service to service, as those of a margin to a limit do. `noise`:
-    standard deviation of a source's values about the truth.
+    standard deviation of a source's values about the truth. `glitchy`: some of them are known to be wild.
     """
     useful = [source for source in sources if len(source.values) >= 2]
     if not useful:
         return no_background(cells)
-    if not absolute:
+    if glitchy and not absolute:
         useful = _without_glitches(useful, rng)
     levels, spreads = _levels(useful, absolute=absolute)
     shapes = _shapes(useful, levels, spreads, cells, rng)

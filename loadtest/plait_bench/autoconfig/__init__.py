@@ -3,7 +3,7 @@
 Workloads: `falcon` and `llm-pilot` (published tables, read from the data folder), `synthetic` (made-up services with
 noise and failing configurations, in several variants), and measurements of our own diffusion engine and ranker
 (`own-images`, `own-recommend`: `tables`). A round is a seed: all designers get the same number of trials and the same
-seeds; every service is new once, tuned with the others as its library. No designer is told the noise.
+seeds; every service is new once, tuned with the others as its library. No designer knows the noise.
 """
 
 from __future__ import annotations

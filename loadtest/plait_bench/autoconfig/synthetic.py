@@ -6,7 +6,7 @@ counts only what is in time. Memory grows with replicas, batch and precision; be
 configuration fails. The services of a family differ in all these constants, so that no single order of
 configurations fits all of them.
 
-Every service has a noise of its own, from 1 to 10 %, that no designer is told. Each is new once, with past jobs on
+Every service has a noise of its own, from 1 to 10 %, that no designer knows. Each is new once, with past jobs on
 the others as its library: 80 cells, the better ones measured up to three times, with noise like any trial. Variants:
 *features* (services come with numbers that determine their shape), *noisy* (10 % everywhere), *glitch* (one library
 trial in twenty shows 31 times the rest), and libraries that mislead: *negated* (only the worst configurations are

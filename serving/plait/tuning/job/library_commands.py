@@ -56,7 +56,7 @@ def import_command(
         return
     run = read_csv(source, read_map(map_))
     added = _store(into).add(run)
-    print(f"{run.run_id}: {added} of {len(run.trials)} trials added to {into}")
+    typer.echo(f"{run.run_id}: {added} of {len(run.trials)} trials added to {into}")
 
 
 @app.command("list")
@@ -67,10 +67,10 @@ def list_command(
     """List the runs: what was measured, how often, and over which knobs."""
     found = [_summary(run) for run in _existing(library).runs()]
     if as_json:
-        print(json.dumps(found, indent=1))
+        typer.echo(json.dumps(found, indent=1))
         return
     for each in found:
-        print(
+        typer.echo(
             f"{each['run_id']}: {each['service']}, {each['trials']} trials of {each['configurations']} configurations, "
             f"{each['failed']} failed; knobs {', '.join(each['knobs'])}; metrics {', '.join(each['metrics'])}"
         )
@@ -86,7 +86,7 @@ def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="a
     runs = {run.run_id: run for run in _existing(library).runs()}
     if run_id not in runs:
         raise LibraryError(f"{library} has no run {run_id!r}; it has {', '.join(runs) or 'none'}")
-    print("\n".join(dump_lines([runs[run_id]])))
+    typer.echo("\n".join(dump_lines([runs[run_id]])))
 
 
 @app.command("export")
@@ -95,7 +95,7 @@ def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a
     """Write a library to JSON lines, to keep or to pass on."""
     store = _existing(library)
     store.export_file(out)
-    print(f"{len(store.runs())} runs written to {out}")
+    typer.echo(f"{len(store.runs())} runs written to {out}")
 
 
 @app.command("merge")
@@ -112,7 +112,7 @@ def _add_all(source: Path, *, into: Path) -> None:
     runs = read_library(source).runs if source.suffix == ".jsonl" else _existing(source).runs()
     store = _store(into)
     added = sum(map(store.add, runs))
-    print(f"{len(runs)} runs, {added} trials added to {into}")
+    typer.echo(f"{len(runs)} runs, {added} trials added to {into}")
 
 
 def _store(path: Path) -> LibraryStore:
