@@ -41,6 +41,7 @@ _TOO_GOOD_SDS, _TOO_GOOD = 8.0, 2.5  # what makes a glitch: in median deviations
 _MAX_GLITCHES, _FEW_ROWS = 0.1, 40
 _HELD_OUT_FOR_MEAN, _SMOOTH_TREES, _MANY_CELLS = 6, 20, 200
 _FIRST_PICKS = np.array([3.0, 2.0, 2.0, 1.0, 1.0])  # how much the best of the first n trials counts
+_SURE_SES = 3.0  # with one, a handful of sources chose a worse way as often as a better one
 _PLAIN = 0  # the first way is the plain mean
 _HELPS = 0.05  # share of a service's variance that a mean must explain to count as a help
 
@@ -134,7 +135,7 @@ def _robustly_scaled(values: Floats) -> Floats:
 
 def _best_common(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Floats:
     """Return what the sources have in common (N,): the plain mean, or another way to average if it leads to clearly
-    better first trials (by a standard error) on sources that are treated as new.
+    better first trials (by three standard errors) on sources that are treated as new.
 
     The other ways: the mean of their ranks, which no outlier can move, a forest over either, and the average of all.
     """
@@ -152,7 +153,7 @@ def _best_common(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.
     if not found:
         return ways[_PLAIN]
     better = np.array(found)[:, [_PLAIN]] - np.array(found)  # (held, ways), in spreads
-    sure = better.mean(0) - better.std(0) / np.sqrt(len(found))
+    sure = better.mean(0) - _SURE_SES * better.std(0) / np.sqrt(len(found))
     return ways[int(sure.argmax())] if sure.max() > 0.0 else ways[_PLAIN]
 
 
