@@ -3,8 +3,7 @@
 Feurer, Letham, Bakshy, "Scalable meta-learning for Bayesian optimization using ranking-weighted Gaussian process
 ensembles" (arXiv 1802.02219): weights are the shares of posterior draws in which a model ranks the new service's
 trials with the fewest mistakes (the new model by leave-one-out), and a model that is mostly worse than the new one
-is dropped (section 4.3). Source processes see every measured cell up to `_POINTS`: with a sample of 90 of 1,440 the
-first trials were ten times further from the optimum. Symbols: N cells, n trials.
+is dropped (section 4.3). Source processes see every measured cell up to `_POINTS`. Symbols: N cells, n trials.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _TOO_GOOD_SDS, _TOO_GOOD = 8.0, 2.5  # what makes a glitch: in median deviations
 _MAX_GLITCHES, _FEW_ROWS = 0.1, 40
 _HELD_OUT_FOR_MEAN, _SMOOTH_TREES, _MANY_CELLS = 6, 20, 200
 _FIRST_PICKS = np.array([3.0, 2.0, 2.0, 1.0, 1.0])  # how much the best of the first n trials counts
-_SURE_SES = 3.0  # with one, a handful of sources chose a worse way as often as a better one
+_SURE_SES = 3.0  # a few sources that are left out say little
 _PLAIN = 0  # the first way is the plain mean
 _HELPS = 0.05  # share of a service's variance that a mean must explain to count as a help
 
