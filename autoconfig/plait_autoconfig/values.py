@@ -8,7 +8,7 @@ A *cell* is one configuration of the space; a *trial* measured one cell once. A 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Self, TypeAlias
@@ -120,18 +120,11 @@ class Cell:
     trials: tuple[Trial, ...]
 
 
-def mean_of(values: Sequence[float]) -> float:
-    """Return the mean of a metric over the repeats of a cell."""
-    return sum(values) / len(values)
-
-
-def pooled(
-    outcomes: Iterable[TrialOutcome], *, combine: Callable[[Sequence[float]], float] = mean_of
-) -> TrialOutcome | None:
+def pooled(outcomes: Iterable[TrialOutcome]) -> TrialOutcome | None:
     """Combine several outcomes of one cell into one; None if all of them are invalid (or there are none).
 
-    `combine` gives the mean of each metric that all valid ones have. A single failure decides: a configuration that
-    occasionally runs out of memory must not be recommended.
+    The mean of each metric that all valid ones have. A single failure decides: a configuration that occasionally
+    runs out of memory must not be recommended.
     """
     valid = [outcome for outcome in outcomes if not outcome.invalid]
     for outcome in valid:
@@ -143,18 +136,17 @@ def pooled(
     if not names:
         msg = "the repeats of a trial have no metric in common"
         raise TunerError(msg)
-    return TrialOutcome(metrics={name: combine([each.metrics[name] for each in valid]) for name in names})
+    return TrialOutcome(metrics={name: sum(each.metrics[name] for each in valid) / len(valid) for name in names})
 
 
-def cells_of(trials: Iterable[Trial], *, combine: Callable[[Sequence[float]], float] = mean_of) -> tuple[Cell, ...]:
-    """Return the trials by configuration, in order of first appearance, combined as by `pooled`; cells with only
-    invalid trials are left out."""
+def cells_of(trials: Iterable[Trial]) -> tuple[Cell, ...]:
+    """Return the trials by configuration, in order of first appearance; cells with only invalid trials are left out."""
     groups: dict[tuple[tuple[str, Value], ...], list[Trial]] = {}
     for trial in trials:
         groups.setdefault(tuple(sorted(trial.config.items())), []).append(trial)
     cells = []
     for group in groups.values():
-        outcome = pooled((trial.outcome for trial in group), combine=combine)
+        outcome = pooled(trial.outcome for trial in group)
         if outcome is not None:
             cells.append(Cell(config=group[0].config, outcome=outcome, trials=tuple(group)))
     return tuple(cells)

@@ -34,13 +34,9 @@ from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer
 from plait_autoconfig.surrogate.threads import one_thread
 from plait_autoconfig.values import Cell, Config, TrialOutcome
 
-_NOISE, _NOISE_TRIALS = 0.05, 1.0
-"""The assumed relative noise of a trial if nothing was ever measured twice, here or in the library, and how many
-repeats that guess counts as."""
-_WILD = 1.5
-"""The log units (a factor of 4.5) by which repeats of one cell differ only if one of them is a glitch."""
-_MAX_PAST = 4.0
-"""How many repeats the noise that past services had counts as, at most: this one's may differ."""
+_NOISE, _NOISE_TRIALS = 0.03, 2.0
+"""The assumed relative noise of a trial before any cell has been measured twice, and how many repeats that guess
+counts as."""
 _MARGIN_NOISE = 0.05
 _LIKELY = 0.6
 """The probability of being feasible above which open cells are preferred: as long as there are any, no other cell is
@@ -137,13 +133,11 @@ class PlaitDesigner(SobolDesigner):
             log_costs = self._log_costs(cells)
             values = values + reading.log_costs(outcomes) - log_costs[index]  # what is paid for memory stays in
         ran = np.isfinite(values)
-        noise, noise_spread = self._noise(cells, weights)
+        noise = self._noise(cells, weights)
         unit = _unit(back.loss, values[ran], noise, first=_COSTED_UNIT if self._costed else 1.0)
         repeats = np.array([float(len(cell.trials)) for cell in cells])
         shown = _levelled(values[ran] / unit, back.loss.mean[index[ran]])
-        data = TrialData(
-            index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit, noise_spread=noise_spread
-        )
+        data = TrialData(index=index[ran], values=shown, repeats=repeats[ran], noise=noise / unit)
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
             loss = replace(loss, means=loss.means + log_costs / unit)
@@ -241,8 +235,7 @@ class PlaitDesigner(SobolDesigner):
             losses.append(reading.source_of(past, self.space, names, self._losses(outcomes, weights)))
             margins.append(reading.source_of(past, self.space, names, reading.margins(self.objective, outcomes)))
         return Pretrained(
-            loss=pool(losses, features, context, rng, noise=self._past_noise[0] or _NOISE, glitchy=self._glitchy),
-            margin=pool(margins, features, context, rng, absolute=True),
+            loss=pool(losses, features, context, rng), margin=pool(margins, features, context, rng, absolute=True)
         )
 
     def _goal_weights(self) -> Floats:
@@ -264,37 +257,16 @@ class PlaitDesigner(SobolDesigner):
         scaled = np.array([_standardised(values) for values in each]) * weights[:, None]
         return np.asarray(scaled.max(0) + 0.05 * scaled.sum(0))
 
-    def _noise(self, cells: Sequence[Cell], weights: Floats) -> tuple[float, float]:
-        """Return the standard deviation of a trial about its cell, in log units, from the cells measured twice, here
-        and by past services; and how far off its logarithm may be."""
-        past, seen = self._past_noise
-        freedom = min(_MAX_PAST, seen) if past > 0.0 else _NOISE_TRIALS
-        squares = freedom * (past or _NOISE) ** 2
-        for values in self._repeated(cells, weights):
-            squares += float(((values - values.mean()) ** 2).sum())
-            freedom += len(values) - 1
-        return float(np.sqrt(squares / freedom)), float(1.0 / np.sqrt(1.0 + freedom))
-
-    @cached_property
-    def _past_noise(self) -> tuple[float, float]:
-        """The noise of past services, in log units, and from how many repeats it is known."""
-        if len(self.objective.goals) != 1:
-            return 0.0, 0.0
-        return reading.noise_of([each for past in self._past for each in self._repeated(past.cells, np.ones(1))])
-
-    @property
-    def _glitchy(self) -> bool:
-        """Whether repeats of past services show wild values. Without that evidence none of theirs is doubted: what no
-        model foresees may be the very cell that is wanted."""
-        repeats = [each for past in self._past for each in self._repeated(past.cells, np.ones(1))]
-        return any(np.ptp(each) > _WILD for each in repeats)
-
-    def _repeated(self, cells: Sequence[Cell], weights: Floats) -> list[Floats]:
-        """Return the log losses of each cell that was measured several times."""
-        if len(self.objective.goals) != 1:
-            return []
-        repeats = [[trial.outcome for trial in cell.trials if trial.outcome.failure is None] for cell in cells]
-        return [self._losses(each, weights) for each in repeats if len(each) > 1]
+    def _noise(self, cells: Sequence[Cell], weights: Floats) -> float:
+        """Return the standard deviation of a trial about its cell, in log units, from the cells measured twice."""
+        squares, freedom = _NOISE_TRIALS * _NOISE**2, _NOISE_TRIALS
+        for cell in cells:
+            valid = [trial.outcome for trial in cell.trials if trial.outcome.failure is None]
+            if len(valid) > 1 and len(self.objective.goals) == 1:
+                values = self._losses(valid, weights)
+                squares += float(((values - values.mean()) ** 2).sum())
+                freedom += len(valid) - 1
+        return float(np.sqrt(squares / freedom))
 
     def _infer_with_pending(self, background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
         """Infer with pending cells counted as if they had met expectations (the kriging believer, Ginsbourger 2010)."""

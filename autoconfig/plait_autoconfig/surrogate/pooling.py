@@ -12,10 +12,9 @@ Symbols: N cells, D features of a cell, S sources, n trials of a source, F featu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import ndtri
 from sklearn.ensemble import ExtraTreesRegressor
 
 from plait_autoconfig.surrogate.background import (
@@ -36,13 +35,6 @@ _OWN_LENGTH, _OWN_SD, _OWN_NOISE = 0.5, 0.5, 0.2  # of that process: in cube dia
 _HELD_OUT, _PROBES = 6, 40  # sources that are treated as new, and how many of their cells are looked at
 _CLOUD, _ROUNDS = 64, 3  # hypotheses about the scales in each round
 _LEVEL_SD = 0.5  # of a margin's level from service to service, where -1 is a failure and 1 is far from every limit
-_MAD = 1.4826  # a normal distribution's standard deviation by its median absolute deviation
-_TOO_GOOD_SDS, _TOO_GOOD = 8.0, 2.5  # what makes a glitch: in median deviations, and in spreads
-_MAX_GLITCHES, _FEW_ROWS = 0.1, 40
-_HELD_OUT_FOR_MEAN, _SMOOTH_TREES, _MANY_CELLS = 6, 20, 200
-_FIRST_PICKS = np.array([3.0, 2.0, 2.0, 1.0, 1.0])  # how much the best of the first n trials counts
-_SURE_SES = 3.0  # a few sources that are left out say little
-_PLAIN = 0  # the first way is the plain mean
 _HELPS = 0.05  # share of a service's variance that a mean must explain to count as a help
 
 
@@ -57,25 +49,15 @@ class PastSource:
 
 
 def pool(
-    sources: Sequence[PastSource],
-    cells: Floats,
-    context: Floats,
-    rng: np.random.Generator,
-    *,
-    absolute: bool = False,
-    noise: float = 0.0,
-    glitchy: bool = False,
+    sources: Sequence[PastSource], cells: Floats, context: Floats, rng: np.random.Generator, *, absolute: bool = False
 ) -> Background:
     """Return what the sources imply for a service with this `context` (F,) on `cells` (N, D).
 
-    `absolute`: levels and spreads carry over from service to service, as those of a margin to a limit do. `noise`:
-    standard deviation of a source's values about the truth. `glitchy`: some of them are known to be wild.
+    `absolute`: levels and spreads carry over from service to service, as those of a margin to a limit do.
     """
     useful = [source for source in sources if len(source.values) >= 2]
     if not useful:
         return no_background(cells)
-    if glitchy and not absolute:
-        useful = _without_glitches(useful, rng)
     levels, spreads = _levels(useful, absolute=absolute)
     shapes = _shapes(useful, levels, spreads, cells, rng)
     if not absolute:
@@ -84,8 +66,6 @@ def pool(
     contexts = np.array([source.context for source in useful])
     common = weights @ shapes / weights.sum()
     mean, gain = common, _gain(shapes, weights)
-    if not absolute:
-        mean = _best_common(shapes, weights, cells, rng)
     if contexts.shape[1] and np.ptp(contexts, axis=0).any():
         by_context = _ByContext(shapes, contexts, cells, rng)
         if by_context.gain.mean() > gain.mean():
@@ -96,80 +76,10 @@ def pool(
         deviations=shapes - common,
         unit=1.0 if absolute else float(np.median(spreads)),
         trust=min(0.95, float((np.sum(gain > _HELPS) + 1.0) / (len(gain) + 2.0))),
-        scales=_learn_scales(shapes, weights, cells, rng, noise=0.0 if absolute else noise / float(np.median(spreads))),
+        scales=_learn_scales(shapes, weights, cells, rng),
         cold=usual_scales(cells.shape[1], smooth=1.0, own=0.1, spread=0.9),
         offset_sd=_LEVEL_SD if absolute else FREE_OFFSET_SD,
     )
-
-
-def _without_glitches(sources: Sequence[PastSource], rng: np.random.Generator) -> list[PastSource]:
-    """Return the sources without values that are far too good to be true: far below what a forest that has not seen
-    them expects. A source with many of them is taken at its word: it is another kind of service."""
-    values = np.concatenate([_robustly_scaled(each.values) for each in sources])
-    rows = np.concatenate([_with(each.features, each.context) for each in sources])
-    if len(rows) < _FEW_ROWS:
-        return list(sources)
-    some = rng.permutation(len(rows))[:_MAX_ROWS]
-    seed = int(rng.integers(1 << 31))
-    forest = ExtraTreesRegressor(
-        n_estimators=_TREES, min_samples_leaf=_LEAF, bootstrap=True, oob_score=True, random_state=seed, n_jobs=1
-    ).fit(rows[some], values[some])
-    expected = forest.predict(rows)
-    expected[some] = forest.oob_prediction_
-    off = expected - values
-    glitch = off > max(_TOO_GOOD_SDS * _MAD * float(np.median(np.abs(off))), _TOO_GOOD)
-    kept, start = [], 0
-    for each in sources:
-        mine = glitch[start : start + len(each.values)]
-        start += len(each.values)
-        if 0 < mine.sum() <= _MAX_GLITCHES * len(mine):
-            each = replace(each, features=each.features[~mine], values=each.values[~mine])  # noqa: PLW2901
-        kept.append(each)
-    return kept
-
-
-def _robustly_scaled(values: Floats) -> Floats:
-    off = values - np.median(values)
-    return np.asarray(off / (_MAD * float(np.median(np.abs(off))) or 1.0))
-
-
-def _best_common(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Floats:
-    """Return what the sources have in common (N,): the plain mean, or another way to average if it leads to clearly
-    better first trials (by three standard errors) on sources that are treated as new.
-
-    The other ways: the mean of their ranks, which no outlier can move, a forest over either, and the average of all.
-    """
-    held = rng.permutation(len(shapes))[:_HELD_OUT_FOR_MEAN] if len(shapes) > 3 else np.array([], np.intp)
-    seed = int(rng.integers(1 << 31))
-    found: list[Floats] = []
-    for s in held:
-        rest = np.arange(len(shapes)) != s
-        spread = max(float(shapes[s].std()), 1e-9)
-        ways = _ways(shapes[rest], weights[rest], cells, seed)
-        tops = [shapes[s][np.argsort(way, kind="stable")[: len(_FIRST_PICKS)]] for way in ways]
-        picks = _FIRST_PICKS[: len(cells)]
-        found.append(np.array([picks @ np.minimum.accumulate(top - shapes[s].min()) / spread for top in tops]))
-    ways = _ways(shapes, weights, cells, seed)
-    if not found:
-        return ways[_PLAIN]
-    better = np.array(found)[:, [_PLAIN]] - np.array(found)  # (held, ways), in spreads
-    sure = better.mean(0) - _SURE_SES * better.std(0) / np.sqrt(len(found))
-    return ways[int(sure.argmax())] if sure.max() > 0.0 else ways[_PLAIN]
-
-
-def _ways(shapes: Floats, weights: Floats, cells: Floats, seed: int) -> list[Floats]:
-    share = weights / weights.sum()
-    mean = share @ shapes
-    ranks = np.argsort(np.argsort(shapes, axis=1), axis=1)
-    scores = share @ ndtri((ranks + 0.5) / shapes.shape[1])
-    scores *= mean.std() / max(float(scores.std()), 1e-9)
-    some = np.random.default_rng(seed).permutation(len(cells))[: _MAX_ROWS // 2]
-    leaf = 3 if len(cells) >= _MANY_CELLS else 1  # of few cells each is a fact of its own, and no sample of a surface
-    smooth = []
-    for each in (mean, scores):
-        forest = ExtraTreesRegressor(n_estimators=_SMOOTH_TREES, min_samples_leaf=leaf, random_state=seed, n_jobs=1)
-        smooth.append(np.asarray(forest.fit(cells[some], each[some]).predict(cells)))
-    return [mean, scores, smooth[0], smooth[1], (mean + scores + smooth[0] + smooth[1]) / 4.0]
 
 
 def _levels(sources: Sequence[PastSource], *, absolute: bool) -> tuple[Floats, Floats]:
@@ -260,7 +170,7 @@ def _with(features: Floats, context: Floats) -> Floats:
     return np.hstack([features, np.broadcast_to(context, (len(features), len(context)))])
 
 
-def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator, *, noise: float) -> Scales:
+def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Scales:
     """Return the scales that best explain, jointly, how past services differed from the mean of the others."""
     start = usual_scales(cells.shape[1], smooth=0.3, own=0.2, spread=0.7)
     if len(shapes) < 3:
@@ -273,7 +183,7 @@ def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random
             cells=cells, mean=mean, deviations=shapes[rest] - mean, unit=1.0, trust=1.0, scales=start, cold=start
         )
         probes = rng.permutation(len(cells))[:_PROBES]
-        data = TrialData(index=probes, values=shapes[s, probes], repeats=np.ones(len(probes)), noise=noise)
+        data = TrialData(index=probes, values=shapes[s, probes], repeats=np.ones(len(probes)), noise=0.0)
         tasks.append((background, data))
     centre = start.vector()
     theta, step = centre + rng.standard_normal((_CLOUD, len(centre))), 1.0

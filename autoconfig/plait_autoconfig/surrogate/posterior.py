@@ -5,10 +5,8 @@ around those that explain the trials best, and the best few are averaged, weight
 hypothesis is a Gaussian process, so everything below is matrix algebra over the whole cloud at once, without
 gradients.
 
-Half of the cloud believes the background, half doubts it: there its mean may count with any factor, also with a
-negative one, since a library can be systematically wrong. The marginal likelihood of the halves determines the weight
-of the background: a misleading library loses its influence after a few trials. How noisy a trial is belongs to the
-hypotheses, too.
+Half of the cloud believes the background, half does not. The marginal likelihood of the halves determines the weight
+of the background: a misleading library loses its influence after a few trials.
 
 Symbols: n trials, N cells, D features, P hypotheses, K of them kept.
 """
@@ -24,7 +22,6 @@ from plait_autoconfig.surrogate.background import Background, Floats, Indices, S
 from plait_autoconfig.surrogate.kernels import matern, matern_between
 
 _SLOPE_SD = 0.3  # spreads of services over the same space differ by about so much
-_DOUBTED_SLOPE_SD = 0.7  # of the factor with which the background's mean counts for those that doubt it
 _JITTER = 1e-6
 _BORDER = 1e100  # more than any squared norm, so that a bordered covariance is positive definite
 _STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
@@ -38,15 +35,14 @@ _LOST = 0.01  # a half with less weight than this is not looked at any closer
 class TrialData:
     """Trials by cell: `index` (n,) of the cells, `values` (n,) means over `repeats` (n,) trials.
 
-    `noise`: standard deviation of one trial about its cell's true value, and `noise_spread` that of its logarithm.
-    Values and noise are in the background's unit.
+    `noise`: standard deviation of one trial about its cell's true value. Values and noise are in the background's
+    unit.
     """
 
     index: Indices
     values: Floats
     repeats: Floats
     noise: float
-    noise_spread: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,13 +84,12 @@ def infer(background: Background, data: TrialData, rng: np.random.Generator) -> 
 
 def log_evidence(background: Background, data: TrialData, theta: Floats) -> Floats:
     """Return the log marginal likelihood (P,) of the trials under `theta` (P, 3 + D) that believe the background."""
-    return _CovarianceParts(background, data).log_evidence(True, np.pad(theta, ((0, 0), (0, 1))))
+    return _CovarianceParts(background, data).log_evidence(True, theta)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """Hypotheses of one half: `theta` (P, 4 + D) as in `Scales.vector`, followed by the logarithm of how much noisier
-    trials are than assumed; `evidence` and `fit` (P,).
+    """Hypotheses of one half: `theta` (P, 3 + D) as in `Scales.vector`, `evidence` and `fit` (P,).
 
     `fit` is the evidence plus the log prior of the hypothesis: the log posterior up to a constant.
     """
@@ -112,16 +107,14 @@ class _Round:
     ) -> _Round:
         """Draw the first round from the prior."""
         scales = background.scales if believes else background.cold
-        drawn = rng.standard_normal((size, 4 + background.cells.shape[1]))
-        drawn[0] = 0.0
-        centre, spread = parts.centre(scales), parts.spread(scales)
-        return cls.of(parts, scales, believes, centre + spread * drawn)
+        noise = rng.standard_normal((size, 3 + background.cells.shape[1]))
+        noise[0] = 0.0
+        return cls.of(parts, scales, believes, scales.vector() + scales.spread * noise)
 
     @classmethod
     def of(cls, parts: _CovarianceParts, scales: Scales, believes: bool, theta: Floats) -> _Round:
         evidence = parts.log_evidence(believes, theta)
-        off = (theta - parts.centre(scales)) / np.maximum(parts.spread(scales), 1e-9)
-        fit = evidence - 0.5 * (off**2).sum(1)
+        fit = evidence - 0.5 * (((theta - scales.vector()) / scales.spread) ** 2).sum(1)
         return cls(parts=parts, scales=scales, believes=believes, theta=theta, evidence=evidence, fit=fit)
 
     def mean_evidence(self) -> float:
@@ -134,7 +127,7 @@ class _Round:
         best = self._best(kept)
         for step in _STEPS:
             parents = best.theta[rng.integers(0, len(best.theta), len(self.theta))]
-            moved = parents + step * self.parts.spread(self.scales) * rng.standard_normal(parents.shape)
+            moved = parents + step * self.scales.spread * rng.standard_normal(parents.shape)
             best = best._joined(self.of(self.parts, self.scales, self.believes, moved))._best(kept)
         return best
 
@@ -166,19 +159,11 @@ class _CovarianceParts:
         self._squares = (seen[rows] - seen[columns]).T ** 2  # (D, n (n - 1) / 2)
         self._mean = background.mean[data.index]
         self._mixed = background.deviations[:, data.index] / np.sqrt(max(1, len(background.deviations)))
-        self._products = np.outer(self._mean, self._mean)
+        self._sloped = _SLOPE_SD**2 * np.outer(self._mean, self._mean)
         self._mixes = self._mixed.T @ self._mixed
 
-    def centre(self, scales: Scales) -> Floats:
-        """Return the usual hypothesis (4 + D,)."""
-        return np.append(scales.vector(), 0.0)
-
-    def spread(self, scales: Scales) -> Floats:
-        """Return the standard deviations of hypotheses about it (4 + D,)."""
-        return np.append(np.full(len(scales.lengths) + 3, scales.spread), self._data.noise_spread)
-
     def log_evidence(self, believes: bool, theta: Floats) -> Floats:
-        """Return the log marginal likelihood (P,) of the trials under hypotheses `theta` (P, 4 + D)."""
+        """Return the log marginal likelihood (P,) of the trials under hypotheses `theta` (P, 3 + D)."""
         count = len(self._data.index)
         bordered = np.empty((len(theta), count + 1, count + 1))  # the last row of its factor is the whitened rest
         bordered[:, :count, :count] = self._covariance(believes, theta)
@@ -190,19 +175,16 @@ class _CovarianceParts:
         return np.asarray(-0.5 * (white**2).sum(1) - logdet)
 
     def predict(self, believes: bool, theta: Floats) -> tuple[Floats, Floats]:
-        """Return mean and standard deviation (N,) of the true value of every cell under one hypothesis (4 + D,)."""
+        """Return mean and standard deviation (N,) of the true value of every cell under one hypothesis (3 + D,)."""
         back, index = self._background, self._data.index
         mix, smooth, own = np.exp(2.0 * theta[:3])
-        scaled = back.cells / np.exp(theta[3:-1])
+        scaled = back.cells / np.exp(theta[3:])
         cross = back.offset_sd**2 + smooth * matern_between(scaled, scaled[index])  # (N, n)
         prior = np.full(len(back.mean), back.offset_sd**2 + smooth + own)
-        slope = _SLOPE_SD if believes else _DOUBTED_SLOPE_SD
-        cross += slope**2 * np.outer(back.mean, self._mean)
-        prior += slope**2 * back.mean**2
         if believes:
             deviations = back.deviations / np.sqrt(max(1, len(back.deviations)))
-            cross += mix * (deviations.T @ self._mixed)
-            prior += mix * (deviations**2).sum(0)
+            cross += _SLOPE_SD**2 * np.outer(back.mean, self._mean) + mix * (deviations.T @ self._mixed)
+            prior += _SLOPE_SD**2 * back.mean**2 + mix * (deviations**2).sum(0)
         cross[index, np.arange(len(index))] += own
         lower = np.linalg.cholesky(self._covariance(believes, theta[None])[0])
         white = solve_triangular(lower, cross.T, lower=True, check_finite=False)  # (n, N)
@@ -218,12 +200,11 @@ class _CovarianceParts:
         count = len(self._data.index)
         mix, smooth, own = np.exp(2.0 * theta[:, :3]).T[:, :, None]
         matrix = np.zeros((len(theta), count, count))
-        matrix.reshape(len(theta), -1)[:, self._pairs] = smooth * matern(np.exp(-2.0 * theta[:, 3:-1]) @ self._squares)
+        matrix.reshape(len(theta), -1)[:, self._pairs] = smooth * matern(np.exp(-2.0 * theta[:, 3:]) @ self._squares)
         matrix += self._background.offset_sd**2
-        matrix += (_SLOPE_SD if believes else _DOUBTED_SLOPE_SD) ** 2 * self._products
         if believes:
-            matrix += mix[:, :, None] * self._mixes
-        noise = np.exp(2.0 * theta[:, -1:]) * self._data.noise**2 / self._data.repeats + _JITTER
+            matrix += self._sloped + mix[:, :, None] * self._mixes
+        noise = self._data.noise**2 / self._data.repeats + _JITTER
         matrix[:, np.arange(count), np.arange(count)] += smooth + own + noise
         return matrix
 

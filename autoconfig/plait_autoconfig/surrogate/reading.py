@@ -16,14 +16,8 @@ from plait_autoconfig.surrogate.pooling import PastSource
 from plait_autoconfig.values import Cell, Hardware, TrialOutcome, WorkloadFeatures, cells_of
 
 _FLOOR = 0.02
-"""The lower bound of a metric as a share of a good value: 50 times worse is bad enough, and a goodput of 0 has no
+"""The lower bound of a metric as a share of its best value: 50 times worse is bad enough, and a goodput of 0 has no
 logarithm."""
-_GOOD = 0.9
-"""Which quantile of a service's values is a good one."""
-_MAD = 1.4826
-"""A normal distribution's standard deviation by its median absolute deviation."""
-_MEDIANS, _SHARE = 5.0, 0.5
-"""A repeat is a glitch if it is further from the median than so many median deviations and this share of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,21 +37,12 @@ def past_services(
     return tuple(
         PastService(
             name=run.service,
-            cells=cells_of(run.trials, combine=without_glitches),
+            cells=cells_of(run.trials),
             features=features_of(run.workload, run.hardware),
             weight=weight_of(run, versions=context.versions, hardware=context.hardware, at=context.at),
         )
         for run in usable_runs(library, space, objective)
     )
-
-
-def without_glitches(values: Sequence[float]) -> float:
-    """Return the mean of a cell's repeats, without those that a hiccup of the machine explains better than the cell."""
-    known = np.asarray(values, np.float64)
-    middle = np.median(known)
-    off = np.abs(known - middle)
-    kept = off <= max(_MEDIANS * float(np.median(off)), _SHARE * abs(float(middle)))
-    return float(known[kept].mean()) if len(known) > 2 else float(known.mean())
 
 
 def features_of(workload: WorkloadFeatures, hardware: Hardware) -> dict[str, float]:
@@ -86,19 +71,8 @@ def log_losses(goal: Goal, outcomes: Sequence[TrialOutcome]) -> Floats:
     known = raw[np.isfinite(raw)]
     if not known.size or known.min() < 0.0 or known.max() == 0.0:
         return sign * raw
-    best = np.quantile(known, _GOOD)  # and not the best: a single glitch would lift the floor above everything else
-    lowest = known[known > 0].min() if goal.direction == "min" or best <= 0.0 else _FLOOR * best
+    lowest = known[known > 0].min() if goal.direction == "min" else _FLOOR * known.max()
     return np.asarray(sign * np.log(np.maximum(raw, lowest)))
-
-
-def noise_of(values: Sequence[Floats]) -> tuple[float, float]:
-    """Return the standard deviation of a trial about its cell, from cells measured several times (their values in log
-    units), and how many repeats it was seen in; robust: half of the repeats may be glitches."""
-    off = [np.abs(each - np.median(each)) * np.sqrt(len(each) / (len(each) - 1)) for each in values if len(each) > 1]
-    if not off:
-        return 0.0, 0.0
-    pairs = np.concatenate([each[each > 0.0] if (each > 0.0).any() else each[:1] for each in off])
-    return float(_MAD * np.median(pairs)), float(sum(len(each) - 1 for each in off))
 
 
 def log_costs(outcomes: Sequence[TrialOutcome]) -> Floats:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from scipy.stats import multivariate_normal
@@ -15,7 +13,7 @@ from plait_autoconfig.surrogate.kernels import matern_between
 from plait_autoconfig.surrogate.maml import fresh_network, meta_trained
 from plait_autoconfig.surrogate.pooling import PastSource, pool
 from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer, log_evidence
-from plait_autoconfig.surrogate.reading import margins, noise_of, without_glitches
+from plait_autoconfig.surrogate.reading import margins
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
 CELLS = np.stack(np.meshgrid(np.linspace(0, 1, 6), np.linspace(0, 1, 5), indexing="ij"), -1).reshape(-1, 2)
@@ -213,54 +211,3 @@ def test_meta_training_prepares_for_a_new_service():
         for network in (trained, fresh_network(2, 0))
     ]
     assert errors[0] < 0.5 * errors[1]
-
-
-def test_a_library_that_is_systematically_wrong_is_turned_round():
-    """Three trials of a service in which good and bad are swapped: what was said to be worst is now expected to be
-    better than what was said to be best."""
-    back = background()
-    order = np.argsort(SURFACE)
-    told = infer(back, data(-SURFACE, [int(order[0]), int(order[10]), int(order[20])]), np.random.default_rng(0))
-    assert told.trust < 0.2
-    assert told.mean()[order[-1]] < told.mean()[order[0]]
-
-
-def test_noise_is_learned_from_repeats_and_a_glitch_is_no_noise():
-    """Of 40 pairs with a noise of 10 %, two are off by a factor of 31."""
-    rng = np.random.default_rng(0)
-    pairs = [rng.normal(3.0, 0.1, 2) for _ in range(40)]
-    pairs[0][1] += np.log(31.0)
-    pairs[1][0] += np.log(31.0)
-    noise, seen = noise_of(pairs)
-    assert noise == pytest.approx(0.1, rel=0.4)
-    assert seen == 40.0
-    assert noise_of([np.ones(1)]) == (0.0, 0.0)
-
-
-def test_one_wild_repeat_does_not_decide_a_mean():
-    """Of three; of two nobody knows which is wrong."""
-    assert without_glitches([1.0, 1.1, 31.0]) == pytest.approx(1.05)
-    assert without_glitches([1.0, 1.2, 1.1]) == pytest.approx(1.1)
-    assert without_glitches([1.0, 31.0]) == 16.0
-
-
-def test_values_too_good_to_be_true_are_not_pooled():
-    """A single one of 31 times the rest in one service of four: the mean stays as it was."""
-    made = sources(4, 1)
-    worst = int(SURFACE.argmax())
-    values = made[0].values.copy()
-    values[worst] -= 40.0
-    spoiled = [replace(made[0], values=values), *made[1:]]
-    clean, pooled = (pool(some, CELLS, np.zeros(0), np.random.default_rng(0), glitchy=True) for some in (made, spoiled))
-    assert int(pooled.mean.argmax()) == int(clean.mean.argmax())
-    assert np.corrcoef(pooled.mean, SURFACE)[0, 1] > 0.98
-
-
-def test_more_noise_is_believed_when_trials_scatter():
-    """Neighbours that differ by far more than the assumed noise: with doubts about it, the posterior is smoother."""
-    back = no_background(CELLS)
-    values = np.where(np.arange(len(CELLS)) % 2 == 0, 0.3, -0.3)
-    sharp = data(values, list(range(len(CELLS))))
-    unsure = replace(sharp, noise_spread=2.0)
-    kept, smoothed = (infer(back, each, np.random.default_rng(0)).mean() for each in (sharp, unsure))
-    assert np.abs(smoothed).mean() < np.abs(kept).mean()
