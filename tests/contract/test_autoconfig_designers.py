@@ -10,7 +10,7 @@ from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.protocols import MakesDesigner
 from plait_autoconfig.designers.testing import DesignerConformance
-from plait_bench.autoconfig.rgpe import RgpeDesigner
+from plait_bench.autoconfig.forest_order import ForestOrderDesigner
 
 
 class TestRandom(DesignerConformance):
@@ -88,11 +88,22 @@ class TestPlait(DesignerConformance):
 
 
 class TestRgpe(DesignerConformance):
-    """The benchmark's ensemble of Gaussian processes."""
+    """An ensemble of Gaussian processes."""
+
+    several_goals = False
+
+    @pytest.fixture
+    def make(self) -> MakesDesigner:
+        """The registered constructor."""
+        return maker_of("rgpe")
+
+
+class TestForestOrder(DesignerConformance):
+    """The benchmark's static order."""
 
     several_goals = False
 
     @pytest.fixture
     def make(self) -> MakesDesigner:
         """Not registered: it belongs to the benchmark."""
-        return RgpeDesigner
+        return ForestOrderDesigner

@@ -95,6 +95,7 @@ class PlaitDesigner(SobolDesigner):
         self._seed = seed
         self._unknown_configs: list[Config] = []  # told, but not in the sample that stands for a large space
         self._pooled: dict[tuple[float, ...], Pretrained] = {}
+        self._latest: tuple[object, Beliefs] | None = None
         if pretrained is not None:
             self._pooled[(0.0, 1.0)] = pretrained
 
@@ -107,8 +108,19 @@ class PlaitDesigner(SobolDesigner):
 
     def beliefs(self) -> Beliefs:
         """Return what the library and the trials so far imply for every cell: a pure function of them and the seed."""
-        with one_thread():
-            return self._believed()
+        state = (len(self.trials), self.pending())
+        if self._latest is None or self._latest[0] != state:
+            with one_thread():
+                self._latest = state, self._believed()
+        return self._latest[1]
+
+    def ranked(self) -> tuple[Config, ...]:
+        """Return the cells that were tried and kept all limits, lowest expected loss first: a lucky trial counts only
+        as far as its neighbours and its noise allow."""
+        index, cells = self._seen()
+        loss = self.beliefs().loss.mean()
+        kept = [(loss[at], n) for n, at in enumerate(index) if self.objective.feasible(cells[n].outcome)]
+        return tuple(cells[n].config for _, n in sorted(kept))
 
     def _believed(self) -> Beliefs:
         rng = np.random.default_rng([self._seed, len(self.trials)])

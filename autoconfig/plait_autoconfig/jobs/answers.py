@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.plan import ranked_candidates
+from plait_autoconfig.jobs.plan import confirmation, ranked_candidates
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, Recommendation
@@ -114,7 +114,7 @@ def _with_sentence(
         text = f"{_settings(made)}: {_gains(made)}{_verdict(made)}."
     else:
         text = f"Keep the reference: {_why_keep(spec, records)}."
-    text += f" {_basis(made)}"
+    text += f" {_basis(made)}{_best_of(spec, records, made)}"
     if reference is not None and reference.outcome.failure is None and not spec.goal.feasible(reference.outcome):
         missed = [name for name, excess in spec.goal.excesses(reference.outcome).items() if excess > 0.0]
         text += f" The reference itself misses {' and '.join(missed)}."
@@ -152,6 +152,20 @@ def _basis(made: Recommendation) -> str:
     if made.confirmed:
         return f"From {made.rounds} fresh measurement{'s' * (made.rounds != 1)} of each, in turn, after the search."
     return "It was not measured again after the search, and the best of several trials is partly the luckiest."
+
+
+def _best_of(spec: JobSpec, records: Sequence[Record], made: Recommendation) -> str:
+    """Return how sure it is that no other candidate that was measured again is better; empty if it was the only one."""
+    if not made.confirmed or not made.changes or len(spec.goal.goals) > 1:
+        return ""
+    done: dict[Hashable, list[Record]] = {}
+    for record in records:
+        if record.kind is MeasurementKind.CONFIRM and record.key != config_key(spec.default):
+            done.setdefault(record.key, []).append(record)
+    if len(done) < 2:
+        return ""
+    now = confirmation(spec, [group[0].config for group in done.values()], done)
+    return f" That none of the other {len(done) - 1} measured again is better by 1 %: {100.0 * now.sure:.0f} % sure."
 
 
 def _why_keep(spec: JobSpec, records: Sequence[Record]) -> str:

@@ -7,10 +7,11 @@ nowhere else. First comes the reference, then trials interleaved with the refere
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from plait_autoconfig.confidence import LeaderOdds, log_loss, standing
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -197,7 +198,7 @@ def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> St
     done = _by_key(active, MeasurementKind.CONFIRM)
     for start in range(0, len(candidates), max(1, size)):
         batch = candidates[start : start + size]
-        step = _next_of_batch([spec.default, *batch], done, spec.confirm.times)
+        step = _next_of_batch([spec.default, *_contenders(spec, batch, done)], done, spec.confirm.times)
         if isinstance(step, RunMeasurement) and outlook.left_s is not None and outlook.left_s <= 0.0:
             return None
         if step is not None:
@@ -205,6 +206,22 @@ def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> St
         if any(_is_confirmed(spec, done.get(config_key(config), [])) for config in batch):
             return None
     return None
+
+
+def confirmation(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> LeaderOdds:
+    """Return how the candidates compare by their confirmation measurements, by configuration, in `done`."""
+    groups = [done.get(config_key(config), []) for config in batch]
+    raw = [[record.raw for record in group if record.valid and record.raw is not None] for group in groups]
+    losses = [[log_loss(spec.goal, outcome) for outcome in group] for group in raw]
+    return standing(losses, sure=spec.confirm.sure, times=spec.confirm.times)
+
+
+def _contenders(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> list[Config]:
+    """Return the candidates that may still win; all of a front, where nobody does."""
+    if len(spec.goal.goals) > 1:
+        return list(batch)
+    now = confirmation(spec, batch, done)
+    return [config for at, config in enumerate(batch) if at == now.leader or now.chances[at] >= 1.0 - spec.confirm.sure]
 
 
 def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]], times: int) -> Step | None:

@@ -129,10 +129,14 @@ class Budget(_SpecModel):
 
 
 class Confirm(_SpecModel):
-    """The `best` candidates are measured `times` more, alternating with the reference, before one is recommended."""
+    """The `best` candidates are measured up to `times` more, alternating with the reference, before one is recommended.
+
+    One that is worse than the leader with the probability `sure` is not measured again.
+    """
 
     best: int = Field(default=2, ge=0, le=20)
     times: int = Field(default=2, ge=1, le=50)
+    sure: float = Field(default=0.9, gt=0.5, lt=1)
 
 
 class Reference(_SpecModel):

@@ -1,9 +1,9 @@
 """Designers on services whose every configuration is known: how many trials until a good one is found?
 
 Workloads: `falcon` and `llm-pilot` (published tables, read from the data folder), `synthetic` (made-up services with
-noise and failing configurations; also without a library and with a misleading one), and measurements of our own
-diffusion engine and ranker (`own-images`, `own-recommend`: `tables`). A round is a seed: all designers get the same
-number of trials and the same seeds; every service is tuned with the others as its library.
+noise and failing configurations, in several variants), and measurements of our own diffusion engine and ranker
+(`own-images`, `own-recommend`: `tables`). A round is a seed: all designers get the same number of trials and the same
+seeds; every service is new once, tuned with the others as its library. No designer knows the noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from plait_bench.errors import SystemUnavailable
 
 NAME = "autoconfig"
 SEEDS, QUICK_SEEDS = 20, 2
-COLD, MISLED = "synthetic-cold", "synthetic-misled"
+COLD, MISLEADING = "synthetic-cold", ("synthetic-negated", "synthetic-shuffled")
 OWN = ("own-images", "own-recommend")
 
 
@@ -35,9 +35,9 @@ def benchmark(*, only: Sequence[str] = (), data: Path | None = None, recorded: S
     workloads = {
         "falcon": Falcon("falcon", lambda: falcon.suite(_folder("falcon", data))),
         "llm-pilot": LlmPilot("llm-pilot", lambda: llm_pilot.read(_folder("llm-pilot", data))),
-        "synthetic": Searching("synthetic", partial(_made_up, "synthetic")),
+        **{name: Searching(name, partial(_made_up, name)) for name in _made_up_names() if name not in MISLEADING},
         COLD: cold,
-        MISLED: Searching(MISLED, partial(_made_up, MISLED), cold=cold),
+        **{name: Searching(name, partial(_made_up, name), cold=cold) for name in MISLEADING},
         **{name: Searching(name, _known(suite)) for name, suite in suites.items()},
     }
     return Benchmark(name=NAME, workloads=tuple(workloads[name] for name in chosen(only, tuple(workloads), "workload")))
@@ -48,7 +48,11 @@ def _known(suite: Suite) -> Callable[[], Suite]:
 
 
 def _made_up(name: str) -> Suite:
-    return next(suite for suite in synthetic.suites() if suite.name == name)
+    return synthetic.suite(name.partition("-")[2])
+
+
+def _made_up_names() -> tuple[str, ...]:
+    return tuple(f"synthetic-{family}" if family else "synthetic" for family in synthetic.FAMILIES)
 
 
 def _spaces() -> dict[str, Space]:

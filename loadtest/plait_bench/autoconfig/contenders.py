@@ -14,13 +14,17 @@ from plait_autoconfig.designers import make_designer
 from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.plait_designer import PlaitDesigner
 from plait_autoconfig.designers.protocols import Designer
-from plait_bench.autoconfig.rgpe import RgpeDesigner
+from plait_autoconfig.designers.rgpe import RgpeDesigner
+from plait_bench.autoconfig.forest_order import ForestOrderDesigner
 from plait_bench.autoconfig.tasks import TuningTask
 
 OURS = "plait"
-SYSTEMS = ("plait", "random", "grid", "sobol", "optuna-tpe", "optuna-gp", "portfolio", "morphling", "rgpe")
-MAX_SEEDS: Mapping[str, int] = {"optuna-gp": 2, "rgpe": 5, "morphling": 5, "grid": 1}
-"""The max seeds for designers that are slow or deterministic; the `n` of a row shows how many were used."""
+SYSTEMS = (
+    "plait", "random", "grid", "sobol", "optuna-tpe", "optuna-tpe-eager", "optuna-gp", "optuna-gp-eager", "portfolio",
+    "forest-order", "morphling", "rgpe",
+)  # fmt: skip
+LEARNERS = ("plait", "portfolio", "forest-order", "morphling", "rgpe")
+"""Those that a library changes."""
 
 
 @dataclass
@@ -35,6 +39,8 @@ class Maker:
     def __call__(self, task: TuningTask, seed: int) -> Designer:
         """Return a designer for a fresh search."""
         service = task.service
+        if self.name == "forest-order":
+            return self._forest_order(task, seed)
         if self.name not in _LEARNERS:
             return make_designer(
                 self.name, service.space, service.objective, seed=seed, library=task.library, context=service.context
@@ -48,6 +54,19 @@ class Maker:
             service.space, service.objective, seed=seed, library=task.library, context=service.context,
             **self._learned[key],
         )  # fmt: skip
+
+    def _forest_order(self, task: TuningTask, seed: int) -> Designer:
+        service = task.service
+        made = ForestOrderDesigner(
+            service.space, service.objective, seed=seed, library=task.library, context=service.context
+        )
+        if task.library:  # the order is the same for all seeds
+            if task.name not in self._learned:
+                started_s = time.perf_counter()
+                self._learned[task.name] = {"predicted": made.predicted}
+                self.pretrain_s.append(time.perf_counter() - started_s)
+            made.__dict__.update(self._learned[task.name])
+        return made
 
 
 _CLASSES: Mapping[str, Callable[..., Designer]] = {

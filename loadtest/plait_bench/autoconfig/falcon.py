@@ -15,7 +15,7 @@ from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import TrialOutcome, Value
-from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
+from plait_bench.autoconfig.tasks import Service, Suite, leave_one_out
 from plait_bench.errors import BenchError
 
 METRIC = "goodput_per_cost"
@@ -35,14 +35,10 @@ SPACE = Space(
 
 
 def suite(folder: Path) -> Suite:
-    """Return the 12 targets, with the 18 sources as the library. Raises `BenchError` if the files are not as
+    """Return all 30 models, each with the 29 others as its library. Raises `BenchError` if the files are not as
     published."""
-    library = tuple(service.as_run() for service in _services(folder / "sources"))
-    tasks = tuple(
-        TuningTask(name=service.context.service, service=service, library=library)
-        for service in _services(folder / "targets")
-    )
-    return Suite(name="falcon", tasks=tasks, trials=30, marks=(1, 5, 10, 30), shared=True)
+    services = {each.context.service: each for part in ("sources", "targets") for each in _services(folder / part)}
+    return Suite(name="falcon", tasks=leave_one_out(services), trials=30, marks=(1, 3, 5, 10, 20, 30))
 
 
 def _services(folder: Path) -> list[Service]:

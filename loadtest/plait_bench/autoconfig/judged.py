@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean, median
 
-from plait_bench.autoconfig.play import Curve
+from plait_bench.autoconfig.play import CONFIRM_AFTER, Curve
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Metric, ResultRow
 from plait_bench.paired import p_better, p_not_worse
@@ -29,6 +29,12 @@ def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Sequence[float]],
     found["trials_to_3pct_median"] = ("trials", median, lambda curve: curve.trials_to(0.03))
     if suite.trials >= 15:
         found["infeasible_6_to_15"] = ("trials", fmean, lambda curve: curve.bad_between(6, 15))
+    if suite.trials >= CONFIRM_AFTER:
+        found["regret_confirmed_20"] = (
+            "share",
+            fmean,
+            lambda curve: 1.0 if curve.confirmed is None else curve.confirmed,
+        )
     found["ask_ms"] = ("ms", fmean, lambda curve: 1e3 * fmean(curve.ask_s))
     return found
 

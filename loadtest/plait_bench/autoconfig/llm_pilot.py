@@ -146,7 +146,7 @@ def suite(data: PilotData) -> Suite:
     """Make the suite: every model against the nine others; at most all of its profiles are tried."""
     services = {model: service_of(data, model) for model in sorted(data.curves)}
     tasks = tuple(task for task in leave_one_out(services))
-    return Suite(name="llm-pilot", tasks=tasks, trials=6, marks=(1, 3))
+    return Suite(name="llm-pilot", tasks=tasks, trials=6, marks=(1, 3, 5))
 
 
 def service_of(data: PilotData, model: str) -> Service:

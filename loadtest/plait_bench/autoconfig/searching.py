@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
-from typing import ClassVar
 
 from plait_bench.autoconfig import judged, llm_pilot, zero_shot
-from plait_bench.autoconfig.contenders import MAX_SEEDS, OURS, SYSTEMS, Maker
+from plait_bench.autoconfig.contenders import LEARNERS, OURS, SYSTEMS, Maker
 from plait_bench.autoconfig.play import Curve, ask_after_s, play
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Reading, ResultRow, Say, Subject, Workload, pairs_of
@@ -18,25 +17,19 @@ __all__ = ["Falcon", "LlmPilot", "Searching"]
 
 _MANY_TRIALS, _MANY_SEEDS = 100, 3
 _ZERO_SHOT_SEEDS = 1  # a nested selection takes a minute or two
-_TAKING_PART: Mapping[str, tuple[str, ...]] = {
-    "synthetic-cold": (OURS, "random", "optuna-tpe", "optuna-gp"),
-    "synthetic-misled": (OURS, "portfolio", "morphling", "rgpe"),
-}
-"""The participants of suites that not every system enters: without a library those that need none; with a misleading
-one those that it can mislead."""
 
 
 class Searching(Workload):
-    """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads."""
+    """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads: then every
+    designer is compared with its own searches there, and only those that a library changes take part."""
 
     ours = OURS
     compared = frozenset({"trials_to_5pct"})
-    rounds: ClassVar[Mapping[str, int]] = MAX_SEEDS
     suite: Suite
 
     def __init__(self, name: str, load: Callable[[], Suite], *, cold: Searching | None = None) -> None:
         self.name, self._load = name, load
-        self.systems = _TAKING_PART.get(name, SYSTEMS)
+        self.systems = SYSTEMS if cold is None else LEARNERS
         self.pairs = pairs_of(OURS, self.systems)
         self.cold = cold
         self.played: dict[str, dict[int, list[Curve]]] = {}
@@ -63,8 +56,8 @@ class Searching(Workload):
             Reading(metric=metric, value=together([number(curve) for curve in curves]))
             for metric, (_, together, number) in judged.metrics_of(self.suite).items()
         ]
-        if system == OURS and self.cold is not None and seed in self.cold.played.get(OURS, {}):
-            without = self.cold.played[OURS][seed]
+        if self.cold is not None and seed in self.cold.played.get(system, {}):
+            without = self.cold.played[system][seed]
             extra = _to_5pct(curves) - _to_5pct(without)
             found.append(Reading(metric="extra_trials_to_5pct", value=extra))
         return found

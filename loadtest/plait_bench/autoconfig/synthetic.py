@@ -6,12 +6,16 @@ counts only what is in time. Memory grows with replicas, batch and precision; be
 configuration fails. The services of a family differ in all these constants, so that no single order of
 configurations fits all of them.
 
-The misleading suite's library consists of services in which only the worst configurations are good.
+Every service has a noise of its own, from 1 to 10 %, that no designer knows. Each is new once, with past jobs on
+the others as its library: 80 cells, the better ones measured up to three times, with noise like any trial. Variants:
+*features* (services come with numbers that determine their shape), *noisy* (10 % everywhere), *glitch* (one library
+trial in twenty shows 31 times the rest), and libraries that mislead: *negated* (only the worst configurations are
+good) and *shuffled* (values belong to other configurations); *cold* has none.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -20,11 +24,13 @@ from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import GOODPUT_PER_COST, Objective, maximise
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import Config, FailureKind, TrialOutcome
+from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
 
-NOISE = 0.03
-_CORES, _TASKS, _SOURCES = 8, 6, 8
+FAMILIES = ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
+_CORES, _SERVICES = 8, 12
+_NOISES, _MUCH_NOISE = (0.01, 0.1), 0.1
+_GLITCHES, _GLITCH = 0.05, 31.0
 _REMEMBERED = 80  # cells of each past service
 _INFEASIBLE = 0.3  # of the cells of every service
 _TRIALS = 30
@@ -79,6 +85,10 @@ class _Constants:
         per_s = 1e3 * replicas * filled / step_ms * in_time
         return float(per_s / (self.idle_cost + min(_CORES, threads * replicas) + 0.5 * replicas))
 
+    def features(self) -> dict[str, float]:
+        """Return what somebody who knows the service could write down about it."""
+        return {name: float(np.log(value)) for name, value in asdict(self).items()}
+
     def memory(self, config: Config) -> float:
         """Return the memory that a configuration needs, in arbitrary units."""
         each = self.weights + self.activations * float(config["batch"])
@@ -87,10 +97,10 @@ class _Constants:
 
 def services(count: int, rng: np.random.Generator) -> list[Service]:
     """Draw a family of services."""
-    return [_service(_Constants.drawn(rng), f"synthetic-{n}") for n in range(count)]
+    return [_service(_Constants.drawn(rng), f"synthetic-{n}", rng) for n in range(count)]
 
 
-def _service(constants: _Constants, name: str) -> Service:
+def _service(constants: _Constants, name: str, rng: np.random.Generator) -> Service:
     cells = SPACE.cells()
     memory = np.array([constants.memory(cell) for cell in cells])
     limit = float(np.quantile(memory, 1.0 - _INFEASIBLE))
@@ -99,30 +109,51 @@ def _service(constants: _Constants, name: str) -> Service:
         oom if need > limit else TrialOutcome.measured(**{GOODPUT_PER_COST: constants.goodput_per_cost(cell)})
         for cell, need in zip(cells, memory, strict=True)
     )
-    context = ServiceContext(service=name)
-    return Service(space=SPACE, objective=OBJECTIVE, truth=truth, context=context, noise=NOISE)
+    noise = float(np.exp(rng.uniform(*np.log(_NOISES))))
+    context = ServiceContext(service=name, workload=constants.features())
+    return Service(space=SPACE, objective=OBJECTIVE, truth=truth, context=context, noise=noise)
 
 
-def suites(*, seed: int = 0) -> tuple[Suite, Suite, Suite]:
-    """Make `synthetic` (a library of each service's family), the same without one, and with a misleading one."""
+def suite(family: str = "", *, seed: int = 0) -> Suite:
+    """Make one of `FAMILIES`: the same services in each, tuned with different libraries."""
     rng = np.random.default_rng(seed)
-    family = services(_TASKS + _SOURCES, rng)
-    new, old = family[:_TASKS], family[_TASKS:]
-    good = tuple(service.as_run(_tried(service, rng)) for service in old)
-    bad = tuple(turned.as_run(_tried(turned, rng)) for turned in map(_upside_down, old))
+    drawn = services(_SERVICES, rng)
+    if family == "noisy":
+        drawn = [replace(each, noise=_MUCH_NOISE) for each in drawn]
+    if family != "features":
+        drawn = [replace(each, context=replace(each.context, workload={})) for each in drawn]
+    past = drawn
+    if family == "negated":
+        past = [_upside_down(each) for each in drawn]
+    if family == "shuffled":
+        past = [_shuffled(each, rng) for each in drawn]
+    runs = [_remembered(each, rng, _GLITCHES if family == "glitch" else 0.0) for each in past]
+    tasks = tuple(
+        TuningTask(
+            name=each.context.service, service=each,
+            library=() if family == "cold" else tuple(run for other, run in enumerate(runs) if other != own),
+        )
+        for own, each in enumerate(drawn)
+    )  # fmt: skip
+    name = f"synthetic-{family}" if family else "synthetic"
+    return Suite(name=name, tasks=tasks, trials=_TRIALS, marks=(1, 3, 5, 10, 20, 30))
 
-    def suite(name: str, library: tuple[LibraryRun, ...]) -> Suite:
-        tasks = tuple(TuningTask(name=each.context.service, service=each, library=library) for each in new)
-        return Suite(name=name, tasks=tasks, trials=_TRIALS, marks=(1, 5, 10, 30), shared=True)
 
-    return suite("synthetic", good), suite("synthetic-cold", ()), suite("synthetic-misled", bad)
-
-
-def _tried(service: Service, rng: np.random.Generator) -> list[int]:
-    """Return the cells that a past job tried: half of them drawn from the good ones, half from all."""
+def _remembered(service: Service, rng: np.random.Generator, glitches: float) -> LibraryRun:
+    """Return a past job on the service: half of its cells drawn from the good ones, half from all; the good ones were
+    measured up to three times, and a share of `glitches` of all trials shows `_GLITCH` times the rest."""
     best = np.argsort(-service.values, kind="stable")[: len(service.values) // 5]
-    some = [rng.permutation(best)[: _REMEMBERED // 2], rng.permutation(len(service.values))[: _REMEMBERED // 2]]
-    return sorted(set(np.concatenate(some).tolist()))
+    good = set(rng.permutation(best)[: _REMEMBERED // 2].tolist())
+    cells = sorted(good | set(rng.permutation(len(service.values))[: _REMEMBERED // 2].tolist()))
+    configs = service.space.cells()
+    trials: list[Trial] = []
+    for at in cells:
+        for repeat in range(int(rng.integers(1, 4)) if at in good else 1):
+            shown = service.show(at, repeat, rng)
+            if shown.failure is None and rng.random() < glitches:
+                shown = TrialOutcome(metrics={name: _GLITCH * value for name, value in shown.metrics.items()})
+            trials.append(Trial(number=len(trials), config=configs[at], outcome=shown, repeat=repeat))
+    return replace(service.as_run(()), trials=tuple(trials))
 
 
 def _upside_down(service: Service) -> Service:
@@ -136,3 +167,8 @@ def _upside_down(service: Service) -> Service:
         for each in service.truth
     )
     return replace(service, truth=truth)
+
+
+def _shuffled(service: Service, rng: np.random.Generator) -> Service:
+    """Return the same service with the outcomes of its configurations exchanged at random."""
+    return replace(service, truth=tuple(service.truth[at] for at in rng.permutation(len(service.truth))))

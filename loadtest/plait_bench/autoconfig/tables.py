@@ -47,7 +47,7 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
                 tasks.append(TuningTask(name=run_id, service=known, library=library))
         if tasks:
             trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
-            marks = tuple(mark for mark in (1, 5, 10, 30) if mark <= trials)
+            marks = tuple(mark for mark in (1, 3, 5, 10, 20, 30) if mark <= trials)
             suites.append(Suite(name=f"own-{service}", tasks=tuple(tasks), trials=trials, marks=marks))
     return suites
 

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from plait.tuning.job import library_commands
+
 if TYPE_CHECKING:
     from plait_autoconfig.jobs.state import JobState
 
 EXIT_FAILED, EXIT_NONE, EXIT_INTERRUPTED = 1, 99, 130
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+app.add_typer(library_commands.app, name="library")
 
 Job = Annotated[Path, typer.Argument(help="the job's folder, or its file if it ran into the usual folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]

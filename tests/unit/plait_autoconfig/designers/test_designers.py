@@ -168,12 +168,12 @@ class TestOptuna:
         assert designer._study.get_trials()[-1].constraints == {"p99_ms <= 30": -0.5}
 
     def test_strangers_reach_the_sampler(self):
-        """A trial that was not asked for is in the study with its own values."""
+        """A trial that was not asked for is in the study with its own values; an ordered choice with its rank."""
         designer = OptunaGpDesigner(SMALL, OBJECTIVE, seed=8)
         designer.tell(measured(0, {"cpu": 3, "batch": 16}, rate_per_s=2.0, p99_ms=15.0))
         designer.tell(failed(1, {"cpu": 2, "batch": 16}))
         told = [(trial.params, trial.values) for trial in designer._study.get_trials()]
-        assert told == [({"cpu": 3, "batch": 16}, [-2.0]), ({"cpu": 2, "batch": 16}, [-2.0])]
+        assert told == [({"cpu": 3, "batch": 2}, [-2.0]), ({"cpu": 2, "batch": 2}, [-2.0])]
 
 
 def _flat(config: Config) -> TrialOutcome:

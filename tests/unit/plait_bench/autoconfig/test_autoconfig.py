@@ -131,19 +131,48 @@ def test_without_data_the_published_tables_are_left_out():
 
 
 def test_synthetic_services_are_what_they_say():
-    """Three cells in ten fail; a misleading library likes the worst; equal seeds make equal families."""
-    with_library, cold, misled = synthetic.suites(seed=0)
+    """Three cells in ten fail; every service is new once; equal seeds make equal families."""
+    with_library, cold, misled = (synthetic.suite(family) for family in ("", "cold", "negated"))
     for task in with_library.tasks:
         assert np.mean(task.service.values == 0.0) == pytest.approx(0.3, abs=0.02)
     assert not cold.tasks[0].library
-    assert len(misled.tasks[0].library) == len(with_library.tasks[0].library) > 3
-    again = synthetic.suites(seed=0)[0].tasks[0].service
+    assert len(misled.tasks[0].library) == len(with_library.tasks[0].library) == len(with_library.tasks) - 1 > 3
+    for task in with_library.tasks:
+        assert task.name not in {run.service for run in task.library}
+    again = synthetic.suite().tasks[0].service
     assert again.truth == with_library.tasks[0].service.truth
+
+
+def liking(family: str) -> float:
+    """How well the values of the first past job agree with the truth of its service (rank correlation)."""
+    suite = synthetic.suite(family)
+    (run,) = [each for each in suite.tasks[0].library if each.service == suite.tasks[1].name]
+    service = suite.tasks[1].service
+    ran = [trial for trial in run.trials if trial.outcome.failure is None]
+    shown = [trial.outcome.metrics["goodput_per_cost"] for trial in ran]
+    true = [service.values[service.index[service.space.key(trial.config)]] for trial in ran]
+    return float(np.corrcoef(np.argsort(np.argsort(shown)), np.argsort(np.argsort(true)))[0, 1])
+
+
+def test_libraries_mislead_as_announced():
+    """Good ones order the cells as the truth does, negated ones the other way round, shuffled ones not at all."""
+    assert liking("") > 0.9
+    assert liking("negated") < -0.5
+    assert abs(liking("shuffled")) < 0.5
+    suite = synthetic.suite("glitch")
+    metrics = [trial.outcome.metrics for run in suite.tasks[0].library for trial in run.trials]
+    values = [each["goodput_per_cost"] for each in metrics if each]
+    assert max(values) > 10 * max(task.service.values.max() for task in suite.tasks)
+
+
+def test_every_designer_gets_the_same_number_of_searches():
+    """The slow ones, too."""
+    assert Searching("synthetic", synthetic.suite).rounds == {}
 
 
 def test_a_search_is_judged_on_the_truth():
     """What is shown is noisy; regret is that of the configuration that would be applied, and never a lucky value."""
-    task = synthetic.suites(seed=0)[1].tasks[0]
+    task = synthetic.suite("cold").tasks[0]
 
     def make(task: TuningTask, seed: int) -> RandomDesigner:
         return RandomDesigner(task.service.space, task.service.objective, seed=seed)
@@ -176,8 +205,8 @@ def test_sign_flips_have_the_false_alarm_rate_that_they_claim():
 def test_extra_trials_are_taken_seed_by_seed():
     """Misled minus cold, of the same seed; without that seed there is nothing to say."""
     slow, fast = (Curve(regrets=(0.5,) * n + (0.0,), bad=(False,) * (n + 1), ask_s=(0.0,)) for n in (3, 1))
-    cold = Searching("synthetic-cold", lambda: synthetic.suites()[1])
-    misled = Searching("synthetic-misled", lambda: synthetic.suites()[2], cold=cold)
+    cold = Searching("synthetic-cold", lambda: synthetic.suite("cold"))
+    misled = Searching("synthetic-negated", lambda: synthetic.suite("negated"), cold=cold)
     with misled.session(lambda _: None):
         cold.played["plait"] = {4: [fast]}
         found = {reading.metric: reading.value for reading in misled.readings("plait", 4, [slow])}

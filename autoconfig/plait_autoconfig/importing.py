@@ -1,0 +1,130 @@
+"""Measurements from a CSV file as a run of the library. A map says which column is what.
+
+The map is YAML: `service` (who was measured), `knobs` (name: column), `metrics` (name: column, or `{column, times}`
+to convert a unit), and optionally `units` (knob: unit), `failed` (a column that is not empty where the measurement
+failed) and `goals`. Rows with equal knobs are repeats of one configuration.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from plait_autoconfig.errors import LibraryError, TunerError
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, Value
+
+__all__ = ["CsvMap", "read_csv", "read_map"]
+
+_STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class MetricColumn(BaseModel):
+    """A column of numbers, and what to multiply them by."""
+
+    model_config = _STRICT
+    column: str
+    times: float = 1.0
+
+
+class CsvMap(BaseModel):
+    """Which column is what; see the module docstring."""
+
+    model_config = _STRICT
+    service: Annotated[str, Field(min_length=1)]
+    knobs: Annotated[dict[str, str], Field(min_length=1)]
+    metrics: Annotated[dict[str, str | MetricColumn], Field(min_length=1)]
+    units: dict[str, str] = {}
+    failed: str = ""
+    goals: list[str] = []
+
+    def columns(self) -> tuple[str, ...]:
+        """Return every column that it names."""
+        metrics = (each if isinstance(each, str) else each.column for each in self.metrics.values())
+        return (*self.knobs.values(), *metrics, *([self.failed] if self.failed else []))
+
+
+def read_map(path: Path) -> CsvMap:
+    """Read a map. Raises `LibraryError` naming the file and what is wrong in it."""
+    try:
+        return CsvMap.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the map"
+        raise LibraryError(f"{path}: {where}: {first['msg']}") from error
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise LibraryError(f"{path}: {error}") from error
+
+
+def read_csv(path: Path, mapped: CsvMap) -> LibraryRun:
+    """Read a CSV file with a header as one run; its id follows from the service and the content, so that the same file
+    is not added twice. Raises `LibraryError` naming the file and the column or line."""
+    try:
+        content = path.read_bytes()
+        rows = list(csv.DictReader(content.decode("utf-8-sig").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise LibraryError(f"{path}: {error}") from error
+    header = list(rows[0]) if rows else []
+    missing = [name for name in mapped.columns() if name not in header]
+    if missing:
+        has = f"it has {', '.join(map(str, header))}" if rows else "it has no rows"
+        raise LibraryError(f"{path} has no column {missing[0]!r}; {has}")
+    trials, repeats = [], Counter[tuple[Value, ...]]()
+    for line, row in enumerate(rows, 2):
+        try:
+            config = _config(row, mapped.knobs)
+            outcome = _outcome(row, mapped)
+        except (TunerError, ValueError) as error:
+            raise LibraryError(f"{path}, line {line}: {error}") from error
+        key = tuple(config.values())
+        trials.append(Trial(number=line - 2, config=config, outcome=outcome, repeat=repeats[key]))
+        repeats[key] += 1
+    return LibraryRun(
+        run_id=f"{mapped.service}-{hashlib.sha256(content).hexdigest()[:8]}",
+        service=mapped.service,
+        trials=tuple(trials),
+        units={name: mapped.units.get(name, "") for name in mapped.knobs},
+        goals=tuple(mapped.goals),
+    )
+
+
+def _config(row: Mapping[str, str | None], knobs: Mapping[str, str]) -> dict[str, Value]:
+    """Return the knobs of a row; an empty field is a knob that was inactive."""
+    return {name: _value(text) for name, column in knobs.items() if (text := (row[column] or "").strip())}
+
+
+def _outcome(row: Mapping[str, str | None], mapped: CsvMap) -> TrialOutcome:
+    if mapped.failed and (row[mapped.failed] or "").strip().lower() not in ("", "0", "false", "no", "ok"):
+        return TrialOutcome.failed(FailureKind.CRASH, str(row[mapped.failed]))
+    metrics = {}
+    for name, where in mapped.metrics.items():
+        column, times = (where, 1.0) if isinstance(where, str) else (where.column, where.times)
+        text = (row[column] or "").strip()
+        try:
+            metrics[name] = times * float(text)
+        except ValueError as error:
+            raise ValueError(f"{column} is {text!r}, which is no number") from error
+        if not math.isfinite(metrics[name]):
+            raise ValueError(f"{column} is {text}, which is no measurement")
+    return TrialOutcome(metrics=metrics)
+
+
+def _value(text: str) -> Value:
+    """Return the text as what a job file would read it as: true, 4, 0.5 or a word."""
+    lowered = text.lower()
+    if lowered in ("true", "false"):
+        return lowered == "true"
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,144 @@
+"""`plait tune library`: past runs that jobs learn from. A library is one file, which a job names as `library`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from plait_autoconfig.library import LibraryRun
+    from plait_autoconfig.store import LibraryStore
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
+
+
+@contextmanager
+def _errors_as_messages() -> Iterator[None]:
+    """Translate the tuner's errors into plait's, for the commands; `local_run` has all of a job behind it."""
+    from plait.errors import PlaitError
+    from plait_autoconfig.errors import TunerError
+
+    try:
+        yield
+    except TunerError as error:
+        raise PlaitError(str(error)) from error
+
+
+Library = Annotated[Path, typer.Argument(help="the library: the file that a job names as `library`")]
+
+
+@app.callback()
+def library() -> None:
+    """Look after the past runs that jobs learn from."""
+
+
+@app.command("import")
+@_errors_as_messages()
+def import_command(
+    source: Annotated[Path, typer.Argument(help="a CSV file with a header, or JSON lines as `export` writes them")],
+    into: Annotated[Path, typer.Option(help="the library, made if it does not exist")] = Path("library.log"),
+    map_: Annotated[
+        Path | None, typer.Option("--map", help="YAML that says which column of a CSV file is what")
+    ] = None,
+) -> None:
+    """Add measurements to a library; the same file twice adds nothing."""
+    from plait_autoconfig.importing import read_csv, read_map
+
+    if map_ is None and source.suffix.lower() == ".csv":
+        raise typer.BadParameter("a CSV file needs a map: --map map.yaml", param_hint="--map")
+    if map_ is None:
+        _add_all(source, into=into)
+        return
+    run = read_csv(source, read_map(map_))
+    added = _store(into).add(run)
+    typer.echo(f"{run.run_id}: {added} of {len(run.trials)} trials added to {into}")
+
+
+@app.command("list")
+@_errors_as_messages()
+def list_command(
+    library: Library, *, as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False
+) -> None:
+    """List the runs: what was measured, how often, and over which knobs."""
+    found = [_summary(run) for run in _existing(library).runs()]
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for each in found:
+        typer.echo(
+            f"{each['run_id']}: {each['service']}, {each['trials']} trials of {each['configurations']} configurations, "
+            f"{each['failed']} failed; knobs {', '.join(each['knobs'])}; metrics {', '.join(each['metrics'])}"
+        )
+
+
+@app.command("show")
+@_errors_as_messages()
+def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="as `list` prints it")]) -> None:
+    """Print one run as JSON lines: the run, then its trials."""
+    from plait_autoconfig.errors import LibraryError
+    from plait_autoconfig.rows import dump_lines
+
+    runs = {run.run_id: run for run in _existing(library).runs()}
+    if run_id not in runs:
+        raise LibraryError(f"{library} has no run {run_id!r}; it has {', '.join(runs) or 'none'}")
+    typer.echo("\n".join(dump_lines([runs[run_id]])))
+
+
+@app.command("export")
+@_errors_as_messages()
+def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a file of JSON lines")]) -> None:
+    """Write a library to JSON lines, to keep or to pass on."""
+    store = _existing(library)
+    store.export_file(out)
+    typer.echo(f"{len(store.runs())} runs written to {out}")
+
+
+@app.command("merge")
+@_errors_as_messages()
+def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="the library to add")]) -> None:
+    """Add all runs of another library; what is there already is not added twice."""
+    _add_all(other, into=library)
+
+
+def _add_all(source: Path, *, into: Path) -> None:
+    """Add the runs of a library, or of its exported lines, and say how many trials were new."""
+    from plait_autoconfig.store import read_library
+
+    runs = read_library(source).runs if source.suffix == ".jsonl" else _existing(source).runs()
+    store = _store(into)
+    added = sum(map(store.add, runs))
+    typer.echo(f"{len(runs)} runs, {added} trials added to {into}")
+
+
+def _store(path: Path) -> LibraryStore:
+    from plait_autoconfig.store import LibraryStore
+
+    return LibraryStore.open(path)
+
+
+def _existing(path: Path) -> LibraryStore:
+    """Open a library that must exist: a mistyped name shall not make an empty one."""
+    from plait_autoconfig.errors import LibraryError
+
+    if not path.is_file():
+        raise LibraryError(f"there is no library {path}; `plait tune library import` makes one")
+    return _store(path)
+
+
+def _summary(run: LibraryRun) -> dict[str, Any]:
+    from plait_autoconfig.values import cells_of
+
+    return {
+        "run_id": run.run_id,
+        "service": run.service,
+        "trials": len(run.trials),
+        "configurations": len(cells_of(run.trials)),
+        "failed": sum(trial.outcome.failure is not None for trial in run.trials),
+        "knobs": sorted({name for trial in run.trials for name in trial.config}),
+        "metrics": sorted({name for trial in run.trials for name in trial.outcome.metrics}),
+    }
