@@ -131,6 +131,7 @@ def test_the_ranking_follows_the_person(url, window):
 
 def test_the_status_tells_of_the_server(url, window):
     """One engine, one ingress, the models by name, and the tenant's images."""
+    asked(url, "v1/images/generations", {"prompt": "red apple", "num_inference_steps": 1})
     page = opened(window, url + "#status")
     page.wait("return document.querySelectorAll('#status-cards section').length === 6")
     assert "1 engine" in page.text("#status-cards")
