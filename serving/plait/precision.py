@@ -20,8 +20,9 @@ from plait_serving.images.config import ImagesSection
 __all__ = ["settled"]
 
 _PAYS_FROM_BYTES = 250_000_000
-"""The UNet's files from which on bfloat16 is taken. Measured by `plait bench images --dtype auto` on two cores with
-avx512_bf16: 1.8 x the images of float32 with Stable Diffusion 1.5's UNet (1.7 GB), 1.1 x with the starter's (12 MB)."""
+"""The UNet's files from which on bfloat16 is taken: Stable Diffusion 1.5's have 1.7 GB, and `plait bench images` has
+recorded 1.4 times the images of float32 there (`sd15-bf16-single`, `sd15-single`); the starter's have 12 MB, and gain
+about a tenth."""
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs: NVIDIA's, AMD's, those of Windows' subsystem."""
 
