@@ -11,19 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
-from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
 from support.denoise import control_image
-from support.engine_probe import Probe, fused_reference
-from support.tiny import IMAGE_SIZE, tiny_controlnet, tiny_lora, tiny_sd
+from support.rig import difference, rig_of, sd, sdxl
+from support.tiny import IMAGE_SIZE, tiny_controlnet, tiny_sd
+
+__all__ = ["rig_of", "sd", "sdxl"]
 
 ALONE, IN_COMPANY = 1e-5, 1e-4
 """Largest difference of fp32 latents, as for generations; where random weights make latents of 20, of the largest."""
 
-KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
 IMAGE = control_image(5, IMAGE_SIZE)
 
 
@@ -35,12 +32,6 @@ def mask() -> np.ndarray:
     found[22:24, 3:18] = 127
     found[24:26, 3:18] = 128
     return found
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference of latents, relative to the largest of them if that is above 1."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
 
 
 IMG2IMG = Edit(image=IMAGE, strength=0.7)
@@ -58,37 +49,6 @@ def ask(seed: int, edit: Edit | None, **more) -> ImageRequest:
         "edit": edit, **more,
     }  # fmt: skip
     return ImageRequest(**fields)
-
-
-@pytest.fixture(scope="module")
-def rig_of(tmp_path_factory):
-    """``rig_of(folder, controlnet)``: a probe on the model with that ControlNet and a LoRA, and diffusers on both."""
-    probes = []
-
-    def build(folder, controlnet):
-        loras = tmp_path_factory.mktemp("loras")
-        tiny_lora(loras / "one.safetensors", folder, fmt="peft", rank=3, with_text_encoder=True)
-        settings = EngineSettings(
-            model=folder, lora_source=FolderSource(loras), controlnets={"a": controlnet}, knobs=KNOBS, converts=False
-        )
-        probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
-        return probes[-1], lambda asked: fused_reference(folder, asked, loras=loras, controlnets={"a": controlnet})
-
-    yield build
-    for probe in probes:
-        probe.engine.stop(drain_s=0)
-
-
-@pytest.fixture(scope="module")
-def sd(rig_of, tiny_sd_folder, tiny_sd_controlnets):
-    """The tiny Stable Diffusion."""
-    return rig_of(tiny_sd_folder, tiny_sd_controlnets[0])
-
-
-@pytest.fixture(scope="module")
-def sdxl(rig_of, tiny_sdxl_folder, tiny_sdxl_controlnets):
-    """The tiny SDXL."""
-    return rig_of(tiny_sdxl_folder, tiny_sdxl_controlnets[0])
 
 
 @pytest.fixture(scope="module")

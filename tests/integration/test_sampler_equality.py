@@ -8,15 +8,10 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.knobs import EngineKnobs, Placement
-from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import (
     ControlRef,
     Edit,
@@ -31,13 +26,15 @@ from plait_serving.diffusion.values import (
     Sigmas,
 )
 from support.denoise import control_image
-from support.engine_probe import WAIT_S, Probe, fused_reference
-from support.tiny import IMAGE_SIZE, tiny_lora
+from support.engine_probe import WAIT_S
+from support.rig import difference, rig_of, sd, sdxl
+from support.tiny import IMAGE_SIZE
+
+__all__ = ["rig_of", "sd", "sdxl"]
 
 ALONE, IN_COMPANY = 1e-5, 1e-4
 """Largest difference of fp32 latents, as for generations; where latents are above 1, of the largest."""
 
-KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
 CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.2, end=0.7)
 LORA = LoraRef(name="one", scale=0.9)
 IMG2IMG = Edit(image=control_image(5, IMAGE_SIZE), strength=0.6)
@@ -51,13 +48,6 @@ TINY_LAYERS = 3
 RANDOM_IDS = ["ddpm", "dpmpp_2m_sde", "dpmpp_sde", "euler_a", "ddim-eta"]
 
 
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference of latents, relative to the largest of them if that is above 1."""
-    assert ours.shape == theirs.shape
-    found = float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
-    return found if np.isfinite(found) else float("inf")
-
-
 def ask(seed: int, **more) -> ImageRequest:
     """A small request with defaults."""
     fields = {
@@ -65,37 +55,6 @@ def ask(seed: int, **more) -> ImageRequest:
         "height": IMAGE_SIZE, "steps": 5, "guidance_scale": 2.0, "seed": seed, "scheduler": Scheduler.EULER, **more,
     }  # fmt: skip
     return ImageRequest(**fields)
-
-
-@pytest.fixture(scope="module")
-def rig_of(tmp_path_factory):
-    """``rig_of(folder, controlnet)``: a probe on the model with that ControlNet and a LoRA, and diffusers on both."""
-    probes = []
-
-    def build(folder, controlnet):
-        loras = tmp_path_factory.mktemp("loras")
-        tiny_lora(loras / "one.safetensors", folder, fmt="peft", rank=3, with_text_encoder=True)
-        settings = EngineSettings(
-            model=folder, lora_source=FolderSource(loras), controlnets={"a": controlnet}, knobs=KNOBS, converts=False
-        )
-        probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
-        return probes[-1], lambda asked: fused_reference(folder, asked, loras=loras, controlnets={"a": controlnet})
-
-    yield build
-    for probe in probes:
-        probe.engine.stop(drain_s=0)
-
-
-@pytest.fixture(scope="module")
-def sd(rig_of, tiny_sd_folder, tiny_sd_controlnets):
-    """The tiny Stable Diffusion."""
-    return rig_of(tiny_sd_folder, tiny_sd_controlnets[0])
-
-
-@pytest.fixture(scope="module")
-def sdxl(rig_of, tiny_sdxl_folder, tiny_sdxl_controlnets):
-    """The tiny SDXL."""
-    return rig_of(tiny_sdxl_folder, tiny_sdxl_controlnets[0])
 
 
 @pytest.mark.parametrize("scheduler", Scheduler)
