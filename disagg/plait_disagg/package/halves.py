@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from plait_disagg.dense.graphed import DenseGraphs
 from plait_disagg.dense.prepared import DensePrograms
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
@@ -17,6 +18,7 @@ from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
+from plait_kernels.executors.cuda_capture import CudaCapture
 
 __all__ = ["BareRows", "CompiledDense", "CompiledSparse"]
 
@@ -91,14 +93,17 @@ def _settled(ids: torch.Tensor, table: Table) -> torch.Tensor:
 class CompiledDense:
     """The `DenseHalf` that runs the HN program.
 
-    With `prepares`, batches run on prepared programs where these are faster (`plait_disagg.dense`), which moves bits.
+    With `prepares`, batches run on prepared programs where these are faster, and on a GPU as graphs
+    (`plait_disagg.dense`), which moves bits.
     """
 
     def __init__(self, program: Compiled, device: torch.device | str = "cpu", *, prepares: bool = False) -> None:
         self._program = program
         self._device = torch.device(device)
         self._prepares = prepares
-        self.programs = DensePrograms(program) if prepares and self._device.type == "cpu" else None
+        kind = self._device.type if prepares else ""
+        self.programs = DensePrograms(program) if kind == "cpu" else None
+        self._graphs = DenseGraphs(program, self._device, CudaCapture(self._device)) if kind == "cuda" else None
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
@@ -110,6 +115,8 @@ class CompiledDense:
         given = dict(crossing)
         if self._needs_user_of:
             given[USER_OF] = user_of(candidates)
+        if self._graphs is not None:
+            return self._graphs.run(given, len(candidates), sum(candidates))
         if self.programs is not None:
             made = self.programs.run(given, len(candidates), sum(candidates))
             if made is not None:
