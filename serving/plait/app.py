@@ -156,8 +156,8 @@ _COMMON: dict[str, Any] = {
 def starter_words(args: AppArgs) -> Mapping[str, Callable[[], Mapping[str, Any]]]:
     """Return what reads the words of the starter models that are served, by the names that requests use."""
     found: dict[str, Callable[[], Mapping[str, Any]]] = {}
-    if args.images is not None and args.images.is_starter:
-        found[args.images.public_name] = image_words
+    if args.images is not None:
+        found |= dict.fromkeys(args.images.starters, image_words)
     if args.recommend is not None and args.recommend.models is None:
         found |= dict.fromkeys(args.ranking_models, ranking_words)
     return found

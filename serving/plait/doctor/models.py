@@ -35,12 +35,17 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
     images = config.images
     if images is None:
         return
-    if not images.is_starter and not images.is_hub_id:
-        folder = Path(images.model)
+    key = "images.model" if images.models is None else "images.models"
+    for name, base in images.base_models.items():
+        if base.is_starter or base.is_hub_id:
+            continue
+        folder = Path(base.model)
         parts = [folder / part for part in _PARTS if (folder / part).is_dir()]
         if not parts:
             detail = f"{folder}: no diffusers folder" + ("" if folder.is_dir() else " (there is no such folder)")
-            yield finding("models", False, detail, "images.model names a folder with unet/, vae/ and text_encoder/")
+            yield finding(
+                "models", False, f"{name}: {detail}", f"{key} names folders with unet/, vae/ and text_encoder/"
+            )
         for part in parts:
             yield _weights(part)
     for section in (images.controlnets or {}).values():

@@ -22,7 +22,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.hub import fetch_from_hub
-from plait_serving.diffusion.loading import load_module, translate
+from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
 from plait_serving.diffusion.weight_files import find_weights
@@ -53,6 +53,8 @@ class Bundle:
 
     `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
     for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
+    `weights_bytes`: what all weights take in memory. In an outline the modules have no weights, and there is no safety
+    checker.
     """
 
     folder: Path
@@ -70,6 +72,7 @@ class Bundle:
     vae_factor: int
     dtype: torch.dtype
     device: torch.device
+    weights_bytes: int
 
     @property
     def latent_channels(self) -> int:
@@ -135,12 +138,14 @@ def load_bundle(
     device: str = "cpu",
     safety_checker: bool = True,
     mapped: bool = False,
+    outline: bool = False,
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
     """Load a folder, or a hub repository at a commit (`revision`: 40 hex digits). Raises `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`
-    leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`).
+    leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`). `outline` loads no
+    weights: what is known of a model before it is in memory.
     """
     folder = resolve_source(source, revision, fetch)
     index = _read_json(folder / "model_index.json")
@@ -163,11 +168,17 @@ def load_bundle(
     scheduler_config = _scheduler_config(folder, index, family)
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
     decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
-    check_memory(str(folder), MemoryNeed.of(files.values(), activation_bytes=decoding), target)
+    need = MemoryNeed.of(files.values(), activation_bytes=decoding)
+    if not outline:
+        check_memory(str(folder), need, target)
     tokenizers = tuple(_tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders)
     if mapped:
         files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
-    modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+    if outline:
+        kinds.pop("safety_checker", None)
+        modules = {part: outline_module(kind, *files[part]) for part, kind in kinds.items()}
+    else:
+        modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
     return Bundle(
         folder=folder,
         family=family,
@@ -184,6 +195,7 @@ def load_bundle(
         vae_factor=factor,
         dtype=dtype,
         device=target,
+        weights_bytes=need.weights_bytes,
     )
 
 
