@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
 from plait_deploy.on_ray.declared import placed_options
@@ -50,6 +51,8 @@ _MAX_ONGOING_REQUESTS = 100_000
 _HEALTH_CHECK_PERIOD_S = 1.0
 """Serve learns that a replica died when it checks it next, and starts another only then. A check costs both processes
 less than a millisecond."""
+_ROUTING_PERIOD_S = 1.0
+"""How often replicas say what waits at them and which models they have."""
 _START_TRIES = 2
 """The number of attempts to start: a folder that does not load now will not load the 20th time either (Serve's
 default)."""
@@ -232,7 +235,20 @@ def _engine(images: ImagesSection, source: EngineSource, deploy: _Deploying, *, 
         num_gpus=images.num_gpus,
         user_config=images.capped_knobs.model_dump(mode="json"),
         graceful_shutdown_timeout_s=drain_s,
+        **_routing(images),
     )
+
+
+def _routing(images: ImagesSection) -> dict[str, Any]:
+    """Return the options by which requests go to replicas that have their model, if there are several."""
+    if len(images.base_models) == 1:
+        return {}
+    return {
+        "request_router_config": RequestRouterConfig(
+            request_router_class="plait_serving.deployments.images.router:ModelRouter",
+            request_routing_stats_period_s=_ROUTING_PERIOD_S,
+        )
+    }
 
 
 def _controlnet(name: str, section: ControlNetSection, images: ImagesSection, deploy: _Deploying) -> Any:

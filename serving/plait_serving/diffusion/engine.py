@@ -29,6 +29,8 @@ from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
 
 _UNBOUNDED = 1 << 62
+_NEWEST_SHARE = 0.1
+"""Of the newest request in the average by which others are sent to replicas."""
 
 
 class Ticket:
@@ -66,6 +68,7 @@ class Engine:
         self._knobs = knobs
         self._clock = clock
         self._usage = UsageLedger()
+        self._request_s: dict[str, float] = {}
         self._registry = RequestRegistry(clock, self._usage)
         self._residents = Residents(
             models,
@@ -143,6 +146,8 @@ class Engine:
         except BaseException:
             job.release_loras()
             raise
+        usual_s = self._request_s.get(model.name, job.work_s)
+        self._request_s[model.name] = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
         if lease is not None:
             lease.add_done_callback(lambda _: self._loaded(job))
         return Ticket(job, self._registry.wake)
@@ -185,6 +190,14 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of the counters."""
         return self._registry.statistics()
+
+    def open_models(self) -> frozenset[str]:
+        """Return the models of all requests that have not ended."""
+        return self._registry.open_models()
+
+    def request_s(self) -> dict[str, float]:
+        """Return the compute-seconds of a usual request of each model that was asked for."""
+        return dict(self._request_s)
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant used since the start."""

@@ -73,6 +73,10 @@ class EngineReplica:
         """Return the engine's metrics."""
         return MetricsText(replica=this_process(), text=await self._hosted.service.metrics_text())
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return by what `ModelRouter` sends requests here; Serve calls this where that is the router."""
+        return self._hosted.routing_state().report()
+
     async def drain(self, drain_s: float) -> None:
         """Refuse new requests from now on; return when nothing runs any more, at the latest after `drain_s`."""
         self._stopping = True

@@ -25,6 +25,7 @@ from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraS
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
+from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
 from plait_serving.starter.preprocess import PREPROCESSORS
 
@@ -101,6 +102,7 @@ class HostedImages:
         self._images = images
         self._assembled = assembled
         self._lora_cards = lora_cards
+        self._reports = 0
         self._service = LocalImageService(
             engine=assembled.engine,
             catalog=self._catalog,
@@ -131,6 +133,22 @@ class HostedImages:
         """Apply new knobs; running requests continue."""
         self._assembled.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
+
+    def routing_state(self) -> ReplicaState:
+        """Return by what requests are sent to replicas."""
+        engine = self._assembled.engine
+        residents, self._reports = engine.residents, self._reports + 1
+        resident, wanted = set(residents.statistics().resident), engine.open_models()
+        load_s = {model.name: residents.load_s(model) for model in residents.models}
+        loras = {name for cache in self._assembled.loras.values() for name in cache.resident_names()}
+        return ReplicaState(
+            number=self._reports,
+            queued_s=engine.statistics().queued_s + sum(load_s[name] for name in wanted - resident),
+            models=frozenset(resident | wanted),
+            loras=frozenset(loras),
+            load_s=load_s,
+            request_s=engine.request_s(),
+        )
 
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
