@@ -277,7 +277,8 @@ class ImagesSection(Section):
 
     @model_validator(mode="after")
     def _models_are_known(self) -> Self:
-        given = sorted(self.model_fields_set & {"model", "name", "revision"})
+        alone = {"model": STARTER_MODEL, "name": None, "revision": None}
+        given = [key for key, unset in alone.items() if getattr(self, key) != unset]
         if self.models is not None and given:
             raise ValueError(f"models names all models: leave out {', '.join(given)}")
         if self.models is not None and not self.models:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.values import MAX_SCALE
 from plait_serving.http.images.schemas import LoraBody
 from plait_serving.images.service import BaseModelCard, Catalog
 from plait_serving.spelling import hint
@@ -49,10 +50,10 @@ def _once_each(parts: list[str]) -> list[str]:
 def _lora(text: str) -> tuple[str, float]:
     name, colon, scale = text.partition(":")
     try:
-        value = float(scale) if colon else 1.0
+        value = float(scale) + 0.0 if colon else 1.0  # no negative zero
     except ValueError:
         value = math.nan
-    if not name or not math.isfinite(value):
+    if not name or not abs(value) <= MAX_SCALE:
         raise RequestError(f"{text[:64]!r} is not NAME or NAME:SCALE", param="model")
     return name, value
 

@@ -26,6 +26,11 @@ plait_engine_queued_compute_seconds 1.25
 plait_lora_cache_resident 4
 # TYPE plait_lora_cache_resident_bytes gauge
 plait_lora_cache_resident_bytes 1000
+# TYPE plait_model_resident gauge
+plait_model_resident{model="emoji"} 1
+plait_model_resident{model="other"} 0
+# TYPE plait_models_resident_bytes gauge
+plait_models_resident_bytes 5000
 # TYPE plait_engine_prepared gauge
 plait_engine_prepared{part="unet"} 1
 plait_engine_prepared{part="controlnet edges"} 1
