@@ -50,7 +50,10 @@ def test_the_status_sums_over_replicas():
     found = make_client(Replicas()).get("/v1/status").json()
     assert found["replicas"] == {"ingress": 1, "engine": 2}
     assert found["queue"] == {"waiting": 6, "running": 4, "compute_s": 2.5}
-    assert found["resident"] == {"loras": 8, "lora_bytes": 2000, "prepared": ["controlnet edges", "unet"]}
+    assert found["resident"] == {
+        "models": ["emoji"], "model_bytes": 10000, "loras": 8, "lora_bytes": 2000,
+        "prepared": ["controlnet edges", "unet"],
+    }  # fmt: skip
     assert found["services"] == {"images": True}
     assert (found["ready"], found["reason"], found["images_made"]) == (True, None, 0)
 
