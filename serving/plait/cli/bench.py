@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, placement, zoo"
+_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, placement, zoo, models"
 
 
 @app.command()
@@ -38,7 +38,7 @@ def bench(
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
     data: Annotated[
-        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig, placement: published tables")
+        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig, placement, models: published tables")
     ] = None,
     table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:
