@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen
-from plait_bench.models.replay import Fleet, replay
+from plait_bench.models.replay import ModelFleet, replay
 from plait_bench.models.trace import Asked, read_trace, window
 
 __all__ = ["NAME", "benchmark"]
@@ -23,11 +23,11 @@ _BUSY = 0.4
 """The share of the time that the work takes: the trace's own peaks are two to three times its mean."""
 _PATIENCE = 5.0
 
-FLEETS: Mapping[str, Fleet] = {
-    "load8-1x2": Fleet(replicas=1, room=2, load=8.0),
-    "load8-4x2": Fleet(replicas=4, room=2, load=8.0),
-    "load100-1x2": Fleet(replicas=1, room=2, load=100.0),
-    "load100-4x2": Fleet(replicas=4, room=2, load=100.0),
+FLEETS: Mapping[str, ModelFleet] = {
+    "load8-1x2": ModelFleet(replicas=1, room=2, load=8.0),
+    "load8-4x2": ModelFleet(replicas=4, room=2, load=8.0),
+    "load100-1x2": ModelFleet(replicas=1, room=2, load=100.0),
+    "load100-4x2": ModelFleet(replicas=4, room=2, load=100.0),
 }
 """Workloads by name: what a load takes, the replicas, and the models that each has memory for."""
 
@@ -45,7 +45,7 @@ class Replayed(Workload):
         "loads": Metric(unit="loads", better="lower"),
     }
 
-    def __init__(self, name: str, fleet: Fleet, data: Path | None) -> None:
+    def __init__(self, name: str, fleet: ModelFleet, data: Path | None) -> None:
         self.name, self._fleet, self._data = name, fleet, data
         self.trace: Sequence[Asked] = ()
 

@@ -15,11 +15,11 @@ from plait_bench.models.trace import Asked
 from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
 from plait_serving.images.routing import ReplicaState, begins_in_s
 
-__all__ = ["Fleet", "Outcome", "replay"]
+__all__ = ["ModelFleet", "PlayedWindow", "replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fleet:
+class ModelFleet:
     """`room`: the models that each replica has memory for; `load`: what loading one takes."""
 
     replicas: int
@@ -28,7 +28,7 @@ class Fleet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PlayedWindow:
     """The latency of each request with its work, the loads of all replicas, and when the last request ended."""
 
     latencies: tuple[tuple[float, float], ...]
@@ -40,7 +40,7 @@ class Outcome:
 class _Replica:
     """What both kinds have. `latencies` are those of the requests that ended."""
 
-    fleet: Fleet
+    fleet: ModelFleet
     now: float = 0.0
     waiting: list[Asked] = field(default_factory=list)
     running: tuple[Asked, float] | None = None
@@ -160,7 +160,7 @@ class _Plait(_Replica):
         ]
 
 
-def replay(system: str, asked: Sequence[Asked], fleet: Fleet) -> Outcome:
+def replay(system: str, asked: Sequence[Asked], fleet: ModelFleet) -> PlayedWindow:
     """Play a window with a system, `plait` or `lru`."""
     replicas: list[_Replica] = [_Plait(fleet) if system == "plait" else _Lru(fleet) for _ in range(fleet.replicas)]
     for one in asked:
@@ -172,14 +172,14 @@ def replay(system: str, asked: Sequence[Asked], fleet: Fleet) -> Outcome:
     for replica in replicas:
         while replica.running is not None or replica.waiting:
             replica.run_until(replica.next_event())
-    return Outcome(
+    return PlayedWindow(
         latencies=tuple(latency for replica in replicas for latency in replica.latencies),
         loads=sum(replica.loads for replica in replicas),
         ended=max(replica.now for replica in replicas),
     )
 
 
-def _cost_of(asked: Asked, fleet: Fleet) -> Callable[[_Replica], float]:
+def _cost_of(asked: Asked, fleet: ModelFleet) -> Callable[[_Replica], float]:
     def cost(replica: _Replica) -> float:
         if isinstance(replica, _Plait):
             state = replica.state()

@@ -12,20 +12,20 @@ import pytest
 
 from plait_bench.errors import SystemUnavailable
 from plait_bench.models import FLEETS, Replayed, benchmark
-from plait_bench.models.replay import Fleet, replay
+from plait_bench.models.replay import ModelFleet, replay
 from plait_bench.models.trace import FILE, Asked, read_trace, window
 
 FIELDS = (
     "gmt_create", "predict_status", "num_images_per_prompt", "num_inference_steps", "checkpoint_model_version_id"
 )  # fmt: skip
-FLEET = Fleet(replicas=1, room=1, load=50.0)
+FLEET = ModelFleet(replicas=1, room=1, load=50.0)
 
 
 @pytest.fixture
 def data(tmp_path) -> Path:
     """A made-up trace of 1,200 requests for five models in turn, one of ten of which failed."""
     (tmp_path / FILE.parent).mkdir()
-    start = datetime(2026, 1, 1)
+    start = datetime.fromisoformat("2026-01-01T00:00:00")
     with gzip.open(tmp_path / FILE, "wt", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(FIELDS)
@@ -54,7 +54,7 @@ def test_a_window_takes_the_wanted_share_of_the_time(data):
 def test_every_request_ends_once_and_none_sooner_than_its_work(system, data):
     """Of any fleet."""
     part = window(read_trace(data), 1, count=300, replicas=3, busy=0.5)
-    outcome = replay(system, part, Fleet(replicas=3, room=2, load=8.0))
+    outcome = replay(system, part, ModelFleet(replicas=3, room=2, load=8.0))
     assert sorted(work for _, work in outcome.latencies) == sorted(asked.work for asked in part)
     assert all(latency >= work - 1e-6 for latency, work in outcome.latencies)
 
