@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen
 from plait_bench.models.replay import ModelFleet, replay
-from plait_bench.models.trace import Asked, read_trace, window
+from plait_bench.models.trace import TracedRequest, read_trace, window
 
 __all__ = ["NAME", "benchmark"]
 
@@ -47,7 +47,7 @@ class Replayed(Workload):
 
     def __init__(self, name: str, fleet: ModelFleet, data: Path | None) -> None:
         self.name, self._fleet, self._data = name, fleet, data
-        self.trace: Sequence[Asked] = ()
+        self.trace: Sequence[TracedRequest] = ()
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:

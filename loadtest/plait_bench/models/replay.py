@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from plait_bench.models.trace import Asked
+from plait_bench.models.trace import TracedRequest
 from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
 from plait_serving.images.routing import ReplicaState, begins_in_s
 
@@ -42,8 +42,8 @@ class _Replica:
 
     fleet: ModelFleet
     now: float = 0.0
-    waiting: list[Asked] = field(default_factory=list)
-    running: tuple[Asked, float] | None = None
+    waiting: list[TracedRequest] = field(default_factory=list)
+    running: tuple[TracedRequest, float] | None = None
     resident: dict[str, float] = field(default_factory=dict)
     latencies: list[tuple[float, float]] = field(default_factory=list)
     loads: int = 0
@@ -135,7 +135,7 @@ class _Plait(_Replica):
             self.resident.pop(name, None)
         self.loading, self.loads = (switch.load, self.now + self.fleet.load), self.loads + 1
 
-    def _run(self, asked: Asked) -> None:
+    def _run(self, asked: TracedRequest) -> None:
         self.waiting.remove(asked)
         self.running = asked, self.now + asked.work
         for name in {other.model for other in self.waiting if other.model not in self.resident and other.at < asked.at}:
@@ -160,7 +160,7 @@ class _Plait(_Replica):
         ]
 
 
-def replay(system: str, asked: Sequence[Asked], fleet: ModelFleet) -> PlayedWindow:
+def replay(system: str, asked: Sequence[TracedRequest], fleet: ModelFleet) -> PlayedWindow:
     """Play a window with a system, `plait` or `lru`."""
     replicas: list[_Replica] = [_Plait(fleet) if system == "plait" else _Lru(fleet) for _ in range(fleet.replicas)]
     for one in asked:
@@ -179,7 +179,7 @@ def replay(system: str, asked: Sequence[Asked], fleet: ModelFleet) -> PlayedWind
     )
 
 
-def _cost_of(asked: Asked, fleet: ModelFleet) -> Callable[[_Replica], float]:
+def _cost_of(asked: TracedRequest, fleet: ModelFleet) -> Callable[[_Replica], float]:
     def cost(replica: _Replica) -> float:
         if isinstance(replica, _Plait):
             state = replica.state()

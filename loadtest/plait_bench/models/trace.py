@@ -15,7 +15,7 @@ from pathlib import Path
 
 from plait_bench.errors import SystemUnavailable
 
-__all__ = ["Asked", "read_trace", "window"]
+__all__ = ["TracedRequest", "read_trace", "window"]
 
 FILE = Path("genai-v2026") / "lora_request_trace.csv.gz"
 _STEPS = 30.0
@@ -23,7 +23,7 @@ _STEPS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TracedRequest:
     """One request: when it came, and its work in steps of one image."""
 
     at: float
@@ -31,7 +31,7 @@ class Asked:
     work: float
 
 
-def read_trace(data: Path | None) -> list[Asked]:
+def read_trace(data: Path | None) -> list[TracedRequest]:
     """Return the requests in the order of their arrival. Raises `SystemUnavailable` without the file."""
     if data is None or not (data / FILE).is_file():
         raise SystemUnavailable(f"models: give --data FOLDER, which has {FILE}")
@@ -39,7 +39,7 @@ def read_trace(data: Path | None) -> list[Asked]:
         rows = [row for row in csv.DictReader(file) if row["predict_status"] == "SUCCEED"]
     return sorted(
         (
-            Asked(
+            TracedRequest(
                 at=datetime.fromisoformat(row["gmt_create"]).timestamp(),
                 model=row["checkpoint_model_version_id"],
                 work=float(row["num_images_per_prompt"] or 1.0) * float(row["num_inference_steps"] or _STEPS),
@@ -50,11 +50,13 @@ def read_trace(data: Path | None) -> list[Asked]:
     )
 
 
-def window(trace: Sequence[Asked], number: int, *, count: int, replicas: int, busy: float) -> list[Asked]:
+def window(
+    trace: Sequence[TracedRequest], number: int, *, count: int, replicas: int, busy: float
+) -> list[TracedRequest]:
     """Return `count` requests, of which `number` says where they begin, stretched until their work takes a share `busy`
     of the time of all replicas. Time is in steps of one image."""
     first = (number - 1) * count % max(1, len(trace) - count)
     part = trace[first : first + count]
     span = max(part[-1].at - part[0].at, 1.0)
     scale = sum(asked.work for asked in part) / (busy * replicas * span)
-    return [Asked(at=(asked.at - part[0].at) * scale, model=asked.model, work=asked.work) for asked in part]
+    return [TracedRequest(at=(asked.at - part[0].at) * scale, model=asked.model, work=asked.work) for asked in part]

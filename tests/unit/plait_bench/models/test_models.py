@@ -13,7 +13,7 @@ import pytest
 from plait_bench.errors import SystemUnavailable
 from plait_bench.models import FLEETS, Replayed, benchmark
 from plait_bench.models.replay import ModelFleet, replay
-from plait_bench.models.trace import FILE, Asked, read_trace, window
+from plait_bench.models.trace import FILE, TracedRequest, read_trace, window
 
 FIELDS = (
     "gmt_create", "predict_status", "num_images_per_prompt", "num_inference_steps", "checkpoint_model_version_id"
@@ -61,7 +61,7 @@ def test_every_request_ends_once_and_none_sooner_than_its_work(system, data):
 
 def test_two_models_in_turn_are_loaded_less_often_than_by_lru():
     """With room for one, LRU loads for each request; affinity serves what waits for a model together."""
-    asked = [Asked(at=10.0 * i, model="ab"[i % 2], work=20.0) for i in range(60)]
+    asked = [TracedRequest(at=10.0 * i, model="ab"[i % 2], work=20.0) for i in range(60)]
     ours, lru = (replay(system, asked, FLEET) for system in ("plait", "lru"))
     assert lru.loads == 60
     assert ours.loads < 20
@@ -70,7 +70,7 @@ def test_two_models_in_turn_are_loaded_less_often_than_by_lru():
 
 def test_a_request_that_finds_its_model_is_not_delayed_by_loads():
     """One model alone: both systems load once and serve as fast as the work allows."""
-    asked = [Asked(at=100.0 * i, model="a", work=20.0) for i in range(5)]
+    asked = [TracedRequest(at=100.0 * i, model="a", work=20.0) for i in range(5)]
     for system in ("plait", "lru"):
         outcome = replay(system, asked, FLEET)
         assert (outcome.loads, [latency for latency, _ in outcome.latencies]) == (1, [70.0, 20.0, 20.0, 20.0, 20.0])
