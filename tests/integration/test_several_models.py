@@ -118,7 +118,7 @@ def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(f
         for ours, theirs in zip(images, alone(folders[request.model], request), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     statistics = several.engine.residents.statistics()
-    assert (statistics.loads, statistics.resident) == (4, ("b",))
+    assert statistics.loads == 4
     assert statistics.nbytes <= statistics.budget_bytes
 
 

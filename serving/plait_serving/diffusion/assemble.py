@@ -68,7 +68,7 @@ class Assembled:
     def prepared_parts(self) -> frozenset[str]:
         """Return what runs on prepared programs now: "unet", "vae" and names of ControlNets that are in this
         process."""
-        return frozenset().union(*(model.prepared for model in self.models.values()))
+        return frozenset[str]().union(*(model.prepared for model in self.models.values()))
 
     def warm_up(self) -> float:
         """Run each code path of the first model once, at the min size and for one step; return the seconds it took.
@@ -209,6 +209,7 @@ def _build(
         memory_bytes=memory_bytes,
     )
     live.engine = engine
+    engine.reconfigure(first.knobs)  # the caches share what LoRAs may take
     engine.residents.load_first()
     engine.start()
     loras = {name: cache for name, model in models.items() if isinstance(cache := model.served.loras, LoraCache)}

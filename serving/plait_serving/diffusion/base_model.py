@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -193,6 +194,7 @@ class BaseModel:
             safety_checker=self._settings.safety_checker,
             mapped=mapped,
             outline=outline,
+            tokenizers=() if outline else self.outline.tokenizers,
         )
 
     def _make_preparer(self) -> Preparer | None:
@@ -210,7 +212,7 @@ class BaseModel:
         return {
             name: PlacedControlNetClient(
                 name,
-                local=lambda name=name, folder=folder: self._local(name, folder),  # type: ignore[misc]
+                local=partial(self._local, name, folder),
                 remote=self._around.remote.get(name),
                 wanted=lambda: self._around.knobs().controlnet_placement,
                 measure=lambda here, there: _measure(here, there, self.denoiser, self.bundle),

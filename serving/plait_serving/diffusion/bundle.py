@@ -139,13 +139,14 @@ def load_bundle(
     safety_checker: bool = True,
     mapped: bool = False,
     outline: bool = False,
+    tokenizers: tuple[Any, ...] = (),
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
     """Load a folder, or a hub repository at a commit (`revision`: 40 hex digits). Raises `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`
     leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`). `outline` loads no
-    weights: what is known of a model before it is in memory.
+    weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
     """
     folder = resolve_source(source, revision, fetch)
     index = _read_json(folder / "model_index.json")
@@ -171,7 +172,9 @@ def load_bundle(
     need = MemoryNeed.of(files.values(), activation_bytes=decoding)
     if not outline:
         check_memory(str(folder), need, target)
-    tokenizers = tuple(_tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders)
+    tokenizers = tokenizers or tuple(
+        _tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders
+    )
     if mapped:
         files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
     if outline:

@@ -170,11 +170,9 @@ class Residents:
 
     def _demands(self, jobs: Sequence[ImageJob]) -> list[ModelDemand]:
         oldest, now_s = _oldest(jobs), self._clock()
-        left: dict[str, float] = {}
         short: set[str] = set()
         for job in jobs:
             name = job.request.model
-            left[name] = left.get(name, 0.0) + job.left_s
             model = self._models[name]
             need_s = job.left_s + (self.load_s(model) if model.parts is None else 0.0)
             if job.deadline_at_s is not None and job.deadline_at_s - now_s < 2 * need_s:
@@ -185,7 +183,6 @@ class Residents:
                 nbytes=model.nbytes,
                 load_s=self.load_s(model),
                 is_resident=model.parts is not None,
-                left_s=left.get(name, 0.0),
                 oldest_s=oldest.get(name),
                 overtaken_s=self._overtaken_s.get(name, 0.0),
                 used_s=self._used_s.get(name, 0.0),
@@ -206,6 +203,8 @@ class Residents:
         for name in switch.leave:
             model = self._models[name]
             begun = [job for job in jobs if job.request.model == name and job.has_begun]
+            if model.parts is None:
+                continue
             if not begun or now_s + sum(job.left_s for job in begun) > self._gives_way_s:
                 self._let_go(model, begun)
         return all(self._models[name].parts is None for name in switch.leave)

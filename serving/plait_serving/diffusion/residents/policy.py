@@ -28,16 +28,14 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDemand:
-    """A model and what is asked of it now. `load_s`: what loading it takes; `left_s`: the compute-seconds that its
-    requests still need; `oldest_s`: when the oldest of them arrived, None: it has none; `overtaken_s`: the seconds that
-    later arrivals than that one computed; `used_s`: when it was last used; `is_short`: a deadline of its requests is
-    missed unless it is loaded now."""
+    """A model and what is asked of it now. `load_s`: what loading it takes; `oldest_s`: when the oldest of its requests
+    arrived, None: it has none; `overtaken_s`: the seconds that later arrivals than that one computed; `used_s`: when it
+    was last used; `is_short`: a deadline of its requests is missed unless it is loaded now."""
 
     name: str
     nbytes: int
     load_s: float
     is_resident: bool
-    left_s: float = 0.0
     oldest_s: float | None = None
     overtaken_s: float = 0.0
     used_s: float = 0.0

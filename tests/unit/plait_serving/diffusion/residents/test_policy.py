@@ -30,7 +30,7 @@ def test_what_nobody_asks_for_is_not_loaded():
 
 def test_a_model_is_loaded_at_once_where_there_is_room():
     """Nobody makes room that need not."""
-    assert switch(resident("a", oldest_s=1.0, left_s=9.0), absent("b", oldest_s=2.0)) == Switch(load="b", leave=())
+    assert switch(resident("a", oldest_s=1.0), absent("b", oldest_s=2.0)) == Switch(load="b", leave=())
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_of_those_without_work_the_least_worth_makes_room(more, leaves):
 
 def test_work_that_arrived_before_is_done_first():
     """A model that is asked for later does not push out what has older requests, however long it waits."""
-    busy = [resident(name, oldest_s=1.0, left_s=9.0) for name in "ab"]
+    busy = [resident(name, oldest_s=1.0) for name in "ab"]
     assert switch(*busy, absent("c", oldest_s=2.0, overtaken_s=1e9)) is None
 
 
 def test_later_arrivals_overtake_for_a_bounded_time():
     """Then the model whose oldest request is the youngest makes room."""
-    busy = [resident("a", oldest_s=3.0, left_s=9.0), resident("b", oldest_s=4.0, left_s=9.0)]
+    busy = [resident("a", oldest_s=3.0), resident("b", oldest_s=4.0)]
     waits = absent("c", oldest_s=2.0)
     there_and_back_s = 2 * LOAD_S
     assert switch(*busy, waits) is None
@@ -63,7 +63,7 @@ def test_later_arrivals_overtake_for_a_bounded_time():
 
 def test_a_deadline_does_not_wait_for_its_turn():
     """Only one of a resident's own holds its model."""
-    busy = [resident(name, oldest_s=1.0, left_s=9.0) for name in "ab"]
+    busy = [resident(name, oldest_s=1.0) for name in "ab"]
     short = absent("c", oldest_s=2.0, is_short=True)
     assert switch(*busy, short) == Switch(load="c", leave=("a",))
     assert switch(*(replace(each, is_short=True) for each in busy), short) is None
@@ -117,7 +117,7 @@ class Server:
         found = next_switch(
             [
                 ModelDemand(
-                    name=name, nbytes=1, load_s=LOAD_S, is_resident=name in self.resident, left_s=1.0,
+                    name=name, nbytes=1, load_s=LOAD_S, is_resident=name in self.resident,
                     oldest_s=oldest.get(name), overtaken_s=self.overtaken_s.get(name, 0.0),
                 )
                 for name in sorted(names)
