@@ -24,8 +24,8 @@ from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
 from plait_serving.deployments.node_gauges import Reserved
 from plait_serving.deployments.placed import PlacedHandle
-from plait_serving.deployments.ranking.scaling import autoscaling
 from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
+from plait_serving.deployments.scaling import autoscaling
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import (
     MAX_WORKERS,
@@ -34,10 +34,9 @@ from plait_serving.ranking.config import (
     HnSection,
     RankModelSection,
     RankRole,
-    Replicas,
     WholeSection,
 )
-from plait_serving.sections import INGRESS_CPUS
+from plait_serving.sections import INGRESS_CPUS, Replicas
 from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:

@@ -33,6 +33,9 @@ class FakeHosted:
         if self.stuck is not None:
             raise self.stuck
 
+    def pressure(self) -> float:
+        return 0.5
+
     def routing_state(self) -> ReplicaState:
         return ReplicaState()
 

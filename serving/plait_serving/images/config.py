@@ -16,7 +16,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
-from plait_serving.sections import FolderPath, Name, Section
+from plait_serving.sections import FolderPath, Name, Replicas, Section
 from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -258,7 +258,7 @@ class ImagesSection(Section):
     ] = None
     defaults: DefaultsSection = DefaultsSection()
     limits: LimitsSection = LimitsSection()
-    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    replicas: Annotated[int, Field(ge=1, le=1024)] | Replicas = 1
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
     knobs: EngineKnobs = EngineKnobs()
@@ -341,10 +341,20 @@ class ImagesSection(Section):
         return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
 
     @property
+    def min_replicas(self) -> int:
+        """The number of base replicas at the start, and the minimum."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
+
+    @property
+    def max_replicas(self) -> int:
+        """The max number of base replicas."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
+
+    @property
     def logical_cpus(self) -> float:
         """The logical CPUs that Ray must have for the base replicas and ControlNets."""
         services = self.resolved_controlnets().values()
-        return self.replicas * (self.num_cpus or MODEL_CPUS) + sum(
+        return self.max_replicas * (self.num_cpus or MODEL_CPUS) + sum(
             service.replicas * (service.num_cpus or MODEL_CPUS) for service in services
         )
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from plait_disagg.queue.scale import Gauge
 from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
@@ -22,6 +23,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
@@ -103,6 +105,7 @@ class HostedImages:
         self._assembled = assembled
         self._lora_cards = lora_cards
         self._reports = 0
+        self._gauge = Gauge(self._readings, engine_pressure)
         self._service = LocalImageService(
             engine=assembled.engine,
             catalog=self._catalog,
@@ -133,6 +136,15 @@ class HostedImages:
         """Apply new knobs; running requests continue."""
         self._assembled.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
+
+    def pressure(self) -> float:
+        """Return how much of its capacity is used, since the last call."""
+        return self._gauge.read()
+
+    def _readings(self) -> dict[str, float]:
+        engine = self._assembled.engine
+        compute_s = sum(used.compute_s for used in engine.usage().values())
+        return {"compute_s": compute_s, "queued_s": engine.statistics().queued_s}
 
     def routing_state(self) -> ReplicaState:
         """Return by what requests are sent to replicas."""

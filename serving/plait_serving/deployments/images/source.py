@@ -33,6 +33,9 @@ class HostedEngine(Protocol):
     def check_progress(self) -> None:
         """Raise `Stuck` if a thread of the engine hangs."""
 
+    def pressure(self) -> float:
+        """Return how much of its capacity is used, since the last call."""
+
     def routing_state(self) -> ReplicaState:
         """Return by what requests are sent to replicas."""
 
