@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plait.config import PlaitConfig
 from plait.doctor.findings import CheckResult, CheckStatus, finding
+from plait_serving.images.config import ImagesSection
 
 __all__ = ["check_models", "check_starter"]
 
@@ -36,6 +37,7 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
     if images is None:
         return
     key = "images.model" if images.models is None else "images.models"
+    yield from _twins(images)
     for name, base in images.base_models.items():
         if base.is_starter or base.is_hub_id:
             continue
@@ -52,6 +54,19 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
         yield _weights(section.folder)
     if images.loras.folder is not None:
         yield from _loras(images.loras.folder)
+
+
+def _twins(images: ImagesSection) -> Iterator[CheckResult]:
+    """A folder under two names is served under the first."""
+    names: dict[str, str] = {}
+    for name, base in images.base_models.items():
+        where = base.folder if base.is_hub_id else str(Path(base.folder).resolve())
+        first = names.setdefault(f"{where}@{base.revision}", name)
+        if first != name:
+            detail = f"{name} and {first} are both {where}"
+            yield finding(
+                "models", False, detail, "leave one out; another name for a model belongs into images.aliases"
+            )
 
 
 def _weights(folder: Path) -> CheckResult:
