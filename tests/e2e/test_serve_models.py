@@ -19,7 +19,7 @@ from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
 from support.server import REAL, PlaitServer, free_port
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 CONFIG = """
 server: {drain_s: 30}

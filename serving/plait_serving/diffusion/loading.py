@@ -65,7 +65,8 @@ def outline_module(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Modu
 
     with MODULES:
         module = cast("nn.Module", translate(files.folder, build))
-    return module.to(dtype).eval().requires_grad_(False)
+    # diffusers' own `to` warns of modules that it would keep in float32, of which there are none.
+    return nn.Module.to(module, dtype).eval().requires_grad_(False)
 
 
 def _assigned(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Module | None:

@@ -37,7 +37,7 @@ def test_defaults_serve_the_starter_on_loopback():
     """Without a file the starter model is served on 127.0.0.1:8000 by a local Ray."""
     config = load_config()
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
-    assert config.images.is_starter
+    assert config.images.starters == ("emoji",)
     assert config.images.public_name == "emoji"
     assert config.ray.is_local
     assert config.server.is_loopback

@@ -16,7 +16,7 @@ from plait_serving.images.routing import ReplicaState, SentRequests, begins_in_s
 __all__ = ["ModelRouter"]
 
 
-class ModelRouter(RequestRouter):
+class ModelRouter(RequestRouter):  # type: ignore[misc]  # Serve has no types
     """Ranks the replicas by when a request would begin there; calls that are no image requests go to any."""
 
     def initialize_state(self, **_: Any) -> None:

@@ -33,7 +33,7 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
 def _base(name: str, catalog: Catalog) -> BaseModelCard:
     card = catalog.base(name)
     if card is None:
-        known = [card.name for card in (*catalog.models, *catalog.aliases)]
+        known = [*(base.name for base in catalog.models), *(alias.name for alias in catalog.aliases)]
         near = hint(name, known) or f"; this server has {', '.join(map(repr, known))}"
         raise NotFound(f"there is no model {name[:100]!r}{near}", param="model")
     return card
