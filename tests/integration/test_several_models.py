@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -166,6 +168,22 @@ def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_
     for name in ("b", "a", "xl"):
         engine.generate(asked(name), timeout_s=WAIT_S)
     assert engine.residents.statistics().resident == ("a", "xl")
+
+
+def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
+    """Nothing refers to its parts in a circle: a garbage collection would hold up the other models' steps."""
+    several = engine_of({name: folders[name] for name in ("a", "b")}, memory_bytes=1 << 21)
+    several.engine.generate(asked("a", loras=(LoraRef(name="one"),)), timeout_s=WAIT_S)
+    bundle = several.models["a"].bundle
+    parts = [weakref.ref(part) for part in (bundle.unet, bundle.vae, *bundle.text_encoders)]
+    del bundle
+    gc.collect()
+    gc.disable()
+    try:
+        several.engine.generate(asked("b"), timeout_s=WAIT_S)
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
 
 
 def test_models_of_a_family_share_a_controlnet_and_others_do_not_have_it(folders, engine_of):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import threading
 from collections import deque
@@ -225,7 +224,6 @@ class Residents:
             started_s = self._clock()
             found: ModelParts | EngineError
             try:
-                gc.collect()  # what has left may be held by cycles
                 found = model.load()
             except EngineError as error:
                 found = error
