@@ -91,7 +91,9 @@ BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
     kernels.NAME: lambda job: kernels.benchmark(only=job.workloads),
     autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
     zoo.NAME: lambda job: zoo.benchmark(only=job.workloads),
-    models.NAME: lambda job: models.benchmark(only=job.workloads, data=job.data),
+    models.NAME: lambda job: models.benchmark(
+        job.models or cache_folder() / "models", only=job.workloads, data=job.data
+    ),
     placement.NAME: lambda job: placement.benchmark(only=job.workloads, data=job.data),
 }
 

@@ -1,8 +1,9 @@
-"""Many base models on few replicas, on the public trace of an image service, in virtual time: all of it is modelled.
+"""Many base models on few replicas: the public trace of an image service in virtual time, and a few models measured.
 
-A round is a window of the trace; both systems play the same one with equal memory. Time is in steps of one image, and a
-workload's name says how many of them a load takes: `load8` as Stable Diffusion 1.5 at 256x256 on two CPU cores,
-`load100` as on a GPU that reads from a disk. A request is good if it ends within five times its own work and two loads.
+`sd15-switches` is measured (`switching.py`), all others are modelled: a round is a window of the trace, and both
+systems play the same one with equal memory. Time is in steps of one image, and a workload's name says how many of them
+a load takes: `load8` as Stable Diffusion 1.5 at 256x256 on two CPU cores, `load100` as on a GPU that reads from a disk.
+A request is good if it ends within five times its own work and two loads.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen
 from plait_bench.models.replay import ModelFleet, replay
+from plait_bench.models.switching import Switching
 from plait_bench.models.trace import TracedRequest, read_trace, window
 
 __all__ = ["NAME", "benchmark"]
@@ -90,7 +92,9 @@ class _Replaying:
         return self._workload.readings(self._system, number)
 
 
-def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
-    """Make the benchmark; `data`: the folder that holds `genai-v2026`. Raises `BenchError`."""
-    workloads = {name: Replayed(name, fleet, data) for name, fleet in FLEETS.items()}
+def benchmark(root: Path, *, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
+    """Make the benchmark; `root`: where models are, or are written; `data`: the folder that holds `genai-v2026`. Raises
+    `BenchError`."""
+    workloads: dict[str, Workload] = {name: Replayed(name, fleet, data) for name, fleet in FLEETS.items()}
+    workloads["sd15-switches"] = Switching("sd15-switches", root, family="sd15", edge=256)
     return Benchmark(name=NAME, workloads=tuple(workloads[name] for name in chosen(only, tuple(workloads), "workload")))

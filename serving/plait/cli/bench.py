@@ -26,7 +26,7 @@ def bench(
     record: Annotated[bool, typer.Option("--record", help="append the rows to the results file")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
-    models: Annotated[Path | None, typer.Option(help="images: the folder of the models")] = None,
+    models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
     size: Annotated[str, typer.Option(help="images: the models, starter, sd15 or sdxl")] = "starter",
     edge: Annotated[int, typer.Option(help="images: pixels of an image of sd15 or sdxl, 256, 512 or 1024")] = 256,
     dtype: Annotated[

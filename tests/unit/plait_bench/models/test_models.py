@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from plait_bench.errors import SystemUnavailable
-from plait_bench.models import FLEETS, Replayed, benchmark
+from plait_bench.models import FLEETS, Replayed, benchmark, switching
 from plait_bench.models.replay import ModelFleet, replay
 from plait_bench.models.trace import FILE, TracedRequest, read_trace, window
+from support.tiny import tiny_sd
 
 FIELDS = (
     "gmt_create", "predict_status", "num_images_per_prompt", "num_inference_steps", "checkpoint_model_version_id"
@@ -81,6 +82,21 @@ def test_the_benchmark_needs_the_trace_and_says_which(tmp_path, data):
     workload = Replayed("x", FLEETS["load8-1x2"], data)
     with workload.session(print):
         assert {reading.kind for reading in workload.readings("plait", 1)} == {"modelled"}
-    (left_out,) = benchmark(only=["load8-1x2"], data=tmp_path / "none").workloads
+    (left_out,) = benchmark(tmp_path, only=["load8-1x2"], data=tmp_path / "none").workloads
     with pytest.raises(SystemUnavailable, match="lora_request_trace"), left_out.session(print):
         pass
+
+
+def test_models_that_were_written_are_measured_in_turn(tmp_path, monkeypatch):
+    """Both systems make all images; the one that orders them itself loads less often."""
+    for seed in range(4):
+        tiny_sd(tmp_path / f"sd15-{seed}", seed=seed)
+    monkeypatch.setattr(switching, "_REQUESTS", 16)
+    workload = switching.Switching("x", tmp_path, family="sd15", edge=32)
+    with workload.session(print):
+        readings = {
+            at_once: {reading.metric: reading.value for reading in workload.run(1, at_once=at_once)}
+            for at_once in (False, True)
+        }
+    assert readings[True]["loads"] < readings[False]["loads"]
+    assert min(found["images_per_s"] for found in readings.values()) > 0
