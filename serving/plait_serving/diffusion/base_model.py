@@ -42,6 +42,7 @@ from plait_serving.diffusion.preparation import (
     uses_graphs,
 )
 from plait_serving.diffusion.prompt import PromptEncoder
+from plait_serving.diffusion.prompt_tokens import PromptTokens
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, LoraProvider, StepCall
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
@@ -104,26 +105,30 @@ class BaseModel:
     """Makes a `ServedModel`. `denoiser` and `bundle` are those in memory now."""
 
     def __init__(self, name: str, settings: EngineSettings, around: Surroundings, *, costs: StepCosts | None) -> None:
-        """Read the model's folder without its weights. Raises `ModelError`. `costs`: what is known of step times."""
+        """Read the model's folder, its weights only if it is alone. Raises `ModelError`. `costs`: what is known of step
+        times."""
         self._settings = settings
         self._around = around
         self.folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
         self._device = resolve_device(settings.device)
         self._dtype = resolve_dtype(settings.dtype, self._device)
-        self.outline = self._bundle(outline=True)
         self.prepared: set[str] = set()
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=around.is_idle)
         self._preparer = self._make_preparer()
+        # One that has no other beside it never leaves: what is known of it without its weights is no more.
+        self._ready = self._read() if around.is_alone else None
+        self.outline = self._bundle(outline=True) if self._ready is None else self._ready[1]
+        self._tokens = PromptTokens(self.outline.tokenizers)
         self._denoiser: UNetDenoiser | None = None
         self._loaded: Bundle | None = None
         self.controlnets = self._controlnets()
         costs = StepCosts() if costs is None else costs
         self.served = ServedModel(
             name=name,
-            limits=_limits(self.outline, settings.limits, around.memory_bytes),
+            limits=_limits(self.outline, settings.limits, around.memory_bytes or 0),
             loras=around.loras(LoraTargets.of(_components(self.outline)), settings.lora_source),
             controlnets=self.controlnets,
-            measure=PromptEncoder(self.outline).size,
+            measure=PromptEncoder(self.outline, tokens=self._tokens).size,
             load=self._load,
             leave=self._leave,
             nbytes=self.outline.weights_bytes,
@@ -145,8 +150,7 @@ class BaseModel:
 
     def _load(self) -> ModelParts:
         """Bring the weights into memory, with the programs that were prepared before."""
-        takeover = Takeover(self._preparer, self.folder)
-        bundle = self._bundle(mapped=takeover.mapped)
+        takeover, bundle = self._ready or self._read()
         weights = takeover.unet_weights(bundle)
         components = _components(bundle)
         texts = {name: part for name, part in components.items() if name != "unet"}
@@ -157,6 +161,7 @@ class BaseModel:
             exact=lambda: self._around.knobs().exact,
             weights=weights,
             vae_weights=takeover.vae_weights(bundle),
+            tokens=self._tokens,
         )
         takeover.adopt(denoiser, self.prepared)
         if uses_graphs(self._settings.executor, bundle.device):
@@ -180,6 +185,10 @@ class BaseModel:
             stepper=stepper, decoder=Decoder(denoiser, safety_of(bundle)), switch_cost_s=merger.switch_cost_s
         )
 
+    def _read(self) -> tuple[Takeover, Bundle]:
+        takeover = Takeover(self._preparer, self.folder)
+        return takeover, self._bundle(mapped=takeover.mapped)
+
     def _leave(self) -> None:
         """Let go of the weights."""
         self._loaded = self._denoiser = None
@@ -194,7 +203,7 @@ class BaseModel:
             safety_checker=self._settings.safety_checker,
             mapped=mapped,
             outline=outline,
-            tokenizers=() if outline else self.outline.tokenizers,
+            tokenizers=() if outline or self._around.is_alone else self.outline.tokenizers,
         )
 
     def _make_preparer(self) -> Preparer | None:
@@ -289,12 +298,11 @@ def _times_at(
     return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
 
 
-def _limits(outline: Bundle, wanted: ImageLimits, memory_bytes: int | None) -> ImageLimits:
+def _limits(outline: Bundle, wanted: ImageLimits, memory_bytes: int) -> ImageLimits:
     """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the memory
     which models leave can hold."""
     limits = replace(wanted, size_multiple=outline.size_multiple, min_edge_px=outline.size_multiple)
-    taken = outline.weights_bytes if memory_bytes is None else memory_bytes
-    free, native = max(0, available_bytes(outline.device) - taken), outline.width * outline.height
+    free, native = max(0, available_bytes(outline.device) - memory_bytes), outline.width * outline.height
     pixels = pixels_that_fit(outline.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
     if pixels < limits.max_pixels:
         _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
