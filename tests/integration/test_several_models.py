@@ -147,7 +147,7 @@ def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
     several.engine.generate(asked("a"), timeout_s=WAIT_S)  # so that it knows how long steps take
     image = np.full((32, 32, 3), 200, np.uint8)
     first = asked("b", "asked for first")
-    long = asked("a", "the long one", steps=1000, controlnets=(ControlRef(name="edges", image=image),))
+    long = asked("a", "the long one", steps=500, controlnets=(ControlRef(name="edges", image=image),))
     waiting, both_are_there = Waiting(several.engine), threading.Event()
     several.engine.between_steps(lambda: both_are_there.wait(WAIT_S))
     waiting.submit(first)
