@@ -60,7 +60,7 @@ class Replayed(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Make a subject; each round is a fresh fleet."""
-        yield _Replaying(self, system)
+        yield _PlayedSystem(self, system)
 
     def readings(self, system: str, number: int) -> list[Reading]:
         """Play a window and summarise it."""
@@ -78,7 +78,7 @@ class Replayed(Workload):
         return [Reading(metric=metric, value=value, kind="modelled") for metric, value in values.items()]
 
 
-class _Replaying:
+class _PlayedSystem:
     """Implements `Subject`."""
 
     def __init__(self, workload: Replayed, system: str) -> None:

@@ -99,9 +99,9 @@ class Switching(Workload):
 def _opened(folders: Mapping[str, Path]) -> Assembled:
     """Open the engine with room for some of the models; torch runs them, so that nothing is converted beside."""
     from plait_serving.diffusion.assemble import EngineSettings, build_engine_of
-    from plait_serving.diffusion.base_model import resolve_dtype
     from plait_serving.diffusion.bundle import load_bundle
     from plait_serving.diffusion.knobs import ExecutorName
+    from plait_serving.diffusion.residents.base_model import resolve_dtype
 
     settings = {
         name: EngineSettings(model=folder, dtype="float32", device="cpu", executor=ExecutorName.TORCH, converts=False)

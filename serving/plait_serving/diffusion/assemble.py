@@ -12,7 +12,6 @@ import numpy as np
 import torch
 
 from plait_fabric.threads import run_on_own_thread
-from plait_serving.diffusion.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
@@ -26,6 +25,7 @@ from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.residents.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler, Tenant
 
 __all__ = ["Assembled", "EngineSettings", "build_engine", "build_engine_of"]

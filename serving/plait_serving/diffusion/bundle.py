@@ -25,7 +25,7 @@ from plait_serving.diffusion.hub import fetch_from_hub
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
-from plait_serving.diffusion.weight_files import find_weights
+from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)
 
@@ -149,11 +149,7 @@ def load_bundle(
     weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
     """
     folder = resolve_source(source, revision, fetch)
-    index = _read_json(folder / "model_index.json")
-    _check_pipeline(folder, index)
-    unet_config = _read_json(folder / "unet" / "config.json")
-    vae_config = _read_json(folder / "vae" / "config.json")
-    check_unet_config(unet_config, vae_config, folder / "unet" / "config.json")
+    index, unet_config, vae_config = _configs(folder)
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
     target = torch.device(device)
@@ -177,11 +173,7 @@ def load_bundle(
     )
     if mapped:
         files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
-    if outline:
-        kinds.pop("safety_checker", None)
-        modules = {part: outline_module(kind, *files[part]) for part, kind in kinds.items()}
-    else:
-        modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+    modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
     return Bundle(
         folder=folder,
         family=family,
@@ -200,6 +192,25 @@ def load_bundle(
         device=target,
         weights_bytes=need.weights_bytes,
     )
+
+
+def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the configurations of the pipeline, the UNet and the VAE, checked."""
+    index = _read_json(folder / "model_index.json")
+    _check_pipeline(folder, index)
+    unet, vae = _read_json(folder / "unet" / "config.json"), _read_json(folder / "vae" / "config.json")
+    check_unet_config(unet, vae, folder / "unet" / "config.json")
+    return index, unet, vae
+
+
+def _modules(
+    kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]], target: torch.device
+) -> dict[str, nn.Module]:
+    return {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+
+
+def _outlines(kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]]) -> dict[str, nn.Module]:
+    return {part: outline_module(kind, *files[part]) for part, kind in kinds.items() if part != "safety_checker"}
 
 
 def load_controlnet(

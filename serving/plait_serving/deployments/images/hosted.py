@@ -15,7 +15,6 @@ from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
-from plait_serving.diffusion.base_model import BaseModel
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import EngineKnobs
@@ -25,6 +24,7 @@ from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.queue.usage import TenantUsage
+from plait_serving.diffusion.residents.base_model import BaseModel
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState

@@ -19,7 +19,7 @@ __all__ = ["ResidencyStatistics", "Residents"]
 _log = logging.getLogger(__name__)
 
 _READ_BYTES_PER_S = 1e9
-_LEAST_LOAD_S = 0.1
+_MIN_LOAD_S = 0.1
 """What loading is thought to take before it was measured: a local disk's pace, and building the modules."""
 _DRAIN_SHARE = 1.0
 """Requests in work may end before their model leaves if that takes at most so many times what loading the other one
@@ -132,7 +132,7 @@ class Residents:
 
     def load_s(self, model: ServedModel) -> float:
         """Return the seconds that loading it is expected to take."""
-        return self._load_s.get(model.name, _LEAST_LOAD_S + model.nbytes / _READ_BYTES_PER_S)
+        return self._load_s.get(model.name, _MIN_LOAD_S + model.nbytes / _READ_BYTES_PER_S)
 
     def load_first(self) -> None:
         """Load the first model, before the compute thread starts. Raises `ModelError`."""
