@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -168,9 +168,6 @@ def load_bundle(
     need = MemoryNeed.of(files.values(), activation_bytes=decoding)
     if not outline:
         check_memory(str(folder), need, target)
-    tokenizers = tokenizers or tuple(
-        _tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders
-    )
     if mapped:
         files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
     modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
@@ -179,7 +176,7 @@ def load_bundle(
         family=family,
         unet=modules["unet"],
         vae=modules["vae"],
-        tokenizers=tokenizers,
+        tokenizers=tokenizers or _tokenizers(folder, encoders),
         text_encoders=tuple(modules[part] for part in encoders),
         scheduler_config=scheduler_config,
         safety_checker=modules.get("safety_checker"),
@@ -316,8 +313,14 @@ def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
     return kinds
 
 
-def _tokenizer(folder: Path) -> Any:
-    return translate(folder, lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True))
+def _tokenizers(folder: Path, encoders: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(
+        translate(
+            folder / part.replace("text_encoder", "tokenizer"),
+            lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True),
+        )
+        for part in encoders
+    )
 
 
 def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
