@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, placement, records, zoo
+from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, models, placement, records, zoo
 from plait_bench.benchmark import Benchmark
 from plait_bench.cache import cache_folder
 from plait_bench.document import document
@@ -91,6 +91,9 @@ BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
     kernels.NAME: lambda job: kernels.benchmark(only=job.workloads),
     autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
     zoo.NAME: lambda job: zoo.benchmark(only=job.workloads),
+    models.NAME: lambda job: models.benchmark(
+        job.models or cache_folder() / "models", only=job.workloads, data=job.data
+    ),
     placement.NAME: lambda job: placement.benchmark(only=job.workloads, data=job.data),
 }
 

@@ -282,6 +282,30 @@ TABLES: Mapping[str, TableSpec] = {
         workloads=("tried-",),
         says=_MEDIANS,
     ),
+    "models": TableSpec(
+        bench="models",
+        metrics={
+            "p50_steps": "steps, median",
+            "p99_steps": "steps, p99",
+            "goodput_per_1000_steps": "good per 1,000 steps",
+            "loads": "loads",
+        },
+        ratio="p50_steps",
+        ratio_title="plait by LRU, median latency",
+        workloads=("load",),
+        counted="windows",
+        verb="Modelled",
+        says="Time is in steps of one image; a load takes as many as the workload's name says, then replicas and the "
+        "models that each has memory for. Ratios are taken window by window; less is better.",
+    ),
+    "models-measured": TableSpec(
+        bench="models",
+        metrics={"images_per_s": "images/s", "loads": "loads", "load_s": "s, the longest load"},
+        ratio="images_per_s",
+        ratio_title="plait by one after another",
+        workloads=("sd15-switches",),
+        says=f"Eight images of 256x256 in two steps for four models, with memory for two. {_MEDIANS}",
+    ),
     "placement": TableSpec(
         bench="placement",
         metrics={

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
+from ray.serve.config import RequestRouterConfig
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
 from plait_deploy.on_ray.declared import placed_options
@@ -23,8 +24,8 @@ from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
 from plait_serving.deployments.node_gauges import Reserved
 from plait_serving.deployments.placed import PlacedHandle
-from plait_serving.deployments.ranking.scaling import autoscaling
 from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
+from plait_serving.deployments.scaling import autoscaling
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import (
     MAX_WORKERS,
@@ -33,10 +34,9 @@ from plait_serving.ranking.config import (
     HnSection,
     RankModelSection,
     RankRole,
-    Replicas,
     WholeSection,
 )
-from plait_serving.sections import INGRESS_CPUS
+from plait_serving.sections import INGRESS_CPUS, Replicas
 from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ _MAX_ONGOING_REQUESTS = 100_000
 _HEALTH_CHECK_PERIOD_S = 1.0
 """Serve learns that a replica died when it checks it next, and starts another only then. A check costs both processes
 less than a millisecond."""
+_ROUTING_PERIOD_S = 1.0
+"""How often replicas say what waits at them and which models they have."""
 _START_TRIES = 2
 """The number of attempts to start: a folder that does not load now will not load the 20th time either (Serve's
 default)."""
@@ -156,8 +158,8 @@ _COMMON: dict[str, Any] = {
 def starter_words(args: AppArgs) -> Mapping[str, Callable[[], Mapping[str, Any]]]:
     """Return what reads the words of the starter models that are served, by the names that requests use."""
     found: dict[str, Callable[[], Mapping[str, Any]]] = {}
-    if args.images is not None and args.images.is_starter:
-        found[args.images.public_name] = image_words
+    if args.images is not None:
+        found |= dict.fromkeys(args.images.starters, image_words)
     if args.recommend is not None and args.recommend.models is None:
         found |= dict.fromkeys(args.ranking_models, ranking_words)
     return found
@@ -232,7 +234,20 @@ def _engine(images: ImagesSection, source: EngineSource, deploy: _Deploying, *, 
         num_gpus=images.num_gpus,
         user_config=images.capped_knobs.model_dump(mode="json"),
         graceful_shutdown_timeout_s=drain_s,
+        **_routing(images),
     )
+
+
+def _routing(images: ImagesSection) -> dict[str, Any]:
+    """Return the options by which requests go to replicas that have their model, if there are several."""
+    if len(images.base_models) == 1:
+        return {}
+    return {
+        "request_router_config": RequestRouterConfig(
+            request_router_class="plait_serving.deployments.images.router:ModelRouter",
+            request_routing_stats_period_s=_ROUTING_PERIOD_S,
+        )
+    }
 
 
 def _controlnet(name: str, section: ControlNetSection, images: ImagesSection, deploy: _Deploying) -> Any:

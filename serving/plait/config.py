@@ -186,7 +186,7 @@ class ServedConfig(Section):
     @property
     def public_names(self) -> tuple[str, ...]:
         """The model names that requests use."""
-        return (*(() if self.images is None else (self.images.public_name,)), *self.ranking_models)
+        return (*(() if self.images is None else self.images.base_models), *self.ranking_models)
 
     @property
     def logical_cpus(self) -> int:

@@ -15,7 +15,7 @@ from plait.errors import PlaitError
 from plait_fabric.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact
-from plait_serving.images.config import ImagesSection
+from plait_serving.images.config import BaseSource, ImagesSection
 
 __all__ = ["settled"]
 
@@ -48,15 +48,17 @@ def _on_cpu(images: ImagesSection, devices: Path) -> bool:
 
 
 def _unet_bytes(images: ImagesSection) -> int:
-    """Return the size of the UNet's files; 0 if there are none, which is reported where they are loaded."""
-    if images.is_starter:
-        return 0  # a few megabytes
-    folder = Path(images.model)
-    if images.is_hub_id and images.revision is not None and not folder.is_dir():
+    """Return the size of the largest UNet's files; 0 if there are none, which is reported where they are loaded."""
+    return max(map(_bytes_of, images.base_models.values()))
+
+
+def _bytes_of(base: BaseSource) -> int:
+    folder = Path(base.folder)
+    if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.hub import fetch_from_hub
 
         try:
-            folder = fetch_from_hub(images.model, images.revision)
+            folder = fetch_from_hub(base.model, base.revision)
         except ModelError as error:
             raise PlaitError(error.message) from error
     return sum(path.stat().st_size for path in (folder / "unet").glob("*.safetensors"))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
 from plait_serving.diffusion.values import NAME_PATTERN
 
-__all__ = ["INGRESS_CPUS", "FolderPath", "Name", "Section"]
+__all__ = ["INGRESS_CPUS", "MAX_REPLICAS", "FolderPath", "Name", "Replicas", "Section"]
 
 INGRESS_CPUS = 0.1
 """Logical CPUs that Ray counts for the HTTP ingress, which all workloads share."""
+
+MAX_REPLICAS = 64
+"""Of a deployment whose number follows the load."""
 
 
 def _absolute(path: Path, info: ValidationInfo) -> Path:
@@ -36,3 +39,18 @@ class Section(BaseModel):
     """A frozen part of the configuration; unknown keys are rejected."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Replicas(Section):
+    """A number of replicas that follows the load by the rules of `plait_disagg.queue.scale`."""
+
+    min: Annotated[int, Field(ge=1, le=MAX_REPLICAS)] = 1
+    max: Annotated[int, Field(ge=1, le=MAX_REPLICAS)]
+    up_after_s: Annotated[float, Field(ge=0, le=3600, description="how long it must be too few")] = 2.0
+    down_after_s: Annotated[float, Field(ge=0, le=86_400, description="how long it must be too many")] = 30.0
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} is more than max {self.max}")
+        return self

@@ -69,7 +69,7 @@ def test_only_what_the_order_names_is_loaded_and_run(make, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("not asked for")
 
-    for name in ("assemble.Assembled.warm_up", "assemble.load_controlnet"):
+    for name in ("assemble.Assembled.warm_up", "residents.base_model.load_controlnet"):
         monkeypatch.setattr(f"plait_serving.diffusion.{name}", refuse)
     monkeypatch.setattr("plait_serving.deployments.images.hosted.inspect", refuse)
     make("a.png")

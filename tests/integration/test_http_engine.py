@@ -15,11 +15,10 @@ import torch
 from PIL import Image
 
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
+from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.testing import FAKE_CATALOG
 from support.http_app import AsgiCall, make_app, pixels, until
@@ -42,18 +41,13 @@ class Rig:
             controlnets={}, clock=time.monotonic,
         )  # fmt: skip
         self.engine = Engine(
-            denoiser=self.denoiser,
-            stepper=stepper,
-            decoder=Decoder(self.denoiser, None),
-            loras=self.provider,
-            controlnets={},
-            switch_cost_s=lambda loras: 0.0,
-            limits=limits,
+            models=[resident_model(self.denoiser, stepper, loras=self.provider, limits=limits, switch_cost_s=0.0)],
             knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )
         self.engine.start()
-        catalog = replace(FAKE_CATALOG, model=replace(FAKE_CATALOG.model, limits=limits), controlnets=())
+        card = replace(FAKE_CATALOG.model, name="fake", limits=limits)
+        catalog = replace(FAKE_CATALOG, models=(card,), controlnets=())
         self.service = LocalImageService(engine=self.engine, catalog=lambda: catalog)
         self.app = make_app(self.service)
 

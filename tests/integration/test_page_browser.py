@@ -365,7 +365,9 @@ def test_the_documentation_opens_and_asks_with_the_key(window):
 def test_another_sampler_of_the_catalog_is_offered(window):
     """The form is made of what the server says, nothing of it is written down twice."""
     model = replace(FAKE_CATALOG.model, default_steps=9, default_width=32, default_height=24)
-    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, model=model, loras=())), ranking=False) as desk:
+    with Desk(
+        window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,), loras=())), ranking=False
+    ) as desk:
         page = desk.ready()
         assert page.run(VALUE, "#size") == "32x24"
         assert page.run(VALUE, "#steps") == "9"

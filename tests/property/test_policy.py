@@ -23,7 +23,7 @@ from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units
 from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler, Tenant
 
 KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
-COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda loras: 0.03 if loras else 0.0)
+COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda key: 0.03 if key.loras else 0.0)
 
 cost_tables = st.lists(st.floats(0.01, 1.0), min_size=8, max_size=8)
 """Seconds of calls with 1 to 8 rows, in no order: a larger call may be the faster one."""
@@ -112,7 +112,7 @@ def test_no_batch_lowers_rows_per_second(table, count, running):
     """However costs grow, a batch of single images does, but for the share, what all of them in one call would do, and
     what one alone would do, whatever runs."""
     waiting = [unit(order) for order in range(count)]
-    costs = Costs(step_s=lambda key, rows: table[rows - 1], switch_s=lambda loras: 0.0)
+    costs = Costs(step_s=lambda key, rows: table[rows - 1], switch_s=lambda key: 0.0)
     limits = BatchLimits(largest_batch=8, overtake_limit=100)
     rows = len(choose(waiting, costs=costs, limits=limits, now_s=0.0, running=running))
     speed = (1.0 + JOIN_SHARE) * rows / table[rows - 1] * (1.0 + 1e-9)
@@ -127,7 +127,7 @@ def unit(order, key=KEYS[0], rows=1, steps_left=20, **more):
 
 def test_stays_with_the_live_set_when_a_switch_does_not_pay():
     """Equal groups: the live LoRA set wins, even against an older unit of another set."""
-    costs = Costs(step_s=lambda key, rows: 0.01, switch_s=lambda loras: 0.0 if loras == KEYS[1].loras else 0.05)
+    costs = Costs(step_s=lambda key, rows: 0.01, switch_s=lambda key: 0.0 if key == KEYS[1] else 0.05)
     limits = BatchLimits(largest_batch=8, overtake_limit=100)
     batch = choose([unit(0, KEYS[2]), unit(1, KEYS[1])], costs=costs, limits=limits, now_s=0.0)
     assert [chosen.order for chosen in batch] == [1]
@@ -135,7 +135,7 @@ def test_stays_with_the_live_set_when_a_switch_does_not_pay():
 
 def test_switches_when_the_other_group_is_fuller():
     """Six units behind a cheap merge beat one unit of the live set."""
-    costs = Costs(step_s=lambda key, rows: 0.01 + 0.001 * rows, switch_s=lambda loras: 0.0 if not loras else 0.02)
+    costs = Costs(step_s=lambda key, rows: 0.01 + 0.001 * rows, switch_s=lambda key: 0.0 if not key.loras else 0.02)
     limits = BatchLimits(largest_batch=8, overtake_limit=100)
     waiting = [unit(0, KEYS[0])] + [unit(i, KEYS[1]) for i in range(1, 7)]
     assert len(choose(waiting, costs=costs, limits=limits, now_s=0.0)) == 6
@@ -171,7 +171,7 @@ def test_tenants_that_wait_get_equal_time(found, overtake_limit, largest_batch, 
     """While all of them have work, no tenant's seconds are ahead of another's by more than a long step or two; every
     unit is done; and whose turn it is takes part. Where rows are free, the others join, and time is no measure."""
     limits = BatchLimits(largest_batch=largest_batch, overtake_limit=overtake_limit)
-    costs = Costs(step_s=lambda key, rows: 0.05 if rows_are_free else 0.01 * rows, switch_s=lambda loras: 0.0)
+    costs = Costs(step_s=lambda key, rows: 0.05 if rows_are_free else 0.01 * rows, switch_s=lambda key: 0.0)
     active = {
         order: Candidate(order=order, key=key, rows=rows, steps_left=steps, tenant=tenant)
         for order, (tenant, key, rows, steps) in enumerate(found)
@@ -224,7 +224,7 @@ def test_what_waits_far_behind_does_not_matter(found, largest_batch, table, is_s
     """The units that `heads` leaves out do not change the batch, whosever turn it is."""
     jobs = [_job(order, *fields, largest_batch) for order, fields in enumerate(found)]
     limits = BatchLimits(largest_batch=largest_batch, overtake_limit=3, is_shared=is_shared)
-    costs = Costs(step_s=lambda key, rows: table[min(rows, len(table)) - 1], switch_s=lambda loras: 0.0)
+    costs = Costs(step_s=lambda key, rows: table[min(rows, len(table)) - 1], switch_s=lambda key: 0.0)
     ready, behind = heads(jobs, largest_batch=largest_batch, overtake_limit=3)
     every = [unit for job in jobs for unit in job.units]
     assert {unit.order for unit in every} == {unit.order for unit in (*ready, *behind)}

@@ -5,12 +5,17 @@ from __future__ import annotations
 import threading
 import time
 
-from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import EveryBatchPays, FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
+from plait_serving.diffusion.testing import (
+    EveryBatchPays,
+    FakeDenoiser,
+    FakeMerger,
+    FakeProvider,
+    fake_samplers,
+    resident_model,
+)
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0
@@ -61,16 +66,9 @@ class Rig:
             controlnets={}, clock=clock,
         )  # fmt: skip
         self.engine = Engine(
-            denoiser=self.denoiser,
-            stepper=stepper,
-            decoder=Decoder(self.denoiser, None),
-            loras=self.provider,
-            controlnets={},
-            switch_cost_s=lambda loras: 0.001,
-            limits=ImageLimits(),
+            models=[resident_model(self.denoiser, stepper, loras=self.provider, costs=costs or EveryBatchPays())],
             knobs=EngineKnobs(threads=1, **knobs),
             clock=clock,
-            costs=costs or EveryBatchPays(),
         )
         self.engine.start()
 

@@ -15,6 +15,7 @@ from typing import Any
 from plait_fabric.heartbeat import Stuck
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.images.routing import ReplicaState
 from plait_serving.images.testing import FakeImageService
 
 
@@ -31,6 +32,12 @@ class FakeHosted:
         """Raises what a test has set."""
         if self.stuck is not None:
             raise self.stuck
+
+    def pressure(self) -> float:
+        return 0.5
+
+    def routing_state(self) -> ReplicaState:
+        return ReplicaState()
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Remembers."""

@@ -14,6 +14,8 @@ __all__ = ["mapped"]
 _READ = {"folder", "model"}
 _WRITTEN = {"cache_folder"}
 _ALSO_WRITTEN = {"tuning.folder"}
+_ALSO_READ = "images.models."
+"""Its keys are names of models."""
 
 
 def mapped(args: Mapping[str, Any], volumes: Volumes) -> dict[str, Any]:
@@ -27,7 +29,8 @@ def mapped(args: Mapping[str, Any], volumes: Volumes) -> dict[str, Any]:
 def _value(value: Any, key: str, where: str, volumes: Volumes) -> Any:
     if isinstance(value, Mapping):
         return {inner: _value(it, inner, f"{where}.{inner}", volumes) for inner, it in value.items()}
-    if not isinstance(value, str) or not value.startswith("/") or key not in _READ | _WRITTEN:
+    is_path = key in _READ | _WRITTEN or where.startswith(_ALSO_READ)
+    if not isinstance(value, str) or not value.startswith("/") or not is_path:
         return value
     path = PurePosixPath(value)
     if key in _WRITTEN or where in _ALSO_WRITTEN:

@@ -131,6 +131,12 @@ class Auditor:
             if self._worker is None:
                 self._worker = background.start("plait-audit", self._work)
 
+    def forget(self) -> None:
+        """Drop the calls that wait, and with them their programs."""
+        with self._lock:
+            self._pending.clear()
+            self._pending_bytes = 0
+
     def wait(self) -> None:
         """Block until nothing is pending; for tests."""
         worker = self._worker

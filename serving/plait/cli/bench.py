@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, placement, zoo"
+_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, placement, zoo, models"
 
 
 @app.command()
@@ -26,7 +26,7 @@ def bench(
     record: Annotated[bool, typer.Option("--record", help="append the rows to the results file")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
-    models: Annotated[Path | None, typer.Option(help="images: the folder of the models")] = None,
+    models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
     size: Annotated[str, typer.Option(help="images: the models, starter, sd15 or sdxl")] = "starter",
     edge: Annotated[int, typer.Option(help="images: pixels of an image of sd15 or sdxl, 256, 512 or 1024")] = 256,
     dtype: Annotated[
@@ -38,7 +38,7 @@ def bench(
     system: Annotated[list[str] | None, typer.Option(help="only this system; may be repeated")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="how often everything is measured")] = None,
     data: Annotated[
-        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig, placement: published tables")
+        Path | None, typer.Option(envvar="PLAIT_BENCH_DATA", help="autoconfig, placement, models: published tables")
     ] = None,
     table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from plait_serving.images.config import ImagesSection
     from plait_serving.images.service import ImageService
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -43,7 +44,10 @@ def generate(
     scheduler: Annotated[str | None, typer.Option(help="the sampler; serving/README.md has a table")] = None,
     n: Annotated[int, typer.Option("-n", "--n", help="how many images, 1 to 10")] = 1,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's own if left out")] = None,
-    model: Annotated[str | None, typer.Option(help="a diffusers folder; the starter model if left out")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="a model or alias of the configuration, or a diffusers folder; its first model if left out"),
+    ] = None,
     config: Annotated[Path | None, typer.Option(help="plait.yaml with the models to use")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print files, seeds and timings as JSON")] = False,
 ) -> None:
@@ -56,11 +60,12 @@ def generate(
         "guidance_scale": guidance, "scheduler": scheduler, "size": size,
     }  # fmt: skip
     edits = {"image": image, "mask": mask, "strength": strength}
+    images, fields["model"] = _images(model, config)
     try:
         order = parse_order(
             fields, edits, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
         )
-        with open_service(model, config) as service:
+        with open_service(images) as service:
             print("drawing ...", file=sys.stderr, flush=True)
             written = run_order(order, service, preprocessors=PREPROCESSORS, say=_say)
     except OrderError as error:
@@ -75,17 +80,27 @@ def _say(text: str, share: float) -> None:
         print(f"\r{text}", end="\n" if share >= 1.0 else "", file=sys.stderr, flush=True)
 
 
-def open_service(model: str | None, config: Path | None) -> AbstractContextManager[ImageService]:
-    """Open the engine of a configuration in this process."""
+def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str | None]:
+    """Return the section to draw with, and what the request calls the model; a folder is the section's only one."""
     from plait.config import load_config
     from plait.errors import PlaitError
+
+    images = load_config(config).images
+    if images is None:
+        raise PlaitError("the configuration says images: null; there is nothing to draw with")
+    is_folder = model is not None and ("/" in model or Path(model).expanduser().is_dir())
+    if model is None or not is_folder:
+        return images, model
+    alone = load_config(config, overrides=["images.models=null", f"images.model={_model_path(model)}"]).images
+    assert alone is not None
+    return alone, None
+
+
+def open_service(images: ImagesSection) -> AbstractContextManager[ImageService]:
+    """Open the engine of a configuration in this process."""
     from plait.offline.images import open_local
     from plait.precision import settled
 
-    overrides = [] if model is None else [f"images.model={_model_path(model)}"]
-    images = load_config(config, overrides=overrides).images
-    if images is None:
-        raise PlaitError("the configuration says images: null; there is nothing to draw with")
     print(f"loading {images.public_name} ...", file=sys.stderr, flush=True)
     return open_local(settled(images))
 

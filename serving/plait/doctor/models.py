@@ -7,6 +7,7 @@ from pathlib import Path
 
 from plait.config import PlaitConfig
 from plait.doctor.findings import CheckResult, CheckStatus, finding
+from plait_serving.images.config import ImagesSection
 
 __all__ = ["check_models", "check_starter"]
 
@@ -35,18 +36,37 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
     images = config.images
     if images is None:
         return
-    if not images.is_starter and not images.is_hub_id:
-        folder = Path(images.model)
+    key = "images.model" if images.models is None else "images.models"
+    yield from _twins(images)
+    for name, base in images.base_models.items():
+        if base.is_starter or base.is_hub_id:
+            continue
+        folder = Path(base.model)
         parts = [folder / part for part in _PARTS if (folder / part).is_dir()]
         if not parts:
             detail = f"{folder}: no diffusers folder" + ("" if folder.is_dir() else " (there is no such folder)")
-            yield finding("models", False, detail, "images.model names a folder with unet/, vae/ and text_encoder/")
+            yield finding(
+                "models", False, f"{name}: {detail}", f"{key} names folders with unet/, vae/ and text_encoder/"
+            )
         for part in parts:
             yield _weights(part)
     for section in (images.controlnets or {}).values():
         yield _weights(section.folder)
     if images.loras.folder is not None:
         yield from _loras(images.loras.folder)
+
+
+def _twins(images: ImagesSection) -> Iterator[CheckResult]:
+    """A folder under two names is served under the first."""
+    names: dict[str, str] = {}
+    for name, base in images.base_models.items():
+        where = base.folder if base.is_hub_id else str(Path(base.folder).resolve())
+        first = names.setdefault(f"{where}@{base.revision}", name)
+        if first != name:
+            detail = f"{name} and {first} are both {where}"
+            yield finding(
+                "models", False, detail, "leave one out; another name for a model belongs into images.aliases"
+            )
 
 
 def _weights(folder: Path) -> CheckResult:

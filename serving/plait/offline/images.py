@@ -203,9 +203,9 @@ async def make_images(
     result = await _run(request, service, say)
     files = tuple(_file(order.output, i, len(result.images)) for i in range(len(result.images)))
     for index, (path, image) in enumerate(zip(files, result.images, strict=True)):
-        text = infotext(request, model=catalog.model.name, index=index)
+        text = infotext(request, model=request.model, index=index)
         path.write_bytes(encode_image(image, order.output_format, parameters=text))
-    return WrittenFiles(files=files, request=request, result=result, model=catalog.model.name)
+    return WrittenFiles(files=files, request=request, result=result, model=request.model)
 
 
 async def _run(request: ImageRequest, service: ImageService, say: Say) -> ImageResult:

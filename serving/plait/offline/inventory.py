@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.images.config import STARTER_FOLDER, ImagesSection
+from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
 # The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
@@ -32,7 +32,7 @@ class ModelEntry:
 def inventory(
     images: ImagesSection | None, ranking_models: Mapping[str, RankModelSection] | None = None
 ) -> list[ModelEntry]:
-    """Return the base model, its ControlNets and LoRAs sorted by name, then the recommendation models.
+    """Return the base models, their ControlNets and LoRAs sorted by name, then the recommendation models.
 
     Raises `PlaitError` for a broken folder.
     """
@@ -49,7 +49,7 @@ def _package(section: RankModelSection) -> str:
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    base = _base(images)
+    bases = [_base(name, base) for name, base in images.base_models.items()]
     controlnets = [
         ModelEntry(
             name=name,
@@ -60,16 +60,16 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
         )
         for name, section in sorted(images.resolved_controlnets().items())
     ]
-    return [base, *controlnets, *_loras(images, base.family)]
+    families = {base.family for base in bases}
+    return [*bases, *controlnets, *_loras(images, families.pop() if len(families) == 1 else "unknown")]
 
 
-def _base(images: ImagesSection) -> ModelEntry:
-    if images.is_hub_id:
-        where = f"{images.model}@{images.revision}"
-        return ModelEntry(name=images.public_name, kind="base", family="unknown", folder=where, format="diffusers")
-    folder = STARTER_FOLDER / images.model if images.is_starter else Path(images.model)
-    family = _family(_json(folder / "unet" / "config.json"))
-    return ModelEntry(name=images.public_name, kind="base", family=family, folder=str(folder), format="diffusers")
+def _base(name: str, base: BaseSource) -> ModelEntry:
+    if base.is_hub_id:
+        where = f"{base.model}@{base.revision}"
+        return ModelEntry(name=name, kind="base", family="unknown", folder=where, format="diffusers")
+    family = _family(_json(Path(base.folder) / "unet" / "config.json"))
+    return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 
 
 def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.config import INGRESS, PlaitConfig, worker_name
+from plait.config import ENGINE, INGRESS, PlaitConfig, worker_name
 from plait.errors import PlaitError
 from plait.offline.manifests import reservations, serve_application
 from plait.offline.placing import read_classes
@@ -17,8 +17,8 @@ from plait_deploy.on_ray.names import name_at
 from plait_deploy.placement.demands import Demand, task_of
 from plait_deploy.placement.errors import PlacementError
 from plait_deploy.serve import ServeApplication
-from plait_serving.deployments.ranking.scaling import autoscaling
-from plait_serving.ranking.config import Replicas
+from plait_serving.deployments.scaling import autoscaling
+from plait_serving.sections import Replicas
 
 __all__ = ["placed_application"]
 
@@ -60,7 +60,9 @@ def _demands(config: PlaitConfig) -> list[Demand]:
 
 def _policies(config: PlaitConfig) -> dict[str, Any]:
     """Return the policies of the deployments whose number of replicas follows the load, by name."""
-    return {
+    images = config.images
+    followed = {} if images is None or isinstance(images.replicas, int) else {ENGINE: images.replicas}
+    return {name: autoscaling(replicas)["policy"] for name, replicas in followed.items()} | {
         worker_name(model, role): autoscaling(part.replicas)["policy"]
         for model, section in config.ranking_models.items()
         for role, part in section.parts.items()
@@ -73,7 +75,8 @@ def _uncounted(args: Mapping[str, Any], config: PlaitConfig) -> dict[str, Any]:
     found: dict[str, Any] = {name: copy.deepcopy(args[name]) for name in ("images", "recommend")}
     if (images := found["images"]) is not None:
         for section in (images, *(images.get("controlnets") or {}).values()):
-            section.pop("replicas", None)
+            if isinstance(section.get("replicas"), int):
+                del section["replicas"]
     if config.recommend is not None:
         for model in (found["recommend"].get("models") or {}).values():
             for role in ("cn", "hn", "whole"):

@@ -105,7 +105,7 @@ def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
         ENGINE: DeploymentPlan(
             fixed=_json(fixed),
             knobs=images.capped_knobs.model_dump(mode="json"),
-            replicas=images.replicas,
+            replicas=images.model_dump(mode="json")["replicas"],
             num_cpus=images.num_cpus,
             num_gpus=images.num_gpus,
         )

@@ -117,6 +117,9 @@ class EngineMethods(ReplicaMethods, Protocol):
     async def metrics_text(self) -> Any:
         """Return the metrics and the replica's name."""
 
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return by what requests are sent here."""
+
     async def drain(self, drain_s: float) -> None:
         """Refuse new requests and finish those that run."""
 

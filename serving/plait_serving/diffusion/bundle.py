@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -22,10 +22,10 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.hub import fetch_from_hub
-from plait_serving.diffusion.loading import load_module, translate
+from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
-from plait_serving.diffusion.weight_files import find_weights
+from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class Bundle:
 
     `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
     for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
+    `weights_bytes`: what all weights take in memory. In an outline the modules have no weights, and there is no safety
+    checker.
     """
 
     folder: Path
@@ -70,6 +72,7 @@ class Bundle:
     vae_factor: int
     dtype: torch.dtype
     device: torch.device
+    weights_bytes: int
 
     @property
     def latent_channels(self) -> int:
@@ -135,19 +138,18 @@ def load_bundle(
     device: str = "cpu",
     safety_checker: bool = True,
     mapped: bool = False,
+    outline: bool = False,
+    tokenizers: tuple[Any, ...] = (),
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
     """Load a folder, or a hub repository at a commit (`revision`: 40 hex digits). Raises `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`
-    leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`).
+    leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`). `outline` loads no
+    weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
     """
     folder = resolve_source(source, revision, fetch)
-    index = _read_json(folder / "model_index.json")
-    _check_pipeline(folder, index)
-    unet_config = _read_json(folder / "unet" / "config.json")
-    vae_config = _read_json(folder / "vae" / "config.json")
-    check_unet_config(unet_config, vae_config, folder / "unet" / "config.json")
+    index, unet_config, vae_config = _configs(folder)
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
     target = torch.device(device)
@@ -163,17 +165,18 @@ def load_bundle(
     scheduler_config = _scheduler_config(folder, index, family)
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
     decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
-    check_memory(str(folder), MemoryNeed.of(files.values(), activation_bytes=decoding), target)
-    tokenizers = tuple(_tokenizer(folder / part.replace("text_encoder", "tokenizer")) for part in encoders)
+    need = MemoryNeed.of(files.values(), activation_bytes=decoding)
+    if not outline:
+        check_memory(str(folder), need, target)
     if mapped:
         files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
-    modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+    modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
     return Bundle(
         folder=folder,
         family=family,
         unet=modules["unet"],
         vae=modules["vae"],
-        tokenizers=tokenizers,
+        tokenizers=tokenizers or _tokenizers(folder, encoders),
         text_encoders=tuple(modules[part] for part in encoders),
         scheduler_config=scheduler_config,
         safety_checker=modules.get("safety_checker"),
@@ -184,7 +187,27 @@ def load_bundle(
         vae_factor=factor,
         dtype=dtype,
         device=target,
+        weights_bytes=need.weights_bytes,
     )
+
+
+def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the configurations of the pipeline, the UNet and the VAE, checked."""
+    index = _read_json(folder / "model_index.json")
+    _check_pipeline(folder, index)
+    unet, vae = _read_json(folder / "unet" / "config.json"), _read_json(folder / "vae" / "config.json")
+    check_unet_config(unet, vae, folder / "unet" / "config.json")
+    return index, unet, vae
+
+
+def _modules(
+    kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]], target: torch.device
+) -> dict[str, nn.Module]:
+    return {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+
+
+def _outlines(kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]]) -> dict[str, nn.Module]:
+    return {part: outline_module(kind, *files[part]) for part, kind in kinds.items() if part != "safety_checker"}
 
 
 def load_controlnet(
@@ -290,8 +313,14 @@ def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
     return kinds
 
 
-def _tokenizer(folder: Path) -> Any:
-    return translate(folder, lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True))
+def _tokenizers(folder: Path, encoders: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(
+        translate(
+            folder / part.replace("text_encoder", "tokenizer"),
+            lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True),
+        )
+        for part in encoders
+    )
 
 
 def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:

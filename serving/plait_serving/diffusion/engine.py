@@ -9,24 +9,28 @@ reach a request's sink from engine threads, in order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 
 from plait_fabric.threads import set_threads
-from plait_serving.diffusion.admission import ImageLimits, check_prompts, check_request
-from plait_serving.diffusion.decoding import DecodeQueue, Decoder
-from plait_serving.diffusion.errors import DeadlineMissed
+from plait_serving.diffusion.admission import check_prompts, check_request
+from plait_serving.diffusion.decoding import DecodeQueue
+from plait_serving.diffusion.errors import DeadlineMissed, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
-from plait_serving.diffusion.protocols import ControlNetClient, Denoiser, LoraProvider
+from plait_serving.diffusion.protocols import LoraProvider
 from plait_serving.diffusion.queue.bounds import QueueBounds
-from plait_serving.diffusion.queue.costs import StepCosts
-from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.usage import TenantUsage, UsageLedger
 from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
-from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.residents.keeper import Residents
+from plait_serving.diffusion.residents.model import ServedModel
 from plait_serving.diffusion.units import ImageJob, SpentSeconds
-from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult, LoraSet
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
+
+_UNBOUNDED = 1 << 62
+_NEWEST_SHARE = 0.1
+"""Of the newest request in the average by which others are sent to replicas."""
 
 
 class Ticket:
@@ -54,37 +58,30 @@ class Engine:
     def __init__(
         self,
         *,
-        denoiser: Denoiser,
-        stepper: Stepper,
-        decoder: Decoder,
-        loras: LoraProvider,
-        controlnets: Mapping[str, ControlNetClient],
-        switch_cost_s: Callable[[LoraSet], float],
-        limits: ImageLimits,
+        models: Sequence[ServedModel],
         knobs: EngineKnobs,
         clock: Callable[[], float],
-        costs: StepCosts | None = None,
+        memory_bytes: int | None = None,
     ) -> None:
-        self._loras = loras
-        self._controlnets = controlnets
-        self._limits = limits
+        """Take the models; the first must be resident when the engine starts. `memory_bytes`: what those that are
+        resident may take; None: no bound."""
         self._knobs = knobs
         self._clock = clock
         self._usage = UsageLedger()
+        self._request_s: dict[str, float] = {}
         self._registry = RequestRegistry(clock, self._usage)
-        self._denoiser = denoiser
-        costs = StepCosts() if costs is None else costs
-        self._forecast = WorkForecast(costs)
+        self._residents = Residents(
+            models,
+            budget_bytes=_UNBOUNDED if memory_bytes is None else memory_bytes,
+            clock=clock,
+            wake=self._registry.wake,
+        )
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,
-            stepper=stepper,
-            decoder=decoder,
+            residents=self._residents,
             decodes=self._decodes,
-            costs=costs,
-            forecast=self._forecast,
             usage=self._usage,
-            switch_cost_s=switch_cost_s,
             knobs=lambda: self._knobs,
             set_threads=set_threads,
             clock=clock,
@@ -106,9 +103,9 @@ class Engine:
         self._decodes.heartbeat.check()
 
     @property
-    def limits(self) -> ImageLimits:
-        """The bounds on what requests may ask for."""
-        return self._limits
+    def residents(self) -> Residents:
+        """The models, and which of them are in memory."""
+        return self._residents
 
     @property
     def knobs(self) -> EngineKnobs:
@@ -122,22 +119,25 @@ class Engine:
         `RequestError`, `NotFound`, `Overloaded`, `DeadlineMissed` or `EngineStopped`; then nothing was started.
         """
         now_s = self._clock()
-        check_request(request, self._limits, loras=self._loras, controlnets=self._controlnets)
-        size = self._denoiser.measure(request)
-        check_prompts(size, self._limits)
-        alone_s = self._forecast.alone_s(request, size.chunks)
+        model = self._model_of(request)
+        request = request if request.model else replace(request, model=model.name)
+        check_request(request, model.limits, loras=model.loras, controlnets=model.controlnets)
+        self._residents.check(model)
+        size = model.measure(request)
+        check_prompts(size, model.limits)
+        alone_s = model.forecast.alone_s(request, size.chunks)
         if request.deadline_s is not None and SURELY_LATE * alone_s > request.deadline_s:
             self._registry.count(rejected=1)
             self._usage.add(request.tenant.name, rejected=1)
             raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
-        lease = self._loras.acquire([lora.name for lora in request.loras]) if request.loras else None
+        lease = model.loras.acquire([lora.name for lora in request.loras]) if request.loras else None
         job = ImageJob(
             request=request,
             sink=sink,
             spent=SpentSeconds(accepted_at_s=now_s),
             loras=lease,
             deadline_at_s=None if request.deadline_s is None else now_s + request.deadline_s,
-            work_s=self._forecast.work_s(request, size.chunks),
+            work_s=model.forecast.work_s(request, size.chunks),
             chunks=size.chunks,
         )
         bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
@@ -146,6 +146,8 @@ class Engine:
         except BaseException:
             job.release_loras()
             raise
+        usual_s = self._request_s.get(model.name, job.work_s)
+        self._request_s[model.name] = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
         if lease is not None:
             lease.add_done_callback(lambda _: self._loaded(job))
         return Ticket(job, self._registry.wake)
@@ -173,7 +175,9 @@ class Engine:
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs at the next step boundary; running requests continue."""
-        self._loras.reconfigure(host_bytes=knobs.host_lora_bytes)
+        loras = self._loras
+        for each in loras:
+            each.reconfigure(host_bytes=knobs.host_lora_bytes // len(loras))
         self._knobs = knobs
         self._registry.wake()
 
@@ -186,6 +190,14 @@ class Engine:
     def statistics(self) -> EngineStatistics:
         """Return a snapshot of the counters."""
         return self._registry.statistics()
+
+    def open_models(self) -> frozenset[str]:
+        """Return the models of all requests that have not ended."""
+        return self._registry.open_models()
+
+    def request_s(self) -> dict[str, float]:
+        """Return the compute-seconds of a usual request of each model that was asked for."""
+        return dict(self._request_s)
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant used since the start."""
@@ -200,9 +212,24 @@ class Engine:
         if self._compute.is_alive():
             self._compute.join()
         self._decodes.close()
-        for client in self._controlnets.values():
-            client.shutdown()
-        self._loras.close()
+        for model in self._residents.models:
+            for client in model.controlnets.values():
+                client.shutdown()
+        for loras in self._loras:
+            loras.close()
+
+    @property
+    def _loras(self) -> list[LoraProvider]:
+        """What models have their LoRAs from; those of equal shapes share it."""
+        return list({id(model.loras): model.loras for model in self._residents.models}.values())
+
+    def _model_of(self, request: ImageRequest) -> ServedModel:
+        if not request.model:
+            return self._residents.first
+        model = self._residents.find(request.model)
+        if model is None:
+            raise NotFound(f"there is no model {request.model!r}", param="model")
+        return model
 
     def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()

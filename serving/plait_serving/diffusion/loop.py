@@ -14,15 +14,16 @@ from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.edits.blend import overlaid
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.queue.costs import StepCosts
-from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
+from plait_serving.diffusion.queue.forecast import StepKind
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.queue.shares import TenantShares, Turn
 from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
-from plait_serving.diffusion.stepper import Outcome, Stepper
+from plait_serving.diffusion.residents.keeper import Residents
+from plait_serving.diffusion.residents.model import ModelParts, ServedModel
+from plait_serving.diffusion.stepper import Outcome
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units, heads
-from plait_serving.diffusion.values import Failed, Finished, LoraSet, Preview, Progress
+from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
 
 _log = logging.getLogger(__name__)
 
@@ -47,26 +48,18 @@ class DenoiseLoop:
         self,
         *,
         registry: RequestRegistry,
-        stepper: Stepper,
-        decoder: Decoder,
+        residents: Residents,
         decodes: DecodeQueue,
-        costs: StepCosts,
-        forecast: WorkForecast,
         usage: UsageLedger,
-        switch_cost_s: Callable[[LoraSet], float],
         knobs: Callable[[], EngineKnobs],
         set_threads: Callable[[int], None],
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
-        self._stepper = stepper
-        self._decoder = decoder
+        self._residents = residents
         self._decodes = decodes
-        self._costs = costs
-        self._forecast = forecast
         self._usage = usage
         self._shares = TenantShares()
-        self._switch_cost_s = switch_cost_s
         self._knobs = knobs
         self._set_threads = set_threads
         self._clock = clock
@@ -108,6 +101,7 @@ class DenoiseLoop:
         self._run_between_steps()
         self._take_in(knobs)
         self._drop_lost()
+        self._tend_models()
         if self._decodes.run_next(stepping=bool(self._jobs)):
             return
         batch, key = self._choose(knobs)
@@ -132,6 +126,11 @@ class DenoiseLoop:
             self._next_order += len(job.units)
             self._jobs.append(job)
 
+    def _tend_models(self) -> None:
+        failed = self._residents.tend(self._jobs)
+        for job in [job for job in self._jobs if job.request.model in failed] if failed else ():
+            self._fail(job, failed[job.request.model])
+
     def _drop_lost(self) -> None:
         """End the jobs that were cancelled, ran out of time, or whose LoRA set could not be loaded."""
         now_s = self._clock()
@@ -148,15 +147,13 @@ class DenoiseLoop:
     def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], GroupKey | None]:
         """Return the units of the next step and their group, or none. What executors take may change with a knob: the
         answer that formed the group is the one that its step uses."""
-        ready, behind = heads(self._jobs, largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
+        jobs = [job for job in self._jobs if self._residents.may_run(job)]
+        ready, behind = heads(jobs, largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
         if not ready or self._should_wait_for_mates(ready, knobs):
             return [], None
         units = {unit.order: unit for unit in ready}
         candidates = self._candidates(ready)
-        costs = Costs(
-            step_s=self._costs.step_s,
-            switch_s=lambda target: 0.0 if target == self._stepper.live_loras else self._switch_cost_s(target),
-        )
+        costs = Costs(step_s=self._step_s, switch_s=self._switch_s)
         turn = self._turn(ready, candidates, costs)
         limits = BatchLimits(
             largest_batch=knobs.largest_batch,
@@ -181,13 +178,31 @@ class DenoiseLoop:
                 unit.overtaken += 1
         return [units[candidate.order] for candidate in batch], batch[0].key
 
+    def _model(self, job: ImageJob) -> ServedModel:
+        return self._residents.of(job.request.model)
+
+    def _parts(self, model: str) -> ModelParts:
+        """Return the parts of a model that is resident."""
+        parts = self._residents.of(model).parts
+        assert parts is not None
+        return parts
+
+    def _step_s(self, key: GroupKey, rows: int) -> float:
+        return self._residents.of(key.model).costs.step_s(key, rows)
+
+    def _switch_s(self, key: GroupKey) -> float:
+        parts = self._parts(key.model)
+        return 0.0 if key.loras == parts.stepper.live_loras else parts.switch_cost_s(key.loras)
+
     def _candidates(self, ready: list[Unit]) -> list[Candidate]:
         """Return the units as candidates, twice where they could share calls by taking their sets as inputs. While all
         agree in what to merge, nothing could be gained by that: their next steps are as fast as any, and exact."""
-        merged = [self._stepper.to_merge(unit) for unit in ready]
+        steppers = [self._parts(unit.job.request.model).stepper for unit in ready]
+        merged = [stepper.to_merge(unit) for stepper, unit in zip(steppers, ready, strict=True)]
         found = [unit.candidate(loras) for unit, loras in zip(ready, merged, strict=True)]
         if len(set(merged)) > 1:
-            found += [unit.candidate((), row_wise=True) for unit in ready if self._stepper.is_row_wise(unit)]
+            ways = zip(steppers, ready, strict=True)
+            found += [unit.candidate((), row_wise=True) for stepper, unit in ways if stepper.is_row_wise(unit)]
         return found
 
     def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> Turn:
@@ -200,8 +215,9 @@ class DenoiseLoop:
         tenants = [job.request.tenant for job in oldest.values()]
         if len(tenants) == 1:
             return self._shares.turn(tenants)
-        switch_s = max(costs.switch_s(candidate.key.loras) for candidate in candidates)
-        credit_s = _CREDIT * min(self._forecast.longest_s(job.request, job.chunks) for job in oldest.values())
+        switch_s = max(costs.switch_s(candidate.key) for candidate in candidates)
+        longest_s = min(self._model(job).forecast.longest_s(job.request, job.chunks) for job in oldest.values())
+        credit_s = _CREDIT * longest_s
         return self._shares.turn(tenants, slack_s=switch_s / _SWITCH_SHARE, credit_s=credit_s)
 
     def _charge(self, job: ImageJob, seconds: float) -> None:
@@ -220,9 +236,10 @@ class DenoiseLoop:
         return not full and self._clock() - oldest_s < knobs.batch_wait_ms / 1000
 
     def _run_batch(self, batch: list[Unit], key: GroupKey) -> None:
+        model, stepper = self._residents.of(key.model), self._parts(key.model).stepper
         try:
             started_s = self._clock()
-            switched = self._stepper.make_live(key.loras, batch)
+            switched = stepper.make_live(key.loras, batch)
             merge_s = self._clock() - started_s
             for unit in batch:
                 self._charge(unit.job, merge_s / len(batch))
@@ -232,29 +249,32 @@ class DenoiseLoop:
                 return
             self._begin_step(prepared, key)
             started_s = self._clock()
-            outcomes = self._stepper.step(prepared, _wants_preview)
+            outcomes = stepper.step(prepared, _wants_preview)
             seconds = self._clock() - started_s
         except Exception as error:
             for job in {unit.job for unit in batch}:
                 self._fail(job, error)
             return
         rows = sum(unit.rows for unit in prepared)
-        if self._stepper.settled:
-            self._costs.record(key, rows, seconds)
+        if stepper.settled:
+            model.costs.record(key, rows, seconds)
         self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
-            if self._stepper.settled and unit.job.request.tenant.counts:
-                self._forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
-        for job in {unit.job for unit in prepared}:
+            if stepper.settled and unit.job.request.tenant.counts:
+                model.forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
+        taking_part = {unit.job for unit in prepared}
+        for job in taking_part:
             job.spent.denoise_s += seconds
+        self._residents.stepped(list(taking_part), self._jobs, seconds)
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._settle(unit, outcome)
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
 
     def _begin_step(self, batch: list[Unit], key: GroupKey) -> None:
         rows = sum(unit.rows for unit in batch)
-        expected_s = self._costs.measured_s(key, rows) if self._stepper.settled else None
+        settled = self._parts(key.model).stepper.settled
+        expected_s = self._residents.of(key.model).costs.measured_s(key, rows) if settled else None
         self.heartbeat.begin(f"a step of {rows} rows at {key.width}x{key.height}", expected_s)
 
     def _prepare(self, unit: Unit, until_s: float) -> bool:
@@ -262,18 +282,18 @@ class DenoiseLoop:
         job = unit.job
         if job.phase is not RequestPhase.ACTIVE:
             return False
-        spent_s = job.spent.encode_s
+        spent_s, forecast = job.spent.encode_s, self._model(job).forecast
         try:
-            ready = self._stepper.prepare(unit, until_s=until_s)
+            ready = self._parts(job.request.model).stepper.prepare(unit, until_s=until_s)
         except Exception as error:
             self._fail(job, error)
             return False
         self._charge(job, job.spent.encode_s - spent_s)
         if ready and unit.step == 0 and job.request.tenant.counts:
             if not job.request.controlnets:
-                self._forecast.charged_encode(job.chunks, job.spent.encode_s - job.spent.source_s)
+                forecast.charged_encode(job.chunks, job.spent.encode_s - job.spent.source_s)
             if job.request.edit is not None and unit.first_image == 0:
-                self._forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
+                forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
         return ready
 
     def _settle(self, unit: Unit, outcome: Outcome) -> None:
@@ -286,17 +306,23 @@ class DenoiseLoop:
         if job.request.steps_after(unit.step) > job.request.steps_after(unit.step - 1):
             self._registry.send(job, Progress(step=job.steps_done, steps=job.request.run_steps))
         if outcome is not None:
-            preview = partial(self._preview, job, job.previews_sent, job.request.steps_after(unit.step))
+            preview = partial(
+                self._preview, job, self._decoder(job), job.previews_sent, job.request.steps_after(unit.step)
+            )
             self._decodes.submit(job.request.tenant.name, outcome[:1].clone(), preview)
             job.previews_sent += 1
         if all(part.step == part.steps for part in job.units):
             self._finish(job)
 
+    def _decoder(self, job: ImageJob) -> Decoder:
+        return self._parts(job.request.model).decoder
+
     def _finish(self, job: ImageJob) -> None:
+        decoder = self._decoder(job)
         self._let_go(job)
         job.advance(RequestPhase.DECODING)
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
-        self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job))
+        self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job, decoder))
 
     def _fail(self, job: ImageJob, error: Exception) -> None:
         """End a job without touching its batch mates. An error that is no `EngineError` is a bug and logged as one."""
@@ -309,25 +335,26 @@ class DenoiseLoop:
 
     def _let_go(self, job: ImageJob) -> None:
         for unit in job.units:
-            self._stepper.close_controls(unit)
+            unit.close_controls()
         job.release_loras()
         self._jobs.remove(job)
 
     def _min_left_s(self, job: ImageJob) -> float:
         """Return the least time that a job's remaining steps can take; 0 before anything like it was measured."""
         unit = min(job.units, key=lambda unit: unit.step)
-        step_s = self._costs.shortest_s(unit.candidate(()).key, unit.rows)
-        left_s = (unit.steps - unit.step) * step_s + self._forecast.decode_s(job.request)
+        model = self._model(job)
+        step_s = model.costs.shortest_s(unit.candidate(()).key, unit.rows)
+        left_s = (unit.steps - unit.step) * step_s + model.forecast.decode_s(job.request)
         return SURELY_LATE * left_s if step_s else 0.0
 
     # The two below may run on the decode thread; they return whether they decoded.
 
-    def _decode(self, job: ImageJob, latents: torch.Tensor) -> bool:
+    def _decode(self, job: ImageJob, decoder: Decoder, latents: torch.Tensor) -> bool:
         started_s = self._clock()
         try:
             if job.cancelled:
                 raise Cancelled("the request was cancelled")
-            images, flagged = self._decoder.decode(latents)
+            images, flagged = decoder.decode(latents)
             images = overlaid(images, flagged, job.request.edit)
         except Exception as error:
             if not isinstance(error, EngineError):
@@ -338,16 +365,16 @@ class DenoiseLoop:
         decode_s, request = now_s - started_s, job.request
         self._charge(job, decode_s)
         if request.tenant.counts:
-            self._forecast.charged_decode(request.width * request.height, decode_s / request.n)
+            self._model(job).forecast.charged_decode(request.width * request.height, decode_s / request.n)
         result = result_of(job, images, flagged, decode_s=decode_s, now_s=now_s)
         self._registry.close(job, Finished(result=result))
         return True
 
-    def _preview(self, job: ImageJob, index: int, step: int, latents: torch.Tensor) -> bool:
+    def _preview(self, job: ImageJob, decoder: Decoder, index: int, step: int, latents: torch.Tensor) -> bool:
         if job.phase is RequestPhase.FAILED or job.cancelled:
             return False
         try:
-            images, flagged = self._decoder.decode(latents)
+            images, flagged = decoder.decode(latents)
             images = overlaid(images, flagged, job.request.edit)
         except Exception:
             _log.exception("request %s: a preview failed", job.request.request_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,9 @@ _COPY = 1.25
 _WORKING_BYTES = 500_000_000
 """What converting and compiling take: with SD 1.5's UNet (3.4 GB of weights) a process peaked 7.0 GB above what torch
 held, of which 2.2 GB were mapped files."""
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Each converts with all cores, and takes the model's memory once more."""
 
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
@@ -176,11 +180,13 @@ def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:
 
 
 def behind(what: str, make: Callable[[], None]) -> None:
-    """Call `make` on a background thread. If it fails, torch goes on serving, and the log says why, once."""
+    """Call `make` on a background thread, one at a time. If it fails, torch goes on serving, and the log says why,
+    once."""
 
     def run() -> None:
         try:
-            make()
+            with _ONE_AT_A_TIME:
+                make()
         except (ExecutorError, ModelError, OSError) as error:
             if not background.is_ending():
                 _log.warning("%s runs on torch: %s", what, error)

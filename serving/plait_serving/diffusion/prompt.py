@@ -44,15 +44,17 @@ retries recur."""
 class PromptEncoder:
     """Encodes with the current weights of a bundle's text encoders. Compute thread only, except `tokens`."""
 
-    def __init__(self, bundle: Bundle, *, weights_version: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self, bundle: Bundle, *, weights_version: Callable[[], int] | None = None, tokens: PromptTokens | None = None
+    ) -> None:
         """Take the bundle. `weights_version` must change whenever a text encoder is written to; by default torch's own
-        count."""
+        count. `tokens`: those of the bundle's tokenizers, if others use these as well."""
         self._bundle = bundle
         self._is_xl = bundle.family is Family.SDXL
         self._version = weights_version or parameter_version(*bundle.text_encoders)
         self._known: OrderedDict[_Call, EncodedText] = OrderedDict()
         self._known_version = self._version()
-        self.tokens = PromptTokens(bundle.tokenizers)
+        self.tokens = PromptTokens(bundle.tokenizers) if tokens is None else tokens
 
     def prepare(self, request: ImageRequest) -> Conditioning:
         """Return the request's conditioning, unconditional row first; runs the text encoders."""

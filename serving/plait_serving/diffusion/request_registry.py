@@ -132,6 +132,11 @@ class RequestRegistry:
             waiting = len(self._open) - running
             return replace(EngineStatistics(**self._counts), running=running, waiting=waiting, queued_s=queued_s)
 
+    def open_models(self) -> frozenset[str]:
+        """Return the models of all requests that have not ended."""
+        with self._changed:
+            return frozenset(job.request.model for job in self._open)
+
     def send(self, job: ImageJob, event: Event) -> None:
         """Send an event to the caller. If the sink raises, the caller is gone and the job is cancelled."""
         try:

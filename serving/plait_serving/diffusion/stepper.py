@@ -114,7 +114,7 @@ class Stepper:
         if unit.latents is None:
             ready = self._start(unit, unit.sampler, until_s)
         if ready and unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
-            self.close_controls(unit)
+            unit.close_controls()
             unit.encoding = self._denoiser.begin(request)
             unit.encoded_with = unit.loras
         if ready and unit.encoding is not None:
@@ -132,12 +132,6 @@ class Stepper:
             for i, output in zip(indices, outputs, strict=True):
                 outcomes[i] = output if isinstance(output, EngineError) else _advance(units[i], output, wants_preview)
         return outcomes
-
-    def close_controls(self, unit: Unit) -> None:
-        """Close a unit's ControlNet sessions."""
-        for control in unit.controls:
-            control.client.close(control.session)
-        unit.controls = ()
 
     def _start(self, unit: Unit, sampler: RequestSampler, until_s: float) -> bool:
         """Make the unit's first latents; return False if there was no time to encode what they are made from."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle, map_unet, map_vae
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
-from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.preparation import Preparer, behind
 from plait_serving.diffusion.residency import ResidentWeights
@@ -28,7 +28,6 @@ class Takeover:
         vae = preparer.open_vae(folder / "vae") if preparer is not None and halves is not None else None
         if halves is not None and vae is not None:
             self._opened = halves, vae
-        self.prepared: set[str] = set()
 
     @property
     def mapped(self) -> bool:
@@ -56,15 +55,21 @@ class Takeover:
             resident=not self.mapped,
         )
 
-    def adopt(self, denoiser: UNetDenoiser) -> None:
-        """Hand over what exists. Before the engine starts."""
+    def adopt(self, denoiser: UNetDenoiser, prepared: set[str]) -> None:
+        """Hand over what exists, and add its parts to `prepared`. Before the model steps."""
         if self._opened is not None:
             denoiser.adopt(self._opened[0])
             denoiser.adopt_vae(self._opened[1])
-            self.prepared |= {"unet", "vae"}
+            prepared |= {"unet", "vae"}
 
     def convert_behind(
-        self, engine: Engine, denoiser: UNetDenoiser, *, merger: Merger, weights: ResidentWeights
+        self,
+        between_steps: Callable[[Callable[[], None]], None],
+        denoiser: UNetDenoiser,
+        *,
+        merger: Merger,
+        weights: ResidentWeights,
+        prepared: set[str],
     ) -> None:
         """Convert what does not exist on a background thread; torch serves until then, and gives its memory back."""
         preparer = self._preparer
@@ -78,10 +83,10 @@ class Takeover:
                 merger.forget()
                 denoiser.adopt(halves)
                 weights.release()
-                self.prepared.add("unet")
+                prepared.add("unet")
 
-            engine.between_steps(adopt)
+            between_steps(adopt)
             denoiser.adopt_vae(preparer.make_vae(self._folder / "vae"))
-            self.prepared.add("vae")
+            prepared.add("vae")
 
         behind(str(self._folder), make)

@@ -13,10 +13,22 @@ from dataclasses import dataclass, field
 
 import torch
 
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
-from plait_serving.diffusion.protocols import Conditioning, EncodedImage, LoraLease, LoraWeights, StepCall
+from plait_serving.diffusion.protocols import (
+    Conditioning,
+    EncodedImage,
+    LoraLease,
+    LoraProvider,
+    LoraWeights,
+    StepCall,
+)
 from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
+from plait_serving.diffusion.residents.model import ModelParts, ServedModel
+from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
 
 
@@ -286,3 +298,30 @@ class FakeDenoiser:
 
 
 _TROUBLE = {"nan": 1, "boom": 2, "memory": 3}
+
+
+def resident_model(
+    denoiser: FakeDenoiser,
+    stepper: Stepper,
+    *,
+    loras: LoraProvider,
+    limits: ImageLimits | None = None,
+    costs: StepCosts | None = None,
+    switch_cost_s: float = 0.001,
+) -> ServedModel:
+    """Return a model over fakes that is always in memory."""
+    costs = StepCosts() if costs is None else costs
+    parts = ModelParts(stepper=stepper, decoder=Decoder(denoiser, None), switch_cost_s=lambda _: switch_cost_s)
+    return ServedModel(
+        name="fake",
+        limits=ImageLimits() if limits is None else limits,
+        loras=loras,
+        controlnets={},
+        measure=denoiser.measure,
+        load=lambda: parts,
+        leave=lambda: None,
+        nbytes=1,
+        costs=costs,
+        forecast=WorkForecast(costs),
+        parts=parts,
+    )

@@ -82,6 +82,11 @@ class ImageJob:
         return self.request.steps_after(min(unit.step for unit in self.units))
 
     @property
+    def has_begun(self) -> bool:
+        """Whether any of its units was prepared for its first step."""
+        return any(unit.sampler is not None for unit in self.units)
+
+    @property
     def left_s(self) -> float:
         """The compute-seconds that it will still be charged, by forecast."""
         return max(0.0, self.work_s - self.spent.charged_s)
@@ -147,11 +152,24 @@ class Unit:
         """Whether the next step could run now: its LoRA set is in host memory."""
         return not self.loras or self.job.lease is not None
 
+    def close_controls(self) -> None:
+        """Close its ControlNet sessions."""
+        for control in self.controls:
+            control.client.close(control.session)
+        self.controls = ()
+
+    def pause(self) -> None:
+        """Let go of all that belongs to the model's weights, which leave: the next step prepares it again."""
+        self.encoding = None
+        if self.controls:
+            self.conditioning = None
+        self.close_controls()
+
     def candidate(self, merged: LoraSet, *, row_wise: bool = False) -> Candidate:
         """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
         weights, `row_wise` whether its set is an input instead of being merged."""
         request = self.job.request
-        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise)
+        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise, request.model)
         return Candidate(
             order=self.order,
             key=key,
@@ -172,7 +190,7 @@ def _release(loras: Future[LoraLease]) -> None:
 def cut_into_units(job: ImageJob, largest_batch: int, first_order: int) -> list[Unit]:
     """Return units of at most `largest_batch` images, with orders that count up from `first_order`."""
     request = job.request
-    key = (request.tenant.name, request.width, request.height, request.uses_cfg, request.loras_at(0))
+    key = (request.tenant.name, request.model, request.width, request.height, request.uses_cfg, request.loras_at(0))
     units = []
     for i, start in enumerate(range(0, request.n, largest_batch)):
         rows = min(largest_batch, request.n - start)

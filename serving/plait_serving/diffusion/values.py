@@ -159,7 +159,8 @@ class ImageRequest:
     (None: the image's), and the `(left, top)` of a `crop`.
 
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
-    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
+    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image. `model`:
+    the base model's name; empty: the engine's first.
     """
 
     request_id: str
@@ -190,6 +191,7 @@ class ImageRequest:
     deadline_s: float | None = None
     partial_images: int = 0
     tenant: Tenant = Tenant()
+    model: str = ""
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.ranking.describe import metadata
 from plait_serving.images.infotext import SAMPLER_NAMES
-from plait_serving.images.service import BaseModelCard
+from plait_serving.images.service import AliasCard, BaseModelCard
 from plait_serving.spelling import hint
 
 router = APIRouter(prefix="/v1", tags=["models"])
@@ -49,8 +49,13 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "schedulers": [scheduler.value for scheduler in Scheduler],
         "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in Scheduler},
         "dtype": card.dtype,
+        **({} if card.controlnets is None else {"controlnets": list(card.controlnets)}),
         "limits": asdict(card.limits),
     }
+
+
+def _loras(alias: AliasCard) -> list[dict[str, Any]]:
+    return [{"name": name, "scale": scale} for name, scale in alias.loras.items()]
 
 
 def _ranking_model(name: str, card: ModelCard) -> dict[str, Any]:
@@ -69,8 +74,12 @@ async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
     """Return the models by name, without ranking models whose workers are not available yet."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:
-        card = (await context.images.catalog()).model
-        found[card.name] = _model(card)
+        catalog = await context.images.catalog()
+        found |= {card.name: _model(card) for card in catalog.models}
+        for alias in catalog.aliases:
+            card = catalog.base(alias.model)
+            if card is not None:
+                found[alias.name] = {**_model(card), "id": alias.name, "base": card.name, "loras": _loras(alias)}
     for name in () if context.ranking is None else context.ranking.names():
         with suppress(RankError):
             found.setdefault(name, _ranking_model(name, context.ranking_service.get(name).card))
@@ -79,7 +88,8 @@ async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
 
 @router.get("/models", summary="The models")
 async def models(context: ContextDep) -> dict[str, Any]:
-    """List the models that `model` may name: the base model with its defaults and limits, and the ranking models."""
+    """List what `model` may name: the base models with their defaults and limits, the aliases, each a base model with
+    LoRAs, and the ranking models. `model` may also be a base model with LoRAs: `emoji+noto:0.8`."""
     return _listing(list((await _models(context)).values()))
 
 

@@ -34,8 +34,10 @@ class QueueStatus(BaseModel):
 
 
 class ResidentStatus(BaseModel):
-    """What the engine's replicas hold beside their base models."""
+    """What the engine's replicas hold."""
 
+    models: list[str] = Field(description="base models in the memory of any replica")
+    model_bytes: int
     loras: int
     lora_bytes: int
     prepared: list[str] = Field(description="parts of the model that run as programs of the executor")
@@ -83,6 +85,8 @@ async def status(context: ContextDep) -> StatusResponse:
             compute_s=number["plait_engine_queued_compute_seconds"],
         ),
         resident=ResidentStatus(
+            models=sorted(name for name, count in found.labels["plait_model_resident"].items() if count),
+            model_bytes=int(number["plait_models_resident_bytes"]),
             loras=int(number["plait_lora_cache_resident"]),
             lora_bytes=int(number["plait_lora_cache_resident_bytes"]),
             prepared=sorted(found.labels["plait_engine_prepared"]),

@@ -6,6 +6,7 @@ What may change on a running deployment is its `knobs` (Serve's `user_config`); 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
@@ -14,8 +15,9 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
-from plait_serving.diffusion.values import MAX_IMAGES, Scheduler
-from plait_serving.sections import FolderPath, Name, Section
+from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
+from plait_serving.sections import FolderPath, Name, Replicas, Section
+from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
 
 STARTER_MODEL = "emoji"
@@ -150,11 +152,78 @@ class DefaultsSection(Section):
     scheduler: Scheduler = Scheduler.EULER
 
 
+class AliasSection(Section):
+    """A name that requests may use for a model with a set of LoRAs."""
+
+    model: Name
+    loras: Annotated[dict[Name, Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]], Field(min_length=1)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseSource:
+    """Where a base model comes from: 'emoji', a diffusers folder, or a hub id with its commit."""
+
+    model: str
+    revision: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> BaseSource:
+        """Read `owner/name@commit`, a folder, or the name of the starter model."""
+        left, _, right = text.rpartition("@")
+        return cls(model=left, revision=right) if left and _HUB_ID.match(left) else cls(model=text)
+
+    @property
+    def is_starter(self) -> bool:
+        """Whether it is the model that ships with plait."""
+        return self.model == STARTER_MODEL
+
+    @property
+    def is_hub_id(self) -> bool:
+        """Whether it is named by a hub id."""
+        return bool(_HUB_ID.match(self.model))
+
+    @property
+    def folder(self) -> str:
+        """What the engine loads: a folder or a hub id."""
+        return str(STARTER_FOLDER / self.model) if self.is_starter else self.model
+
+    def check(self, where: str) -> None:
+        """Raise ValueError, beginning with `where`, for what could not be loaded."""
+        if self.is_hub_id and self.revision is None:
+            how = "as owner/name@commit" if where else "as images.revision"
+            raise ValueError(f"{where}{self.model!r} is a hub id: give its commit {how}")
+        if not self.is_hub_id and self.revision is not None:
+            raise ValueError(f"{where}revision belongs to a hub id")
+        if not (self.is_hub_id or self.is_starter or Path(self.model).is_absolute()):
+            raise ValueError(
+                f"{where}{self.model!r} is neither {STARTER_MODEL!r} nor a path (./folder) nor a hub id (owner/name)"
+            )
+
+
+def _rebased(source: Any, folder: Path) -> Any:
+    if isinstance(source, str) and source.startswith(("./", "../")):
+        return str((Path(folder) / source).resolve())
+    if isinstance(source, str) and source.startswith("~"):
+        return str(Path(source).expanduser())
+    return source
+
+
 class ImagesSection(Section):
-    """A base model with its ControlNets and LoRAs."""
+    """Base models with their ControlNets and LoRAs."""
 
     model: Annotated[str, Field(description="'emoji' (ships with plait), a diffusers folder, or a hub id")] = (
         STARTER_MODEL
+    )
+    models: Annotated[
+        dict[Name, str] | None,
+        Field(description="several models by name: 'emoji', a folder, or owner/name@commit; the first is the default"),
+    ] = None
+    memory_bytes: Annotated[
+        int | None,
+        Field(ge=1, description="what the weights of models in memory may take; unset: most of what is free"),
+    ] = None
+    aliases: dict[Name, AliasSection] = Field(
+        default_factory=dict, description="more names for requests: a model with LoRAs"
     )
     name: Annotated[
         Name | None, Field(description="what requests call it; unset: the folder's or hub id's last part")
@@ -189,63 +258,75 @@ class ImagesSection(Section):
     ] = None
     defaults: DefaultsSection = DefaultsSection()
     limits: LimitsSection = LimitsSection()
-    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
+    replicas: Annotated[int, Field(ge=1, le=1024)] | Replicas = 1
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
     knobs: EngineKnobs = EngineKnobs()
 
     @model_validator(mode="before")
     @classmethod
-    def _rebase_model(cls, data: Any, info: ValidationInfo) -> Any:
-        """Resolve a model that is spelled as a relative path (./x, ../x) relative to the file."""
+    def _rebase_models(cls, data: Any, info: ValidationInfo) -> Any:
+        """Resolve models that are spelled as relative paths (./x, ../x) relative to the file."""
         folder = (info.context or {}).get("folder") if isinstance(info.context, dict) else None
-        if isinstance(data, dict) and folder is not None and isinstance(model := data.get("model"), str):
-            if model.startswith(("./", "../")):
-                return {**data, "model": str((Path(folder) / model).resolve())}
-            if model.startswith("~"):
-                return {**data, "model": str(Path(model).expanduser())}
-        return data
+        if not isinstance(data, dict) or folder is None:
+            return data
+        changed = {key: _rebased(data[key], folder) for key in ("model",) if key in data}
+        if isinstance(models := data.get("models"), dict):
+            changed["models"] = {name: _rebased(source, folder) for name, source in models.items()}
+        return {**data, **changed}
 
     @model_validator(mode="after")
-    def _hub_ids_are_pinned(self) -> Self:
-        if self.is_hub_id and self.revision is None:
-            raise ValueError(f"{self.model!r} is a hub id: give its commit as images.revision")
-        if not self.is_hub_id and self.revision is not None:
-            raise ValueError("revision belongs to a hub id")
-        if not (self.is_hub_id or self.is_starter or Path(self.model).is_absolute()):
-            raise ValueError(
-                f"{self.model!r} is neither {STARTER_MODEL!r} nor a path (./folder) nor a hub id (owner/name)"
-            )
+    def _models_are_known(self) -> Self:
+        alone = {"model": STARTER_MODEL, "name": None, "revision": None}
+        given = [key for key, unset in alone.items() if getattr(self, key) != unset]
+        if self.models is not None and given:
+            raise ValueError(f"models names all models: leave out {', '.join(given)}")
+        if self.models is not None and not self.models:
+            raise ValueError("models is empty: leave it out for the starter model")
+        for name, base in self.base_models.items():
+            base.check("" if self.models is None else f"models.{name}: ")
+        return self
+
+    @model_validator(mode="after")
+    def _aliases_are_of_models(self) -> Self:
+        for name, alias in self.aliases.items():
+            if name in self.base_models:
+                raise ValueError(f"aliases.{name}: there is a model of that name")
+            if alias.model not in self.base_models:
+                raise ValueError(
+                    f"aliases.{name}.model: there is no model {alias.model!r}{hint(alias.model, self.base_models)}"
+                )
         return self
 
     @property
-    def is_starter(self) -> bool:
-        """Whether it is the model that ships with plait."""
-        return self.model == STARTER_MODEL
+    def base_models(self) -> dict[str, BaseSource]:
+        """The base models by the names that requests use; the first is what requests without one mean."""
+        if self.models is None:
+            return {self.name or Path(self.model).name: BaseSource(model=self.model, revision=self.revision)}
+        return {name: BaseSource.parse(text) for name, text in self.models.items()}
 
     @property
-    def default_guidance_scale(self) -> float:
-        """The guidance scale of requests that give none."""
-        if self.defaults.guidance_scale is not None:
-            return self.defaults.guidance_scale
-        return STARTER_GUIDANCE if self.is_starter else 7.5
-
-    @property
-    def is_hub_id(self) -> bool:
-        """Whether the model is named by a hub id."""
-        return bool(_HUB_ID.match(self.model))
+    def starters(self) -> tuple[str, ...]:
+        """The names of the model that ships with plait, if it is served."""
+        return tuple(name for name, base in self.base_models.items() if base.is_starter)
 
     @property
     def public_name(self) -> str:
-        """The model's name in requests."""
-        return self.name or Path(self.model).name
+        """The name of the first model in requests."""
+        return next(iter(self.base_models))
+
+    def guidance_of(self, name: str) -> float:
+        """Return the guidance scale of requests of a model that give none."""
+        if self.defaults.guidance_scale is not None:
+            return self.defaults.guidance_scale
+        return STARTER_GUIDANCE if self.base_models[name].is_starter else 7.5
 
     def resolved_controlnets(self) -> dict[str, ControlNetSection]:
         """Return the ControlNets by name; if none are given for the starter model, those in the starter's folder."""
         if self.controlnets is not None:
             return dict(self.controlnets)
         root = STARTER_FOLDER / "controlnets"
-        if not self.is_starter or not root.is_dir():
+        if not self.starters or not root.is_dir():
             return {}
         folders = sorted(folder for folder in root.iterdir() if (folder / "config.json").is_file())
         return {folder.name: ControlNetSection(folder=folder, preprocessor=folder.name) for folder in folders}
@@ -260,10 +341,20 @@ class ImagesSection(Section):
         return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
 
     @property
+    def min_replicas(self) -> int:
+        """The number of base replicas at the start, and the minimum."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
+
+    @property
+    def max_replicas(self) -> int:
+        """The max number of base replicas."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
+
+    @property
     def logical_cpus(self) -> float:
         """The logical CPUs that Ray must have for the base replicas and ControlNets."""
         services = self.resolved_controlnets().values()
-        return self.replicas * (self.num_cpus or MODEL_CPUS) + sum(
+        return self.max_replicas * (self.num_cpus or MODEL_CPUS) + sum(
             service.replicas * (service.num_cpus or MODEL_CPUS) for service in services
         )
 
@@ -271,4 +362,4 @@ class ImagesSection(Section):
         """Return the folder of LoRAs if they come from one; for the starter model its own if none is given."""
         if self.loras.folder is not None or self.loras.store is not None:
             return self.loras.folder
-        return STARTER_FOLDER / "loras" if self.is_starter else None
+        return STARTER_FOLDER / "loras" if self.starters else None

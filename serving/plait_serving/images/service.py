@@ -17,7 +17,8 @@ from plait_serving.health import Health
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelCard:
-    """A base model and the defaults for fields that a request leaves out."""
+    """A base model and the defaults for fields that a request leaves out. `controlnets`: the names of those that it
+    takes; None: all."""
 
     name: str
     family: str
@@ -27,6 +28,7 @@ class BaseModelCard:
     default_guidance_scale: float = 7.5
     default_scheduler: Scheduler = Scheduler.EULER
     dtype: str = "float32"
+    controlnets: tuple[str, ...] | None = None
     limits: ImageLimits = field(default_factory=ImageLimits)
 
 
@@ -49,15 +51,38 @@ class ControlNetCard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Catalog:
-    """What can be requested now; LoRAs may come and go while the server runs. `start_s`: how long the process that
-    answers took to start, if it is one of several."""
+class AliasCard:
+    """Another name that requests may use: a base model with LoRAs and their scales."""
 
-    model: BaseModelCard
+    name: str
+    model: str
+    loras: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Catalog:
+    """What can be requested now; LoRAs may come and go while the server runs. The first model is what requests without
+    one mean. `start_s`: how long the process that answers took to start, if it is one of several."""
+
+    models: tuple[BaseModelCard, ...]
+    aliases: tuple[AliasCard, ...] = ()
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()
     start_s: float | None = None
+
+    @property
+    def model(self) -> BaseModelCard:
+        """What requests without a model mean."""
+        return self.models[0]
+
+    def base(self, name: str) -> BaseModelCard | None:
+        """Return the base model of that name, or None."""
+        return next((card for card in self.models if card.name == name), None)
+
+    def alias(self, name: str) -> AliasCard | None:
+        """Return the alias of that name, or None."""
+        return next((card for card in self.aliases if card.name == name), None)
 
     def has_lora(self, name: str) -> bool:
         """Return whether a LoRA of that name exists."""

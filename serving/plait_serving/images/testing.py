@@ -24,20 +24,22 @@ from plait_serving.health import Health
 from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, LoraCard
 
 FAKE_CATALOG = Catalog(
-    model=BaseModelCard(
-        name="emoji",
-        family="sd1",
-        default_width=16,
-        default_height=16,
-        default_steps=4,
-        limits=ImageLimits(
-            size_multiple=8,
-            min_edge_px=8,
-            max_edge_px=128,
-            max_pixels=64 * 64,
-            max_steps=50,
-            max_loras=8,
-            max_controlnets=4,
+    models=(
+        BaseModelCard(
+            name="emoji",
+            family="sd1",
+            default_width=16,
+            default_height=16,
+            default_steps=4,
+            limits=ImageLimits(
+                size_multiple=8,
+                min_edge_px=8,
+                max_edge_px=128,
+                max_pixels=64 * 64,
+                max_steps=50,
+                max_loras=8,
+                max_controlnets=4,
+            ),
         ),
     ),
     loras=(

@@ -5,13 +5,13 @@ What may change on a running deployment is in its `knobs` (Serve's `user_config`
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
 from plait_serving.cores import CoreBudget, thread_cap
-from plait_serving.sections import FolderPath, Name, Section
+from plait_serving.sections import MAX_REPLICAS, FolderPath, Name, Replicas, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 __all__ = [
@@ -26,7 +26,6 @@ __all__ = [
     "RankModelSection",
     "RankRole",
     "RankingSection",
-    "Replicas",
     "WholeSection",
 ]
 
@@ -38,7 +37,7 @@ STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
 WORKER_CPUS = 0.2
 """Logical CPUs that Ray counts for a worker without `num_cpus`. Small, so that all fit on a small machine."""
 
-MAX_WORKERS = 64
+MAX_WORKERS = MAX_REPLICAS
 """Replicas of one kind of worker."""
 
 Mode = Literal["whole", "split"]
@@ -75,21 +74,6 @@ class CnKnobs(HnKnobs):
     wire: Annotated[WireFormat, Field(description="how floats travel to the HN")] = "float32"
     cache_rows: Annotated[int, Field(ge=0, le=100_000_000, description="rows of a table that each HN keeps")] = 0
     cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
-
-
-class Replicas(Section):
-    """A number of replicas that follows the load by the rules of `plait_disagg.queue.scale`."""
-
-    min: Annotated[int, Field(ge=1, le=MAX_WORKERS)] = 1
-    max: Annotated[int, Field(ge=1, le=MAX_WORKERS)]
-    up_after_s: Annotated[float, Field(ge=0, le=3600, description="how long it must be too few")] = 2.0
-    down_after_s: Annotated[float, Field(ge=0, le=86_400, description="how long it must be too many")] = 30.0
-
-    @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
-        if self.min > self.max:
-            raise ValueError(f"min {self.min} is more than max {self.max}")
-        return self
 
 
 class _WorkerSection(Section):

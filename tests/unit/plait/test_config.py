@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
 from plait.errors import ConfigError
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_serving.images.config import ControlNetSection
+from plait_serving.images.config import STARTER_FOLDER, ControlNetSection
 from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection, WholeSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -37,7 +37,7 @@ def test_defaults_serve_the_starter_on_loopback():
     """Without a file the starter model is served on 127.0.0.1:8000 by a local Ray."""
     config = load_config()
     assert (config.server.host, config.server.port) == ("127.0.0.1", 8000)
-    assert config.images.is_starter
+    assert config.images.starters == ("emoji",)
     assert config.images.public_name == "emoji"
     assert config.ray.is_local
     assert config.server.is_loopback
@@ -58,6 +58,20 @@ def test_defaults_serve_the_starter_on_loopback():
         ("images: {model: owner/name}", "give its commit as images.revision"),
         ("images: {model: emojy}", "is neither 'emoji' nor a path"),
         (f"images: {{revision: {REVISION}}}", "revision belongs to a hub id"),
+        ("images: {models: {a: ./a}, model: ./b, name: c}", "models names all models: leave out model, name"),
+        ("images: {models: {}}", "models is empty"),
+        (
+            "images: {models: {a: owner/name}}",
+            "models.a: 'owner/name' is a hub id: give its commit as owner/name@commit",
+        ),
+        ("images: {models: {a: emojy}}", "models.a: 'emojy' is neither 'emoji' nor a path"),
+        ("images: {models: {'a+b': ./a}}", "images.models.a+b"),
+        ("images: {aliases: {pixel: {model: emoij, loras: {pixel: 1}}}}", "no model 'emoij'; did you mean emoji?"),
+        (
+            "images: {aliases: {emoji: {model: emoji, loras: {pixel: 1}}}}",
+            "aliases.emoji: there is a model of that name",
+        ),
+        ("images: {aliases: {none: {model: emoji, loras: {}}}}", "images.aliases.none.loras"),
         ("images: {loras: {folder: a, store: {url: 's3://b', entries: {}, cache_folder: c}}}", "not both"),
         ("images: {loras: {store: {url: b, entries: {}, cache_folder: c}}}", "needs a scheme"),
         (
@@ -124,6 +138,20 @@ def test_config_round_trips_through_its_dump(tmp_path):
     """What --show-config prints is a plait.yaml with the same meaning."""
     text = f"images: {{model: owner/name, revision: {REVISION}, knobs: {{batch_wait_ms: 2.5}}}}\nserver: {{port: 0}}"
     config = load_config(write(tmp_path, text))
+    assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
+
+
+def test_several_models_are_read_by_name(tmp_path):
+    """Folders beside the file, the starter model, and hub ids with their commits; the first is the default."""
+    text = f"images: {{models: {{b: ./base, starter: emoji, hub: owner/name@{REVISION}}}, memory_bytes: 5000}}"
+    config = load_config(write(tmp_path, text))
+    models = config.images.base_models
+    assert {name: base.folder for name, base in models.items()} == {
+        "b": str(tmp_path / "base"), "starter": str(STARTER_FOLDER / "emoji"), "hub": "owner/name"
+    }  # fmt: skip
+    assert (models["hub"].revision, config.images.public_name) == (REVISION, "b")
+    assert (config.images.guidance_of("starter"), config.images.guidance_of("b")) == (3.0, 7.5)
+    assert config.public_names[:3] == ("b", "starter", "hub")
     assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
 
 

@@ -17,6 +17,7 @@ from plait_serving.deployments.fabric_endpoints import declare_thread_cap
 from plait_serving.deployments.images.source import ACCEPTED, EngineSource
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.metrics import MetricsText, this_process
+from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
@@ -72,6 +73,14 @@ class EngineReplica:
     async def metrics_text(self) -> MetricsText:
         """Return the engine's metrics."""
         return MetricsText(replica=this_process(), text=await self._hosted.service.metrics_text())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""
+        return {PRESSURE: self._hosted.pressure()}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Return by what `ModelRouter` sends requests here; Serve calls this where that is the router."""
+        return self._hosted.routing_state().report()
 
     async def drain(self, drain_s: float) -> None:
         """Refuse new requests from now on; return when nothing runs any more, at the latest after `drain_s`."""

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+from plait_disagg.queue.scale import Gauge
 from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
+from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import EngineKnobs
@@ -21,10 +22,13 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.queue.usage import TenantUsage
-from plait_serving.images.config import STARTER_FOLDER, ImagesSection
+from plait_serving.diffusion.residents.base_model import BaseModel
+from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
-from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
+from plait_serving.images.routing import ReplicaState
+from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
 from plait_serving.starter.preprocess import PREPROCESSORS
 
 __all__ = ["HostedImages", "load_images", "open_images"]
@@ -55,33 +59,42 @@ def load_images(
     lora_formats: bool = True,
     converts: bool = True,
 ) -> HostedImages:
-    """Load the base model and start its engine, without a warm-up image. Raises `ModelError`.
+    """Load the first base model and start the engine, without a warm-up image. Raises `ModelError`.
 
     `services`: the ControlNets that are deployments. One that runs in this process is loaded when first used.
     `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
     `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
-    settings = EngineSettings(
-        model=model_folder(images),
-        revision=images.revision,
-        dtype=images.dtype,
-        device=images.device,
-        executor=images.executor,
-        safety_checker=images.safety_checker,
-        lora_source=loras,
-        controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
-        knobs=images.capped_knobs,
-        limits=ImageLimits(**images.limits.model_dump()),
-        converts=converts,
-        audit_every=images.audit_every if converts else 0,
-    )
     remote = {
         name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
         for name, connect in (services or {}).items()
     }
-    assembled = build_engine(settings, remote=remote)
-    return HostedImages(images, assembled, LoraCards(loras, str(assembled.bundle.family), formats=lora_formats))
+    settings = {
+        name: EngineSettings(
+            model=base.folder,
+            revision=base.revision,
+            dtype=images.dtype,
+            device=images.device,
+            executor=images.executor,
+            safety_checker=images.safety_checker,
+            lora_source=loras,
+            controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
+            knobs=images.capped_knobs,
+            limits=ImageLimits(**images.limits.model_dump()),
+            converts=converts,
+            audit_every=images.audit_every if converts else 0,
+        )
+        for name, base in images.base_models.items()
+    }
+    assembled = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote)
+    return HostedImages(images, assembled, LoraCards(loras, _family(assembled), formats=lora_formats))
+
+
+def _family(assembled: Assembled) -> str:
+    """Return the family of all models; "unknown" if they are of several."""
+    families = {str(model.outline.family) for model in assembled.models.values()}
+    return families.pop() if len(families) == 1 else "unknown"
 
 
 class HostedImages:
@@ -91,6 +104,8 @@ class HostedImages:
         self._images = images
         self._assembled = assembled
         self._lora_cards = lora_cards
+        self._reports = 0
+        self._gauge = Gauge(self._readings, engine_pressure)
         self._service = LocalImageService(
             engine=assembled.engine,
             catalog=self._catalog,
@@ -122,34 +137,74 @@ class HostedImages:
         self._assembled.engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
 
+    def pressure(self) -> float:
+        """Return how much of its capacity is used, since the last call."""
+        return self._gauge.read()
+
+    def _readings(self) -> dict[str, float]:
+        engine = self._assembled.engine
+        compute_s = sum(used.compute_s for used in engine.usage().values())
+        return {"compute_s": compute_s, "queued_s": engine.statistics().queued_s}
+
+    def routing_state(self) -> ReplicaState:
+        """Return by what requests are sent to replicas."""
+        engine = self._assembled.engine
+        residents, self._reports = engine.residents, self._reports + 1
+        resident, wanted = set(residents.statistics().resident), engine.open_models()
+        load_s = {model.name: residents.load_s(model) for model in residents.models}
+        loras = {name for cache in self._assembled.loras.values() for name in cache.resident_names()}
+        return ReplicaState(
+            number=self._reports,
+            queued_s=engine.statistics().queued_s + sum(load_s[name] for name in wanted - resident),
+            models=frozenset(resident | wanted),
+            loras=frozenset(loras),
+            load_s=load_s,
+            request_s=engine.request_s(),
+        )
+
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
-        bundle = self._assembled.bundle
-        family = str(bundle.family)
-        model = BaseModelCard(
-            name=self._images.public_name,
-            family=family,
-            default_width=bundle.width,
-            default_height=bundle.height,
-            default_steps=self._images.defaults.steps,
-            default_guidance_scale=self._images.default_guidance_scale,
-            default_scheduler=self._images.defaults.scheduler,
-            dtype=str(bundle.dtype).removeprefix("torch."),
-            limits=self._assembled.engine.limits,
-        )
-        controlnets = tuple(
-            ControlNetCard(name=name, family=family, preprocessor=section.preprocessor)
-            for name, section in self._images.resolved_controlnets().items()
-        )
+        models, images = self._assembled.models, self._images
+        families = self._families
         return Catalog(
-            model=model,
+            models=tuple(self._card(name, model) for name, model in models.items()),
+            aliases=tuple(
+                AliasCard(name=name, model=alias.model, loras=alias.loras)
+                for name, alias in images.aliases.items()
+                if alias.model in models
+            ),
             loras=self._lora_cards.cards(),
-            controlnets=controlnets,
+            controlnets=tuple(
+                ControlNetCard(name=name, family=families.get(name, "unknown"), preprocessor=section.preprocessor)
+                for name, section in images.resolved_controlnets().items()
+            ),
             preprocessors=tuple(sorted(PREPROCESSORS)),
         )
+
+    def _card(self, name: str, model: BaseModel) -> BaseModelCard:
+        outline, defaults = model.outline, self._images.defaults
+        return BaseModelCard(
+            name=name,
+            family=str(outline.family),
+            default_width=outline.width,
+            default_height=outline.height,
+            default_steps=defaults.steps,
+            default_guidance_scale=self._images.guidance_of(name),
+            default_scheduler=defaults.scheduler,
+            dtype=str(outline.dtype).removeprefix("torch."),
+            controlnets=tuple(model.controlnets),
+            limits=model.served.limits,
+        )
+
+    @property
+    def _families(self) -> dict[str, str]:
+        """The families of the models that take each ControlNet."""
+        return {
+            name: str(model.outline.family) for model in self._assembled.models.values() for name in model.controlnets
+        }
 
 
 class LoraCards:
@@ -180,11 +235,6 @@ class LoraCards:
         return "kohya" if any(key.startswith(("lora_unet_", "lora_te")) for key in keys) else "peft"
 
 
-def model_folder(images: ImagesSection) -> str:
-    """Return what the engine loads: a folder or a hub id."""
-    return str(STARTER_FOLDER / images.model) if images.is_starter else images.model
-
-
 def lora_source(images: ImagesSection) -> LoraSource:
     """Return the source of the section's LoRAs."""
     store, folder = images.loras.store, images.resolved_lora_folder()
@@ -199,14 +249,15 @@ def lora_source(images: ImagesSection) -> LoraSource:
 
 def metrics_text(assembled: Assembled) -> str:
     """Return the metrics of the engine and the LoRA cache in Prometheus' text format."""
-    engine, loras = assembled.engine.statistics(), assembled.loras.statistics()
+    engine = assembled.engine.statistics()
+    loras = [cache.statistics() for cache in {id(cache): cache for cache in assembled.loras.values()}.values()]
     gauges = {
         "engine_replicas": 1,  # several replicas add up
         "engine_requests_waiting": engine.waiting,
         "engine_requests_running": engine.running,
         "engine_queued_compute_seconds": round(engine.queued_s, 3),
-        "lora_cache_resident_bytes": loras.resident_bytes,
-        "lora_cache_resident": loras.resident,
+        "lora_cache_resident_bytes": sum(cache.resident_bytes for cache in loras),
+        "lora_cache_resident": sum(cache.resident for cache in loras),
     }
     counters = {
         "engine_steps": engine.steps,
@@ -216,21 +267,26 @@ def metrics_text(assembled: Assembled) -> str:
         "engine_failed": engine.failed,
         "engine_cancelled": engine.cancelled,
         "engine_rejected": engine.rejected,
-        "lora_cache_hits": loras.hits,
-        "lora_cache_misses": loras.misses,
-        "lora_cache_evictions": loras.evictions,
+        "lora_cache_hits": sum(cache.hits for cache in loras),
+        "lora_cache_misses": sum(cache.misses for cache in loras),
+        "lora_cache_evictions": sum(cache.evictions for cache in loras),
     }
-    audit = assembled.auditor.statistics()
-    gauges["audit_largest_share_of_tolerance"] = round(audit.largest, 6)
+    audits = [model.auditor.statistics() for model in assembled.models.values()]
+    gauges["audit_largest_share_of_tolerance"] = round(max(audit.largest for audit in audits), 6)
     counters |= {
-        "audit_checked": audit.checked,
-        "audit_drifted": audit.drifted,
-        "audit_skipped": audit.skipped,
-        "audit_failed": audit.failed,
+        "audit_checked": sum(audit.checked for audit in audits),
+        "audit_drifted": sum(audit.drifted for audit in audits),
+        "audit_skipped": sum(audit.skipped for audit in audits),
+        "audit_failed": sum(audit.failed for audit in audits),
     }
+    residency = assembled.engine.residents.statistics()
+    gauges |= {"models_resident_bytes": residency.nbytes, "models_budget_bytes": residency.budget_bytes}
+    counters["model_loads"] = residency.loads
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
     lines += _tenant_lines(assembled.engine.usage())
+    lines.append("# TYPE plait_model_resident gauge")
+    lines += [f'plait_model_resident{{model="{name}"}} {int(name in residency.resident)}' for name in assembled.models]
     lines.append("# TYPE plait_engine_prepared gauge")
     lines += [f'plait_engine_prepared{{part="{part}"}} 1' for part in sorted(assembled.prepared_parts())]
     return "\n".join(lines) + "\n"

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Progress
 from plait_serving.images.config import ImagesSection
+from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
 
@@ -31,6 +32,12 @@ class HostedEngine(Protocol):
 
     def check_progress(self) -> None:
         """Raise `Stuck` if a thread of the engine hangs."""
+
+    def pressure(self) -> float:
+        """Return how much of its capacity is used, since the last call."""
+
+    def routing_state(self) -> ReplicaState:
+        """Return by what requests are sent to replicas."""
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""

@@ -38,8 +38,8 @@ from plait_serving.deployments.fabric_endpoints import (
     socket_folder,
 )
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.ranking.scaling import PRESSURE
 from plait_serving.deployments.ranking.source import OpenedPackage, RankSource
+from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.ranking.config import CnKnobs, HnKnobs, RankRole
 

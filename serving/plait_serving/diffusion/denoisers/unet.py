@@ -38,6 +38,7 @@ from plait_serving.diffusion.denoisers.halves import (
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
+from plait_serving.diffusion.prompt_tokens import PromptTokens
 from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, LoraWeights, Residuals, StepCall
 from plait_serving.diffusion.residency import ResidentWeights
 from plait_serving.diffusion.values import ImageRequest, PromptSize
@@ -60,17 +61,19 @@ class UNetDenoiser:
         exact: Callable[[], Exact] = lambda: Exact.ALWAYS,
         weights: ResidentWeights | None = None,
         vae_weights: ResidentWeights | None = None,
+        tokens: PromptTokens | None = None,
     ) -> None:
         """Take the bundle. `text_version` must change whenever a text encoder's weights are written; by default
         torch's count.
 
         `exact` is read at every step. `weights` and `vae_weights` bring the UNet's and the VAE's weights into memory
-        when torch is to run them; None: they are there.
+        when torch is to run them; None: they are there. `tokens`: those of the bundle's tokenizers, if others use these
+        as well.
         """
         self._bundle = bundle
         self._unet = cast("Any", bundle.unet)
         self._fusion: Fusion | None = fuse_(bundle.unet) if bundle.device.type == "cuda" else None
-        self._prompts = PromptEncoder(bundle, weights_version=text_version)
+        self._prompts = PromptEncoder(bundle, weights_version=text_version, tokens=tokens)
         self._exact = exact
         self._fuses()
         self._weights = weights

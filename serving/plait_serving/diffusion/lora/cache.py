@@ -181,6 +181,11 @@ class LoraCache:
                 waiting_sets=len(self._policy.waiting),
             )
 
+    def resident_names(self) -> frozenset[str]:
+        """Return the names of the files in memory."""
+        with self._lock:
+            return frozenset(key.name for key in self._values)
+
     def close(self) -> None:
         """Fail what is in flight with `EngineStopped` and let the loader threads end. Idempotent."""
         deliveries: Deliveries = []

@@ -1,8 +1,9 @@
 """Which group runs the next step: the core decision of the server, as a pure function.
 
-A group is what can share one denoiser call: equal shape, guidance on or off, and LoRA set to merge (an executor that
-takes sets as inputs has nothing to merge, so all sets share its calls). A unit that could go both ways is a candidate
-twice, of two groups. Between steps the compute thread calls `choose` for the units to run next. The trade-offs:
+A group is what can share one denoiser call: equal base model, shape, guidance on or off, and LoRA set to merge (an
+executor that takes sets as inputs has nothing to merge, so all sets share its calls). A unit that could go both ways is
+a candidate twice, of two groups. Between steps the compute thread calls `choose` for the units to run next. The
+trade-offs:
 
 - Staying with the live LoRA set costs nothing, another set costs a merge. A switch pays when the other group
   does more useful rows per second even after the merge is spread over the steps it is expected to stay.
@@ -60,6 +61,7 @@ class GroupKey:
     uses_cfg: bool
     loras: LoraSet
     row_wise: bool = False
+    model: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +83,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Measured costs in seconds: of a step by group and rows, of making a LoRA set live (0 for the live one)."""
+    """Measured costs in seconds: of a step by group and rows, of making a group's LoRA set live (0 for the live
+    one)."""
 
     step_s: Callable[[GroupKey, int], float]
-    switch_s: Callable[[LoraSet], float]
+    switch_s: Callable[[GroupKey], float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,7 +294,7 @@ def _most_urgent(units: Sequence[Candidate], costs: Costs, limits: BatchLimits, 
 
     def left_and_need(unit: Candidate) -> tuple[float, float]:
         assert unit.deadline_s is not None
-        need_s = costs.switch_s(unit.key.loras) + unit.steps_left * costs.step_s(unit.key, unit.rows)
+        need_s = costs.switch_s(unit.key) + unit.steps_left * costs.step_s(unit.key, unit.rows)
         return unit.deadline_s - now_s, need_s
 
     short = []
@@ -308,7 +311,7 @@ def _worth(batch: Sequence[Candidate], costs: Costs, running: Collection[int]) -
     than the one that runs must beat it by `JOIN_SHARE`."""
     key = batch[0].key
     stay_steps = max(unit.steps_left for unit in batch)
-    step_s = costs.step_s(key, _rows(batch)) + costs.switch_s(key.loras) / max(1, stay_steps)
+    step_s = costs.step_s(key, _rows(batch)) + costs.switch_s(key) / max(1, stay_steps)
     stays = any(unit.order in running for unit in batch)
     return (1.0 + JOIN_SHARE if stays else 1.0) * _rows(batch) / max(step_s, 1e-9)
 

@@ -6,7 +6,7 @@ Everything cheap is checked before the first control image is decoded.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from plait_serving.diffusion.admission import ImageLimits, check_sampler
 from plait_serving.diffusion.errors import NotFound, RequestError
@@ -22,6 +22,7 @@ from plait_serving.diffusion.values import (
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
 from plait_serving.http.images.editing import Upload, upload_of
+from plait_serving.http.images.naming import chosen_model
 from plait_serving.http.images.prompting import prompts_of
 from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody, LoraBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
@@ -49,10 +50,7 @@ def resolve(
     """Return the request with no defaults left open; `allowed` is what its tenant may ask for. Raises `RequestError` or
     `NotFound` naming the field."""
     allowed = TenantLimits() if allowed is None else allowed
-    model = catalog.model
-    if body.model is not None and body.model != model.name:
-        near = hint(body.model, [model.name]) or f"; this server has {model.name!r}"
-        raise NotFound(f"there is no model {body.model!r}{near}", param="model")
+    model, named = chosen_model(body.model, catalog)
     upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
     width, height = _size(_asked_size(body, upload, model.limits), model)
     steps = _steps(body, model)
@@ -64,8 +62,9 @@ def resolve(
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
     prompts = prompts_of(body)
-    loras = _loras([*(body.loras or []), *prompts.loras], len(body.loras or []), catalog)
-    _check_controlnets(body, catalog, preprocessors)
+    given = {"model": named, "loras": body.loras or [], "prompt": prompts.loras}
+    loras = _loras(given, catalog, model.limits)
+    _check_controlnets(body, catalog, model, preprocessors)
     edit = None if upload is None else upload.edit(width=width, height=height, steps=steps)
     run_steps = steps if edit is None else edit.steps_of(steps)
     policy, free_steps = _lora_policy(body, run_steps, loras)
@@ -93,6 +92,7 @@ def resolve(
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
         partial_images=body.partial_images or 0,
         tenant=tenant_of(tenant, allowed),
+        model=model.name,
     )
 
 
@@ -162,19 +162,21 @@ def _check_stream(body: GenerationBody, n: int) -> None:
         raise RequestError("partial_images needs stream: true", param="partial_images")
 
 
-def _loras(bodies: Sequence[LoraBody], listed: int, catalog: Catalog) -> LoraSet:
-    """Return the set: the first `listed` are those of the field, the prompt names the others."""
-    if len(bodies) > catalog.model.limits.max_loras:
-        raise RequestError(f"at most {catalog.model.limits.max_loras} LoRAs", param="loras")
+def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: ImageLimits) -> LoraSet:
+    """Return the set, given by the fields that name its parts."""
+    bodies = [lora for part in given.values() for lora in part]
+    if len(bodies) > limits.max_loras:
+        raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
     seen: set[str] = set()
     names = [card.name for card in catalog.loras]
-    for i, lora in enumerate(bodies):
-        param = f"loras.{i}.name" if i < listed else "prompt"
-        if lora.name in seen:
-            raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=param)
-        if not catalog.has_lora(lora.name):
-            raise NotFound(f"there is no LoRA {lora.name[:64]!r}{hint(lora.name, names)}", param=param)
-        seen.add(lora.name)
+    for field, part in given.items():
+        for i, lora in enumerate(part):
+            param = f"loras.{i}.name" if field == "loras" else field
+            if lora.name in seen:
+                raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=param)
+            if not catalog.has_lora(lora.name):
+                raise NotFound(f"there is no LoRA {lora.name[:64]!r}{hint(lora.name, names)}", param=param)
+            seen.add(lora.name)
     return tuple(LoraRef(name=lora.name, scale=float(lora.scale)) for lora in bodies)
 
 
@@ -192,14 +194,23 @@ def _lora_policy(body: GenerationBody, steps: int, loras: LoraSet) -> tuple[Lora
     return policy, steps // LORA_FREE_SHARE if given is None else given
 
 
-def _check_controlnets(body: GenerationBody, catalog: Catalog, preprocessors: Preprocessors) -> None:
+def _check_controlnets(
+    body: GenerationBody, catalog: Catalog, model: BaseModelCard, preprocessors: Preprocessors
+) -> None:
     bodies = body.controlnets or []
-    if len(bodies) > catalog.model.limits.max_controlnets:
-        raise RequestError(f"at most {catalog.model.limits.max_controlnets} ControlNets", param="controlnets")
+    if len(bodies) > model.limits.max_controlnets:
+        raise RequestError(f"at most {model.limits.max_controlnets} ControlNets", param="controlnets")
     for i, control in enumerate(bodies):
-        if catalog.controlnet(control.name) is None:
+        card, param = catalog.controlnet(control.name), f"controlnets.{i}.name"
+        if card is None:
             near = hint(control.name, [card.name for card in catalog.controlnets])
-            raise NotFound(f"there is no ControlNet {control.name!r}{near}", param=f"controlnets.{i}.name")
+            raise NotFound(f"there is no ControlNet {control.name!r}{near}", param=param)
+        if model.controlnets is not None and control.name not in model.controlnets:
+            raise RequestError(
+                f"ControlNet {control.name!r} is for {card.family} models; {model.name!r} takes "
+                f"{', '.join(model.controlnets) or 'none'}",
+                param=param,
+            )
         if control.start >= control.end:
             raise RequestError("end must be above start", param=f"controlnets.{i}.end")
         if control.preprocess is False:

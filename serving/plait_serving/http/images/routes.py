@@ -209,7 +209,8 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
     )
     decodes = bool(body.controlnets) or isinstance(body, EditBody)
     resolved = await _in_codec(context, work) if decodes else work()
-    return ImageReply(body=body, request=resolved, model=catalog.model, http_id=state.request_id)
+    model = catalog.base(resolved.model) or catalog.model
+    return ImageReply(body=body, request=resolved, model=model, http_id=state.request_id)
 
 
 async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:

@@ -19,6 +19,7 @@ export class Controls {
 
   know(controlnets) {
     this.known = controlnets;
+    this.cards.filter(({ known }) => !controlnets.some(({ id }) => id === known.id)).forEach((card) => this.remove(card));
     this.buttons.replaceChildren(...controlnets.map((known) => h("button", {
       type: "button", class: "chip", onclick: () => this.add(known).focus(),
     }, icon("plus"), known.id)));

@@ -39,11 +39,10 @@ export class Form {
   know({ models, words, loras, controlnets }) {
     this.models = models;
     this.words = words;
+    this.controlnets = controlnets;
     byId("model").replaceChildren(...models.map(({ id }) => h("option", { value: id }, id)));
     byId("loras-part").hidden = loras.length === 0;
-    byId("controlnets-part").hidden = controlnets.length === 0;
     this.loras.know(loras.map(({ id }) => id));
-    this.controls.know(controlnets);
     this.choose(models[0]);
   }
 
@@ -59,7 +58,10 @@ export class Form {
     byId("size").value = model.default_size;
     byId("sizes").replaceChildren(...sizesOf(model).map((value) => h("option", { value })));
     byId("n").max = limits.max_images ?? 10;
-    this.prompt.know(this.words[model.id]?.concepts ?? []);
+    this.prompt.know(this.words[model.base ?? model.id]?.concepts ?? []);
+    const fitting = this.controlnets.filter(({ id }) => model.controlnets?.includes(id) ?? true);
+    byId("controlnets-part").hidden = fitting.length === 0;
+    this.controls.know(fitting);
   }
 
   /** Return the output's size as `[width, height]`. */

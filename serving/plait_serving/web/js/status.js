@@ -43,6 +43,7 @@ export class Status {
       load,
       card("Replicas", `${replicas.engine} engine${replicas.engine === 1 ? "" : "s"}`, `${replicas.ingress} for HTTP`),
       card("Made since the start", `${status.images_made} images`, `${status.rankings_made} rankings`),
+      card("Models in memory", String(resident.models.length), `${(resident.model_bytes / 2 ** 30).toFixed(1)} GiB of weights`),
       card("Resident LoRAs", String(resident.loras), `${(resident.lora_bytes / 2 ** 20).toFixed(1)} MiB`),
       card("Compiled parts", String(resident.prepared.length), resident.prepared.join(", ") || "torch runs the model"));
     table("status-models", ["model", "kind", "family or mode", "about"], models.map((model) => [

@@ -33,8 +33,8 @@ def service(monkeypatch):
     fake.closed = 0
 
     @contextmanager
-    def open_service(model, config):
-        fake.opened_with = (model, config)
+    def open_service(images):
+        fake.opened_with = images
         try:
             yield fake
         finally:

@@ -150,3 +150,14 @@ def test_families_are_told_as_the_engine_tells_them():
         {"addition_embed_type": "text_time", "cross_attention_dim": 2048}, {"addition_embed_type": None},
     ):  # fmt: skip
         assert _family(config) == family_of(config).value
+
+
+def test_all_base_models_are_listed_by_their_names(config, tmp_path, capsys):
+    """Families are mixed; of a LoRA it is then not known which one it is for."""
+    images = {"models": {"large": "./base", "starter": "emoji"}, "loras": {"folder": "loras"}, "controlnets": {}}
+    config.write_text(yaml.safe_dump({"images": images, "recommend": None}))
+    assert main(["models", "list", "--json", "--config", str(config)]) == 0
+    found = [(it["name"], it["kind"], it["family"]) for it in json.loads(capsys.readouterr().out)]
+    assert found == [
+        ("large", "base", "sdxl"), ("starter", "base", "sd1"), ("a", "lora", "unknown"), ("b", "lora", "unknown")
+    ]  # fmt: skip

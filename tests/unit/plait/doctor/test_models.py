@@ -101,3 +101,13 @@ def test_cli_doctor_finds_folders_that_are_not_there(config):
     shutil.rmtree(config.parent / "base")
     shutil.rmtree(config.parent / "loras")
     assert len(problems(config)) == 2
+
+
+def test_cli_doctor_checks_all_base_models(config):
+    """One without a folder, and two names for one, each in a sentence that says which."""
+    config.write_text("images: {models: {a: ./base, gone: ./gone, b: ./base}}\nrecommend: null\n")
+    found = {it.detail for it in problems(config)}
+    assert found == {
+        f"b and a are both {config.parent / 'base'}",
+        f"gone: {config.parent / 'gone'}: no diffusers folder (there is no such folder)",
+    }

@@ -51,7 +51,7 @@ class Painter:
 
     async def catalog(self):
         model = replace(FAKE_CATALOG.model, default_width=64, default_height=64, default_guidance_scale=3.5)
-        return replace(FAKE_CATALOG, model=model)
+        return replace(FAKE_CATALOG, models=(model,))
 
     async def generate(self, request):
         self.requests.append(request)

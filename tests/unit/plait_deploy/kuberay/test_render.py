@@ -226,6 +226,7 @@ def test_only_the_operator_reaches_the_dashboard(render):
             "step_percent 50 is more than max_surge_percent 20",
         ),
         ("images: {model: ./base}", [], DIGEST, "images.model: "),
+        ("images: {models: {a: ./base}}", [], DIGEST, "images.models.a: "),
         ("tuning: {enabled: true, folder: /models/t}", [], DIGEST, "tuning.folder: /models/t is written to"),
         ("server: {api_keys: [{sha256: %s}]}" % ("ab" * 32), [], DIGEST, "deploy.metrics_secret"),
         ("deploy: {volumes: {cache: {path: /models}}}", [], DIGEST, "models and cache are both at /models"),

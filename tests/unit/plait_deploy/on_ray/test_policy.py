@@ -160,8 +160,8 @@ def test_without_a_node_nothing_starts_and_nothing_ends(caplog):
 
 def test_a_number_that_follows_the_load_is_asked_for_once_for_all_classes():
     """By the policy that scales ranking workers: at a pressure of 0.9 in all replicas together, more."""
-    from plait_serving.deployments.ranking.scaling import PRESSURE, autoscaling
-    from plait_serving.ranking.config import Replicas
+    from plait_serving.deployments.scaling import PRESSURE, autoscaling
+    from plait_serving.sections import Replicas
 
     policy = autoscaling(Replicas(min=2, max=4, up_after_s=2, down_after_s=2))["policy"]
     serve = Serve([demand("hn", 0.5, 4)], follows={"hn": policy})

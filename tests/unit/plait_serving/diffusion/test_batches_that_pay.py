@@ -75,7 +75,7 @@ class Server:
     def _choose(self, here: Sequence[Candidate]) -> Sequence[Candidate]:
         if self.naive:
             return here[: LIMITS.largest_batch]
-        costs = Costs(step_s=self.costs.step_s, switch_s=lambda loras: 0.0)
+        costs = Costs(step_s=self.costs.step_s, switch_s=lambda key: 0.0)
         chosen = choose(here, costs=costs, limits=LIMITS, now_s=self.now_s, running=self._running)
         self._running = tuple(unit.order for unit in chosen)
         return chosen

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from plait_fabric.heartbeat import Stuck
-from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.decoding import DecodeQueue, Decoder
+from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers
+from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0
@@ -63,15 +62,7 @@ def engine_of(gate: Hanging, clock: Clock) -> Engine:
         clock=clock,
     )  # fmt: skip
     engine = Engine(
-        denoiser=denoiser,
-        stepper=stepper,
-        decoder=Decoder(denoiser, None),
-        loras=FakeProvider([]),
-        controlnets={},
-        switch_cost_s=lambda loras: 0.001,
-        limits=ImageLimits(),
-        knobs=EngineKnobs(threads=1),
-        clock=clock,
+        models=[resident_model(denoiser, stepper, loras=FakeProvider([]))], knobs=EngineKnobs(threads=1), clock=clock
     )
     engine.start()
     return engine

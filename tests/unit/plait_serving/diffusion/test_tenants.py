@@ -28,7 +28,7 @@ def unit(order, tenant, key=PLAIN, **more):
 
 
 def costs(step_s):
-    return Costs(step_s=lambda key, rows: step_s(rows), switch_s=lambda loras: 0.0)
+    return Costs(step_s=lambda key, rows: step_s(rows), switch_s=lambda key: 0.0)
 
 
 def test_guests_join_where_rows_are_free():

@@ -11,8 +11,8 @@ from plait_serving.diffusion.errors import ControlNetUnavailable
 
 def assembled(folder, generate, controlnets):
     """An engine that hands its requests to `generate`."""
-    parts = {"denoiser": Mock(), "loras": Mock(), "controlnets": controlnets, "prepared": set(), "auditor": Mock()}
-    return Assembled(engine=Mock(generate=generate), bundle=load_bundle(folder), **parts)
+    model = Mock(outline=load_bundle(folder, outline=True), controlnets=controlnets)
+    return Assembled(engine=Mock(generate=generate), models={"tiny": model}, loras={})
 
 
 def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):
@@ -21,8 +21,8 @@ def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):
     it = assembled(tiny_sd_folder, requests.append, {"edges": Mock(), "colors": Mock()})
     assert it.warm_up() >= 0
     assert [[ref.name for ref in request.controlnets] for request in requests] == [[], ["edges"], ["colors"]]
-    edge = it.bundle.vae_factor * 2 ** (len(it.bundle.config["block_out_channels"]) - 1)
-    edge = max(edge, it.bundle.size_multiple)
+    edge = it.first.outline.vae_factor * 2 ** (len(it.first.outline.config["block_out_channels"]) - 1)
+    edge = max(edge, it.first.outline.size_multiple)
     assert {(request.width, request.height, request.steps) for request in requests} == {(edge, edge, 1)}
     assert {request.uses_cfg for request in requests} == {True}
 

@@ -46,8 +46,8 @@ class Server:
                     del left[order]
         return self.now_s - start_s
 
-    def _switch_s(self, loras: LoraSet) -> float:
-        return 0.0 if loras == self._live else self.switch_s
+    def _switch_s(self, key: GroupKey) -> float:
+        return 0.0 if key.loras == self._live else self.switch_s
 
     def _candidate(self, order: int, steps: int, row_wise: bool, deadline_s: float | None) -> Candidate:
         key = ROW_WISE if row_wise else replace(MERGED, loras=(LoraRef(name=f"set {order}"),))

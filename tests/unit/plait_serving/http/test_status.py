@@ -26,6 +26,11 @@ plait_engine_queued_compute_seconds 1.25
 plait_lora_cache_resident 4
 # TYPE plait_lora_cache_resident_bytes gauge
 plait_lora_cache_resident_bytes 1000
+# TYPE plait_model_resident gauge
+plait_model_resident{model="emoji"} 1
+plait_model_resident{model="other"} 0
+# TYPE plait_models_resident_bytes gauge
+plait_models_resident_bytes 5000
 # TYPE plait_engine_prepared gauge
 plait_engine_prepared{part="unet"} 1
 plait_engine_prepared{part="controlnet edges"} 1
@@ -45,7 +50,10 @@ def test_the_status_sums_over_replicas():
     found = make_client(Replicas()).get("/v1/status").json()
     assert found["replicas"] == {"ingress": 1, "engine": 2}
     assert found["queue"] == {"waiting": 6, "running": 4, "compute_s": 2.5}
-    assert found["resident"] == {"loras": 8, "lora_bytes": 2000, "prepared": ["controlnet edges", "unet"]}
+    assert found["resident"] == {
+        "models": ["emoji"], "model_bytes": 10000, "loras": 8, "lora_bytes": 2000,
+        "prepared": ["controlnet edges", "unet"],
+    }  # fmt: skip
     assert found["services"] == {"images": True}
     assert (found["ready"], found["reason"], found["images_made"]) == (True, None, 0)
 

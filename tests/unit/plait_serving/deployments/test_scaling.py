@@ -12,9 +12,10 @@ from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_serving.deployments.ranking.scaling import PRESSURE, autoscaling
+from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.deployments.threads import choose_omp_wait
-from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection, Replicas
+from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection
+from plait_serving.sections import Replicas
 
 
 def test_a_number_or_a_range() -> None:

@@ -1,4 +1,4 @@
-"""How Serve scales the workers of ranking models: each replica reports its pressure, and `scale.decide` decides.
+"""How Serve scales engines and the workers of ranking models: replicas report pressure, and `scale.decide` decides.
 
 Serve's controller imports this module, so it must not import torch.
 """
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from plait_disagg.queue.scale import ScaleState, Scaling, decide
 
 if TYPE_CHECKING:
-    from plait_serving.ranking.config import Replicas
+    from plait_serving.sections import Replicas
 
 __all__ = ["PRESSURE", "ScaleByPressure", "autoscaling"]
 

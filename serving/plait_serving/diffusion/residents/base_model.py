@@ -1,0 +1,323 @@
+"""One base model, made from its settings: what is always here, and what `load` brings into memory and may leave again.
+
+The only place that chooses implementations for a model's interfaces.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.bundle import Bundle, check_controlnet, load_bundle, resolve_source
+from plait_serving.diffusion.controlnet.local import LocalControlNetClient
+from plait_serving.diffusion.controlnet.model import load_controlnet
+from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
+from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
+from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.denoisers.graphed import graphed_halves
+from plait_serving.diffusion.denoisers.row_wise import row_wise_halves
+from plait_serving.diffusion.denoisers.unet import UNetDenoiser
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.hub import fetch_from_hub
+from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.source import ChainSource, LoraSource
+from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
+from plait_serving.diffusion.preparation import (
+    Preparer,
+    auditor_for,
+    default_prepared_folder,
+    preparer_for,
+    uses_graphs,
+)
+from plait_serving.diffusion.prompt import PromptEncoder
+from plait_serving.diffusion.prompt_tokens import PromptTokens
+from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, LoraProvider, StepCall
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import WorkForecast
+from plait_serving.diffusion.residents.model import ModelParts, ServedModel
+from plait_serving.diffusion.safety import safety_of
+from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.takeover import Takeover
+from plait_serving.diffusion.values import ImageRequest, Scheduler
+
+__all__ = ["BaseModel", "EngineSettings", "Surroundings", "resolve_device", "resolve_dtype"]
+
+_log = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What to serve. "auto" as `device` and `dtype` means CUDA in float16 if available, otherwise the CPU in float32.
+
+    `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
+    `limits`: what requests may ask for at most; the multiple that edges have is the model's own.
+    `prepared_folder` keeps what executors converted; `converts` False uses what is there and converts nothing.
+    `audit_every`: one program call in so many, and the first of each shape, is computed again by torch; 0: none.
+    """
+
+    model: str | Path
+    revision: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    safety_checker: bool = True
+    lora_source: LoraSource = field(default_factory=lambda: ChainSource(()))
+    controlnets: Mapping[str, Path] = field(default_factory=dict)
+    knobs: EngineKnobs = field(default_factory=EngineKnobs)
+    limits: ImageLimits = field(default_factory=ImageLimits)
+    executor: ExecutorName = ExecutorName.AUTO
+    prepared_folder: Path = field(default_factory=default_prepared_folder)
+    converts: bool = True
+    audit_every: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a model needs of the engine that it is in. `remote[name]` makes a client of a ControlNet that is a service;
+    `local` keeps the clients of those that run in this process, which models of a family share; `loras` returns the
+    provider for a model of such targets. `is_alone`: it has no other model. `memory_bytes`: what models may take."""
+
+    knobs: Callable[[], EngineKnobs]
+    is_idle: Callable[[], bool]
+    between_steps: Callable[[Callable[[], None]], None]
+    remote: Mapping[str, Callable[[], ControlNetClient]]
+    loras: Callable[[LoraTargets, LoraSource], LoraProvider]
+    is_alone: bool = True
+    memory_bytes: int | None = None
+    local: WeakValueDictionary[Path, LocalControlNetClient] = field(default_factory=WeakValueDictionary)
+
+
+class BaseModel:
+    """Makes a `ServedModel`. `denoiser` and `bundle` are those in memory now."""
+
+    def __init__(self, name: str, settings: EngineSettings, around: Surroundings, *, costs: StepCosts | None) -> None:
+        """Read the model's folder, its weights only if it is alone. Raises `ModelError`. `costs`: what is known of step
+        times."""
+        self._settings = settings
+        self._around = around
+        self.folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
+        self._device = resolve_device(settings.device)
+        self._dtype = resolve_dtype(settings.dtype, self._device)
+        self.prepared: set[str] = set()
+        self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=around.is_idle)
+        self._preparer = self._make_preparer()
+        # One that has no other beside it never leaves: what is known of it without its weights is no more.
+        self._ready = self._read() if around.is_alone else None
+        self.outline = self._bundle(outline=True) if self._ready is None else self._ready[1]
+        self._tokens = PromptTokens(self.outline.tokenizers)
+        self._denoiser: UNetDenoiser | None = None
+        self._loaded: Bundle | None = None
+        self.controlnets = self._controlnets()
+        costs = StepCosts() if costs is None else costs
+        self.served = ServedModel(
+            name=name,
+            limits=_limits(self.outline, settings.limits, around.memory_bytes or 0),
+            loras=around.loras(LoraTargets.of(_components(self.outline)), settings.lora_source),
+            controlnets=self.controlnets,
+            measure=PromptEncoder(self.outline, tokens=self._tokens).size,
+            load=self._load,
+            leave=self._leave,
+            nbytes=self.outline.weights_bytes,
+            costs=costs,
+            forecast=WorkForecast(costs),
+        )
+
+    @property
+    def denoiser(self) -> UNetDenoiser:
+        """The denoiser; the model is resident."""
+        assert self._denoiser is not None
+        return self._denoiser
+
+    @property
+    def bundle(self) -> Bundle:
+        """The weights; the model is resident."""
+        assert self._loaded is not None
+        return self._loaded
+
+    def _load(self) -> ModelParts:
+        """Bring the weights into memory, with the programs that were prepared before."""
+        takeover, bundle = self._ready or self._read()
+        weights = takeover.unet_weights(bundle)
+        components = _components(bundle)
+        texts = {name: part for name, part in components.items() if name != "unet"}
+        merger, text_merger = Merger({"unet": bundle.unet}, before_write=weights.take), Merger(texts)
+        denoiser = UNetDenoiser(
+            bundle,
+            text_version=lambda: text_merger.version,
+            exact=lambda: self._around.knobs().exact,
+            weights=weights,
+            vae_weights=takeover.vae_weights(bundle),
+            tokens=self._tokens,
+        )
+        takeover.adopt(denoiser, self.prepared)
+        if uses_graphs(self._settings.executor, bundle.device):
+            denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
+        elif self._preparer is None and bundle.device.type == "cpu" and bundle.dtype is torch.float32:
+            denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
+        stepper = Stepper(
+            denoiser=denoiser,
+            merger=merger,
+            text_merger=text_merger,
+            sampler_factory=sampler_factory(bundle),
+            controlnets=self.controlnets,
+            clock=time.monotonic,
+        )
+        self._loaded, self._denoiser = bundle, denoiser
+        if self._settings.converts:
+            takeover.convert_behind(
+                self._around.between_steps, denoiser, merger=merger, weights=weights, prepared=self.prepared
+            )
+        return ModelParts(
+            stepper=stepper, decoder=Decoder(denoiser, safety_of(bundle)), switch_cost_s=merger.switch_cost_s
+        )
+
+    def _read(self) -> tuple[Takeover, Bundle]:
+        takeover = Takeover(self._preparer, self.folder)
+        return takeover, self._bundle(mapped=takeover.mapped)
+
+    def _leave(self) -> None:
+        """Let go of the weights."""
+        self._loaded = self._denoiser = None
+        self.prepared -= {"unet", "vae"}
+        self.auditor.forget()
+
+    def _bundle(self, *, mapped: bool = False, outline: bool = False) -> Bundle:
+        return load_bundle(
+            self.folder,
+            dtype=self._dtype,
+            device=self._device,
+            safety_checker=self._settings.safety_checker,
+            mapped=mapped,
+            outline=outline,
+            tokenizers=() if outline or self._around.is_alone else self.outline.tokenizers,
+        )
+
+    def _make_preparer(self) -> Preparer | None:
+        return preparer_for(
+            self._settings.executor,
+            device=self._device,
+            dtype=self._dtype,
+            threads=lambda: self._around.knobs().threads,
+            cache=self._settings.prepared_folder,
+            auditor=self.auditor,
+        )
+
+    def _controlnets(self) -> dict[str, PlacedControlNetClient]:
+        """Return a client for each ControlNet that fits the model; each runs here or as a service."""
+        return {
+            name: PlacedControlNetClient(
+                name,
+                local=partial(self._local, name, folder),
+                remote=self._around.remote.get(name),
+                wanted=lambda: self._around.knobs().controlnet_placement,
+                measure=lambda here, there: _measure(here, there, self.denoiser, self.bundle),
+            )
+            for name, folder in self._settings.controlnets.items()
+            if self._takes(folder)
+        }
+
+    def _takes(self, folder: Path) -> bool:
+        """Return whether a ControlNet is one for this model, as far as its folder says."""
+        if self._around.is_alone:
+            return True  # then it is an error that it is not, and said when it is first used
+        try:
+            check_controlnet(folder, base=self.outline.config, vae_factor=self.outline.vae_factor)
+        except ModelError:
+            return False
+        return True
+
+    def _local(self, name: str, folder: Path) -> ControlNetClient:
+        """Return the client of a ControlNet in this process, one for all models of the family."""
+        client = self._around.local.get(folder)
+        if client is None:
+            runner = load_controlnet(
+                folder,
+                base=self.outline.config,
+                vae_factor=self.outline.vae_factor,
+                dtype=self._dtype,
+                device=self._device,
+                preparer=self._preparer,
+                adopted=lambda: self.prepared.add(name),
+                graphs=uses_graphs(self._settings.executor, self.outline.device),
+            )
+            client = self._around.local[folder] = LocalControlNetClient(name, runner)
+        return client
+
+
+def _components(bundle: Bundle) -> dict[str, torch.nn.Module]:
+    """Return the modules that LoRAs change, by component."""
+    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
+    return {"unet": bundle.unet, **texts}
+
+
+def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:
+    """Time one guided image's step with the ControlNet at both places."""
+    sizes = probe_sizes(bundle.width, bundle.height, multiple=bundle.size_multiple)
+    return measure(lambda size: _times_at(size, local, remote, denoiser, bundle), sizes)
+
+
+def _times_at(
+    size: tuple[int, int], local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle
+) -> StepTimes:
+    width, height = size
+    request = ImageRequest(
+        request_id="measure", prompt="", width=width, height=height, steps=1, guidance_scale=5.0, seed=0,
+        scheduler=Scheduler.EULER,
+    )  # fmt: skip
+    conditioning = denoiser.prepare(request)
+    sample = torch.zeros(1, *denoiser.latent_shape(width, height), dtype=bundle.dtype, device=bundle.device)
+    timestep = torch.tensor(500, device=bundle.device)
+    extra = sample.new_zeros(1, bundle.extra_channels, *sample.shape[2:]) if bundle.inpaints else None
+    step = StepCall(
+        conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=(), extra=extra
+    )
+
+    def step_s(client: ControlNetClient) -> float:
+        image = np.zeros((height, width, 3), np.uint8)
+        session = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
+        try:
+            return time_step_s(client, call, encoder=lambda: denoiser.run_encoder_half([step]))
+        finally:
+            client.close(session)
+
+    return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
+
+
+def _limits(outline: Bundle, wanted: ImageLimits, memory_bytes: int) -> ImageLimits:
+    """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the memory
+    which models leave can hold."""
+    limits = replace(wanted, size_multiple=outline.size_multiple, min_edge_px=outline.size_multiple)
+    free, native = max(0, available_bytes(outline.device) - memory_bytes), outline.width * outline.height
+    pixels = pixels_that_fit(outline.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
+    if pixels < limits.max_pixels:
+        _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
+    return replace(limits, max_pixels=pixels)
+
+
+def resolve_device(device: str) -> str:
+    """Return what "auto" means here: CUDA if available, otherwise the CPU."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return what "auto" means on a device: float16 with CUDA, otherwise float32."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    return torch.float16 if device.startswith("cuda") else torch.float32

@@ -1,0 +1,245 @@
+"""Keeps base models in memory: loads them beside the compute thread, and lets go of them between two steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from plait_serving.diffusion.errors import EngineError, ModelError
+from plait_serving.diffusion.memory import gigabytes
+from plait_serving.diffusion.residents.model import ModelParts, ServedModel
+from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
+from plait_serving.diffusion.units import ImageJob
+
+__all__ = ["ResidencyStatistics", "Residents"]
+
+_log = logging.getLogger(__name__)
+
+_READ_BYTES_PER_S = 1e9
+_MIN_LOAD_S = 0.1
+"""What loading is thought to take before it was measured: a local disk's pace, and building the modules."""
+_DRAIN_SHARE = 1.0
+"""Requests in work may end before their model leaves if that takes at most so many times what loading the other one
+does: preparing them again is work, too, but whoever waits has waited long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidencyStatistics:
+    """Counts since the start, except `resident`: the names of the models in memory now, and `nbytes`, what they take.
+    `load_s`: what each was last loaded in."""
+
+    resident: tuple[str, ...]
+    nbytes: int
+    budget_bytes: int
+    loads: int
+    load_s: Mapping[str, float]
+
+
+class Residents:
+    """The models of one engine. `of`, `check` and `statistics` are for any thread, the rest is the compute thread's."""
+
+    def __init__(
+        self,
+        models: Sequence[ServedModel],
+        *,
+        budget_bytes: int,
+        clock: Callable[[], float],
+        wake: Callable[[], None],
+    ) -> None:
+        """Take the models, the first is what requests without a model mean. `wake` is called when one was loaded."""
+        self._models = {model.name: model for model in models}
+        self._budget_bytes = budget_bytes
+        self._clock = clock
+        self._wake = wake
+        self._arrived: deque[tuple[ServedModel, ModelParts | EngineError, float]] = deque()
+        self._switch: Switch | None = None
+        self._is_loading = False
+        self._load_s: dict[str, float] = {}
+        self._used_s: dict[str, float] = {}
+        self._overtaken_s: dict[str, float] = {}
+        self._loads = 0
+        self._gives_way_s = 0.0
+        """When what leaves has to be gone, whatever it has begun."""
+
+    @property
+    def models(self) -> Sequence[ServedModel]:
+        """All models, resident or not."""
+        return tuple(self._models.values())
+
+    @property
+    def first(self) -> ServedModel:
+        """What requests without a model mean."""
+        return next(iter(self._models.values()))
+
+    def of(self, name: str) -> ServedModel:
+        """Return the model of that name."""
+        return self._models[name]
+
+    def find(self, name: str) -> ServedModel | None:
+        """Return the model of that name, or None."""
+        return self._models.get(name)
+
+    def check(self, model: ServedModel) -> None:
+        """Raise `ModelError` for a model that no switch could make room for."""
+        if model.parts is None and model.nbytes > self._budget_bytes:
+            raise ModelError(
+                f"{model.name} needs {gigabytes(model.nbytes)}; the models of a replica may take "
+                f"{gigabytes(self._budget_bytes)} (images.memory_bytes)"
+            )
+
+    def may_run(self, job: ImageJob) -> bool:
+        """Return whether the next step could be one of this job."""
+        model = self._models[job.request.model]
+        return model.parts is not None and (not model.leaves or job.has_begun)
+
+    def stepped(self, batch: Sequence[ImageJob], waiting: Sequence[ImageJob], seconds: float) -> None:
+        """Record what a step took, and which models it overtook."""
+        now_s = self._clock()
+        latest_s = max(job.spent.accepted_at_s for job in batch)
+        self._used_s[batch[0].request.model] = now_s
+        if len(self._models) == 1:
+            return
+        for name, oldest_s in _oldest(waiting).items():
+            if self._models[name].parts is None and latest_s > oldest_s:
+                self._overtaken_s[name] = self._overtaken_s.get(name, 0.0) + seconds
+
+    def tend(self, jobs: Sequence[ImageJob]) -> Mapping[str, EngineError]:
+        """Take in what was loaded, and switch if that is due; return why models could not be loaded, by name."""
+        failed = self._take_in()
+        if len(self._models) == 1 and not self._needs_first(jobs):
+            return failed
+        if self._switch is None:
+            self._switch = self._next_switch([job for job in jobs if job.request.model not in failed])
+            if self._switch is not None:
+                self._begin(self._switch)
+        if self._switch is not None and not self._is_loading and self._have_left(jobs, self._switch):
+            self._load(self._switch)
+        return failed
+
+    def statistics(self) -> ResidencyStatistics:
+        """Return a snapshot."""
+        here = [model for model in self._models.values() if model.parts is not None]
+        return ResidencyStatistics(
+            resident=tuple(model.name for model in here),
+            nbytes=sum(model.nbytes for model in here),
+            budget_bytes=self._budget_bytes,
+            loads=self._loads,
+            load_s=dict(self._load_s),
+        )
+
+    def load_s(self, model: ServedModel) -> float:
+        """Return the seconds that loading it is expected to take."""
+        return self._load_s.get(model.name, _MIN_LOAD_S + model.nbytes / _READ_BYTES_PER_S)
+
+    def load_first(self) -> None:
+        """Load the first model, before the compute thread starts. Raises `ModelError`."""
+        model = self.first
+        self.check(model)
+        started_s = self._clock()
+        model.parts = model.load()
+        self._load_s[model.name] = self._clock() - started_s
+
+    def _needs_first(self, jobs: Sequence[ImageJob]) -> bool:
+        return bool(jobs) and self.first.parts is None
+
+    def _take_in(self) -> dict[str, EngineError]:
+        failed: dict[str, EngineError] = {}
+        while self._arrived:
+            model, found, seconds = self._arrived.popleft()
+            self._switch, self._is_loading = None, False
+            self._overtaken_s.pop(model.name, None)
+            if isinstance(found, EngineError):
+                _log.error("%s could not be loaded: %s", model.name, found.message)
+                failed[model.name] = found
+                continue
+            model.parts = found
+            self._used_s[model.name] = self._clock()
+            self._load_s[model.name] = seconds
+            self._loads += 1
+            _log.info("%s is resident after %.2f s", model.name, seconds)
+        return failed
+
+    def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
+        if all(self._models[job.request.model].parts is not None for job in jobs):
+            return None
+        return next_switch(self._demands(jobs), budget_bytes=self._budget_bytes, now_s=self._clock())
+
+    def _demands(self, jobs: Sequence[ImageJob]) -> list[ModelDemand]:
+        oldest, now_s = _oldest(jobs), self._clock()
+        short: set[str] = set()
+        for job in jobs:
+            name = job.request.model
+            model = self._models[name]
+            need_s = job.left_s + (self.load_s(model) if model.parts is None else 0.0)
+            if job.deadline_at_s is not None and job.deadline_at_s - now_s < 2 * need_s:
+                short.add(name)
+        return [
+            ModelDemand(
+                name=name,
+                nbytes=model.nbytes,
+                load_s=self.load_s(model),
+                is_resident=model.parts is not None,
+                oldest_s=oldest.get(name),
+                overtaken_s=self._overtaken_s.get(name, 0.0),
+                used_s=self._used_s.get(name, 0.0),
+                is_short=name in short,
+            )
+            for name, model in self._models.items()
+        ]
+
+    def _begin(self, switch: Switch) -> None:
+        for name in switch.leave:
+            self._models[name].leaves = True
+        self._gives_way_s = self._clock() + _DRAIN_SHARE * self.load_s(self._models[switch.load])
+
+    def _have_left(self, jobs: Sequence[ImageJob], switch: Switch) -> bool:
+        """Let go of the models that leave; those whose requests in work end soon go on until then. Return whether all
+        are gone."""
+        now_s = self._clock()
+        for name in switch.leave:
+            model = self._models[name]
+            begun = [job for job in jobs if job.request.model == name and job.has_begun]
+            if model.parts is None:
+                continue
+            if not begun or now_s + sum(job.left_s for job in begun) > self._gives_way_s:
+                self._let_go(model, begun)
+        return all(self._models[name].parts is None for name in switch.leave)
+
+    def _let_go(self, model: ServedModel, begun: Sequence[ImageJob]) -> None:
+        for job in begun:
+            for unit in job.units:
+                unit.pause()
+        model.parts, model.leaves = None, False
+        model.leave()
+        _log.info("%s makes room", model.name)
+
+    def _load(self, switch: Switch) -> None:
+        model = self._models[switch.load]
+        self._is_loading = True
+
+        def load() -> None:
+            started_s = self._clock()
+            found: ModelParts | EngineError
+            try:
+                found = model.load()
+            except EngineError as error:
+                found = error
+            except Exception as error:
+                _log.exception("%s: loading failed", model.name)
+                found = ModelError(f"{model.name} could not be loaded: {error}")
+            self._arrived.append((model, found, self._clock() - started_s))
+            self._wake()
+
+        threading.Thread(target=load, name="plait-load-model", daemon=True).start()
+
+
+def _oldest(jobs: Sequence[ImageJob]) -> dict[str, float]:
+    """Return when the oldest request of each model arrived."""
+    found: dict[str, float] = {}
+    for job in jobs:
+        at_s = job.spent.accepted_at_s
+        found[job.request.model] = min(found.get(job.request.model, at_s), at_s)
+    return found

@@ -1,0 +1,48 @@
+"""A base model as the engine has it: what is always here, and the parts with weights while they are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.decoding import Decoder
+from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import WorkForecast
+from plait_serving.diffusion.stepper import Stepper
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
+
+__all__ = ["ModelParts", "ServedModel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ModelParts:
+    """What holds a model's weights, or refers to who does. `switch_cost_s`: of making a LoRA set live."""
+
+    stepper: Stepper
+    decoder: Decoder
+    switch_cost_s: Callable[[LoraSet], float]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class ServedModel:
+    """One base model. `load` brings its parts into memory, on a thread that then ends; it raises `ModelError`.
+    `nbytes`: what they take there. `leave` is called when they have left.
+
+    `parts`: None while the model is not resident. `leaves`: it is about to make room, and begins no request any more.
+    Both are the compute thread's.
+    """
+
+    name: str
+    limits: ImageLimits
+    loras: LoraProvider
+    controlnets: Mapping[str, ControlNetClient]
+    measure: Callable[[ImageRequest], PromptSize]
+    load: Callable[[], ModelParts]
+    leave: Callable[[], None]
+    nbytes: int
+    costs: StepCosts
+    forecast: WorkForecast
+    parts: ModelParts | None = None
+    leaves: bool = False

@@ -1,0 +1,62 @@
+"""What `model` in a request means: a base model, an alias, or a base model with LoRAs, as `emoji+noto:0.8+pixel`. Pure.
+
+So that every client of OpenAI's API reaches LoRAs, which know no fields but its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.values import MAX_SCALE
+from plait_serving.http.images.schemas import LoraBody
+from plait_serving.images.service import BaseModelCard, Catalog
+from plait_serving.spelling import hint
+
+__all__ = ["chosen_model"]
+
+
+def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, list[LoraBody]]:
+    """Return the base model and the LoRAs that a request's `model` names. Raises `NotFound` or `RequestError`."""
+    if text is None:
+        return catalog.model, []
+    card, alias = catalog.base(text), catalog.alias(text)
+    if card is not None:
+        return card, []
+    if alias is not None:
+        return _base(alias.model, catalog), _bodies(alias.loras)
+    name, *parts = text.split("+")
+    return _base(name, catalog), _bodies(dict(map(_lora, _once_each(parts))))
+
+
+def _base(name: str, catalog: Catalog) -> BaseModelCard:
+    card = catalog.base(name)
+    if card is None:
+        known = [*(base.name for base in catalog.models), *(alias.name for alias in catalog.aliases)]
+        near = hint(name, known) or f"; this server has {', '.join(map(repr, known))}"
+        raise NotFound(f"there is no model {name[:100]!r}{near}", param="model")
+    return card
+
+
+def _once_each(parts: list[str]) -> list[str]:
+    names = [part.partition(":")[0] for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"LoRA {name[:64]!r} is given twice; add the scales", param="model")
+    return parts
+
+
+def _lora(text: str) -> tuple[str, float]:
+    name, colon, scale = text.partition(":")
+    try:
+        value = float(scale) + 0.0 if colon else 1.0  # no negative zero
+    except ValueError:
+        value = math.nan
+    if not name or not abs(value) <= MAX_SCALE:
+        raise RequestError(f"{text[:64]!r} is not NAME or NAME:SCALE", param="model")
+    return name, value
+
+
+def _bodies(loras: Mapping[str, float]) -> list[LoraBody]:
+    return [LoraBody.model_construct(name=name, scale=scale) for name, scale in loras.items()]

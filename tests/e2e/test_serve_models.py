@@ -1,0 +1,121 @@
+"""A server with three base models of two families on two replicas that each have memory for one."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import openai
+import pytest
+from PIL import Image
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
+from support.server import REAL, PlaitServer, free_port
+from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+CONFIG = """
+server: {drain_s: 30}
+recommend: null
+images:
+  models: {one: ./one, two: ./two, large: ./large}
+  aliases: {two-noto: {model: two, loras: {noto: 0.5}}}
+  memory_bytes: %d
+  dtype: float32
+  executor: torch
+  loras: {folder: loras}
+  replicas: 2
+  defaults: {steps: 4}
+  knobs: {threads: 1}
+"""
+WAIT_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """The folder of the models and of the server."""
+    root = tmp_path_factory.mktemp("models")
+    one = tiny_sd(root / "one", seed=1)
+    tiny_sd(root / "two", seed=2)
+    tiny_sdxl(root / "large", seed=3)
+    tiny_lora(root / "loras" / "noto.safetensors", one, seed=3)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server(root) -> Iterator[PlaitServer]:
+    """The server; a replica's memory is enough for the largest model alone."""
+    bytes_of_largest = sum(path.stat().st_size for path in (root / "large").rglob("*.safetensors"))
+    config, port = root / "plait.yaml", free_port()
+    config.write_text(CONFIG % bytes_of_largest)
+    server = PlaitServer.launch(REAL, [str(config), "--port", str(port)], port=port, root=root)
+    try:
+        yield server.wait_ready()
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server) -> openai.OpenAI:
+    """OpenAI's client, which knows no field for LoRAs."""
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=WAIT_S)
+
+
+def drawn(client, model: str, seed: int = 7) -> np.ndarray:
+    answer = client.images.generate(model=model, prompt="red apple", extra_body={"seed": seed})
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(answer.data[0].b64_json))).convert("RGB")).astype(int)
+
+
+def alone(root: Path, model: str, seed: int = 7, **loras: float) -> np.ndarray:
+    """The image of an engine that has this model only."""
+    settings = EngineSettings(model=root / model, dtype="float32", lora_source=FolderSource(root / "loras"))
+    assembled = build_engine(settings)
+    try:
+        request = ImageRequest(
+            request_id="r", prompt="red apple", width=32, height=32, steps=4, guidance_scale=7.5, seed=seed,
+            scheduler=Scheduler.EULER, loras=tuple(LoraRef(name=name, scale=scale) for name, scale in loras.items()),
+        )  # fmt: skip
+        return assembled.engine.generate(request, timeout_s=WAIT_S).images[0].astype(int)
+    finally:
+        assembled.engine.stop(drain_s=0)
+
+
+def test_every_model_draws_what_it_draws_alone(client, root):
+    """By name, by alias and by a name with LoRAs, one after another and all at once."""
+    wanted = {
+        "one": alone(root, "one"),
+        "two": alone(root, "two"),
+        "large": alone(root, "large"),
+        "two-noto": alone(root, "two", noto=0.5),
+        "one+noto:0.8": alone(root, "one", noto=0.8),
+    }
+    for name, theirs in wanted.items():
+        assert np.abs(drawn(client, name) - theirs).max() <= 1, name
+    with ThreadPoolExecutor(10) as threads:
+        at_once = list(threads.map(lambda name: drawn(client, name), 2 * list(wanted)))
+    for name, ours in zip(2 * list(wanted), at_once, strict=True):
+        assert np.abs(ours - wanted[name]).max() <= 1, name
+
+
+def test_names_are_listed_and_unknown_ones_get_the_nearest(client, server):
+    """In OpenAI's form, with 404."""
+    assert [model.id for model in client.models.list()] == ["one", "two", "large", "two-noto"]
+    with pytest.raises(openai.NotFoundError, match="no model 'tow'; did you mean two") as caught:
+        drawn(client, "tow")
+    assert caught.value.code == "model_not_found"
+
+
+def test_the_status_says_what_is_in_memory(client, server):
+    """At most one model in each replica."""
+    drawn(client, "one")
+    status, found = server.get("/v1/status")[:2]
+    assert status == 200
+    assert 1 <= len(found["resident"]["models"]) <= 2
+    assert found["replicas"]["engine"] == 2

@@ -1,0 +1,228 @@
+"""Several base models in one engine that has memory for few of them: the images of engines with one model alone."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import threading
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
+from plait_serving.diffusion.errors import ModelError, NotFound
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.residents import policy
+from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
+
+WAIT_S = 60.0
+KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
+
+
+def asked(model: str = "", prompt: str = "red apple", **more) -> ImageRequest:
+    fields = {
+        "request_id": f"{model} {prompt}", "width": 32, "height": 32, "steps": 4, "guidance_scale": 4.0, "seed": 3,
+        "scheduler": Scheduler.EULER, **more,
+    }  # fmt: skip
+    return ImageRequest(prompt=prompt, model=model, **fields)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, tiny_sd_controlnets):
+    """Three models of two families, the settings of each with the same LoRAs and ControlNets."""
+    root = tmp_path_factory.mktemp("several")
+    models = {
+        "a": tiny_sd(root / "a", seed=1),
+        "b": tiny_sd(root / "b", seed=2),
+        "xl": tiny_sdxl(root / "xl", seed=3),
+    }
+    tiny_lora(root / "loras" / "one.safetensors", models["a"], fmt="peft", rank=3, with_text_encoder=True)
+    return {
+        name: EngineSettings(
+            model=folder,
+            lora_source=FolderSource(root / "loras"),
+            controlnets={"edges": tiny_sd_controlnets[0]},
+            knobs=KNOBS,
+            converts=False,
+        )
+        for name, folder in models.items()
+    }
+
+
+@pytest.fixture
+def engine_of():
+    """`engine_of(settings, **options)` builds and starts an engine, which is stopped at the end."""
+    built = []
+
+    def build(settings, **options):
+        built.append(build_engine_of(settings, **options))
+        return built[-1]
+
+    yield build
+    for assembled in built:
+        assembled.engine.stop(drain_s=0)
+
+
+def alone(settings, request):
+    """The images of a request by an engine that has this model only."""
+    assembled = build_engine(settings)
+    try:
+        return assembled.engine.generate(request, timeout_s=WAIT_S).images
+    finally:
+        assembled.engine.stop(drain_s=0)
+
+
+def bytes_of(assembled) -> dict[str, int]:
+    return {name: model.served.nbytes for name, model in assembled.models.items()}
+
+
+class Waiting:
+    """Collects the events of requests that run at once."""
+
+    def __init__(self, engine) -> None:
+        self.engine = engine
+        self.last: dict[str, object] = {}
+        self._ended = threading.Semaphore(0)
+        self._count = 0
+
+    def submit(self, request) -> None:
+        self._count += 1
+        self.engine.submit(request, lambda event: self._sink(request.request_id, event))
+
+    def _sink(self, name, event) -> None:
+        if isinstance(event, Finished | Failed):
+            self.last[name] = event
+            self._ended.release()
+
+    def all(self) -> dict[str, object]:
+        for _ in range(self._count):
+            assert self._ended.acquire(timeout=WAIT_S)
+        self._count = 0
+        return self.last
+
+
+def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(folders, engine_of):
+    """With memory for one of three, requests for all in turn get the images of three servers, bit for bit."""
+    several = engine_of(folders, memory_bytes=max(bytes_of(engine_of(folders)).values()))
+    lora, edges = (LoraRef(name="one", scale=0.7),), np.full((32, 32, 3), 90, np.uint8)
+    for request in (
+        asked("a", "red apple"),
+        asked("b", "red apple", loras=lora),
+        asked("xl", "green tree", scheduler=Scheduler.DPMPP_2M),
+        asked("a", "blue cat", loras=lora, n=2),
+        asked("b", "the dog", controlnets=(ControlRef(name="edges", image=edges),)),
+    ):
+        images = several.engine.generate(request, timeout_s=WAIT_S).images
+        for ours, theirs in zip(images, alone(folders[request.model], request), strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+    statistics = several.engine.residents.statistics()
+    assert statistics.loads == 4
+    assert statistics.nbytes <= statistics.budget_bytes
+
+
+def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of):
+    """Nobody starves where memory has room for one, and each image is of the model that was asked for."""
+    several = engine_of(folders, memory_bytes=max(bytes_of(engine_of(folders)).values()))
+    requests = [asked(name, f"{word} apple", seed=i) for i, word in enumerate(("red", "green")) for name in folders]
+    waiting = Waiting(several.engine)
+    for request in requests:
+        waiting.submit(request)
+    ended = waiting.all()
+    for request in requests:
+        event = ended[request.request_id]
+        assert isinstance(event, Finished), event
+        theirs = alone(folders[request.model], request)[0].astype(int)
+        assert np.abs(event.result.images[0].astype(int) - theirs).max() <= 1
+
+
+def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(folders, engine_of, monkeypatch):
+    """A model leaves between two steps of a request; its image is the same as if it had stayed."""
+    monkeypatch.setattr(policy, "PATIENCE", 0.01)
+    two = {name: folders[name] for name in ("a", "b")}
+    several = engine_of(two, memory_bytes=max(bytes_of(engine_of(two)).values()))
+    several.engine.generate(asked("a"), timeout_s=WAIT_S)  # so that it knows how long steps take
+    image = np.full((32, 32, 3), 200, np.uint8)
+    first = asked("b", "asked for first")
+    long = asked("a", "the long one", steps=500, controlnets=(ControlRef(name="edges", image=image),))
+    waiting, both_are_there = Waiting(several.engine), threading.Event()
+    several.engine.between_steps(lambda: both_are_there.wait(WAIT_S))
+    waiting.submit(first)
+    waiting.submit(long)
+    both_are_there.set()
+    ended = waiting.all()
+    assert list(ended) == [first.request_id, long.request_id]
+    assert several.engine.residents.statistics().loads == 2
+    np.testing.assert_array_equal(ended[long.request_id].result.images[0], alone(folders["a"], long)[0])
+
+
+def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of):
+    """The third model takes the place of the one that was idle for longest."""
+    sizes = bytes_of(engine_of(folders))
+    several = engine_of(folders, memory_bytes=sizes["xl"] + sizes["a"])
+    engine = several.engine
+    assert engine.residents.statistics().resident == ("a",)
+    for name in ("b", "a", "xl"):
+        engine.generate(asked(name), timeout_s=WAIT_S)
+    assert engine.residents.statistics().resident == ("a", "xl")
+
+
+def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
+    """Nothing refers to its parts in a circle: a garbage collection would hold up the other models' steps."""
+    several = engine_of({name: folders[name] for name in ("a", "b")}, memory_bytes=1 << 21)
+    several.engine.generate(asked("a", loras=(LoraRef(name="one"),)), timeout_s=WAIT_S)
+    bundle = several.models["a"].bundle
+    parts = [weakref.ref(part) for part in (bundle.unet, bundle.vae, *bundle.text_encoders)]
+    del bundle
+    gc.collect()
+    gc.disable()
+    try:
+        several.engine.generate(asked("b"), timeout_s=WAIT_S)
+        assert [part() for part in parts] == [None] * len(parts)
+    finally:
+        gc.enable()
+
+
+def test_models_of_a_family_share_a_controlnet_and_others_do_not_have_it(folders, engine_of):
+    """One copy in this process serves both; a model of another family says that there is none."""
+    several = engine_of(folders)
+    control = (ControlRef(name="edges", image=np.zeros((32, 32, 3), np.uint8)),)
+    for name in ("a", "b"):
+        several.engine.generate(asked(name, controlnets=control), timeout_s=WAIT_S)
+    assert len(several.models["a"]._around.local) == 1
+    with pytest.raises(NotFound, match="edges"):
+        several.engine.generate(asked("xl", controlnets=control), timeout_s=WAIT_S)
+
+
+def test_a_model_that_vanishes_fails_its_requests_alone(folders, engine_of, tmp_path):
+    """Its requests end with one sentence, the other model's go on; once it is back it is served again."""
+    moved = tmp_path / "b"
+    shutil.copytree(folders["b"].model, moved)
+    several = engine_of({"a": folders["a"], "b": replace(folders["b"], model=moved)})
+    kept = moved.rename(tmp_path / "away")
+    with pytest.raises(ModelError, match="b"):
+        several.engine.generate(asked("b"), timeout_s=WAIT_S)
+    several.engine.generate(asked("a"), timeout_s=WAIT_S)
+    kept.rename(moved)
+    several.engine.generate(asked("b"), timeout_s=WAIT_S)
+
+
+def test_a_model_larger_than_the_budget_is_refused_by_name(folders, engine_of):
+    """Nothing else is affected, and the sentence names the setting."""
+    sizes = bytes_of(engine_of(folders))
+    several = engine_of(folders, memory_bytes=sizes["a"])
+    with pytest.raises(ModelError, match=r"xl needs .*images\.memory_bytes"):
+        several.engine.generate(asked("xl"), timeout_s=WAIT_S)
+    several.engine.generate(asked("b"), timeout_s=WAIT_S)
+
+
+def test_a_second_name_for_a_folder_is_left_out(folders, engine_of, caplog):
+    """The log says which, and the others are served."""
+    several = engine_of({"a": folders["a"], "again": folders["a"], "b": folders["b"]})
+    assert list(several.models) == ["a", "b"]
+    assert "again is not served" in caplog.text
+    with pytest.raises(NotFound, match="again"):
+        several.engine.generate(asked("again"), timeout_s=WAIT_S)
