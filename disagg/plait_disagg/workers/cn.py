@@ -30,6 +30,7 @@ from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.queue.order import Downstream
 from plait_disagg.queue.window import Window
 from plait_disagg.refresh.prepared_update import PreparedUpdate
+from plait_disagg.tables.errors import OtherVersion
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.rpc.backoff import Backoff
@@ -48,6 +49,10 @@ _Crossing: TypeAlias = Callable[[Pool], tuple[Mapping[str, torch.Tensor], HotRow
 """Builds what crosses, once the channel is known."""
 
 _NO_HN = "no HN answers"  # at which address which one was lost is in the log
+
+_AGREE_S = 5.0
+"""How long a batch waits for CN and shards to serve one version: a refresh reaches them within milliseconds."""
+_AGAIN_S = 0.003
 
 _LOOK_S = 0.5
 """How often a thread that waits for room also checks on its own; every answer wakes it anyway."""
@@ -80,10 +85,11 @@ class CnCore:
         knobs: WorkerKnobs | None = None,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
+        more_metrics: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the core at once. `connect` reaches an HN, of which there are `hns`, or as many as are found up to
-        `max_hns`; `dense_version` is the version they must compute with."""
+        `max_hns`; `dense_version` is the version they must compute with. `more_metrics`: those of its tables."""
         self._card = card
         self._sparse = sparse
         self._source = _row_source(sparse)
@@ -91,6 +97,7 @@ class CnCore:
         self._between = BatchBoundary()
         self._senders: dict[Connection[_SentBatch], tuple[_SenderKey, RowSender]] = {}
         self._savings = RowSavings()
+        self._more_metrics = more_metrics
         self._knobs = knobs or WorkerKnobs()
         self._clock = clock
         self._stopping = False
@@ -187,6 +194,7 @@ class CnCore:
             "window": sum(connection.window for connection in self._client.connections if connection.up),
             "late_answers_total": self._late,
             **(self._savings.metrics() if self._source is not None else {}),
+            **self._more_metrics(),
             **sum_metrics("hn_", list(self._hn_metrics.values())),
         }
 
@@ -231,8 +239,16 @@ class CnCore:
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[RankJob]) -> None:
-        with self._between.batch():
-            self._ask_hn(jobs)
+        until_s = self._clock() + _AGREE_S
+        while True:
+            try:
+                with self._between.batch():
+                    self._ask_hn(jobs)
+                return
+            except OtherVersion as error:
+                if self._clock() > until_s:
+                    raise WorkerUnavailable(f"a refresh is on its way: {error}", retry_after_s=1.0) from error
+            time.sleep(_AGAIN_S)  # not inside the batch: the CN may be the one that switches
 
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)
