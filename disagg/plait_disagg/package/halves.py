@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
@@ -18,7 +19,10 @@ from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
 
-__all__ = ["BareRows", "CompiledDense", "CompiledSparse"]
+__all__ = ["BareRows", "CompiledDense", "CompiledSparse", "RowsByTable"]
+
+RowsByTable: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""By table: ids (k,) int64 and their rows (k, D) float32."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,13 @@ class CompiledDense:
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
         """Return the same half with other constants (`Compiled.with_constants`). It prepares its own programs."""
         return CompiledDense(self._program.with_constants(constants), self._device, prepares=self._prepares)
+
+    def updated(self, constants: Mapping[str, torch.Tensor], rows: RowsByTable) -> CompiledDense:
+        """Return the same half with other constants, and with new rows in those that are small tables."""
+        held = dict(constants)
+        for name, (ids, new) in rows.items():
+            held[name] = self._program.constant(name).cpu().index_copy(0, ids, new)
+        return self.with_constants(held)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Run the HN program (`DenseHalf`). Outputs are on the CPU."""

@@ -134,6 +134,11 @@ class Package:
         return self._program(HN)
 
     @cached_property
+    def hn_tables(self) -> frozenset[str]:
+        """The small tables whose rows the HN holds as constants (`graph.small_tables`)."""
+        return frozenset(port.name for port in self.hn.constants) & {table.name for table in self.stored.tables}
+
+    @cached_property
     def constants(self) -> dict[str, torch.Tensor]:
         """Weights of the dense layers by name. Raises `PackageError`."""
         try:

@@ -41,9 +41,10 @@ from plait_disagg.package.memory import check_cn, check_hn
 from plait_disagg.package.samples import check_samples
 from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
-from plait_disagg.tables.values import OutOfRange, RowFormat
+from plait_disagg.tables.values import Lookup, OutOfRange, RowFormat
 
 __all__ = ["PackageOptions", "write_package"]
 
@@ -109,16 +110,22 @@ def _write(
     _check_numbers({**captured.tables, **captured.constants})
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
-        captured.program, captured.constants, captured.inputs, table_rows=_rows(captured), exact=not options.tile
+        captured.program,
+        captured.constants,
+        captured.inputs,
+        table_rows=_rows(captured),
+        exact=not options.tile,
+        refuses=lambda table: _policy(options.out_of_range, table) == "error",
     )
     tables = FusedTables(open_tables(folder / TABLES))
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
     problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
-    halves = split(ready.program, CUTTERS[options.cutter].cut(problem))
+    halves = split(problem.program, CUTTERS[options.cutter].cut(problem))
+    small = {port.name for port in halves.hn.constants} & captured.tables.keys()
     _verify(module, captured, halves, ready, options)
     for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
         (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
-    held = {**captured.constants, **ready.constants}
+    held = {**captured.constants, **ready.constants, **{name: _as_stored(tables, name) for name in small}}
     save_tensors({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
     count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
     manifest = Manifest(
@@ -170,7 +177,7 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
         module,
         captured.inputs,
         halves,
-        constants=ready.constants,
+        constants={**captured.tables, **ready.constants},
         tables=SeparateTables(captured.tables),
         bounds=ready.bounds,
         bits_promised=not options.tile and captured.keeps_bits and keeps_bits(ready.program),
@@ -178,6 +185,17 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
     )
     if not found.ok:
         raise PackageError(f"the halves do not make what the model makes: {'; '.join(found.failures)}")
+
+
+def _as_stored(tables: FusedTables, name: str) -> torch.Tensor:
+    """Return all rows of a table as a lookup would."""
+    (table,) = [table for table in tables.tables if table.name == name]
+    every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(table.rows))
+    return tables.lookup([every])[0]
+
+
+def _policy(policies: OutOfRange | Mapping[str, OutOfRange], table: str) -> OutOfRange:
+    return policies if isinstance(policies, str) else policies.get(table, "error")
 
 
 def _rows(captured: Captured) -> dict[str, int]:
@@ -221,8 +239,7 @@ def _bounds(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange])
         rows = int(captured.tables[table].shape[0])
         while isinstance(ids, Ref) and ids.name in made_by and _is_same_id(made_by[ids.name], rows):
             ids = made_by[ids.name].args[0]
-        policy = policies if isinstance(policies, str) else policies.get(table, "error")
-        if policy == "error" and isinstance(ids, Ref) and ids.name in inputs:
+        if _policy(policies, table) == "error" and isinstance(ids, Ref) and ids.name in inputs:
             bounds[ids.name] = min(rows, bounds.get(ids.name, rows))
     return bounds
 

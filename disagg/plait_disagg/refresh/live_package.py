@@ -12,7 +12,7 @@ import torch
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.halves import CompiledDense, CompiledSparse
 from plait_disagg.package.read import Package, open_package
-from plait_disagg.refresh.check import RowWrites, check_constants, check_names, stored_rows
+from plait_disagg.refresh.check import RowWrites, check_constants, check_names, decoded_rows, stored_rows
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate, RowWrite
@@ -55,6 +55,7 @@ class LivePackage:
             self.dense[self.version] = package.dense(device, prepares=prepares)
         self._cn_constants = frozenset(port.name for port in package.cn.constants)
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
+        self._hn_tables = package.hn_tables
 
     def card(self, *, mode: str = "whole") -> ModelCard:
         """Return the card of the current version."""
@@ -62,14 +63,15 @@ class LivePackage:
 
     def read(self, folder: Path) -> Update:
         """Read the parts of an update that this process needs. Raises `BadUpdate`."""
-        return read_update(folder, rows=self.sparse is not None or self.pieces is not None)
+        return read_update(folder, rows=bool(self.sparse or self.pieces or self._hn_tables))
 
     def stage(self, update: Update) -> PreparedUpdate:
         """Return what the update changes here; nothing has changed yet. Raises `BadUpdate`."""
         holds_rows = self.pieces is not None or (self.sparse is not None and self._tables is None)
         mine = update if holds_rows else replace(update, rows={})
         rows = checked(self.package, mine, self.version)
-        new_dense = not self._hn_constants.isdisjoint(update.constants)
+        small = decoded_rows(update, self.package.stored, self._hn_tables) if self._hn_tables else {}
+        new_dense = bool(small) or not self._hn_constants.isdisjoint(update.constants)
         new_sparse = self.sparse is not None and not self._cn_constants.isdisjoint(update.constants)
         return PreparedUpdate(
             version=update.version,
@@ -77,7 +79,7 @@ class LivePackage:
             writes=self._writes(rows),
             row_ids={table: rows.ids for table, rows in update.rows.items()},
             sparse=self.sparse.with_constants(update.constants) if new_sparse and self.sparse is not None else None,
-            dense=self._newest_dense().with_constants(update.constants) if new_dense and self.dense else None,
+            dense=self._newest_dense().updated(update.constants, small) if new_dense and self.dense else None,
             on_write=None if self._tables is None else partial(setattr, self._tables, "version", update.version),
         )
 
@@ -110,6 +112,8 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
     if update.version == manifest.version:
         raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
     check_names(update, model=manifest.name, version=version)
+    for name in update.constants.keys() & package.hn_tables:
+        raise BadUpdate(f"constants.{name}", "is a table: give its rows")
     used = frozenset(port.name for port in (*package.cn.constants, *package.hn.constants))
     check_constants(update, package.constants, used)
     if not update.rows:
