@@ -266,7 +266,7 @@ def _rank_model(name: str, section: RankModelSection, source: RankSource, deploy
         low, high = deploy.bounds(section.hn)
         behind = {"hns": hns, "hn_count": low, "max_hns": high}
         if (held := section.cn.shard_section) is not None:
-            dealt: dict[str, Any] = {"shards": held.count, "memory_gb": held.memory_gb}
+            dealt: dict[str, Any] = {"shards": held.count, "memory_bytes": held.memory_bytes}
             shards = tuple(
                 _rank_workers(name, section, "shard", source, deploy, dealt=dealt, shard=number)
                 for number in range(held.count)

@@ -140,7 +140,7 @@ def test_a_lost_shard_is_told_and_comes_back(deployed: Deployed) -> None:
     new = deployed.replica("shard1-parts")
     assert new is not None
     assert new.pid != old.pid
-    assert 'plait_ranker_shards{model="parts"} 2' in deployed.ask("/metrics")[2]
+    _wait_until(lambda: _shows_both_shards(deployed, asked))
 
 
 async def test_an_update_reaches_shards_and_cns_together(deployed: Deployed, tmp_path: Path) -> None:
@@ -176,6 +176,12 @@ def _resident_bytes(pid: int, file: str) -> int:
         elif mine and line.startswith("Rss:"):
             found += int(line.split()[1]) * 1024
     return found
+
+
+def _shows_both_shards(made: Deployed, asked: RankRequest) -> bool:
+    """Whether /metrics does; workers say what they count with their answers, once a second."""
+    made.infer(asked)
+    return 'plait_ranker_worker_shards{model="parts"} 2.0\n' in made.ask("/metrics")[2]
 
 
 def _answers(made: Deployed) -> bool:

@@ -20,10 +20,9 @@ SMALL_BYTES = 1 << 20
 """The max bytes of a table's rows in float32 that each HN holds, and copies when they are updated."""
 
 _WORTH_BYTES = 64 << 10
-"""What a lookup must save in a request to be offered: five microseconds of a 100 Gbit/s link, about what another
-operator costs."""
+"""What the lookups of a table must save in a request to be offered: five microseconds of a 100 Gbit/s link, about what
+another operator costs."""
 
-_ID_BYTES = 4
 _ROWS = "small"
 
 
@@ -35,25 +34,35 @@ def offer(
     Those of ids that are inputs, so that a request with one outside the table was refused before, in tables of
     `table_rows`, whose policy is to refuse.
     """
-    ports = {port.name: port for port in program.inputs}
-    flat = flat_values(program)
+    ports = {port.name: port for port in program.inputs if port.name not in flat_values(program)}
+    saved: dict[str, float] = {}
+    for node in program.nodes:
+        if _is_small(node, ports, table_rows):
+            table = str(node.kwargs["table"])
+            saved[table] = saved.get(table, 0.0) + value_bytes[node.name] * (1 - 1 / node.shape[-1])
     nodes: list[Node] = []
     cast: dict[str, Node] = {}
     for node in program.nodes:
-        ids = node.args[0] if node.op == LOOKUP and node.kwargs["mode"] == "rows" else None
-        port = ports.get(ids.name) if isinstance(ids, Ref) and ids.name not in flat else None
-        rows = table_rows.get(str(node.kwargs.get("table")), 0)
-        width = node.shape[-1] if node.shape else 0
-        saved = value_bytes.get(node.name, 0) * (1 - 1 / max(1, width))
-        if port is None or not 0 < rows * width * 4 <= SMALL_BYTES or saved < min_bytes:
+        table = str(node.kwargs.get("table"))
+        if saved.get(table, 0.0) < min_bytes or not _is_small(node, ports, table_rows):
             nodes.append(node)
             continue
-        if port.name not in cast:
-            cast[port.name] = _cast(port)
-            nodes.append(cast[port.name])
-        made = Ref(cast[port.name].name)
-        nodes.append(replace(node, args=(made, *node.args[1:]), kwargs={**node.kwargs, _ROWS: rows}))
+        ids = node.args[0]
+        assert isinstance(ids, Ref)
+        if ids.name not in cast:
+            cast[ids.name] = _cast(ports[ids.name])
+            nodes.append(cast[ids.name])
+        made = Ref(cast[ids.name].name)
+        nodes.append(replace(node, args=(made, *node.args[1:]), kwargs={**node.kwargs, _ROWS: table_rows[table]}))
     return replace(program, nodes=tuple(nodes))
+
+
+def _is_small(node: Node, ports: Mapping[str, Port], table_rows: Mapping[str, int]) -> bool:
+    """Return whether it looks up single rows of a small table by ids that are an input."""
+    if node.op != LOOKUP or node.kwargs["mode"] != "rows":
+        return False
+    ids, rows = node.args[0], table_rows.get(str(node.kwargs["table"]), 0)
+    return isinstance(ids, Ref) and ids.name in ports and 0 < rows * node.shape[-1] * 4 <= SMALL_BYTES
 
 
 def is_bound(node: Node) -> bool:

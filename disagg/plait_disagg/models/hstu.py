@@ -1,13 +1,13 @@
-"""HSTU (Zhai et al., 2024, arXiv 2402.17152), in the shape in which it ranks: a history and candidates that attend to it.
+"""HSTU (Zhai et al., 2024, arXiv 2402.17152) as it ranks: a history, and candidates that attend to it.
 
     x      = [item embedding, category embedding] of a step of the history, or of a candidate     (.., 2 d)
     u, v, q, k = silu(W norm(x))
-    a      = silu(q k^T / sqrt(d_h)) / (T + 1)     pointwise, not a softmax; steps attend to themselves and earlier ones,
-                                                   candidates to all steps and to themselves, never to each other
+    a      = silu(q k^T / sqrt(d_h)) / (T + 1)     pointwise, not a softmax
     x'     = x + W'(norm(a v) * u)
     score  = sigmoid(top(x of the candidate after all layers))
 
-Item id 0 is padding: histories of any length up to T. The history's layers are the user's and run once a request.
+A step attends to itself and earlier ones, a candidate to all steps and to itself, never to another candidate. Item
+id 0 is padding: histories of any length up to T. The history's layers are the user's and run once a request.
 """
 
 from __future__ import annotations

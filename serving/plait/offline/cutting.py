@@ -17,11 +17,12 @@ from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable, offered
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.read import Package, open_package
+from plait_disagg.package.sharding import Sharding, plan_of
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.reference import SeparateTables
 
-__all__ = ["SHOWN", "Cut", "CutQuestion", "inspect_cut"]
+__all__ = ["SHOWN", "Cut", "CutQuestion", "DealtShard", "dealt_tables", "inspect_cut"]
 
 SHOWN = 64
 """The number of candidates in the request whose bytes the drawing shows."""
@@ -48,6 +49,33 @@ class Cut:
 
     title: str
     report: CutReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DealtShard:
+    """What one shard of a package's tables would hold, and about how much of it a request would read."""
+
+    held_bytes: int
+    read_bytes: float
+    pieces: tuple[str, ...]
+
+
+def dealt_tables(folder: Path, shards: int) -> list[DealtShard]:
+    """Return how so many shards would hold the tables of a packaged model's folder. Raises `PlaitError`."""
+    if not folder.is_dir():
+        raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
+    try:
+        plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
+    except PackageError as error:
+        raise PlaitError(str(error)) from error
+    return [
+        DealtShard(
+            held_bytes=plan.held_bytes[number],
+            read_bytes=plan.read_bytes[number],
+            pieces=tuple(piece.name for piece in plan.of_shard(number)),
+        )
+        for number in range(plan.shards)
+    ]
 
 
 def inspect_cut(question: CutQuestion) -> Cut:

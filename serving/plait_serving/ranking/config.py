@@ -141,6 +141,11 @@ class ShardsSection(_PartSection):
         float | None, Field(gt=0, description="GB (10^9 bytes) of tables in a shard, at most; unset: not bounded")
     ] = None
 
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory_gb` in bytes."""
+        return None if self.memory_gb is None else int(self.memory_gb * 1e9)
+
 
 class CnSection(_WorkerSection):
     """The embedding half: processes with the tables, or with `shards` those that ask for them."""

@@ -141,9 +141,7 @@ class RankWorker:
         handles: Sequence[Any],
         bounds: tuple[int, int],
     ) -> ShardedModel:
-        memory_gb = dealt["memory_gb"]
-        memory_bytes = None if memory_gb is None else int(memory_gb * 1e9)
-        sharding = Sharding(shards=dealt["shards"], memory_bytes=memory_bytes)
+        sharding = Sharding(**dealt)
 
         def reach(identity: ShardIdentity) -> RemoteShard:
             replicas = ServeReplicas(f"shard {identity.shard} of {self._model}", handles[identity.shard])
