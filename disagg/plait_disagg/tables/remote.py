@@ -181,7 +181,7 @@ class RemoteShard:
         self._metrics.pop(connection, None)
         self._lost += len(lookups)
         for lookup in lookups:
-            if lookup.answer.done():
+            if lookup.answer.done() or lookup.connection is not connection:  # its twin was asked, and still may answer
                 continue
             try:
                 if lookup.tries > 1 or not self._send(lookup, self._client.best(full=True)):
