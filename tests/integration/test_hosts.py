@@ -70,7 +70,7 @@ class Driver:
         """Waits."""
         until_s = time.monotonic() + PATIENCE_S
         while not true():
-            assert time.monotonic() < until_s, f"{what} never came\n{self._rays.log(FRONT)}"
+            assert time.monotonic() < until_s, f"{what} never came\n{self('status')}\n{self._rays.log(FRONT)}"
             time.sleep(0.5)
 
     def recovered_s(self, event_s: float) -> float:

@@ -157,6 +157,11 @@ def main() -> None:
             answer = [asdict(one) for one in list(load.asked) if one.began_s >= float(words[0])]
         elif command == "where":
             answer = whereabouts(serve, words[0])
+        elif command == "status":
+            answer = {
+                name: f"{it.status} {it.message} {it.replica_states}"
+                for name, it in serve.status().applications["plait"].deployments.items()
+            }
         elif command == "stop" and load is not None:
             load.stop()
         print(json.dumps(answer), flush=True)
