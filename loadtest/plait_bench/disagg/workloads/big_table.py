@@ -20,7 +20,6 @@ from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
 from plait_bench.disagg.load.bodies import body
 from plait_bench.disagg.load.packages import SEED
 from plait_bench.disagg.systems.serving import serving
-from plait_bench.disagg.systems.shards import on_shards
 from plait_disagg.graph.capture import capture
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
@@ -110,6 +109,8 @@ class _Dealt:
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         """Start both shards, ask for the CN half of all requests, and read the memory use of the shards."""
+        from plait_bench.disagg.systems.shards import on_shards  # the child is that module: not loaded twice
+
         started_s = time.monotonic()
         with on_shards(open_package(self.package, ahead=False), 2) as (half, pids):
             half.run(self.requests[:1])

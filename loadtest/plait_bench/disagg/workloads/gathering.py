@@ -14,7 +14,6 @@ import torch
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
 from plait_bench.disagg.load.asking import requests_of
 from plait_bench.disagg.load.packages import packaged
-from plait_bench.disagg.systems.shards import on_shards
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import open_package
 from plait_disagg.package.halves import CompiledSparse
@@ -45,6 +44,8 @@ class Gathering(Workload):
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
         """Package the model once, and compare bits."""
+        from plait_bench.disagg.systems.shards import on_shards  # the child is that module: not loaded twice
+
         self._package = open_package(packaged(_MODEL, _SCALE, say=say))
         self._requests = requests_of(self._package, _MODEL, candidates=self._candidates, count=_REQUESTS)
         here = self._package.sparse()
@@ -58,6 +59,8 @@ class Gathering(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the CN half, with its tables here or on shards."""
+        from plait_bench.disagg.systems.shards import on_shards  # the child is that module: not loaded twice
+
         if system == HERE:
             yield _SparseBlock(self._package.sparse(), self._requests)
             return
