@@ -14,7 +14,7 @@ from typing import Any
 from plait_disagg.graph.edit import flat_values, live
 from plait_disagg.graph.program import LOOKUP, DType, Node, Port, Program, Ref
 
-__all__ = ["SMALL_BYTES", "is_bound", "offer", "placed"]
+__all__ = ["SMALL_BYTES", "is_bound", "offer", "placed", "rows_name"]
 
 SMALL_BYTES = 1 << 20
 """The max bytes of a table's rows in float32 that each HN holds, and copies when they are updated."""
@@ -65,14 +65,19 @@ def _is_small(node: Node, ports: Mapping[str, Port], table_rows: Mapping[str, in
     return isinstance(ids, Ref) and ids.name in ports and 0 < rows * node.shape[-1] * 4 <= SMALL_BYTES
 
 
+def rows_name(table: str) -> str:
+    """Return the name of the constant that has a table's rows. (Lookups may have the name of their table.)"""
+    return f"{table}.rows"
+
+
 def is_bound(node: Node) -> bool:
     """Return whether a node must run on the CN: a lookup that is not offered."""
     return node.op == LOOKUP and _ROWS not in node.kwargs
 
 
 def placed(program: Program, cn_nodes: Iterable[str]) -> Program:
-    """Return the program with every offered lookup settled: as it was on the CN, or on the HN an index into a
-    constant named after the table."""
+    """Return the program with every offered lookup settled: as it was on the CN, or on the HN an index into the
+    constant `rows_name(table)`."""
     cn, casts = frozenset(cn_nodes), {node.name: node for node in program.nodes}
     constants = {port.name: port for port in program.constants}
     nodes: list[Node] = []
@@ -86,8 +91,9 @@ def placed(program: Program, cn_nodes: Iterable[str]) -> Program:
         else:
             table: Any = node.kwargs["table"]
             rows: Any = node.kwargs[_ROWS]
-            constants[table] = Port(name=table, shape=(rows, node.shape[-1]), dtype="float32", rows="none")
-            nodes.append(replace(node, op="aten.index.Tensor", args=(Ref(table), (node.args[0],)), kwargs={}))
+            name = rows_name(table)
+            constants[name] = Port(name=name, shape=(rows, node.shape[-1]), dtype="float32", rows="none")
+            nodes.append(replace(node, op="aten.index.Tensor", args=(Ref(name), (node.args[0],)), kwargs={}))
     return live(replace(program, nodes=tuple(nodes), constants=tuple(constants.values())))
 
 

@@ -30,7 +30,7 @@ class Halves:
 def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
     """Split a program so that `cn_nodes` run on the CN and the others on the HN. Raises `BadCut` if they cannot.
 
-    The HN's program may have constants named after small tables (`small_tables.placed`)."""
+    The HN's program may have rows of small tables as constants (`small_tables.placed`)."""
     chosen = frozenset(cn_nodes)
     check_cut(program, chosen)
     program = placed(program, chosen)

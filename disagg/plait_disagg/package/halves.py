@@ -13,6 +13,7 @@ from plait_disagg.dense.prepared import DensePrograms
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.queue.batch import join, user_of
 from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.protocols import LookupRequest, Tables
@@ -113,7 +114,8 @@ class CompiledDense:
         """Return the same half with other constants, and with new rows in those that are small tables."""
         held = dict(constants)
         for name, (ids, new) in rows.items():
-            held[name] = self._program.constant(name).cpu().index_copy(0, ids, new)
+            constant = rows_name(name)
+            held[constant] = self._program.constant(constant).cpu().index_copy(0, ids, new)
         return self.with_constants(held)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:

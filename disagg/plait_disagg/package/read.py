@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.execute import Compiled, compile_program
 from plait_disagg.graph.program import Program
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.store import load_program
 from plait_disagg.package.cached import without_rows
 from plait_disagg.package.errors import PackageError
@@ -136,7 +137,8 @@ class Package:
     @cached_property
     def hn_tables(self) -> frozenset[str]:
         """The small tables whose rows the HN holds as constants (`graph.small_tables`)."""
-        return frozenset(port.name for port in self.hn.constants) & {table.name for table in self.stored.tables}
+        held = {port.name for port in self.hn.constants}
+        return frozenset(table.name for table in self.stored.tables if rows_name(table.name) in held)
 
     @cached_property
     def constants(self) -> dict[str, torch.Tensor]:

@@ -16,6 +16,7 @@ from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import LOOKUP, Node, Ref
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
@@ -121,11 +122,12 @@ def _write(
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
     problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
     halves = split(problem.program, CUTTERS[options.cutter].cut(problem))
-    small = {port.name for port in halves.hn.constants} & captured.tables.keys()
+    at_hn = {port.name for port in halves.hn.constants}
+    small = {rows_name(table): _as_stored(tables, table) for table in captured.tables if rows_name(table) in at_hn}
     _verify(module, captured, halves, ready, options)
     for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
         (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
-    held = {**captured.constants, **ready.constants, **{name: _as_stored(tables, name) for name in small}}
+    held = {**captured.constants, **ready.constants, **small}
     save_tensors({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
     count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
     manifest = Manifest(
@@ -177,7 +179,7 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
         module,
         captured.inputs,
         halves,
-        constants={**captured.tables, **ready.constants},
+        constants={**{rows_name(table): rows for table, rows in captured.tables.items()}, **ready.constants},
         tables=SeparateTables(captured.tables),
         bounds=ready.bounds,
         bits_promised=not options.tile and captured.keeps_bits and keeps_bits(ready.program),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.halves import CompiledDense, CompiledSparse
 from plait_disagg.package.read import Package, open_package
@@ -112,7 +113,7 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
     if update.version == manifest.version:
         raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
     check_names(update, model=manifest.name, version=version)
-    for name in update.constants.keys() & package.hn_tables:
+    for name in update.constants.keys() & {rows_name(table) for table in package.hn_tables}:
         raise BadUpdate(f"constants.{name}", "is a table: give its rows")
     used = frozenset(port.name for port in (*package.cn.constants, *package.hn.constants))
     check_constants(update, package.constants, used)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.models.configs import build
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -24,7 +25,7 @@ TABLE = "category_table"
 
 
 def _module() -> tuple[torch.nn.Module, tuple[Input, ...]]:
-    return build("hstu", rows_scale=1e-4)
+    return build("hstu", rows_scale=3e-3)  # 3,000 items: more than a small table
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ async def test_an_update_of_its_rows_reaches_the_hn(hstu: Package, rig: Rig, tmp
 def test_its_rows_are_no_constants_of_an_update(hstu: Package) -> None:
     """An update that gives the small table as a weight is refused, or the two halves would differ."""
     rows = UpdatedRows(ids=torch.tensor([1]), rows=torch.zeros(1, 128))
-    weight = {TABLE: torch.zeros(128, 128)}
+    weight = {rows_name(TABLE): torch.zeros(128, 128)}
     update = Update(model="hstu", base="1", version="2", rows={TABLE: rows}, constants=weight)
     with pytest.raises(BadUpdate, match="is a table: give its rows"):
         checked(hstu, update, "1")
