@@ -25,7 +25,9 @@ CANDIDATES = 64
 def hstu() -> Cuttable:
     """The sequence model, tiled."""
     _, captured = model("hstu")
-    return cuttable(captured.program, captured.constants, captured.inputs, table_rows=table_rows(captured), exact=False)
+    rows = table_rows(captured)
+    ready = cuttable(captured.program, captured.constants, captured.inputs, table_rows=rows, exact=False)
+    return replace(ready, table_rows={"category_table": 128})  # as if there were as many items as there are
 
 
 def _cut(ready: Cuttable) -> tuple[Program, frozenset[str], int]:
