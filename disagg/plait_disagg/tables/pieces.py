@@ -22,7 +22,7 @@ __all__ = ["HeldPieces"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
+class _PiecePlace:
     """Where a piece is: from row `first` of `matrix` here, from row `source_first` of group `source` in the file."""
 
     piece: TablePiece
@@ -38,7 +38,7 @@ class HeldPieces:
     def __init__(self, stored: TableSet, pieces: Sequence[TablePiece]) -> None:
         """Take the pieces from `stored`; columns are copied now."""
         homes = {part.table: (group, part.first) for group in stored.groups for part in group.slices}
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _PiecePlace] = {}
         groups: dict[str, TableGroup] = {}
         matrices: dict[str, torch.Tensor] = {}
         for name, held, matrix in (*_views(stored, pieces, homes), *_copies(stored, pieces, homes)):
@@ -48,7 +48,7 @@ class HeldPieces:
             for piece, _, first in held:
                 source, source_first = homes[piece.table]
                 slices.append(GroupSlice(table=piece.name, first=first, rows=piece.rows))
-                self._places[piece.name] = _Place(
+                self._places[piece.name] = _PiecePlace(
                     piece=piece,
                     matrix=matrix,
                     first=first,

@@ -33,7 +33,7 @@ __all__ = [
     "WIRE_VERSION",
     "Found",
     "Other",
-    "Refused",
+    "Refusal",
     "RowsRequest",
     "ShardIdentity",
     "failed_header",
@@ -110,7 +110,7 @@ class Other:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refusal:
     """Why there are no rows."""
 
     why: str
@@ -200,14 +200,14 @@ def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup])
     return RowsRequest(number=number, version=version, requests=requests, missing=missing)
 
 
-def parse_answer(message: Message) -> tuple[int, Found | Other | Refused]:
+def parse_answer(message: Message) -> tuple[int, Found | Other | Refusal]:
     """Parse an answer; its values are copied out of the message. Raises `WireError`."""
     header = message.header
     number, kind = integer(header, "number"), header.get("kind")
     if kind == "other":
         return number, Other(text(header, "has"))
     if kind == "failed":
-        return number, Refused(text(header, "why", 1_000))
+        return number, Refusal(text(header, "why", 1_000))
     if kind != "found" or len(message.buffers) != 1:
         raise WireError("the shard must answer with found, other or failed")
     memory = memoryview(bytearray(message.buffers[0]))

@@ -23,14 +23,13 @@ from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_card, parse_done, role_payload
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.batch_boundary import BatchBoundary
+from plait_disagg.queue.batch_boundary import BatchBoundary, run_agreed
 from plait_disagg.queue.jobs import RankJob, settle
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.queue.order import Downstream
 from plait_disagg.queue.window import Window
 from plait_disagg.refresh.prepared_update import PreparedUpdate
-from plait_disagg.tables.errors import OtherVersion
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.rpc.backoff import Backoff
@@ -49,10 +48,6 @@ _Crossing: TypeAlias = Callable[[Pool], tuple[Mapping[str, torch.Tensor], HotRow
 """Builds what crosses, once the channel is known."""
 
 _NO_HN = "no HN answers"  # at which address which one was lost is in the log
-
-_AGREE_S = 5.0
-"""How long a batch waits for CN and shards to serve one version: a refresh reaches them within milliseconds."""
-_AGAIN_S = 0.003
 
 _LOOK_S = 0.5
 """How often a thread that waits for room also checks on its own; every answer wakes it anyway."""
@@ -173,11 +168,8 @@ class CnCore:
         return None if self._client.up else _NO_HN
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of a whole worker, plus those of the wire, the caches and the HNs.
-
-        Bytes and lost batches so far; HNs connected and batches there now; if rows cross, the counters of their
-        caches; the counters of the HNs.
-        """
+        """Return metrics of a whole worker, plus those of the wire, the caches, the tables and the HNs: bytes and lost
+        batches so far; HNs connected and batches there now; if rows cross, what their caches count."""
         loop = self._loop
         return {
             "requests_total": loop.items,
@@ -239,16 +231,7 @@ class CnCore:
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[RankJob]) -> None:
-        until_s = self._clock() + _AGREE_S
-        while True:
-            try:
-                with self._between.batch():
-                    self._ask_hn(jobs)
-                return
-            except OtherVersion as error:
-                if self._clock() > until_s:
-                    raise WorkerUnavailable(f"a refresh is on its way: {error}", retry_after_s=1.0) from error
-            time.sleep(_AGAIN_S)  # not inside the batch: the CN may be the one that switches
+        run_agreed(self._between, lambda: self._ask_hn(jobs), self._clock)
 
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)

@@ -1,7 +1,7 @@
 """A shard worker: serves lookups in its pieces of a model's tables to CNs.
 
 One thread per CN receives, looks up and answers. Lookups are serialized, each in rows of one version; a CN that asks
-for another is told which one is here.
+for another learns which one is here.
 """
 
 from __future__ import annotations

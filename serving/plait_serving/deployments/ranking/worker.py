@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from plait_disagg.package.sharding import Sharding
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -55,6 +55,10 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 5.0
 
 T = TypeVar("T")
+
+_Core: TypeAlias = CnCore | WholeCore | HnWorker | ShardWorker
+_Door: TypeAlias = CoreServer | HnWorker | ShardWorker
+"""What others reach a worker by."""
 
 
 class RankWorker:
@@ -102,36 +106,40 @@ class RankWorker:
             self._secret, kind="rank", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
         )
         self._refresher: Refresher | None = None
-        self._core: CnCore | WholeCore | HnWorker | ShardWorker
-        self._worker: CoreServer | HnWorker | ShardWorker
-        if role == "hn":
-            self._core = self._worker = self._hn(card, opened, listeners, plain)
-        elif role == "shard":
-            identity, pieces = _there(opened.identity), _there(opened.pieces)
-            self._core = self._worker = ShardWorker(identity, pieces, listeners, version=card.version)
-        elif role == "cn":
-            connect = ServeReplicas(f"the HNs of {name}", hns).connect
-            self._core = CnCore(
-                card,
-                _there(opened.sparse),
-                connect,
-                hns=hn_count,
-                max_hns=max_hns,
-                dense_version=opened.dense_version,
-                knobs=plain,
-                more_metrics=partial(shards_metrics, self._shards) if self._shards else dict,
-            )
-            self._worker = CoreServer(self._core, listeners)
-            wait_for_shards(self._shards)
-        else:
-            self._core = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=plain)
-            self._worker = CoreServer(self._core, listeners)
+        behind = {"connect": ServeReplicas(f"the HNs of {name}", hns).connect, "hns": hn_count, "max_hns": max_hns}
+        self._core, self._worker = self._started(card, opened, listeners, plain, behind)
         self._plain_knobs = plain
         self._gauge = Gauge(self._core.metrics, self._pressure)
         if opened.live is not None:
             self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
         self._start_s = seconds_to_start()
         _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
+
+    def _started(
+        self,
+        card: ModelCard,
+        opened: OpenedPackage,
+        listeners: Sequence[Listener],
+        knobs: WorkerKnobs,
+        behind: Mapping[str, Any],
+    ) -> tuple[_Core, _Door]:
+        """Start what this role does, and what others reach it by. `behind`: the HNs of a CN."""
+        if self._role == "hn":
+            hn = self._hn(card, opened, listeners, knobs)
+            return hn, hn
+        if self._role == "shard":
+            identity, pieces = _there(opened.identity), _there(opened.pieces)
+            shard = ShardWorker(identity, pieces, listeners, version=card.version)
+            return shard, shard
+        if self._role == "whole":
+            whole = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=knobs)
+            return whole, CoreServer(whole, listeners)
+        counts = partial(shards_metrics, self._shards) if self._shards else dict
+        version = opened.dense_version
+        cn = CnCore(card, _there(opened.sparse), **behind, dense_version=version, knobs=knobs, more_metrics=counts)
+        door = CoreServer(cn, listeners)
+        wait_for_shards(self._shards)
+        return cn, door
 
     def _sharded(
         self,

@@ -258,7 +258,7 @@ def test_a_server_on_this_machine_ignores_the_section(tmp_path):
 SHARDS = """
 images: null
 recommend: {models: {shop: {folder: models/shop, cn: {shards: {count: 3, replicas: 2, memory_gb: %s}}}}}
-deploy: {shard: {memory: 32Gi}}
+deploy: {shard: {memory: 32Gi}, volumes: {models_from: models}}
 """
 
 
