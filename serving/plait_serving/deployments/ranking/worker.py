@@ -134,7 +134,7 @@ class RankWorker:
         if self._role == "whole":
             whole = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=knobs)
             return whole, CoreServer(whole, listeners)
-        counts = partial(shards_metrics, self._shards) if self._shards else dict
+        counts: Callable[[], Mapping[str, float]] = partial(shards_metrics, self._shards) if self._shards else dict
         version = opened.dense_version
         cn = CnCore(card, _there(opened.sparse), **behind, dense_version=version, knobs=knobs, more_metrics=counts)
         door = CoreServer(cn, listeners)
