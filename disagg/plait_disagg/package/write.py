@@ -241,7 +241,8 @@ def _bounds(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange])
         rows = int(captured.tables[table].shape[0])
         while isinstance(ids, Ref) and ids.name in made_by and _is_same_id(made_by[ids.name], rows):
             ids = made_by[ids.name].args[0]
-        if _policy(policies, table) == "error" and isinstance(ids, Ref) and ids.name in inputs:
+        policy = policies if isinstance(policies, str) else policies.get(table, "error")
+        if policy == "error" and isinstance(ids, Ref) and ids.name in inputs:
             bounds[ids.name] = min(rows, bounds.get(ids.name, rows))
     return bounds
 
