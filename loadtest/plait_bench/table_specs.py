@@ -193,6 +193,12 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="latency_p50_us",
         ratio_title="split by whole",
     ),
+    "shards": TableSpec(
+        bench="disagg",
+        metrics={"sparse_p50_us": "us, median"},
+        ratio="sparse_p50_us",
+        ratio_title="shards by one process",
+    ),
     "dense": TableSpec(bench="disagg", metrics={"dense_p50_us": "us, median"}, ratio="dense_p50_us", ratio_title=_OURS),
     "serve-one-by-one": TableSpec(
         bench="disagg",

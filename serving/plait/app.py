@@ -34,7 +34,9 @@ from plait_serving.ranking.config import (
     HnSection,
     RankModelSection,
     RankRole,
+    ShardsSection,
     WholeSection,
+    shard_role,
 )
 from plait_serving.sections import INGRESS_CPUS, Replicas
 from plait_serving.starter.words import image_words, ranking_words
@@ -137,7 +139,7 @@ class _Deploying:
         self.reserved[name] = Reserved(num_cpus=num_cpus, num_gpus=num_gpus, handle=handle)
         return handle
 
-    def bounds(self, part: CnSection | HnSection | WholeSection) -> tuple[int, int]:
+    def bounds(self, part: CnSection | HnSection | WholeSection | ShardsSection) -> tuple[int, int]:
         """Return how many replicas a client may find, at least and at most. Where they are placed the number may change
         while it runs."""
         if self.node_classes and not isinstance(part.replicas, Replicas):
@@ -272,27 +274,36 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection, de
 def _rank_model(name: str, section: RankModelSection, source: RankSource, deploy: _Deploying) -> RankModel:
     """Return a recommendation model with the deployment that the ingress calls and, if it is split, the one behind
     that."""
-    hns = _rank_workers(name, section, "hn", source, deploy) if section.mode == "split" else None
     behind: dict[str, Any] = {}
-    if hns is not None:
+    hns, shards = None, tuple[Any, ...]()
+    if section.mode == "split":
+        hns = _rank_workers(name, section, "hn", source, deploy)
         low, high = deploy.bounds(section.hn)
         behind = {"hns": hns, "hn_count": low, "max_hns": high}
+        if (held := section.cn.shard_section) is not None:
+            dealt: dict[str, Any] = {"shards": held.count, "memory_bytes": held.memory_bytes}
+            shards = tuple(
+                _rank_workers(name, section, "shard", source, deploy, dealt=dealt, shard=number)
+                for number in range(held.count)
+            )
+            behind |= {"dealt": dealt, "shards": shards, "shard_bounds": deploy.bounds(held)}
     low, high = deploy.bounds(section.parts[section.entry_role])
     workers = _rank_workers(name, section, section.entry_role, source, deploy, **behind)
-    return RankModel(source=source, workers=workers, hns=hns, replicas=low, max_replicas=high)
+    return RankModel(source=source, workers=workers, hns=hns, shards=shards, replicas=low, max_replicas=high)
 
 
 def _rank_workers(
     name: str, section: RankModelSection, role: RankRole, source: RankSource, deploy: _Deploying, **more: Any
 ) -> Any:
-    part = section.parts[role]
+    part_name = shard_role(more["shard"]) if role == "shard" else role
+    part = section.parts[part_name]
     knobs = part.capped_knobs.model_dump(mode="json")
     return deploy(
         serve.deployment(LazyRankWorker),
         lambda made: made.bind(name=name, source=source, role=role, knobs=knobs, omp_wait=part.omp_wait, **more),
-        name=worker_name(name, role),
+        name=worker_name(name, part_name),
         replicas=part.replicas,
         num_cpus=part.num_cpus or WORKER_CPUS,
-        num_gpus=0.0 if isinstance(part, CnSection) else part.num_gpus,
+        num_gpus=part.num_gpus if isinstance(part, HnSection | WholeSection) else 0.0,
         user_config=knobs,
     )

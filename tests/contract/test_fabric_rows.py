@@ -12,181 +12,257 @@ from typing import Any
 import pytest
 import torch
 
-from plait_disagg.tables.errors import MixedVersions, ShardLost, ShardRefused
-from plait_disagg.tables.fused import FusedTables
-from plait_disagg.tables.protocols import LookupRequest, Tables
+from plait_disagg.refresh.prepared_update import PreparedUpdate, RowWrite
+from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
+from plait_disagg.tables.pieces import HeldPieces
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
+from plait_disagg.tables.rows_wire import WIRE_VERSION
 from plait_disagg.tables.storage import pack_tables
+from plait_disagg.tables.values import Lookup
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import PeerLost, connect
+from plait_fabric.rpc.handshake import greeting
 from plait_fabric.testing.channel import eventually
-from support.fabric_rows import SECRET, merged, pieces_of, reach, records, shard
-from support.tables import make_ask, make_weights
+from support.fabric_rows import SECRET, Replicas, merged, reach, shard, two_pieces, who
+from support.tables import held_by, make_ask, make_weights
 
 WEIGHTS = make_weights()
 ASKS = [make_ask("t0", "sum", [[1, 2], [], [6]], weighted=True), make_ask("t3", "rows", [[5, 60]])]
 WAIT_S = 60.0
 
 
-def _worker(**options: Any) -> ShardWorker:
-    return shard(FusedTables(pack_tables(WEIGHTS)), records(WEIGHTS), **options)
+def equal(values: Sequence[torch.Tensor], weights: Any = WEIGHTS, asks: Sequence[LookupRequest] = ASKS) -> bool:
+    """Whether these are the bits of the naive twin."""
+    twins = SeparateTables(weights).lookup(asks)
+    return all(torch.equal(value, twin) for value, twin in zip(values, twins, strict=True))
 
 
-class _Gated:
-    """Tables that answer when they may."""
+class _Gated(HeldPieces):
+    """Pieces that answer when they may."""
 
-    def __init__(self, inner: Tables) -> None:
-        self._inner = inner
+    def __init__(self, number: int) -> None:
+        super().__init__(pack_tables(WEIGHTS), two_pieces().of_shard(number))
         self.asked, self.may_answer = threading.Event(), threading.Event()
 
-    def lookup(self, asks: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """As the inner tables, after the gate."""
+    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
+        """As the others, after the gate."""
         self.asked.set()
         assert self.may_answer.wait(WAIT_S)
-        return self._inner.lookup(asks)
+        return super().lookup(requests)
 
 
 def test_shards_work_at_the_same_time() -> None:
     """Both shards have their question before either has answered."""
-    held = [pieces_of(number) for number in range(2)]
-    gates = [_Gated(tables) for tables, _ in held]
-    workers = [shard(gate, names) for gate, (_, names) in zip(gates, held, strict=True)]
-    sharded = merged([reach(worker) for worker in workers])
+    gates = [_Gated(number) for number in range(2)]
+    workers = [shard(number, held=gate) for number, gate in enumerate(gates)]
+    sharded = merged([reach(number, worker) for number, worker in enumerate(workers)])
     with ThreadPoolExecutor(1) as threads:
         found = threads.submit(sharded.lookup, ASKS)
         assert all(gate.asked.wait(WAIT_S) for gate in gates)
         for gate in gates:
             gate.may_answer.set()
-        for value, twin in zip(found.result(WAIT_S), SeparateTables(WEIGHTS).lookup(ASKS), strict=True):
-            assert torch.allclose(value, twin, rtol=1e-5, atol=1e-6)
+        assert equal(found.result(WAIT_S))
     for worker in workers:
-        worker.stop()
+        worker.stop(drain_s=0)
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
 def test_one_copy_on_the_sending_side(scheme: str, tmp_path: Path) -> None:
     """A lookup copies each number once: into memory of the channel, which is then sent as it is; so does its answer."""
     address = {"inproc": "", "shm": f"shm://{tmp_path}/s", "tcp": "tcp://127.0.0.1:0"}[scheme]
-    worker = _worker(address=address)
-    tables = reach(worker)
+    worker = shard(0, address=address)
+    asker = reach(0, worker)
+    (channel,) = [it._channel for it in asker._client.connections]
+    assert channel is not None
+    before = channel.statistics()
+    piece = two_pieces().of_table("t3")[0].name
     bags = make_ask("t3", "sum", [list(range(60))] * 300, weighted=True)
     assert bags.offsets is not None
     assert bags.weights is not None
-    (value,) = tables.lookup([bags])
-    channel = tables._channel
-    assert channel is not None
+    lookup = Lookup(name=piece, table=piece, mode="sum")
+    asked = LookupRequest(lookup=lookup, ids=bags.ids, offsets=bags.offsets, weights=bags.weights)
+    (value,) = asker.begin([asked], "1").result()
+    assert value.shape == (300, 16)
     sent = channel.statistics()
     numbers = bags.ids.nbytes + bags.offsets.nbytes + bags.weights.nbytes
-    assert (sent.copies, sent.copied_bytes, sent.bytes_sent) == (3, numbers, numbers)
-    (answering,) = worker._channels
-    assert eventually(lambda: answering.statistics().bytes_sent > 0), "it counts after it has sent"
-    answered = answering.statistics()
-    assert (answered.copies, answered.copied_bytes, answered.bytes_sent) == (1, value.nbytes, value.nbytes)
-    tables.close()
-    worker.stop()
+    assert (sent.copies - before.copies, sent.copied_bytes - before.copied_bytes) == (3, numbers)
+    (peer,) = worker._server._peers.values()
+    assert eventually(lambda: peer.channel.statistics().copied_bytes == value.nbytes), "it counts after it has sent"
+    assert peer.channel.statistics().copies == 1
+    asker.close()
+    worker.stop(drain_s=0)
 
 
-def test_answers_carry_the_version() -> None:
-    """An answer says which version of the rows it is of; a replacement shows from the next lookup on."""
-    worker = _worker(version=3)
-    tables = reach(worker)
-    assert tables.begin(ASKS).result().version == 3
-    newer = {name: weight + 1 for name, weight in WEIGHTS.items()}
-    worker.replace(FusedTables(pack_tables(newer)), version=4)
-    found = tables.begin(ASKS).result()
-    assert (found.version, tables.version) == (4, 4)
-    assert torch.equal(found.values[1], SeparateTables(newer).lookup(ASKS)[1])
-    worker.stop()
+def _plus_one(number: int, version: str, pieces: HeldPieces) -> PreparedUpdate:
+    """All rows of table t3 greater by one, as that shard writes them."""
+    rows = {"float32_32": (torch.arange(26, 90), WEIGHTS["t3"] + 1)}
+    writes = tuple(RowWrite(matrix=matrix, ids=ids, rows=new) for matrix, ids, new in pieces.writes(rows))
+    assert len(writes) == 1, number
+    return PreparedUpdate(version=version, dense_version="", writes=writes)
 
 
-def test_shards_of_two_versions_are_not_mixed() -> None:
-    """While shards answer from different versions nothing is merged; once they agree, lookups work again."""
-    held = [pieces_of(number) for number in range(2)]
-    workers = [shard(*pieces) for pieces in held]
-    sharded = merged([reach(worker) for worker in workers])
-    workers[0].replace(held[0][0], version=1)
-    with pytest.raises(MixedVersions, match=r"1, .* 0"):
-        sharded.lookup(ASKS)
-    workers[1].replace(held[1][0], version=1)
-    assert len(sharded.lookup(ASKS)) == 2
-    for worker in workers:
-        worker.stop()
-
-
-def test_a_lost_shard_is_an_error_and_comes_back() -> None:
-    """A shard that is gone is named; when it listens again the next lookup finds it."""
-    worker = _worker()
-    address = worker.addresses[0]
-    tables = reach(worker)
-    tables.lookup(ASKS)
-    worker.stop()
-    for _ in range(2):
-        with pytest.raises(ShardLost, match=address):
+def test_rows_are_of_the_version_that_was_asked_for() -> None:
+    """A shard with another version says so and sends no rows; once all have the new one, its rows are there."""
+    held = held_by(two_pieces(), WEIGHTS)
+    workers = [shard(number, held=held[number]) for number in range(2)]
+    tables = merged([reach(number, worker) for number, worker in enumerate(workers)])
+    assert equal(tables.lookup(ASKS))
+    workers[0].apply_update(_plus_one(0, "2", held[0]))
+    for version in ("1", "2"):
+        tables.version = version
+        with pytest.raises(OtherVersion, match=r"has version [12], not [12]"):
             tables.lookup(ASKS)
-    worker = _worker(address=address)
-    assert len(tables.lookup(ASKS)) == 2
-    worker.stop()
+    workers[1].apply_update(_plus_one(1, "2", held[1]))
+    assert equal(tables.lookup(ASKS), {**WEIGHTS, "t3": WEIGHTS["t3"] + 1})
+    assert workers[0].metrics()["other_versions_total"] == 1
+    for worker in workers:
+        worker.stop(drain_s=0)
+
+
+def test_a_lost_shard_fails_what_needs_it_and_comes_back() -> None:
+    """Without shard 1 a lookup of its rows fails by its name, others go on; when it listens again all are answered."""
+    workers = [shard(number) for number in range(2)]
+    address = workers[1].addresses[0]
+    asker = reach(1, workers[1])
+    tables = merged([reach(0, workers[0]), asker])
+    assert equal(tables.lookup(ASKS))
+    workers[1].stop(drain_s=0)
+    for _ in range(2):
+        with pytest.raises(ShardLost, match="shard 1 of shop") as lost:
+            tables.lookup(ASKS)
+        assert lost.value.back_in_s is not None
+        assert lost.value.back_in_s >= 1.0
+    first_half = [make_ask("t2", "rows", [[0]])]  # too narrow for columns: its first row is on shard 0
+    assert equal(tables.lookup(first_half), asks=first_half)
+    again = shard(1, address=address)
+    assert eventually(lambda: asker.up == 1, within_s=WAIT_S)
+    assert equal(tables.lookup(ASKS))
+    for worker in (workers[0], again):
+        worker.stop(drain_s=0)
+
+
+def test_a_twin_answers_for_a_replica_that_is_lost() -> None:
+    """A lookup that is at a replica when that is lost is asked of the other replica, and nobody notices."""
+    gate = _Gated(0)
+    first, twin = shard(0, held=gate), shard(0)
+    replicas = Replicas(first.addresses[0], twin.addresses[0])
+    asker = reach(0, first, twin, replicas=replicas)
+    assert eventually(lambda: asker.up == 2, within_s=WAIT_S)
+    request = LookupRequest(
+        lookup=Lookup(name="t", table=two_pieces().of_table("t3")[0].name, mode="rows"), ids=torch.tensor([3])
+    )
+    pending = [asker.begin([request], "1") for _ in range(2)]  # one at each
+    assert gate.asked.wait(WAIT_S)
+    first.stop(drain_s=0)
+    for one in pending:
+        assert torch.equal(one.result()[0], WEIGHTS["t3"][3:4, :16])
+    gate.may_answer.set()
+    twin.stop(drain_s=0)
+
+
+def test_a_twin_answers_for_a_replica_that_is_silent() -> None:
+    """A replica that stops answering costs a lookup `twin_after_s`, then its twin is asked."""
+    gate = _Gated(0)
+    first, twin = shard(0, held=gate), shard(0)
+    asker = reach(0, first, twin, twin_after_s=0.05)
+    assert eventually(lambda: asker.up == 2, within_s=WAIT_S)
+    piece = two_pieces().of_table("t3")[0].name
+    request = LookupRequest(lookup=Lookup(name="t", table=piece, mode="rows"), ids=torch.tensor([3]))
+    for _ in range(4):
+        assert torch.equal(asker.begin([request], "1").result()[0], WEIGHTS["t3"][3:4, :16])
+    assert asker.twins > 0
+    gate.may_answer.set()
+    for worker in (first, twin):
+        worker.stop(drain_s=0)
 
 
 def test_a_shard_that_does_not_answer_in_time_is_lost() -> None:
-    """A silent shard is an error after the time-out; its late answer is nobody's."""
-    gate = _Gated(FusedTables(pack_tables(WEIGHTS)))
-    worker = shard(gate, records(WEIGHTS))
-    tables = reach(worker, answer_timeout_s=0.1)
-    with pytest.raises(ShardLost, match=r"no answer within 0\.1 s"):
+    """A silent shard without a twin is an error after the time-out."""
+    gate = _Gated(0)
+    worker = shard(0, held=gate)
+    tables = merged([reach(0, worker, answer_timeout_s=0.1, twin_after_s=0.05), reach(1, shard(1))])
+    with pytest.raises(ShardLost, match="shard 0 of shop: it did not answer in time"):
         tables.lookup(ASKS)
     gate.may_answer.set()
-    tables = reach(worker)
-    first = tables.begin(ASKS[:1])
-    (value,) = tables.begin(ASKS[1:]).result().values
-    assert torch.equal(value, SeparateTables(WEIGHTS).lookup(ASKS[1:])[0]), "the first answer was dropped"
-    assert first is not None
-    worker.stop()
+    worker.stop(drain_s=0)
 
 
 def test_what_a_shard_has_not_is_refused() -> None:
-    """A table that a shard does not serve is refused by name, and the channel goes on."""
-    worker = _worker()
-    tables = reach(worker)
+    """A piece that a shard does not serve is refused by name, and so is an id outside; the channel goes on."""
+    worker = shard(0)
+    asker = reach(0, worker)
+    lookup = Lookup(name="x", table="nowhere", mode="rows")
     with pytest.raises(ShardRefused, match="nowhere"):
-        tables.lookup([make_ask("nowhere", "sum", [[1]])])
-    assert len(tables.lookup(ASKS)) == 2
+        asker.begin([LookupRequest(lookup=lookup, ids=torch.tensor([1]))], "1").result()
+    piece = Lookup(name="x", table=two_pieces().of_table("t3")[0].name, mode="rows")
+    with pytest.raises(ShardRefused, match="id 64"):
+        asker.begin([LookupRequest(lookup=piece, ids=torch.tensor([64]))], "1").result()
     with pytest.raises(ValueError, match="pooling needs offsets"):
-        tables.lookup([LookupRequest(lookup=ASKS[0].lookup, ids=ASKS[0].ids)])
-    worker.stop()
+        asker.begin([LookupRequest(lookup=Lookup(name="x", table="t", mode="sum"), ids=torch.tensor([1]))], "1")
+    (value,) = asker.begin([LookupRequest(lookup=piece, ids=torch.tensor([63]))], "1").result()
+    assert value.shape == (1, 16)
+    worker.stop(drain_s=0)
 
 
-_GOOD = {"kind": "rows", "wire": 1, "number": 1}
+def test_shards_that_do_not_add_up_are_not_asked(caplog: pytest.LogCaptureFixture) -> None:
+    """Who expects another shard, or another deal of the tables, does not connect, and says in one sentence why."""
+    worker = shard(0)
+    with caplog.at_level(logging.WARNING), pytest.raises(AssertionError, match="away"):
+        _connect_in_vain(1, worker)
+    assert "shard is 1, not 0: shards must be deployed together" in caplog.text
+    other = make_weights(shapes=((8, 32), (19, 32), (3, 5), (64, 32), (1, 5)))
+    with caplog.at_level(logging.WARNING), pytest.raises(AssertionError, match="away"):
+        _connect_in_vain(0, worker, weights=other)
+    assert "plan is" in caplog.text
+    worker.stop(drain_s=0)
+
+
+def _connect_in_vain(number: int, worker: ShardWorker, *, weights: Any = None) -> None:
+    from plait_disagg.tables.remote import RemoteShard
+
+    made = RemoteShard(Replicas(worker.addresses[0]), who(number, weights))
+    eventually(lambda: made._client.why_down not in ("", "not connected yet"), within_s=WAIT_S)
+    up = made.up
+    made.close()
+    assert up, "away"
+
+
+_GOOD = {"kind": "rows", "number": 1, "of": "1"}
+_PIECE = two_pieces().of_table("t0")[0].name
 
 
 @pytest.mark.parametrize(
     ("header", "buffers"),
     [
         ({}, []),
-        ({**_GOOD, "wire": 2, "asks": []}, [b"", b"", b""]),
+        ({**_GOOD, "kind": "row", "asks": []}, [b"", b"", b""]),
         ({**_GOOD, "number": -1, "asks": []}, [b"", b"", b""]),
+        ({**_GOOD, "of": 1, "asks": []}, [b"", b"", b""]),
         ({**_GOOD, "asks": []}, [b""]),
         ({**_GOOD, "asks": []}, [bytes(8), b"", b""]),
         ({**_GOOD, "asks": []}, [bytes(7), b"", b""]),
-        ({**_GOOD, "asks": [["t0", "rows", [2], -1, False]]}, [bytes(8), b"", b""]),
-        ({**_GOOD, "asks": [["t0", "rows", [1 << 50], -1, False]]}, [bytes(8), b"", b""]),
-        ({**_GOOD, "asks": [["t0", "sum", [1], 1, False]]}, [bytes(8), bytes(16), b""]),
-        ({**_GOOD, "asks": [["t0", "sum", [1], -1, False]]}, [bytes(8), b"", b""]),
-        ({**_GOOD, "asks": [["t0", "max", [0], 0, True]]}, [b"", bytes(8), b""]),
-        ({**_GOOD, "asks": [["t0", "median", [0], 0, False]]}, [b"", bytes(8), b""]),
+        ({**_GOOD, "asks": [[_PIECE, "rows", 2, -1, False]]}, [bytes(8), b"", b""]),
+        ({**_GOOD, "asks": [[_PIECE, "rows", 1 << 50, -1, False]]}, [bytes(8), b"", b""]),
+        ({**_GOOD, "asks": [[_PIECE, "sum", 1, 1, False]]}, [bytes(8), bytes(16), b""]),
+        ({**_GOOD, "asks": [[_PIECE, "sum", 1, -1, False]]}, [bytes(8), b"", b""]),
+        ({**_GOOD, "asks": [[_PIECE, "max", 0, 0, True]]}, [b"", bytes(8), b""]),
+        ({**_GOOD, "asks": [[_PIECE, "median", 0, 0, False]]}, [b"", bytes(8), b""]),
         ({**_GOOD, "asks": [[0]]}, [b"", b"", b""]),
     ],
-    ids=range(13),
+    ids=range(14),
 )
 def test_bad_clients_are_cut_off(
     header: dict[str, Any], buffers: list[bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     """A client that sends what no client sends is disconnected and logged; others are served."""
-    worker = _worker()
+    worker = shard(0)
     with connect(worker.addresses[0], secret=SECRET) as client, caplog.at_level(logging.WARNING):
+        client.send(greeting("hello", WIRE_VERSION, who(0).payload()))
+        client.recv(WAIT_S).release()
         client.send(header, buffers)
         with pytest.raises(PeerLost):
             client.recv(WAIT_S)
     assert "dropping client" in caplog.text
-    assert len(reach(worker).lookup(ASKS)) == 2
-    worker.stop()
+    assert reach(0, worker).up == 1
+    worker.stop(drain_s=0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plait_disagg.tables.protocols import BadId, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.values import OutOfRange
-from support.fabric_rows import remote, sharded_remote
+from support.fabric_rows import sharded_remote
 from support.tables import MODES, Weights, asks, fused, make_ask, make_weights, mapped, separate, sharded
 
 Build = Callable[[Weights, OutOfRange, Path], Tables]
@@ -25,11 +25,9 @@ BUILDS: dict[str, Build] = {
     "sharded whole": sharded(1, 2),
     "sharded in two": sharded(2, 2),
     "sharded in three": sharded(3, 2),
-    "remote": remote,
+    "sharded by rows": sharded(3, 2, pooled=False),
     "remote shards": sharded_remote,
 }
-EXACT = {"separate", "fused", "mapped", "sharded whole", "remote"}
-"""Row cuts add in another order."""
 
 WEIGHTS = make_weights()
 SETTINGS = settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
@@ -41,11 +39,9 @@ def build(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def same(build: str, value: torch.Tensor, wanted: torch.Tensor) -> bool:
-    """Bits where the implementation promises bits, else 1e-5."""
-    if value.shape != wanted.shape or value.dtype != torch.float32:
-        return False
-    return torch.equal(value, wanted) if build in EXACT else torch.allclose(value, wanted, rtol=1e-5, atol=1e-6)
+def same(value: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """The same bits."""
+    return value.dtype == torch.float32 and torch.equal(value, wanted)
 
 
 @SETTINGS
@@ -56,7 +52,7 @@ def test_answers_equal_the_naive_twin(build: str, data: st.DataObject, tmp_path:
     values = BUILDS[build](WEIGHTS, "error", tmp_path).lookup(wanted)
     twins = SeparateTables(WEIGHTS).lookup(wanted)
     assert len(values) == len(wanted)
-    assert all(same(build, value, twin) for value, twin in zip(values, twins, strict=True))
+    assert all(same(value, twin) for value, twin in zip(values, twins, strict=True))
 
 
 @SETTINGS
@@ -66,7 +62,7 @@ def test_ids_outside_follow_the_policy(build: str, data: st.DataObject, policy: 
     wanted = data.draw(asks(WEIGHTS, outside=True))
     values = BUILDS[build](WEIGHTS, policy, tmp_path).lookup(wanted)
     twins = SeparateTables(WEIGHTS, policy).lookup(wanted)
-    assert all(same(build, value, twin) for value, twin in zip(values, twins, strict=True))
+    assert all(same(value, twin) for value, twin in zip(values, twins, strict=True))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -98,6 +98,9 @@ def test_the_cut_is_shown_and_drawn(folder, tmp_path, capsys):
     assert "runs on the CN" in text
     assert "lookup, mean, 8 wide" in text
     assert ElementTree.parse(image).getroot().tag.endswith("svg")
+    assert main(["models", "cut", str(folder), "--shards", "2"]) == 0
+    dealt = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in dealt[-2:]] == ["shard 0", "shard 1"]
     assert main(["models", "cut", str(folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     total = shown["bytes_per_request"]

@@ -15,33 +15,26 @@ LOST_WITHIN_S = 1.0 + 10.0
 
 SHARD = """
 import sys
-from plait_fabric import listen
-from plait_disagg.workers.shard import ShardWorker
-from support.fabric_rows import SECRET, pieces_of
+from support.fabric_rows import shard
 number, address, secret = int(sys.argv[1]), sys.argv[2], bytes.fromhex(sys.argv[3])
-tables, served = pieces_of(number)
-worker = ShardWorker(tables, served, [listen(address, secret=secret)])
+worker = shard(number, address=address, secret=secret)
 print(worker.addresses[0], flush=True)
 sys.stdin.read()
 """
 
 ASKER = """
 import json, sys, time
-from functools import partial
 import torch
-from plait_fabric import FabricOptions, connect
+from plait_fabric import FabricOptions
 from plait_disagg.tables.errors import ShardLost
 from plait_disagg.tables.reference import SeparateTables
-from plait_disagg.tables.remote import RemoteTables
-from support.fabric_rows import merged
+from support.fabric_rows import Replicas, merged, reach
 from support.tables import make_ask, make_weights
 secret, *addresses = sys.argv[1:]
 options = FabricOptions(tcp_keepalive_idle_s=1)
 shards = [
-    RemoteTables(
-        partial(connect, address, secret=bytes.fromhex(secret), timeout_s=1.0, options=options),
-        name=f"shard {number}", answer_timeout_s=1.0,
-    )
+    reach(number, replicas=Replicas(address, secret=bytes.fromhex(secret), timeout_s=1.0, options=options),
+          answer_timeout_s=1.0)
     for number, address in enumerate(addresses)
 ]
 tables = merged(shards)
@@ -52,7 +45,7 @@ for line in sys.stdin:
     started_s = time.monotonic()
     try:
         found = tables.lookup(asks)
-        right = all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted))
+        right = all(torch.equal(a, b) for a, b in zip(found, wanted))
         print(json.dumps({"right": right, "s": time.monotonic() - started_s}), flush=True)
     except ShardLost as error:
         print(json.dumps({"lost": error.shard, "why": str(error), "s": time.monotonic() - started_s}), flush=True)
@@ -92,7 +85,7 @@ def test_a_host_that_is_cut_off_is_an_error_and_comes_back(three: Hosts) -> None
         three.plug(2, connected=False)
         for _ in range(2):  # the second dials in vain
             answer = ask()
-            assert answer["lost"] == "shard 1", answer
+            assert answer["lost"] == "shard 1 of shop", answer
             assert float(str(answer["s"])) < LOST_WITHIN_S
         three.plug(2, connected=True)
         deadline_s = time.monotonic() + 20.0

@@ -10,11 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.plan import LINE_BYTES, PIECE_BYTES, ShardPlan, cut_table, plan_shards
-from plait_disagg.tables.reference import SeparateTables
-from plait_disagg.tables.sharded import ShardedTables
-from plait_disagg.tables.values import Table, row_bytes
-from support.tables import asks, make_weights, shard_tables
+from plait_disagg.tables.storage import pack_tables
+from plait_disagg.tables.values import RowFormat, Table, row_bytes
+from support.tables import LocalShard, asks, held_by, joined, make_weights
 
 
 @st.composite
@@ -65,7 +65,7 @@ def all_plans(tables: Sequence[Table], lookups: dict[str, float], shards: int, m
     for parts in itertools.product(range(1, shards + 1), repeat=len(tables)):
         costs = []
         for table, count in zip(tables, parts, strict=True):
-            for piece in cut_table(table, count):
+            for piece in cut_table(table, count, pooled=True):
                 nbytes = row_bytes(piece.columns, "float32")
                 ids = lookups[table.name] * piece.rows / table.rows
                 costs.append((ids * -(-nbytes // LINE_BYTES) * LINE_BYTES + PIECE_BYTES, piece.rows * nbytes))
@@ -84,10 +84,11 @@ def test_plans_come_near_the_best(problem: tuple[list[Table], dict[str, float]],
     """On two shards the fullest one reads at most 4/3 of what the best of all plans would have it read."""
     tables, lookups = problem
     memory = int(held_bytes(tables) / 2 * spare)
+    pooled = frozenset(lookups)
     best = min(all_plans(tables, lookups, 2, memory), default=None)
     if best is None:
         return
-    plan = plan_shards(tables, shards=2, memory_bytes=memory, lookups_per_request=lookups)
+    plan = plan_shards(tables, shards=2, memory_bytes=memory, lookups_per_request=lookups, pooled=pooled)
     assert max(plan.read_bytes) <= best * 4 / 3 + 1
 
 
@@ -108,17 +109,18 @@ def test_whole_tables_stay_whole_where_that_is_even():
     assert len(set(plan.held_bytes)) == 1
 
 
-def test_narrow_tables_are_cut_by_rows():
-    """A cut by columns keeps a cache line per piece; narrower tables are cut by rows."""
+def test_narrow_tables_and_those_of_single_rows_are_cut_by_rows():
+    """A cut by columns keeps a cache line per piece and pays for pooled tables; all others are cut by rows."""
     wide, narrow = Table(name="wide", rows=10, dim=32), Table(name="narrow", rows=10, dim=16)
-    assert [(piece.rows, piece.columns) for piece in cut_table(wide, 2)] == [(10, 16), (10, 16)]
-    assert [(piece.rows, piece.columns) for piece in cut_table(narrow, 3)] == [(3, 16), (3, 16), (4, 16)]
-    assert len(cut_table(Table(name="tiny", rows=2, dim=4), 3)) == 2
+    assert [(piece.rows, piece.columns) for piece in cut_table(wide, 2, pooled=True)] == [(10, 16), (10, 16)]
+    assert [(piece.rows, piece.columns) for piece in cut_table(wide, 2, pooled=False)] == [(5, 32), (5, 32)]
+    assert [(piece.rows, piece.columns) for piece in cut_table(narrow, 3, pooled=True)] == [(3, 16), (3, 16), (4, 16)]
+    assert len(cut_table(Table(name="tiny", rows=2, dim=4), 3, pooled=True)) == 2
 
 
 def test_too_much_is_refused():
     """More bytes than all shards have is refused with both numbers."""
-    with pytest.raises(ValueError, match="4000 bytes do not fit into 2 shards of 1000"):
+    with pytest.raises(ValueError, match="4,000 bytes do not fit into 2 shards of 1,000"):
         plan_shards([Table(name="t", rows=10, dim=100)], shards=2, memory_bytes=1000, lookups_per_request={})
 
 
@@ -129,15 +131,25 @@ def test_plans_do_not_depend_on_chance():
     assert plans[0] == plans[1]
 
 
-@settings(max_examples=25)
-@given(data=st.data(), shards=st.integers(1, 4))
-def test_a_plan_answers_as_the_tables_do(data: st.DataObject, shards: int):
-    """Tables spread by a plan give the naive twin's answers."""
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.data(),
+    shards=st.integers(1, 4),
+    row_format=st.sampled_from(("float32", "float16", "int8")),
+    pooled=st.sets(st.sampled_from(("t0", "t1", "t3"))),
+)
+def test_a_plan_answers_with_the_bits_of_one_process(
+    data: st.DataObject, shards: int, row_format: RowFormat, pooled: set[str]
+):
+    """Tables spread by a plan, in any format, split by columns or rows, give the bits of tables in one process."""
     weights = make_weights(shapes=[(40, 32), (17, 48), (5, 4), (90, 16)])
     tables = [Table(name=name, rows=weight.shape[0], dim=weight.shape[1]) for name, weight in weights.items()]
     lookups = {"t0": 2000.0, "t3": 4000.0}
-    plan = plan_shards(tables, shards=shards, memory_bytes=1 << 20, lookups_per_request=lookups)
+    plan = plan_shards(
+        tables, shards=shards, memory_bytes=1 << 20, lookups_per_request=lookups, pooled=frozenset(pooled)
+    )
     wanted = data.draw(asks(weights))
-    values = ShardedTables(tables, plan, shard_tables(plan, weights)).lookup(wanted)
-    for value, twin in zip(values, SeparateTables(weights).lookup(wanted), strict=True):
-        torch.testing.assert_close(value, twin, rtol=1e-5, atol=1e-6)
+    held = [LocalShard(one) for one in held_by(plan, weights, row_format)]
+    values = joined(tables, plan, held, row_format).lookup(wanted)
+    twins = FusedTables(pack_tables(weights, formats=row_format)).lookup(wanted)
+    assert all(torch.equal(value, twin) for value, twin in zip(values, twins, strict=True))

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
+from typing import Any
 
-from plait_disagg.tables.fused import FusedTables
-from plait_disagg.tables.protocols import Tables
-from plait_disagg.tables.remote import RemoteTables
+from plait_disagg.tables.pieces import HeldPieces
+from plait_disagg.tables.plan import ShardPlan
+from plait_disagg.tables.protocols import ShardTables, Tables
+from plait_disagg.tables.remote import RemoteShard, wait_for_shards
+from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
-from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import connect, listen, new_secret
-from support.tables import Weights, deal, make_weights, shard_tables
+from plait_fabric.errors import FabricError
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from support.tables import Weights, deal, held_by, joined, make_weights
 
 SECRET = new_secret()
 _numbers = itertools.count()
-_kept: dict[tuple[str, int, OutOfRange], Tables] = {}
+_kept: dict[tuple[int, OutOfRange], Tables] = {}
 
 
 def records(weights: Weights, out_of_range: OutOfRange = "error") -> list[Table]:
@@ -30,46 +34,79 @@ def records(weights: Weights, out_of_range: OutOfRange = "error") -> list[Table]
     ]
 
 
-def shard(tables: Tables, served: Sequence[Table], *, address: str = "", version: int = 0) -> ShardWorker:
-    """A shard that listens, at a name of this process unless told otherwise."""
-    listener = listen(address or f"inproc://shard-{next(_numbers)}", secret=SECRET)
-    return ShardWorker(tables, served, [listener], version=version)
+def two_pieces(weights: Weights | None = None) -> ShardPlan:
+    """Every table in two pieces, one at each of two shards."""
+    return deal(records(make_weights() if weights is None else weights), 2, 2)
 
 
-def reach(worker: ShardWorker, **options: float) -> RemoteTables:
-    """Whoever asks that shard."""
-    address = worker.addresses[0]
-    return RemoteTables(partial(connect, address, secret=SECRET), name=address, **options)
+def who(number: int, weights: Weights | None = None) -> ShardIdentity:
+    """What one of those shards says of itself."""
+    return identity_of("shop", "1", two_pieces(weights), number)
 
 
-def remote(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """All tables at one shard. One worker for each set of weights lives as long as the process."""
-    key = ("remote", id(weights), out_of_range)
-    if key not in _kept:
-        worker = shard(FusedTables(pack_tables(weights, out_of_range=out_of_range)), records(weights, out_of_range))
-        _kept[key] = reach(worker)
-    return _kept[key]
-
-
-def merged(shards: Sequence[Tables]) -> ShardedTables:
-    """The tables of `make_weights`, every one in two pieces, at those two shards."""
-    tables = records(make_weights())
-    return ShardedTables(tables, deal(tables, 2, 2), shards)
-
-
-def pieces_of(number: int, weights: Weights | None = None) -> tuple[Tables, list[Table]]:
-    """What one of those shards holds, and its names."""
+def shard(
+    number: int,
+    *,
+    weights: Weights | None = None,
+    held: HeldPieces | None = None,
+    address: str = "",
+    version: str = "1",
+    secret: bytes = SECRET,
+    **options: Any,
+) -> ShardWorker:
+    """One of those shards, listening at a name of this process unless told otherwise."""
     weights = make_weights() if weights is None else weights
-    plan = deal(records(weights), 2, 2)
-    served = [Table(name=piece.name, rows=piece.rows, dim=piece.columns) for piece in plan.of_shard(number)]
-    return shard_tables(plan, weights)[number], served
+    listener = listen(address or f"inproc://shard-{next(_numbers)}", secret=secret, **options)
+    pieces = held or held_by(two_pieces(weights), weights)[number]
+    return ShardWorker(who(number, weights), pieces, [listener], version=version)
+
+
+class Replicas:
+    """The replicas of a shard by their addresses, which a test may change."""
+
+    def __init__(self, *addresses: str, secret: bytes = SECRET, **options: Any) -> None:
+        self.addresses = list(addresses)
+        self._secret = secret
+        self._options = options
+
+    def __call__(self, left_out: frozenset[str]) -> ReplicaLink:
+        """A channel to one of them (`Connect`)."""
+        for address in self.addresses:
+            if address not in left_out:
+                try:
+                    channel = connect(address, secret=self._secret, **self._options)
+                except FabricError as error:
+                    raise NoReplica(f"{address}: {error}") from error
+                return ReplicaLink(replica=address, channel=channel)
+        raise NoReplica("there is no other")
+
+
+def reach(
+    number: int, *workers: ShardWorker, weights: Weights | None = None, replicas: Replicas | None = None, **options: Any
+) -> RemoteShard:
+    """Who asks that shard at those replicas, connected."""
+    found = replicas or Replicas(*[worker.addresses[0] for worker in workers])
+    quick = Backoff(first_s=0.02, max_s=0.05)
+    made = RemoteShard(found, who(number, weights), replicas=max(1, len(workers)), backoff=quick, **options)
+    wait_for_shards([made])
+    return made
+
+
+def merged(
+    shards: Sequence[ShardTables], *, weights: Weights | None = None, out_of_range: OutOfRange = "error"
+) -> ShardedTables:
+    """The tables of `two_pieces` at those two shards, at version 1."""
+    weights = make_weights() if weights is None else weights
+    made = joined(records(weights, out_of_range), two_pieces(weights), shards)
+    made.version = "1"
+    return made
 
 
 def sharded_remote(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """Every table in two pieces, one at each of two shards; kept as `remote` keeps."""
-    key = ("shards", id(weights), out_of_range)
+    """The tables at two shards. Workers for each set of weights live as long as the process."""
+    key = (id(weights), out_of_range)
     if key not in _kept:
-        tables = records(weights, out_of_range)
-        workers = [shard(*pieces_of(number, weights)) for number in range(2)]
-        _kept[key] = ShardedTables(tables, deal(tables, 2, 2), [reach(worker) for worker in workers])
+        workers = [shard(number, weights=weights) for number in range(2)]
+        shards = [reach(number, worker, weights=weights) for number, worker in enumerate(workers)]
+        _kept[key] = merged(shards, weights=weights, out_of_range=out_of_range)
     return _kept[key]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from plait_disagg.package import Package
 from plait_disagg.protocols import ItemStore
-from plait_serving.deployments.ranking.source import OpenedPackage
+from plait_serving.deployments.ranking.source import OpenedPackage, ShardedModel
 from plait_serving.ranking.config import RankRole
 from support import ranking as kit
 
@@ -17,7 +17,7 @@ class TinySource:
 
     slow_s: float = 0.0
 
-    def open(self, role: RankRole) -> OpenedPackage:
+    def open(self, role: RankRole, sharded: ShardedModel | None = None) -> OpenedPackage:
         """See RankSource."""
         return OpenedPackage(
             card=replace(kit.CARD, name="whatever its maker called it"),

@@ -8,13 +8,15 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
+from plait_disagg.tables.errors import OtherVersion
 from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.plan import ShardPlan, cut_table
-from plait_disagg.tables.protocols import LookupRequest, Tables
+from plait_disagg.tables.protocols import LookupRequest, ShardTables, Tables
 from plait_disagg.tables.reference import SeparateTables
-from plait_disagg.tables.sharded import ShardedTables, piece_of
+from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.storage import open_tables, pack_tables, write_tables
-from plait_disagg.tables.values import Lookup, Mode, OutOfRange, Table
+from plait_disagg.tables.values import Lookup, Mode, OutOfRange, RowFormat, Table
 
 Weights = Mapping[str, torch.Tensor]
 MODES: tuple[Mode, ...] = ("rows", "sum", "mean", "max")
@@ -74,31 +76,59 @@ def mapped(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
     return FusedTables(open_tables(path))
 
 
-def sharded(parts: int, shards: int) -> Callable[[Weights, OutOfRange, Path], Tables]:
-    """Every table in ``parts`` pieces, dealt to ``shards``: wide tables are cut by columns, narrow ones by rows."""
+def sharded(
+    parts: int, shards: int, *, pooled: bool = True, row_format: RowFormat = "float32"
+) -> Callable[[Weights, OutOfRange, Path], Tables]:
+    """Every table in ``parts`` pieces, dealt to ``shards``: wide tables are cut by columns if they are ``pooled``,
+    others by rows."""
 
     def build(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
         tables = [
             Table(name=name, rows=weight.shape[0], dim=weight.shape[1], out_of_range=out_of_range)
             for name, weight in weights.items()
         ]
-        plan = deal(tables, parts, shards)
-        return ShardedTables(tables, plan, shard_tables(plan, weights))
+        plan = deal(tables, parts, shards, pooled=pooled)
+        return joined(tables, plan, [LocalShard(held) for held in held_by(plan, weights, row_format)], row_format)
 
     return build
 
 
-def deal(tables: Sequence[Table], parts: int, shards: int) -> ShardPlan:
+class LocalShard:
+    """A shard in this process, at one version of its rows."""
+
+    def __init__(self, held: HeldPieces, version: str = "") -> None:
+        self.held = held
+        self.version = version
+        self.asked: list[Sequence[LookupRequest]] = []
+
+    def begin(self, requests: Sequence[LookupRequest], version: str) -> LocalShard:
+        """See `ShardTables`."""
+        if version != self.version:
+            raise OtherVersion("a shard", asked=version, has=self.version)
+        self.asked.append(requests)
+        return self
+
+    def result(self) -> list[torch.Tensor]:
+        """See `PendingLookup`."""
+        return self.held.lookup(self.asked[-1])
+
+
+def joined(
+    tables: Sequence[Table], plan: ShardPlan, shards: Sequence[ShardTables], row_format: RowFormat = "float32"
+) -> ShardedTables:
+    """Those tables at those shards, stored in one format."""
+    formats: dict[str, RowFormat] = {table.name: row_format for table in tables}
+    return ShardedTables(tables, formats, plan, shards)
+
+
+def deal(tables: Sequence[Table], parts: int, shards: int, *, pooled: bool = True) -> ShardPlan:
     """A plan that only deals: piece k of all goes to shard k modulo ``shards``."""
-    pieces = [piece for table in tables for piece in cut_table(table, parts)]
+    pieces = [piece for table in tables for piece in cut_table(table, parts, pooled=pooled)]
     placed = tuple(piece.on(index % shards) for index, piece in enumerate(pieces))
     return ShardPlan(pieces=placed, read_bytes=(0.0,) * shards, held_bytes=(0,) * shards)
 
 
-def shard_tables(plan: ShardPlan, weights: Weights) -> list[Tables]:
-    """The shards of a plan in memory, in float32."""
-    found: list[Tables] = []
-    for shard in range(plan.shards):
-        pieces = {piece.name: piece_of(piece, weights[piece.table]) for piece in plan.of_shard(shard)}
-        found.append(FusedTables(pack_tables(pieces)) if pieces else SeparateTables({}))
-    return found
+def held_by(plan: ShardPlan, weights: Weights, row_format: RowFormat = "float32") -> list[HeldPieces]:
+    """What each shard of a plan holds, in memory."""
+    stored = pack_tables(weights, formats=row_format)
+    return [HeldPieces(stored, plan.of_shard(shard)) for shard in range(plan.shards)]

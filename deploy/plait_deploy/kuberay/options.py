@@ -25,6 +25,7 @@ __all__ = [
 _DIGEST = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
 
 DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+_SHIFTS = {"Ki": 10, "Mi": 20, "Gi": 30, "Ti": 40}
 Quantity = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Ki|Mi|Gi|Ti)$", description="bytes, for example 16Gi")]
 
 
@@ -56,6 +57,11 @@ class WorkerGroup(_Section):
     max_pods: Annotated[int | None, Field(ge=1, le=10_000)] = None
     node_selector: dict[str, str] = Field(default_factory=dict, description="labels of Kubernetes' nodes")
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory of a pod."""
+        return int(self.memory[:-2]) << _SHIFTS[self.memory[-2:]]
+
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
         if self.min_pods is not None and self.max_pods is not None and self.min_pods > self.max_pods:
@@ -65,6 +71,13 @@ class WorkerGroup(_Section):
 
 class CpuGroup(WorkerGroup):
     """CN: what needs no GPU."""
+
+
+class ShardGroup(WorkerGroup):
+    """Shards of ranking models' tables: memory and few cores."""
+
+    cpus: Annotated[int, Field(ge=1, le=1024, description="cores of a pod")] = 4
+    memory: Quantity = "64Gi"
 
 
 class GpuGroup(WorkerGroup):
@@ -143,6 +156,7 @@ class DeploySection(_Section):
     head: CpuGroup = CpuGroup(cpus=2, memory="8Gi")
     cpu: CpuGroup = CpuGroup()
     gpu: GpuGroup = GpuGroup()
+    shard: ShardGroup = ShardGroup()
     volumes: Volumes = Volumes()
     network: NetworkAccess = NetworkAccess()
     metrics_secret: Annotated[

@@ -20,13 +20,14 @@ __all__ = [
     "METRICS_PORT",
     "NODE_LABEL",
     "SERVICE_LABEL",
+    "SHARD_NODE",
     "Pods",
     "Timing",
     "rayservice",
 ]
 
-NODE_LABEL, CPU_NODE, GPU_NODE = "plait-node", "cn", "hn"
-"""The label of a Ray node, and its values: a CN has cores and memory, an HN GPUs."""
+NODE_LABEL, CPU_NODE, GPU_NODE, SHARD_NODE = "plait-node", "cn", "hn", "shard"
+"""The label of a Ray node, and its values: a CN has cores and memory, an HN GPUs, a shard above all memory."""
 SERVICE_LABEL = "plait-service"
 """The label of a pod whose value is `deploy.name`."""
 
@@ -73,7 +74,7 @@ class Pods:
     @property
     def name(self) -> str:
         """The name of KubeRay's worker group."""
-        return "gpu" if self.node == GPU_NODE else "cpu"
+        return {GPU_NODE: "gpu", SHARD_NODE: "shard"}.get(self.node, "cpu")
 
 
 def rayservice(

@@ -12,7 +12,7 @@ from plait_deploy.errors import DeployError
 from plait_deploy.kuberay.around import disruption_budgets, network_policy, pod_monitor, volume_claims
 from plait_deploy.kuberay.folders import mapped
 from plait_deploy.kuberay.options import DeploySection, GpuGroup, WorkerGroup
-from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, Pods, Timing, rayservice
+from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, SHARD_NODE, Pods, Timing, rayservice
 from plait_deploy.kuberay.sizing import Reservation, pods_for
 from plait_deploy.serve import ServeApplication, render_serve
 
@@ -72,13 +72,19 @@ def render_kuberay(
 def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[Pods]:
     """Return the groups that have something to carry. Without autoscaling all pods are there from the start."""
     found = []
-    for node, group, key in ((CPU_NODE, options.cpu, "deploy.cpu"), (GPU_NODE, options.gpu, "deploy.gpu")):
+    groups: tuple[tuple[str, WorkerGroup, str], ...] = (
+        (CPU_NODE, options.cpu, "deploy.cpu"),
+        (GPU_NODE, options.gpu, "deploy.gpu"),
+        (SHARD_NODE, options.shard, "deploy.shard"),
+    )
+    for node, group, key in groups:
         carried = [it for it in reservations if _node(it) == node]
         if not carried:
             continue
         gpus = group.gpus if isinstance(group, GpuGroup) else 0
-        fewest = pods_for(carried, cpus=group.cpus, gpus=gpus, at_most=False, key=key)
-        needed = pods_for(carried, cpus=group.cpus, gpus=gpus, at_most=True, key=key)
+        size = {"cpus": group.cpus, "gpus": gpus, "memory_bytes": group.memory_bytes}
+        fewest = pods_for(carried, **size, at_most=False, key=key)
+        needed = pods_for(carried, **size, at_most=True, key=key)
         found.append(_counts(node, group, key, fewest=fewest, needed=needed, autoscaling=options.autoscaling))
     return found
 
@@ -96,6 +102,8 @@ def _counts(node: str, group: WorkerGroup, key: str, *, fewest: int, needed: int
 
 
 def _node(reservation: Reservation) -> str:
+    if reservation.is_shard:
+        return SHARD_NODE
     return GPU_NODE if reservation.num_gpus > 0 else CPU_NODE
 
 

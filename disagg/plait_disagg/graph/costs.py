@@ -20,8 +20,9 @@ from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, Kind, kind_of
-from plait_disagg.graph.program import ROWS, Node, Port, Program
+from plait_disagg.graph.program import LOOKUP, ROWS, Node, Port, Program
 from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.small_tables import is_bound
 from plait_disagg.tables.protocols import Tables
 
 __all__ = ["LINK_BYTES_PER_S", "HnModel", "cut_problem", "measure_seconds", "value_bytes"]
@@ -58,7 +59,8 @@ class HnModel:
     def seconds(self, program: Program, cn_s: Mapping[str, float]) -> dict[str, float]:
         """Return the modelled seconds by node name."""
         nodes = [node for node in program.nodes if node.op != SIZE]
-        return {node.name: max(self.floor_s, cn_s[node.name] / self.speedup[kind_of(node.op)]) for node in nodes}
+        kinds = {node.name: kind_of(node.op) if node.op != LOOKUP or is_bound(node) else "layout" for node in nodes}
+        return {name: max(self.floor_s, cn_s[name] / self.speedup[kind]) for name, kind in kinds.items()}
 
 
 def value_bytes(program: Program, *, candidates: int, ids_per_bag: Mapping[str, int], users: int = 1) -> dict[str, int]:

@@ -1,7 +1,8 @@
 """What a cut is, what it costs, and which cuts are allowed. A cut is the set of nodes that run on the CN.
 
 Raw inputs arrive at the CN; constants and `USER_OF` are available on both sides. Nothing flows back: once a value is
-made on the HN, everything that reads it runs there. Tables live on the CN. Outputs leave from the HN.
+made on the HN, everything that reads it runs there. Tables live on the CN, but for small ones that are offered
+(`small_tables.py`). Outputs leave from the HN.
 
     cost = sum of CN times + sum of HN times + crossing bytes / link rate
 
@@ -18,7 +19,8 @@ from typing import Protocol
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.errors import BadCut
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, Program
+from plait_disagg.graph.program import Program
+from plait_disagg.graph.small_tables import is_bound
 
 __all__ = ["Cost", "CutProblem", "Cutter", "check_cut", "cost_of", "crossing_values"]
 
@@ -93,7 +95,7 @@ def check_cut(program: Program, cn_nodes: frozenset[str]) -> None:
     if unknown:
         raise BadCut(f"{min(unknown)} is no node of the program")
     for node in program.nodes:
-        if node.op == LOOKUP and node.name not in cn_nodes:
+        if is_bound(node) and node.name not in cn_nodes:
             raise BadCut(f"{node.name} looks up in a table and must run on the CN")
         if node.name in cn_nodes:
             back = [name for name in made_by[node.name] if name in made_by and name not in cn_nodes]

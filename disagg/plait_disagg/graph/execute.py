@@ -74,6 +74,11 @@ class Compiled:
         """The bytes of its constants."""
         return sum(constant.nbytes for constant in self._constants)
 
+    def constant(self, name: str) -> torch.Tensor:
+        """Return one of its constants."""
+        names = [port.name for port in self.program.constants]
+        return self._constants[names.index(name)]
+
     def as_module(self) -> nn.Module:
         """Return a module over its inputs, in their order, that returns a tuple of its outputs. It shares the
         constants."""

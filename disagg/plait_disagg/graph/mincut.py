@@ -2,7 +2,7 @@
 
 Node v on the source side is a CN node. Its arcs:
 
-    source -> v   capacity hn_s(v)      paid when v is on the HN; infinite for lookups
+    source -> v   capacity hn_s(v)      paid when v is on the HN; infinite for lookups that are bound
     v -> sink     capacity cn_s(v)      paid when v is on the CN
     u -> "u crosses"   bytes(u) / rate  paid once when u is on the CN and any reader on the HN
     "u crosses" -> v   infinite         for every reader v of u
@@ -19,7 +19,7 @@ import networkx as nx
 
 from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import reads
-from plait_disagg.graph.program import LOOKUP
+from plait_disagg.graph.small_tables import is_bound
 
 __all__ = ["MinCut"]
 
@@ -41,10 +41,10 @@ def _network(problem: CutProblem) -> Any:
     network = nx.DiGraph()
     network.add_nodes_from((_SOURCE, _SINK))
     program, made_by = problem.program, reads(problem.program)
-    lookups = {node.name for node in program.nodes if node.op == LOOKUP}
+    bound = {node.name for node in program.nodes if is_bound(node)}
     readers: dict[str, list[tuple[str, str]]] = {}
     for name, read in made_by.items():
-        _arc(network, _SOURCE, ("node", name), None if name in lookups else _ps(problem.hn_s[name]))
+        _arc(network, _SOURCE, ("node", name), None if name in bound else _ps(problem.hn_s[name]))
         _arc(network, ("node", name), _SINK, _ps(problem.cn_s[name]))
         for value in read:
             readers.setdefault(value, []).append(("node", name))

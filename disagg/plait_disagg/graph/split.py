@@ -9,6 +9,7 @@ from plait_disagg.graph.cut import check_cut, crossing_values
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import USER_OF, Port, Program, Ref
+from plait_disagg.graph.small_tables import placed
 
 __all__ = ["Halves", "split"]
 
@@ -27,9 +28,13 @@ class Halves:
 
 
 def split(program: Program, cn_nodes: Iterable[str]) -> Halves:
-    """Split a program so that `cn_nodes` run on the CN and the others on the HN. Raises `BadCut` if they cannot."""
+    """Split a program so that `cn_nodes` run on the CN and the others on the HN. Raises `BadCut` if they cannot.
+
+    The HN's program may have rows of small tables as constants (`small_tables.placed`)."""
     chosen = frozenset(cn_nodes)
     check_cut(program, chosen)
+    program = placed(program, chosen)
+    chosen &= {node.name for node in program.nodes}
     crossing = tuple(_port(program, name) for name in crossing_values(program, chosen))
     users = tuple(port for port in program.inputs if port.name == USER_OF)
     cn_outputs = tuple((port.name, Ref(port.name)) for port in crossing)

@@ -191,10 +191,11 @@ class RowReceiver:
 
 
 def can_merge(layout: MessageLayout, hot: HotRows | None) -> bool:
-    """Return whether all crossing tensors are floats with a row per user or per candidate."""
+    """Return whether all crossing tensors have a row per user or per candidate. An int64 may be offsets, which look as
+    if they had."""
     slots = frozenset() if hot is None else hot.names
     return all(
-        part.rows in ("u", "i") and (part.code in ("f4", "f2", "q1") or part.name in slots)
+        part.rows in ("u", "i") and (part.code in ("f4", "f2", "q1", "i4", "b1") or part.name in slots)
         for part in layout.parts
         if not part.name.startswith(_PREFIX)
     )

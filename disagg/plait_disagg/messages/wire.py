@@ -91,7 +91,7 @@ _CODES = {kind: code for code, kind in _ERRORS.items()}
 class DenseAsk:
     """A batch for the HN.
 
-    `mergeable`: every tensor is floats with a row per user or per candidate, so that batches laid end to end are a
+    `mergeable`: every tensor has a row per user or per candidate (`can_merge`), so that batches laid end to end are a
     batch. `crossing` may view the message's memory. `hot`: some of it goes through `RowReceiver.decode` first.
     `dense_version`: the dense half that belongs to the rows.
     """

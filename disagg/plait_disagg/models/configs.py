@@ -16,6 +16,7 @@ from plait_disagg.graph.inputs import Dense, Ids, Input
 from plait_disagg.models.dcn import Dcn
 from plait_disagg.models.din import Din
 from plait_disagg.models.dlrm import Dlrm
+from plait_disagg.models.hstu import Hstu
 from plait_disagg.models.layers import Sparse
 from plait_disagg.models.two_tower import TwoTower
 
@@ -148,6 +149,19 @@ def _din(scale: float) -> _Made:
     return lambda: Din(rows=rows, dim=32), inputs, {}
 
 
+def _hstu(scale: float) -> _Made:
+    """Build a small model of the shape of DLRMv3 (meta-recsys/generative-recommenders, `dlrm_v3`: 512 wide, history
+    1,024, 10 M items): two layers of 128, a history of 200, 1 M items and as many categories as there, 128."""
+    inputs: tuple[Input, ...] = (
+        Ids("history", "user", (200,)),
+        Ids("history_category", "user", (200,)),
+        Ids("item", "item"),
+        Ids("category", "item"),
+    )
+    rows = (_scaled(1_000_000, scale), 128)
+    return lambda: Hstu(rows=rows, dim=128, layers=2, heads=4), inputs, {}
+
+
 CONFIGS: Mapping[str, Config] = MappingProxyType(
     {
         "rm1": _deeprecsys(8, 4_000_000, dim=32, hot=80, bottom=(128, 64, 32), top=(256, 64, 1)),
@@ -157,6 +171,7 @@ CONFIGS: Mapping[str, Config] = MappingProxyType(
         "mlperf-dcnv2": _mlperf_dcnv2,
         "two-tower": _two_tower,
         "din": _din,
+        "hstu": _hstu,
     }
 )
 """Every named configuration."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import torch
 
@@ -13,6 +14,7 @@ from plait_disagg.dense.prepared import DensePrograms
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.queue.batch import join, user_of
 from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.protocols import LookupRequest, Tables
@@ -20,7 +22,10 @@ from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
 from plait_kernels.executors.cuda_capture import CudaCapture
 
-__all__ = ["BareRows", "CompiledDense", "CompiledSparse"]
+__all__ = ["BareRows", "CompiledDense", "CompiledSparse", "RowsByTable"]
+
+RowsByTable: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+"""By table: ids (k,) int64 and their rows (k, D) float32."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +114,14 @@ class CompiledDense:
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
         """Return the same half with other constants (`Compiled.with_constants`). It prepares its own programs."""
         return CompiledDense(self._program.with_constants(constants), self._device, prepares=self._prepares)
+
+    def updated(self, constants: Mapping[str, torch.Tensor], rows: RowsByTable) -> CompiledDense:
+        """Return the same half with other constants, and with new rows in those that are small tables."""
+        held = dict(constants)
+        for name, (ids, new) in rows.items():
+            constant = rows_name(name)
+            held[constant] = self._program.constant(constant).cpu().index_copy(0, ids, new)
+        return self.with_constants(held)
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Run the HN program (`DenseHalf`). Outputs are on the CPU."""

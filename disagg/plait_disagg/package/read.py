@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.execute import Compiled, compile_program
 from plait_disagg.graph.program import Program
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.store import load_program
 from plait_disagg.package.cached import without_rows
 from plait_disagg.package.errors import PackageError
@@ -35,7 +36,6 @@ from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.storage import TableSet, open_tables
-from plait_disagg.tables.values import Table
 from plait_disagg.values import ModelCard
 
 __all__ = ["Package", "open_package"]
@@ -47,10 +47,11 @@ they are opened."""
 
 @dataclass(frozen=True)
 class Package:
-    """An open folder. Whatever is expensive to load is loaded on first use."""
+    """An open folder. Whatever is expensive to load is loaded on first use. `ahead`: tables are read ahead."""
 
     folder: Path
     manifest: Manifest
+    ahead: bool = True
 
     def card(self, *, mode: str = "whole", version: str | None = None) -> ModelCard:
         """Return what clients must know about the model. `version`: that of a refresh; None: as packaged."""
@@ -70,7 +71,7 @@ class Package:
     def sparse(self, tables: Tables | None = None) -> CompiledSparse:
         """Load the CN half; with `tables` None, the folder's own, memory-mapped. Raises `PackageError`."""
         try:
-            check_cn(self.cn, self.manifest, {table.name: table.dim for table in self._stored_tables()})
+            check_cn(self.cn, self.manifest, {table.name: table.dim for table in self.stored.tables})
         except BadProgram as error:
             raise PackageError(f"{self.folder / CN}: {error}") from error
         served = tables or FusedTables(self.tables)
@@ -95,14 +96,16 @@ class Package:
         Raises `PackageError`.
         """
         try:
-            return open_tables(self.folder / TABLES, copy_on_write=True, ahead=True)
+            return open_tables(self.folder / TABLES, copy_on_write=True, ahead=self.ahead)
         except (BadTableFile, OSError) as error:
             raise PackageError(str(error)) from error
 
-    def _stored_tables(self) -> tuple[Table, ...]:
-        """Return what the tables' header says, without reading a row of them."""
+    @cached_property
+    def stored(self) -> TableSet:
+        """The tables, mapped for reading only: what their header says, without a row in memory. Raises
+        `PackageError`."""
         try:
-            return open_tables(self.folder / TABLES).tables
+            return open_tables(self.folder / TABLES)
         except (BadTableFile, OSError) as error:
             raise PackageError(str(error)) from error
 
@@ -132,6 +135,12 @@ class Package:
         return self._program(HN)
 
     @cached_property
+    def hn_tables(self) -> frozenset[str]:
+        """The small tables whose rows the HN holds as constants (`graph.small_tables`)."""
+        held = {port.name for port in self.hn.constants}
+        return frozenset(table.name for table in self.stored.tables if rows_name(table.name) in held)
+
+    @cached_property
     def constants(self) -> dict[str, torch.Tensor]:
         """Weights of the dense layers by name. Raises `PackageError`."""
         try:
@@ -144,7 +153,7 @@ class Package:
         program, ports = without_rows(self.cn)
         if not ports:
             return None
-        known = {table.name: table for table in self.tables.tables}
+        known = {table.name: table for table in self.stored.tables}
         by_port = {port.name: known[port.table] for port in ports}
         return BareRows(program=self._compiled(program, tables), ports=by_port, tables=tables)
 
@@ -161,7 +170,7 @@ class Package:
             raise PackageError(f"{self.folder / name}: {error}") from error
 
 
-def open_package(folder: Path) -> Package:
+def open_package(folder: Path, *, ahead: bool = True) -> Package:
     """Open a package, verifying its files against their checksums (all but the tables). Raises `PackageError`."""
     manifest = read_manifest(folder)
     for name, digest in manifest.files.items():
@@ -173,4 +182,4 @@ def open_package(folder: Path) -> Package:
     for name in (WHOLE, CN, HN, CONSTANTS, TABLES):
         if name not in manifest.files:
             raise PackageError(f"{folder} is no whole package: {name} is not listed")
-    return Package(folder=folder, manifest=manifest)
+    return Package(folder=folder, manifest=manifest, ahead=ahead)

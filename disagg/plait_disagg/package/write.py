@@ -16,6 +16,7 @@ from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import LOOKUP, Node, Ref
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
@@ -41,9 +42,10 @@ from plait_disagg.package.memory import check_cn, check_hn
 from plait_disagg.package.samples import check_samples
 from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.tables.fused import FusedTables
+from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
-from plait_disagg.tables.values import OutOfRange, RowFormat
+from plait_disagg.tables.values import Lookup, OutOfRange, RowFormat
 
 __all__ = ["PackageOptions", "write_package"]
 
@@ -109,16 +111,23 @@ def _write(
     _check_numbers({**captured.tables, **captured.constants})
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
-        captured.program, captured.constants, captured.inputs, table_rows=_rows(captured), exact=not options.tile
+        captured.program,
+        captured.constants,
+        captured.inputs,
+        table_rows=_rows(captured),
+        exact=not options.tile,
+        refuses=lambda table: _policy(options.out_of_range, table) == "error",
     )
     tables = FusedTables(open_tables(folder / TABLES))
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
     problem = cut_problem(ready, tables, candidates=options.candidates, ids_per_bag=options.ids_per_bag)
-    halves = split(ready.program, CUTTERS[options.cutter].cut(problem))
+    halves = split(problem.program, CUTTERS[options.cutter].cut(problem))
+    at_hn = {port.name for port in halves.hn.constants}
+    small = {rows_name(table): _as_stored(tables, table) for table in captured.tables if rows_name(table) in at_hn}
     _verify(module, captured, halves, ready, options)
     for file, program in ((WHOLE, captured.program), (CN, halves.cn), (HN, halves.hn)):
         (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
-    held = {**captured.constants, **ready.constants}
+    held = {**captured.constants, **ready.constants, **small}
     save_tensors({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
     count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
     manifest = Manifest(
@@ -170,7 +179,7 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
         module,
         captured.inputs,
         halves,
-        constants=ready.constants,
+        constants={**{rows_name(table): rows for table, rows in captured.tables.items()}, **ready.constants},
         tables=SeparateTables(captured.tables),
         bounds=ready.bounds,
         bits_promised=not options.tile and captured.keeps_bits and keeps_bits(ready.program),
@@ -178,6 +187,17 @@ def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttab
     )
     if not found.ok:
         raise PackageError(f"the halves do not make what the model makes: {'; '.join(found.failures)}")
+
+
+def _as_stored(tables: FusedTables, name: str) -> torch.Tensor:
+    """Return all rows of a table as a lookup would."""
+    (table,) = [table for table in tables.tables if table.name == name]
+    every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(table.rows))
+    return tables.lookup([every])[0]
+
+
+def _policy(policies: OutOfRange | Mapping[str, OutOfRange], table: str) -> OutOfRange:
+    return policies if isinstance(policies, str) else policies.get(table, "error")
 
 
 def _rows(captured: Captured) -> dict[str, int]:

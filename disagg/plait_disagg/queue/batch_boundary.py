@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-__all__ = ["BatchBoundary"]
+from plait_disagg.errors import WorkerUnavailable
+from plait_disagg.tables.errors import OtherVersion
+
+__all__ = ["BatchBoundary", "run_agreed"]
 
 _LOOK_S = 0.01
+
+_AGREE_S = 5.0
+"""How long a batch waits for CN and shards to serve one version: a refresh reaches them within milliseconds."""
+_AGAIN_S = 0.003
 
 
 class BatchBoundary:
@@ -52,3 +60,18 @@ class BatchBoundary:
                 made.set_exception(error)
             else:
                 made.set_result(None)
+
+
+def run_agreed(between: BatchBoundary, batch: Callable[[], None], clock: Callable[[], float]) -> None:
+    """Run a batch; while shards have other rows than it asks for, run it again, with room for a change in between: who
+    must switch may be the CN. Raises `WorkerUnavailable` if they do not agree in time, and what `batch` raises."""
+    until_s = clock() + _AGREE_S
+    while True:
+        try:
+            with between.batch():
+                batch()
+            return
+        except OtherVersion as error:
+            if clock() > until_s:
+                raise WorkerUnavailable(f"a refresh is on its way: {error}", retry_after_s=1.0) from error
+        time.sleep(_AGAIN_S)

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from plait_disagg.errors import BadInput, RankError
+from plait_disagg.errors import BadInput, RankError, WorkerUnavailable
+from plait_disagg.tables.errors import ShardLost
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 from plait_fabric import FabricError
@@ -111,6 +112,8 @@ def as_rank_error(error: Exception) -> RankError:
         return error
     if isinstance(error, BadId):
         return BadInput(str(error), param=error.table)
+    if isinstance(error, ShardLost):
+        return WorkerUnavailable(f"part of the model's tables is away: {error}", retry_after_s=error.back_in_s)
     if isinstance(error, FabricError):
         _log.error("a request does not fit the fabric: %s", error)
         return RankError("the request is too large to be passed on to a worker")

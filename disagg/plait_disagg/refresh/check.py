@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 import torch
 
+from plait_disagg.package.halves import RowsByTable
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.update import Update, UpdatedRows
-from plait_disagg.tables.formats import LAYOUTS, encode_rows
+from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import RowFormat, Table, TableGroup
 
-__all__ = ["RowWrites", "check_constants", "check_names", "stored_rows"]
+__all__ = ["RowWrites", "check_constants", "check_names", "decoded_rows", "stored_rows"]
 
 RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By group: the rows of its matrix, (k,) int64, ascending, and their new contents, (k, columns)."""
@@ -62,6 +64,22 @@ def stored_rows(update: Update, tables: TableSet) -> dict[str, tuple[torch.Tenso
                     (rows.ids + part.first, _encoded(known[part.table], rows, group.format, group))
                 )
     return {group: _ascending(some) for group, some in pieces.items()}
+
+
+def decoded_rows(update: Update, tables: TableSet, names: Collection[str]) -> RowsByTable:
+    """Return the update's rows of those tables in float32, with the bits that a lookup would give. Raises
+    `BadUpdate`."""
+    mine = replace(update, rows={name: rows for name, rows in update.rows.items() if name in names})
+    written = stored_rows(mine, tables)
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for group in tables.groups:
+        for part in group.slices:
+            if part.table in mine.rows:
+                ids, rows = written[group.name]
+                here = (ids >= part.first) & (ids < part.first + part.rows)
+                decoded = decode_rows(rows[here], group.format)
+                found[part.table] = ids[here] - part.first, decoded
+    return found
 
 
 def _check_ids(table: Table, rows: UpdatedRows) -> None:

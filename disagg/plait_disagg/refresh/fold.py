@@ -14,10 +14,12 @@ from pathlib import Path
 
 import torch
 
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.manifest import CONSTANTS, MANIFEST, TABLES, Manifest, sha256_of, write_manifest
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.package.tensor_files import save_tensors
+from plait_disagg.refresh.check import decoded_rows
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live_package import checked
@@ -59,6 +61,8 @@ def _write(package: Package, draft: Path) -> Manifest:
         update = read_update(path)
         _write_rows(draft / TABLES, checked(package, update, version))
         constants |= update.constants
+        for name, (ids, new) in decoded_rows(update, package.stored, package.hn_tables).items():
+            constants[rows_name(name)] = constants[rows_name(name)].index_copy(0, ids, new)
         version = update.version
     save_tensors({name: tensor.contiguous() for name, tensor in constants.items()}, draft / CONSTANTS)
     files = {name: sha256_of(draft / name) for name in package.manifest.files}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
+from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.halves import CompiledDense, CompiledSparse
 from plait_disagg.package.read import Package, open_package
-from plait_disagg.refresh.check import RowWrites, check_constants, check_names, stored_rows
+from plait_disagg.refresh.check import RowWrites, check_constants, check_names, decoded_rows, stored_rows
 from plait_disagg.refresh.errors import BadUpdate
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.prepared_update import KEPT, PreparedUpdate, RowWrite
 from plait_disagg.refresh.update import Update, read_update
+from plait_disagg.tables.pieces import HeldPieces
+from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.values import ModelCard
 
 __all__ = ["LivePackage", "checked", "open_live"]
@@ -24,21 +29,34 @@ class LivePackage:
     """A package with the updates applied so far. Not thread-safe.
 
     `sparse`: the CN half, or None; its tables are a private copy-on-write mapping of the package's file. `dense`:
-    the HN half by dense version, newest last, or none.
+    the HN half by dense version, newest last, or none. `tables`: where the CN half looks up, if that is at shards;
+    `pieces`: what a shard holds.
     """
 
     def __init__(
-        self, package: Package, *, sparse: bool, dense: bool, device: torch.device | str = "cpu", prepares: bool = False
+        self,
+        package: Package,
+        *,
+        sparse: bool,
+        dense: bool,
+        device: torch.device | str = "cpu",
+        prepares: bool = False,
+        tables: ShardedTables | None = None,
+        pieces: HeldPieces | None = None,
     ) -> None:
         """Open the halves at the packaged version; `prepares`: see `Package.dense`. Raises `PackageError`."""
         self.package = package
         self.version = self.dense_version = package.manifest.version
-        self.sparse: CompiledSparse | None = package.sparse() if sparse else None
+        self.pieces, self._tables = pieces, tables
+        if tables is not None:
+            tables.version = self.version
+        self.sparse: CompiledSparse | None = package.sparse(tables) if sparse else None
         self.dense: dict[str, CompiledDense] = {}
         if dense:
             self.dense[self.version] = package.dense(device, prepares=prepares)
         self._cn_constants = frozenset(port.name for port in package.cn.constants)
         self._hn_constants = frozenset(port.name for port in package.hn.constants)
+        self._hn_tables = package.hn_tables
 
     def card(self, *, mode: str = "whole") -> ModelCard:
         """Return the card of the current version."""
@@ -46,24 +64,31 @@ class LivePackage:
 
     def read(self, folder: Path) -> Update:
         """Read the parts of an update that this process needs. Raises `BadUpdate`."""
-        return read_update(folder, rows=self.sparse is not None)
+        return read_update(folder, rows=bool(self.sparse or self.pieces or self._hn_tables))
 
     def stage(self, update: Update) -> PreparedUpdate:
         """Return what the update changes here; nothing has changed yet. Raises `BadUpdate`."""
-        mine = update if self.sparse is not None else replace(update, rows={})
+        holds_rows = self.pieces is not None or (self.sparse is not None and self._tables is None)
+        mine = update if holds_rows else replace(update, rows={})
         rows = checked(self.package, mine, self.version)
-        matrices = self.package.tables.matrices if rows else {}
-        writes = tuple(RowWrite(matrix=matrices[group], ids=ids, rows=new) for group, (ids, new) in rows.items())
-        new_dense = not self._hn_constants.isdisjoint(update.constants)
+        small = decoded_rows(update, self.package.stored, self._hn_tables) if self._hn_tables else {}
+        new_dense = bool(small) or not self._hn_constants.isdisjoint(update.constants)
         new_sparse = self.sparse is not None and not self._cn_constants.isdisjoint(update.constants)
         return PreparedUpdate(
             version=update.version,
             dense_version=update.version if new_dense else self.dense_version,
-            writes=writes,
+            writes=self._writes(rows),
             row_ids={table: rows.ids for table, rows in update.rows.items()},
             sparse=self.sparse.with_constants(update.constants) if new_sparse and self.sparse is not None else None,
-            dense=self._newest_dense().with_constants(update.constants) if new_dense and self.dense else None,
+            dense=self._newest_dense().updated(update.constants, small) if new_dense and self.dense else None,
+            on_write=None if self._tables is None else partial(setattr, self._tables, "version", update.version),
         )
+
+    def _writes(self, rows: RowWrites) -> tuple[RowWrite, ...]:
+        if self.pieces is not None:
+            return tuple(RowWrite(matrix=matrix, ids=ids, rows=new) for matrix, ids, new in self.pieces.writes(rows))
+        matrices = self.package.tables.matrices if rows else {}
+        return tuple(RowWrite(matrix=matrices[group], ids=ids, rows=new) for group, (ids, new) in rows.items())
 
     def adopt(self, change: PreparedUpdate) -> None:
         """Record that the change was applied: the next update builds on it."""
@@ -88,6 +113,8 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
     if update.version == manifest.version:
         raise BadUpdate("update.json.version", f"{update.version} is the version that was packaged")
     check_names(update, model=manifest.name, version=version)
+    for name in update.constants.keys() & {rows_name(table) for table in package.hn_tables}:
+        raise BadUpdate(f"constants.{name}", "is a table: give its rows")
     used = frozenset(port.name for port in (*package.cn.constants, *package.hn.constants))
     check_constants(update, package.constants, used)
     if not update.rows:
@@ -98,13 +125,30 @@ def checked(package: Package, update: Update, version: str) -> RowWrites:
 
 
 def open_live(
-    folder: Path, *, sparse: bool, dense: bool, device: torch.device | str = "cpu", prepares: bool = False
+    folder: Path,
+    *,
+    sparse: bool,
+    dense: bool,
+    device: torch.device | str = "cpu",
+    prepares: bool = False,
+    tables: Callable[[Package], ShardedTables] | None = None,
+    pieces: Callable[[Package], HeldPieces] | None = None,
 ) -> LivePackage:
-    """Open the package at `folder` with the updates of its journal; `prepares`: see `Package.dense`.
+    """Open the package at `folder` with the updates of its journal; `prepares`: see `Package.dense`. `tables`,
+    `pieces`: what makes those of `LivePackage`.
 
     Raises `PackageError`.
     """
-    live = LivePackage(open_package(folder), sparse=sparse, dense=dense, device=device, prepares=prepares)
+    package = open_package(folder, ahead=tables is None and pieces is None)
+    live = LivePackage(
+        package,
+        sparse=sparse,
+        dense=dense,
+        device=device,
+        prepares=prepares,
+        tables=None if tables is None else tables(package),
+        pieces=None if pieces is None else pieces(package),
+    )
     try:
         for path in Journal(folder).after(live.version):
             change = live.stage(live.read(path))

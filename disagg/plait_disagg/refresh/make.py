@@ -51,7 +51,7 @@ def make_update(folder: Path, module: nn.Module, *, version: str) -> Update:
         base=live.version,
         version=version,
         rows=_changed_rows(package, captured.tables),
-        constants={name: new[name].detach() for name in old if not torch.equal(new[name], old[name])},
+        constants={name: new[name].detach() for name in old if name in new and not torch.equal(new[name], old[name])},
     )
     if not update.rows and not update.constants:
         raise BadUpdate("module", f"has the weights of version {live.version}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -32,7 +32,7 @@ class PreparedUpdate:
 
     `dense_version` is that of the last update which changed the dense half. `sparse`, `dense`: the halves with their
     new weights; None: unchanged (or not of this worker). `row_ids`: by table, (k,) int64, the rows that `write`
-    changes.
+    changes. `on_write`: what must change together with the rows, as which version of them shards are asked for.
     """
 
     version: str
@@ -41,6 +41,7 @@ class PreparedUpdate:
     row_ids: Mapping[str, torch.Tensor] = field(default_factory=dict)
     sparse: SparseHalf | None = None
     dense: DenseHalf | None = None
+    on_write: Callable[[], None] | None = None
 
     def touch(self) -> None:
         """Prefetch the pages so that `write` is quick. Lookups may run meanwhile."""
@@ -51,6 +52,8 @@ class PreparedUpdate:
         """Write the rows. No lookup may run meanwhile."""
         for one in self.writes:
             write_rows(one.matrix, one.ids, one.rows)
+        if self.on_write is not None:
+            self.on_write()
 
 
 class Refreshable(Protocol):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["BadTableFile", "MixedVersions", "ShardLost", "ShardRefused"]
+__all__ = ["BadTableFile", "OtherVersion", "ShardLost", "ShardRefused"]
 
 
 class BadTableFile(Exception):
@@ -18,24 +17,25 @@ class BadTableFile(Exception):
 
 
 class ShardLost(Exception):
-    """A shard cannot be reached, or did not answer in time; the next lookup tries to reach it again."""
+    """No replica of a shard can be reached, or none answered in time; one may answer again after `back_in_s`."""
 
-    def __init__(self, shard: str, why: str) -> None:
-        super().__init__(f"shard {shard}: {why}")
+    def __init__(self, shard: str, why: str, *, back_in_s: float | None = None) -> None:
+        super().__init__(f"{shard}: {why}")
         self.shard = shard
+        self.back_in_s = back_in_s
 
 
 class ShardRefused(Exception):
-    """A shard understood the lookup but cannot serve it, say for a table it does not have: a caller's mistake."""
+    """A shard understood the lookup but cannot serve it, say for a piece that it does not have: a mistake of ours."""
 
     def __init__(self, shard: str, why: str) -> None:
-        super().__init__(f"shard {shard}: {why}")
+        super().__init__(f"{shard}: {why}")
         self.shard = shard
 
 
-class MixedVersions(Exception):
-    """Shards kept answering from different versions of their rows, so that no lookup sees a single version."""
+class OtherVersion(Exception):
+    """A shard has another version of the rows than it was asked for: a refresh is on its way. Ask again."""
 
-    def __init__(self, versions: Mapping[str, int]) -> None:
-        super().__init__("shards answer from different versions: " + ", ".join(f"{k} {v}" for k, v in versions.items()))
-        self.versions = versions
+    def __init__(self, shard: str, *, asked: str, has: str) -> None:
+        super().__init__(f"{shard} has version {has}, not {asked}")
+        self.has = has

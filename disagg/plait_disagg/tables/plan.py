@@ -1,11 +1,12 @@
 """Which shard holds which part of which table.
 
-A table stays whole, or is split by columns (every shard pools its columns; results are concatenated, bits
-unchanged) or by rows (every shard pools its rows; results are added, which changes results by about 1e-5).
+A table stays whole or is split, and no split changes a bit of a result. One that is pooled is split by columns while
+these stay wide enough: every shard pools its columns, results are concatenated. Any other is split by rows: shards
+send the rows, and whoever asks puts them together or pools them.
 
 The plan balances the bytes that a shard reads per request: ids of the piece per request times the cache lines of its
 row, plus a fixed cost per piece. Ids are assumed to be evenly spread over a table's rows; hot rows that lie together
-make a row split uneven, which cannot happen with a column split.
+make a row split uneven, which cannot happen with a column split. Replicas of a shard follow its load (`queue/scale`).
 
 The search is greedy. Start with whole tables, the heaviest first, each onto the least loaded shard that has room
 (LPT, at most 4/3 of the best for whole tables: Graham, SIAM J. Appl. Math. 17, 1969). While shards are uneven or
@@ -102,28 +103,31 @@ def plan_shards(
     shards: int,
     memory_bytes: int,
     lookups_per_request: Mapping[str, float],
+    pooled: frozenset[str] = frozenset(),
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
 ) -> ShardPlan:
-    """Plan shards of at most `memory_bytes` each. `lookups_per_request`: ids by table (0 for a table not named).
+    """Plan shards of at most `memory_bytes` each. `lookups_per_request`: ids by table (0 for a table not named);
+    `pooled`: tables whose rows are only read in bags.
 
     Raises ValueError if the tables do not fit.
     """
     if shards < 1 or len({table.name for table in tables}) != len(tables):
         raise ValueError("there must be at least one shard, and no table twice")
-    chooser = _Search(tables, lookups_per_request, formats, shards=shards, memory_bytes=memory_bytes)
+    chooser = _Search(tables, lookups_per_request, pooled, formats, shards=shards, memory_bytes=memory_bytes)
     plan = chooser.best()
     if plan is None:
         held = sum(costs.held_bytes for table in tables for costs in chooser.costs(table, 1))
-        raise ValueError(f"tables of {held} bytes do not fit into {shards} shards of {memory_bytes}")
+        raise ValueError(f"tables of {held:,} bytes do not fit into {shards} shards of {memory_bytes:,}")
     return plan
 
 
-def cut_table(table: Table, parts: int) -> tuple[TablePiece, ...]:
-    """Split the table into `parts` nearly equal pieces: by columns while those stay wide enough, otherwise by rows.
+def cut_table(table: Table, parts: int, *, pooled: bool) -> tuple[TablePiece, ...]:
+    """Split the table into `parts` nearly equal pieces: a `pooled` one by columns while those stay wide enough, any
+    other by rows.
 
     Returns fewer pieces if it has fewer rows than parts.
     """
-    if parts > 1 and table.dim // parts < _NARROWEST:
+    if parts > 1 and (not pooled or table.dim // parts < _NARROWEST):
         edges = _edges(table.rows, min(parts, table.rows))
         return tuple(
             TablePiece(table=table.name, first_row=first, rows=last - first, first_column=0, columns=table.dim)
@@ -142,6 +146,7 @@ class _Search:
         self,
         tables: Sequence[Table],
         lookups: Mapping[str, float],
+        pooled: frozenset[str],
         formats: RowFormat | Mapping[str, RowFormat],
         *,
         shards: int,
@@ -149,6 +154,7 @@ class _Search:
     ) -> None:
         self._tables = {table.name: table for table in tables}
         self._lookups = lookups
+        self._pooled = pooled
         self._formats = formats
         self._shards = shards
         self._memory_bytes = memory_bytes
@@ -198,12 +204,15 @@ class _Search:
         """Return the pieces of a table split into `parts`, each with its cost."""
         row_format = self._formats if isinstance(self._formats, str) else self._formats.get(table.name, "float32")
         found = []
-        for piece in cut_table(table, parts):
+        for piece in self._cut(table, parts):
             stored = row_bytes(piece.columns, row_format)
             ids = self._lookups.get(table.name, 0.0) * piece.rows / table.rows
             lines = -(-stored // LINE_BYTES)
             found.append(_Costs(piece, ids * lines * LINE_BYTES + PIECE_BYTES, piece.rows * stored))
         return found
+
+    def _cut(self, table: Table, parts: int) -> tuple[TablePiece, ...]:
+        return cut_table(table, parts, pooled=table.name in self._pooled)
 
     def _place(self, pieces: Sequence[_Costs]) -> tuple[ShardPlan | None, _Costs | None]:
         """Return the pieces on shards, and None; or None, and the piece that had no room."""
@@ -242,7 +251,7 @@ class _Search:
             order = sorted(pieces, key=lambda costs: (costs.piece.table not in there, *_by_reading(costs)))
         for costs in order:
             name = costs.piece.table
-            if parts[name] < self._shards and len(cut_table(self._tables[name], parts[name] + 1)) > parts[name]:
+            if parts[name] < self._shards and len(self._cut(self._tables[name], parts[name] + 1)) > parts[name]:
                 return name
         return None
 

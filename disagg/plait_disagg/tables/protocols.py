@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import torch
 
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["AsyncTables", "BadId", "LookupRequest", "LookupResult", "PendingLookup", "Tables"]
+__all__ = ["BadId", "LookupRequest", "PendingLookup", "ShardTables", "Tables"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,28 +47,19 @@ class Tables(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LookupResult:
-    """A shard's answer: as returned by `Tables.lookup`, all of one `version` of the rows."""
-
-    shard: str
-    version: int
-    values: list[torch.Tensor]
-
-
 class PendingLookup(Protocol):
     """A lookup in flight at a shard."""
 
-    def result(self) -> LookupResult:
-        """Wait for the answer; call it once. Raises `BadId`, `ShardLost`, `ShardRefused`."""
+    def result(self) -> list[torch.Tensor]:
+        """Wait for the answer; call it once. Raises `OtherVersion`, `ShardLost`, `ShardRefused`."""
 
 
-@runtime_checkable
-class AsyncTables(Tables, Protocol):
-    """Tables in another process, so that several shards can be queried at once."""
+class ShardTables(Protocol):
+    """The pieces of one shard, which may be in another process: several shards are asked at once.
 
-    def begin(self, requests: Sequence[LookupRequest]) -> PendingLookup:
-        """Send a lookup without waiting. If several have begun, only the last one can still be answered.
+    Pooled lookups of a piece return (bags, columns) float32; mode rows, whose ids are (n,), returns the rows as they
+    are stored, (n, stored columns): they cross as small as they are, and whoever asks decodes or pools them.
+    """
 
-        Raises `ShardLost`.
-        """
+    def begin(self, requests: Sequence[LookupRequest], version: str) -> PendingLookup:
+        """Send a lookup of rows of that version without waiting. Raises `ShardLost`."""

@@ -1,119 +1,236 @@
-"""Tables of another process, queried over a channel of the fabric.
+"""One shard of tables in other processes, which may be several replicas, asked over `plait_fabric/rpc`.
 
-::
-
-    shards = [RemoteTables(partial(connect, address, secret=secret), name=address) for address in addresses]
-    tables = ShardedTables(records, plan, shards)      # asks all shards at once
-
-A lost shard is an error of that lookup; the next one dials again, so a shard that comes back is used without a
-restart. Lookups are never retried automatically: the caller knows how long it can still wait.
+A lookup goes to the replica with the fewest open ones. If that is lost, or silent for `twin_after_s`, another replica
+is asked once: lookups have no side effects. With none left it is an error of that lookup; replicas that come back are
+found without a restart.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from plait_disagg.tables.errors import ShardLost, ShardRefused
-from plait_disagg.tables.protocols import LookupRequest, LookupResult
-from plait_disagg.tables.rows_wire import LookupFailed, RowsWireError, pack_requests, parse_answer
-from plait_fabric import Channel, FabricError, FabricTimeout
+from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
+from plait_disagg.tables.protocols import LookupRequest
+from plait_disagg.tables.rows_wire import WIRE_VERSION, Found, Other, ShardIdentity, pack_requests, parse_answer
+from plait_fabric import FabricError, Message
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Client, Connect
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
+from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.metrics import read_metrics, sum_metrics
+from plait_fabric.threads import set_threads
 
-__all__ = ["RemoteTables"]
+__all__ = ["SHARD", "RemoteShard", "shards_metrics", "wait_for_shards"]
+
+_log = logging.getLogger(__name__)
+
+_SEND_S = 1.0
+_LOOK_S = 0.02
+
+SHARD = "shard_"
+"""The prefix of what shards count, wherever it is shown."""
 
 
-class RemoteTables:
-    """The `AsyncTables` of one shard (`workers.shard`). Owned by one thread."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class _OpenLookup:
+    """A lookup on its way. `tries`: how many replicas were asked; `connection`: the last one."""
 
-    def __init__(self, connect: Callable[[], Channel], *, name: str, answer_timeout_s: float = 5.0) -> None:
-        """Create tables that are not connected yet.
+    requests: Sequence[LookupRequest]
+    version: str
+    answer: Future[list[torch.Tensor]] = field(default_factory=Future)
+    tries: int = 0
+    connection: Connection[_OpenLookup] | None = None
 
-        `connect` dials once and raises `FabricError`; it is called when a lookup needs it.
-        """
-        self._connect = connect
+    def fail(self, error: Exception) -> None:
+        """Settle it with an error, unless it is settled."""
+        with suppress(InvalidStateError):
+            self.answer.set_exception(error)
+
+
+class RemoteShard:
+    """The `ShardTables` of one shard (`workers.shard`)."""
+
+    def __init__(
+        self,
+        connect: Connect,
+        identity: ShardIdentity,
+        *,
+        replicas: int = 1,
+        max_replicas: int | None = None,
+        answer_timeout_s: float = 5.0,
+        twin_after_s: float = 1.0,
+        backoff: Backoff | None = None,
+    ) -> None:
+        """Start connecting at once to `replicas` of the shard, or as many as are found up to `max_replicas`."""
+        self._identity = identity
         self._answer_timeout_s = answer_timeout_s
-        self._channel: Channel | None = None
-        self._number = 0
-        self.name = name
-        self.version: int | None = None
-        """The version that the last answer came from."""
+        self._twin_after_s = twin_after_s
+        self._lost = self._twins = 0
+        self._metrics: dict[Connection[_OpenLookup], Mapping[str, float]] = {}
+        protocol: ClientProtocol[_OpenLookup] = ClientProtocol(
+            version=WIRE_VERSION,
+            hello=identity.payload(),
+            on_welcome=lambda _, payload: self._on_welcome(payload),
+            on_message=self._on_message,
+            on_lost=self._on_lost,
+            send_timeout_s=_SEND_S,
+            answer_timeout_s=answer_timeout_s,
+        )
+        self.name = f"shard {identity.shard} of {identity.model}"
+        self._client: Client[_OpenLookup] = Client(
+            connect,
+            protocol,
+            name=f"cn {self.name}",
+            count=replicas,
+            max_count=max_replicas,
+            backoff=backoff,
+            on_thread=partial(set_threads, 1),
+        )
 
-    def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """Look up rows at the shard and wait for them. Raises `BadId`, `ShardLost`, `ShardRefused`, ValueError."""
-        return self.begin(requests).result().values
+    @property
+    def up(self) -> int:
+        """The number of replicas connected now."""
+        return self._client.up
 
-    def begin(self, requests: Sequence[LookupRequest]) -> _PendingLookup:
-        """Send a lookup to the shard, dialling if necessary, without waiting."""
-        self._number += 1
-        deadline_s = time.monotonic() + self._answer_timeout_s
-        channel = self._dial()
-        try:
-            header, leases = pack_requests(channel.pool, self._number, requests)
-            channel.send(header, leases, timeout_s=self._answer_timeout_s)
-        except FabricError as error:
-            if error.channel_usable and not isinstance(error, FabricTimeout):
-                raise ShardRefused(self.name, f"the lookup does not fit the fabric: {error}") from error
-            raise self._lost(str(error)) from error
-        return _PendingLookup(self, channel, self._number, deadline_s)
+    @property
+    def lost(self) -> int:
+        """The number of lookups lost with a replica so far."""
+        return self._lost
 
-    def collect(self, channel: Channel, number: int, deadline_s: float) -> LookupResult:
-        """Return the result of that lookup, for `PendingLookup.result`."""
-        try:
-            answer = self._answer(channel, number, deadline_s)
-        except FabricTimeout as error:
-            # Not the answer's last chance to come, but nobody would wait for it: begin afresh.
-            raise self._lost(f"no answer within {self._answer_timeout_s} s") from error
-        except (FabricError, RowsWireError) as error:
-            raise self._lost(str(error)) from error
-        if isinstance(answer, LookupResult):
-            self.version = answer.version
-            return answer
-        raise answer.bad_id or ShardRefused(self.name, answer.why)
+    @property
+    def twins(self) -> int:
+        """The number of lookups asked of a twin so far, because a replica was silent."""
+        return self._twins
 
-    def _answer(self, channel: Channel, number: int, deadline_s: float) -> LookupResult | LookupFailed:
-        """Return the answer of that number; answers to abandoned lookups come first and are dropped."""
-        while True:
-            with channel.recv(max(0.0, deadline_s - time.monotonic())) as message:
-                answered, *rest = parse_answer(message)
-            if answered > number:
-                raise RowsWireError("the shard answers what was not asked")
-            if answered < number:
-                continue
-            if isinstance(rest[0], LookupFailed):
-                return rest[0]
-            version, values = rest
-            return LookupResult(shard=self.name, version=version, values=values)  # type: ignore[arg-type]
+    def replica_metrics(self) -> list[Mapping[str, float]]:
+        """Return the counters of the replicas, as of their last answers."""
+        return list(self._metrics.values())
 
-    def _dial(self) -> Channel:
-        if self._channel is None or self._channel.closed:
-            try:
-                self._channel = self._connect()
-            except FabricError as error:
-                raise ShardLost(self.name, str(error)) from error
-        return self._channel
+    def begin(self, requests: Sequence[LookupRequest], version: str) -> _PendingLookup:
+        """Send a lookup to a replica. Raises `ShardLost`, `ShardRefused`, ValueError."""
+        lookup = _OpenLookup(requests=requests, version=version)
+        until_s = time.monotonic() + self._answer_timeout_s
+        while not self._send(lookup, self._client.best(full=True)):
+            if time.monotonic() > until_s or not self._client.up:
+                raise self.gone("no replica answers; one is being started")
+        return _PendingLookup(self, lookup, until_s, self._twin_after_s)
 
-    def _lost(self, why: str) -> ShardLost:
-        self.close()
-        return ShardLost(self.name, why)
+    def ask_twin(self, lookup: _OpenLookup) -> None:
+        """Ask another replica than the one that is silent, if there is one."""
+        others = [it for it in self._client.connections if it.up and it is not lookup.connection]
+        if others and self._send(lookup, min(others, key=lambda it: it.open_calls)):
+            self._twins += 1
+
+    def gone(self, why: str) -> ShardLost:
+        """Return the error of a lookup that nobody answers."""
+        return ShardLost(self.name, why, back_in_s=self._client.back_in_s)
 
     def close(self) -> None:
-        """Close the channel; another lookup would dial again."""
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            channel.close()
+        """Close the connections for good; open lookups are lost."""
+        self._client.close()
+
+    def _send(self, lookup: _OpenLookup, connection: Connection[_OpenLookup] | None) -> bool:
+        """Return whether it was sent: not if the replica is gone."""
+        if connection is None:
+            return False
+        lookup.connection, lookup.tries = connection, lookup.tries + 1
+        try:
+            connection.call(lookup, lambda number, pool: pack_requests(pool, number, lookup.version, lookup.requests))
+        except ConnectionLost:
+            connection.rest()
+            return False
+        except FabricError as error:
+            raise ShardRefused(self.name, f"the lookup does not fit the fabric: {error}") from error
+        return True
+
+    # On a connection's thread.
+
+    def _on_welcome(self, payload: Header) -> None:
+        self._identity.check(payload)
+
+    def _on_message(self, connection: Connection[_OpenLookup], message: Message) -> None:
+        with message:
+            number, answer = parse_answer(message)
+            said = read_metrics(message.header)
+        if said is not None:
+            self._metrics[connection] = said
+        lookup = connection.take(number)
+        if lookup is None:
+            if not connection.was_called(number):
+                raise WireError(f"an answer to lookup {number}, which was never asked")
+            return
+        if isinstance(answer, Found):
+            if len(answer.values) != len(lookup.requests):
+                raise WireError(f"{len(answer.values)} values for {len(lookup.requests)} lookups")
+            with suppress(InvalidStateError):  # its twin was faster
+                lookup.answer.set_result(answer.values)
+        elif isinstance(answer, Other):
+            lookup.fail(OtherVersion(self.name, asked=lookup.version, has=answer.has))
+        else:
+            lookup.fail(ShardRefused(self.name, answer.why))
+
+    def _on_lost(self, connection: Connection[_OpenLookup], lookups: list[_OpenLookup], why: str) -> None:
+        self._metrics.pop(connection, None)
+        self._lost += len(lookups)
+        for lookup in lookups:
+            if lookup.answer.done() or lookup.connection is not connection:  # its twin was asked, and still may answer
+                continue
+            try:
+                if lookup.tries > 1 or not self._send(lookup, self._client.best(full=True)):
+                    lookup.fail(self.gone(why))
+            except Exception as error:
+                _log.warning("%s: a lookup could not be sent again: %s", self.name, error)
+                lookup.fail(self.gone(why))
+
+
+def shards_metrics(shards: Sequence[RemoteShard]) -> Mapping[str, float]:
+    """Return metrics of who asks the shards: those of which a replica is connected; lookups lost with one, and asked of
+    a twin, so far; the counters of all replicas."""
+    replicas = [metrics for shard in shards for metrics in shard.replica_metrics()]
+    return {
+        "shards": sum(shard.up > 0 for shard in shards),
+        "lost_lookups_total": sum(shard.lost for shard in shards),
+        "twin_lookups_total": sum(shard.twins for shard in shards),
+        **sum_metrics(SHARD, replicas),
+    }
+
+
+def wait_for_shards(shards: Sequence[RemoteShard], *, timeout_s: float = 30.0) -> None:
+    """Wait until a replica of every shard is connected; after the time-out, requests that need one that is away
+    fail."""
+    until_s = time.monotonic() + timeout_s
+    while any(not shard.up for shard in shards):
+        if time.monotonic() > until_s:
+            _log.warning("still away: %s", ", ".join(shard.name for shard in shards if not shard.up))
+            return
+        time.sleep(_LOOK_S)
 
 
 class _PendingLookup:
-    """A `PendingLookup` on a channel."""
+    """A `PendingLookup` at a shard's replicas."""
 
-    def __init__(self, tables: RemoteTables, channel: Channel, number: int, deadline_s: float) -> None:
-        self._tables = tables
-        self._channel = channel
-        self._number = number
-        self._deadline_s = deadline_s
+    def __init__(self, shard: RemoteShard, lookup: _OpenLookup, until_s: float, twin_after_s: float) -> None:
+        self._shard = shard
+        self._lookup = lookup
+        self._until_s = until_s
+        self._twin_after_s = twin_after_s
 
-    def result(self) -> LookupResult:
-        """Wait for the shard's answer."""
-        return self._tables.collect(self._channel, self._number, self._deadline_s)
+    def result(self) -> list[torch.Tensor]:
+        """Wait for the answer of the shard."""
+        answer = self._lookup.answer
+        try:
+            return answer.result(self._twin_after_s)
+        except TimeoutError:
+            self._shard.ask_twin(self._lookup)
+        try:
+            return answer.result(max(0.0, self._until_s - time.monotonic()))
+        except TimeoutError:
+            raise self._shard.gone("it did not answer in time") from None

@@ -23,7 +23,7 @@ from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_card, parse_done, role_payload
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.batch_boundary import BatchBoundary
+from plait_disagg.queue.batch_boundary import BatchBoundary, run_agreed
 from plait_disagg.queue.jobs import RankJob, settle
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
@@ -80,10 +80,11 @@ class CnCore:
         knobs: WorkerKnobs | None = None,
         answer_timeout_s: float = 30.0,
         backoff: Backoff | None = None,
+        more_metrics: Callable[[], Mapping[str, float]] = dict,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start the core at once. `connect` reaches an HN, of which there are `hns`, or as many as are found up to
-        `max_hns`; `dense_version` is the version they must compute with."""
+        `max_hns`; `dense_version` is the version they must compute with. `more_metrics`: those of its tables."""
         self._card = card
         self._sparse = sparse
         self._source = _row_source(sparse)
@@ -91,6 +92,7 @@ class CnCore:
         self._between = BatchBoundary()
         self._senders: dict[Connection[_SentBatch], tuple[_SenderKey, RowSender]] = {}
         self._savings = RowSavings()
+        self._more_metrics = more_metrics
         self._knobs = knobs or WorkerKnobs()
         self._clock = clock
         self._stopping = False
@@ -166,11 +168,8 @@ class CnCore:
         return None if self._client.up else _NO_HN
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of a whole worker, plus those of the wire, the caches and the HNs.
-
-        Bytes and lost batches so far; HNs connected and batches there now; if rows cross, the counters of their
-        caches; the counters of the HNs.
-        """
+        """Return metrics of a whole worker, plus those of the wire, the caches, the tables and the HNs: bytes and lost
+        batches so far; HNs connected and batches there now; if rows cross, what their caches count."""
         loop = self._loop
         return {
             "requests_total": loop.items,
@@ -187,6 +186,7 @@ class CnCore:
             "window": sum(connection.window for connection in self._client.connections if connection.up),
             "late_answers_total": self._late,
             **(self._savings.metrics() if self._source is not None else {}),
+            **self._more_metrics(),
             **sum_metrics("hn_", list(self._hn_metrics.values())),
         }
 
@@ -231,8 +231,7 @@ class CnCore:
                 self._room.wait(_LOOK_S)
 
     def _work(self, jobs: list[RankJob]) -> None:
-        with self._between.batch():
-            self._ask_hn(jobs)
+        run_agreed(self._between, lambda: self._ask_hn(jobs), self._clock)
 
     def _ask_hn(self, jobs: list[RankJob]) -> None:
         connection = self._client.best(full=True)

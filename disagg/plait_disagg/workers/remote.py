@@ -23,6 +23,7 @@ from plait_disagg.messages.wire import (
 )
 from plait_disagg.queue.delay import Delay
 from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, settle
+from plait_disagg.tables.remote import SHARD
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
@@ -180,7 +181,7 @@ class RemoteCore:
             "lost_total": self._lost,
             "workers": self._client.up,
             "at_workers": self._client.open_calls,
-            **sum_metrics("worker_", list(self._worker_metrics.values()), shared="hn_"),
+            **sum_metrics("worker_", list(self._worker_metrics.values()), shared=("hn_", SHARD)),
         }
 
     def stop(self, *, drain_s: float) -> None:

@@ -1,22 +1,37 @@
-"""A shard worker: serves lookups in its tables to any authenticated client.
+"""A shard worker: serves lookups in its pieces of a model's tables to CNs.
 
-One thread per client receives, looks up and answers. Lookups are serialized, each seeing one version of the rows.
+One thread per CN receives, looks up and answers. Lookups are serialized, each in rows of one version; a CN that asks
+for another learns which one is here.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import get_args
 
 import torch
 
-from plait_disagg.tables.protocols import BadId, LookupRequest, Tables
-from plait_disagg.tables.rows_wire import RowsWireError, failed_header, pack_found, parse_requests
-from plait_disagg.tables.values import Lookup, Mode, Table
-from plait_fabric import Channel, ChannelClosed, FabricError, Listener, Message, PeerLost
-from plait_fabric.rpc.server import start_accepting
+from plait_disagg.queue.batch_boundary import BatchBoundary
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.refresh.prepared_update import PreparedUpdate
+from plait_disagg.tables.pieces import HeldPieces
+from plait_disagg.tables.protocols import BadId
+from plait_disagg.tables.rows_wire import (
+    WIRE_VERSION,
+    RowsRequest,
+    ShardIdentity,
+    failed_header,
+    other_header,
+    pack_found,
+    parse_requests,
+)
+from plait_disagg.tables.values import Lookup, Mode
+from plait_fabric import Listener, Message
+from plait_fabric.heartbeat import ThreadHeartbeat
+from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.threads import set_threads
 
 __all__ = ["ShardWorker"]
@@ -28,84 +43,130 @@ _SEND_S = 1.0
 
 
 class ShardWorker:
-    """Serves the tables `served` over the listeners, which it owns. `version` counts the refreshes of the rows."""
+    """Serves `pieces`, at `version` of the rows, over the listeners, which it owns."""
 
     def __init__(
-        self, tables: Tables, served: Sequence[Table], listeners: Sequence[Listener], *, version: int = 0
+        self,
+        identity: ShardIdentity,
+        pieces: HeldPieces,
+        listeners: Sequence[Listener],
+        *,
+        version: str,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start the worker at once."""
-        self._tables = tables
+        """Start serving at once."""
+        self._pieces = pieces
         self._version = version
+        self._clock = clock
         # Tables may remember lookups by identity, so each one is made once.
         self._lookups = {
-            (table.name, mode): Lookup(name=f"{table.name}.{mode}", table=table.name, mode=mode)
-            for table in served
+            (name, mode): Lookup(name=f"{name}.{mode}", table=name, mode=mode)
+            for name in pieces.names
             for mode in get_args(Mode)
         }
-        self._lookup_lock = threading.Lock()
-        self._lock = threading.Lock()
-        self._channels: set[Channel] = set()
-        self._stopped = False
-        self._listeners = tuple(listeners)
-        self.lookups = 0
-        start_accepting(self._listeners, self._admit, name="shard")
+        self._between = BatchBoundary()
+        self.heartbeat = ThreadHeartbeat(clock)
+        self._count = self._ids = self._bytes = self._others = self._waiting = 0
+        self._busy_s = self._queued_s = 0.0
+        protocol = ServerProtocol(
+            version=WIRE_VERSION,
+            on_hello=identity.check,
+            welcome=identity.payload,
+            on_message=self._on_message,
+            on_lost=lambda _: None,
+            send_timeout_s=_SEND_S,
+            metrics=self.metrics,
+        )
+        self._server = Server(protocol, listeners, name="shard", on_thread=partial(set_threads, 1))
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses on which it listens."""
-        return tuple(listener.address for listener in self._listeners)
+        return self._server.addresses
 
-    def replace(self, tables: Tables, *, version: int) -> None:
-        """Serve `tables` from the next lookup on. They must include the tables that are served now."""
-        with self._lookup_lock:
-            self._tables, self._version = tables, version
+    @property
+    def alive(self) -> bool:
+        """False when the process must be replaced."""
+        return self._server.alive
 
-    def stop(self) -> None:
-        """Stop listening and close all channels. Idempotent."""
-        with self._lock:
-            self._stopped = True
-            channels = list(self._channels)
-        for listener in self._listeners:
-            listener.close()
-        for channel in channels:
-            channel.close()
+    @property
+    def channels(self) -> int:
+        """Number of clients connected now."""
+        return self._server.peers
 
-    def _admit(self, channel: Channel) -> None:
-        with self._lock:
-            if self._stopped:
-                channel.close()
-                return
-            self._channels.add(channel)
-        threading.Thread(target=self._serve, args=(channel,), name="shard client", daemon=True).start()
+    def metrics(self) -> Mapping[str, float]:
+        """Return lookups, ids and bytes answered so far, and those asked for another version; seconds of lookups, and
+        that lookups waited for others."""
+        return {
+            "requests_total": self._count,
+            "ids_total": self._ids,
+            "answered_bytes_total": self._bytes,
+            "other_versions_total": self._others,
+            "busy_seconds_total": self._busy_s,
+            "queued_seconds_total": self._queued_s,
+            "waiting": self._waiting,
+        }
 
-    def _serve(self, channel: Channel) -> None:
-        set_threads(1)
-        try:
-            while True:
-                self._answer(channel, channel.recv())
-        except (PeerLost, ChannelClosed) as error:
-            _log.info("client %s left: %s", channel.peer, error)
-        except (FabricError, RowsWireError) as error:
-            _log.warning("dropping client %s: %s", channel.peer, error)
-        finally:
-            channel.close()
-            with self._lock:
-                self._channels.discard(channel)
+    def reconfigure(self, knobs: WorkerKnobs) -> None:
+        """Do nothing: lookups of a client run one after the other on its own thread."""
 
-    def _answer(self, channel: Channel, message: Message) -> None:
+    def prepare(self, change: PreparedUpdate) -> None:
+        """Do nothing: rows are written in place."""
+
+    def apply_update(self, change: PreparedUpdate) -> None:
+        """Write the change's rows between two lookups; from then on they are of its version."""
+        self._between.change(lambda: self._apply_update(change))
+
+    def stop(self, *, drain_s: float) -> None:
+        """Stop listening, answer what has arrived within `drain_s`, and close all channels. Idempotent."""
+        self._server.close_listeners()
+        until_s = self._clock() + drain_s
+        while self._waiting and self._clock() < until_s:
+            time.sleep(0.01)
+        self._server.hang_up()
+
+    def _apply_update(self, change: PreparedUpdate) -> None:
+        change.write()
+        self._version = change.version
+
+    def _on_message(self, peer: Peer, message: Message) -> None:
         with message:
             request = parse_requests(message, self._lookups)
             try:
-                version, values = self._look_up(request.known)
+                values = self._look_up(request)
             except Exception as error:
                 if not isinstance(error, BadId | ValueError):
                     _log.exception("a lookup failed")
-                channel.send(failed_header(request.number, error), timeout_s=_SEND_S)
+                peer.send(failed_header(request.number, str(error)))
                 return
-        header, leases = pack_found(channel.pool, request.number, version, values)
-        channel.send(header, leases, timeout_s=_SEND_S)
+        if isinstance(values, str):
+            self._others += 1
+            peer.send(other_header(request.number, values))
+            return
+        self._bytes += sum(value.nbytes for value in values)
+        header, leases = pack_found(peer.pool, request.number, values, metrics=peer.metrics())
+        peer.send(header, leases)
 
-    def _look_up(self, requests: Sequence[LookupRequest]) -> tuple[int, list[torch.Tensor]]:
-        with self._lookup_lock, torch.inference_mode():
-            self.lookups += 1
-            return self._version, self._tables.lookup(requests)
+    def _look_up(self, request: RowsRequest) -> list[torch.Tensor] | str:
+        """Return the values, or the version that is here if it is another one."""
+        if request.missing:
+            raise ValueError(f"there is no piece {request.missing}")
+        came_s = self._clock()
+        self._waiting += 1
+        try:
+            with self._between.batch(), torch.inference_mode():
+                began_s = self._clock()
+                if request.version != self._version:
+                    return self._version
+                self.heartbeat.begin("a lookup")
+                try:
+                    values = self._pieces.lookup(request.requests)
+                finally:
+                    self.heartbeat.rest()
+                self._count += 1
+                self._ids += sum(one.ids.numel() for one in request.requests)
+                self._queued_s += began_s - came_s
+                self._busy_s += self._clock() - began_s
+                return values
+        finally:
+            self._waiting -= 1

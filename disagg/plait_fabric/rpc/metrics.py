@@ -47,7 +47,9 @@ def read_metrics(header: Header) -> Metrics | None:
     return metrics
 
 
-def sum_metrics(prefix: str, counted: Iterable[Metrics], *, shared: str | None = None) -> dict[str, float]:
+def sum_metrics(
+    prefix: str, counted: Iterable[Metrics], *, shared: str | tuple[str, ...] | None = None
+) -> dict[str, float]:
     """Add up the metrics of several servers, by prefixed name. What names that begin with `shared` count is the same
     for all servers, those behind them, and so the max is kept."""
     total: dict[str, float] = {}

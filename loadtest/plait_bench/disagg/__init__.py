@@ -13,6 +13,7 @@ from plait_bench.benchmark import Benchmark, Workload, chosen
 from plait_bench.disagg.workloads.big_table import BigTable
 from plait_bench.disagg.workloads.crossing import Crossing
 from plait_bench.disagg.workloads.dense import DENSE_MODELS, DenseOnly
+from plait_bench.disagg.workloads.gathering import Gathering
 from plait_bench.disagg.workloads.goodput import GOODPUTS, SCALES, Goodput
 from plait_bench.disagg.workloads.in_process import InProcess
 from plait_bench.disagg.workloads.one_by_one import OneByOne
@@ -30,6 +31,7 @@ WORKLOADS: Mapping[str, Callable[[], Sequence[Workload]]] = {
     "dense": lambda: [DenseOnly(model, count) for model in DENSE_MODELS for count in (1, 64, 512)],
     "overload": lambda: [Overload()],
     "one-by-one": lambda: [OneByOne(count) for count in (1, 64, 512)],
+    "shards": lambda: [Gathering(count) for count in (1, 64, 512)],
     "refresh": lambda: [Refresh("plait", "whole"), Refresh("plait_split", "split")],
     **{name: lambda load=load: [Goodput(load)] for name, load in GOODPUTS.items()},  # type: ignore[misc]
 }

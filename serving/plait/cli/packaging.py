@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -102,11 +103,14 @@ def cut_model(
     cutter: Annotated[CutterName | None, typer.Option(help="cut it again; as it was packaged if left out")] = None,
     candidates: Annotated[int, typer.Option(min=1, max=10_000, help="the request that the cut is made for")] = 64,
     bag: Bags = None,
+    shards: Annotated[
+        int | None, typer.Option(min=2, max=64, help="show how cn.shards would deal a package's tables")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(help="draw it into this file")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Show where a model is cut: what runs on which side, which tensors cross, and bytes per request."""
-    from plait.offline.cutting import SHOWN, CutQuestion, inspect_cut
+    from plait.offline.cutting import SHOWN, CutQuestion, dealt_tables, inspect_cut
     from plait_disagg.graph.svg import cut_svg
 
     question = CutQuestion(
@@ -119,10 +123,15 @@ def cut_model(
     if svg is not None:
         _write(svg, cut_svg(cut.report, title=cut.title, candidates=SHOWN))
         print(f"drawn into {svg}", file=sys.stderr)
+    dealt = None if shards is None else dealt_tables(Path(model), shards)
     if as_json:
-        print(json.dumps({"title": cut.title, **cut.report.to_json()}, indent=1))
-    else:
-        print(cut.title, cut.report.to_text(), sep="\n", end="")
+        more = {} if dealt is None else {"shards": [asdict(shard) for shard in dealt]}
+        print(json.dumps({"title": cut.title, **cut.report.to_json(), **more}, indent=1))
+        return
+    print(cut.title, cut.report.to_text(), sep="\n", end="")
+    for number, shard in enumerate(dealt or ()):
+        print(f"shard {number}: {shard.held_bytes:,} bytes, {shard.read_bytes:,.0f} read by a request", end="")
+        print(f": {', '.join(shard.pieces) or 'nothing'}")
 
 
 def _write(path: Path, text: str) -> None:

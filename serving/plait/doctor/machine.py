@@ -16,6 +16,7 @@ from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
 
 __all__ = [
+    "available_memory_bytes",
     "check_caches",
     "check_cpu",
     "check_files",
@@ -74,7 +75,7 @@ def check_machine() -> list[CheckResult]:
     from plait_fabric.cores import usable_cores
 
     cores = usable_cores()
-    memory = _available_memory_bytes()
+    memory = available_memory_bytes()
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0  # noqa: S108  # Ray's shared memory
     disk = shutil.disk_usage("/tmp").free  # noqa: S108  # Ray's session folder
     shown = f"{memory / GIB:.1f} GiB free, {NEEDED_MEMORY_BYTES / GIB:.0f} needed"
@@ -157,7 +158,7 @@ def _can_write(folder: Path) -> bool:
         return False
 
 
-def _available_memory_bytes() -> int:
+def available_memory_bytes() -> int:
     """Return what is available, or what the container's limit leaves."""
     try:
         import torch

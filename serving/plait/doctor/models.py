@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plait.config import PlaitConfig
-from plait.doctor.findings import CheckResult, CheckStatus, finding
+from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import ShardsSection
 
 __all__ = ["check_models", "check_starter"]
 
@@ -114,3 +115,23 @@ def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
             continue
         state = f"{', '.join(changed[:3])} missing or changed" if changed else f"{section.folder}, intact"
         yield finding("models", not changed, f"{name}: {state}", "copy the folder again, or package the model again")
+        if not changed and (shards := section.cn.shard_section) is not None and section.mode == "split":
+            yield _shards(name, section.folder, shards)
+
+
+def _shards(name: str, folder: Path, section: ShardsSection) -> CheckResult:
+    """The tables must fit into the shards, and each shard into a machine like this one."""
+    from plait.doctor.machine import available_memory_bytes
+    from plait_disagg.package.errors import PackageError
+    from plait_disagg.package.read import open_package
+    from plait_disagg.package.sharding import Sharding, plan_of
+
+    advice = "more shards (cn.shards.count), or more memory for each (cn.shards.memory_gb)"
+    try:
+        sharding = Sharding(shards=section.count, memory_bytes=section.memory_bytes)
+        held = plan_of(open_package(folder, ahead=False), sharding).held_bytes
+    except PackageError as error:
+        return finding("shards", False, f"{name}: {error}", advice)
+    here = available_memory_bytes()
+    detail = f"{name}: {section.count} shards of at most {max(held) / 1e9:.3g} GB; this machine has {here / 1e9:.3g} GB"
+    return warning("shards", max(held) <= here, detail, f"{advice}, or machines with more than this one has")

@@ -10,16 +10,19 @@ from plait.errors import PlaitError
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import GraphError
+from plait_disagg.graph.program import Program
 from plait_disagg.graph.report import CANDIDATES, CutReport, cut_report
+from plait_disagg.graph.small_tables import placed
 from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
-from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
+from plait_disagg.package.costing import Cuttable, cut_problem, cuttable, offered
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.read import Package, open_package
+from plait_disagg.package.sharding import Sharding, plan_of
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.reference import SeparateTables
 
-__all__ = ["SHOWN", "Cut", "CutQuestion", "inspect_cut"]
+__all__ = ["SHOWN", "Cut", "CutQuestion", "DealtShard", "dealt_tables", "inspect_cut"]
 
 SHOWN = 64
 """The number of candidates in the request whose bytes the drawing shows."""
@@ -48,6 +51,33 @@ class Cut:
     report: CutReport
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DealtShard:
+    """What one shard of a package's tables would hold, and about how much of it a request would read."""
+
+    held_bytes: int
+    read_bytes: float
+    pieces: tuple[str, ...]
+
+
+def dealt_tables(folder: Path, shards: int) -> list[DealtShard]:
+    """Return how so many shards would hold the tables of a packaged model's folder. Raises `PlaitError`."""
+    if not folder.is_dir():
+        raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
+    try:
+        plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
+    except PackageError as error:
+        raise PlaitError(str(error)) from error
+    return [
+        DealtShard(
+            held_bytes=plan.held_bytes[number],
+            read_bytes=plan.read_bytes[number],
+            pieces=tuple(piece.name for piece in plan.of_shard(number)),
+        )
+        for number in range(plan.shards)
+    ]
+
+
 def inspect_cut(question: CutQuestion) -> Cut:
     """Return the cut of a packaged model's folder, or of a named configuration (`plait_disagg.models.configs`).
 
@@ -72,15 +102,21 @@ def _of_package(package: Package, question: CutQuestion) -> Cut:
         package.whole,
         {port.name: package.constants[port.name] for port in package.whole.constants},  # as they were captured
         manifest.inputs,
-        table_rows={table.name: table.rows for table in package.tables.tables},
+        table_rows={table.name: table.rows for table in package.stored.tables},
         exact=not manifest.cut.tiled,
+        refuses=lambda name: any(
+            table.name == name and table.out_of_range == "error" for table in package.stored.tables
+        ),
     )
     if question.cutter is None:
-        names = {node.name for node in ready.program.nodes}
+        program = offered(ready, candidates=manifest.cut.candidates, ids_per_bag=question.ids_per_bag)
+        names = {node.name for node in program.nodes}
         nodes = frozenset(node.name for node in package.cn.nodes if node.name in names)
+        program = placed(program, nodes)
     else:
-        nodes = _cut(ready, FusedTables(package.tables), question, question.ids_per_bag)
-    return Cut(title=f"{manifest.name}, cut by {cutter}", report=_report(ready, nodes, question, question.ids_per_bag))
+        program, nodes = _cut(ready, FusedTables(package.tables), question, question.ids_per_bag)
+    report = _report(program, nodes, question, question.ids_per_bag)
+    return Cut(title=f"{manifest.name}, cut by {cutter}", report=report)
 
 
 def _of_configuration(question: CutQuestion) -> Cut:
@@ -89,19 +125,23 @@ def _of_configuration(question: CutQuestion) -> Cut:
     per_bag = {**ids_per_bag(question.model), **question.ids_per_bag}
     rows = {name: int(weight.shape[0]) for name, weight in captured.tables.items()}
     ready = cuttable(captured.program, captured.constants, inputs, table_rows=rows, exact=False)
-    nodes = _cut(ready, SeparateTables(captured.tables), question, per_bag)
+    program, nodes = _cut(ready, SeparateTables(captured.tables), question, per_bag)
     title = f"{question.model}, cut by {question.cutter or _DEFAULT_CUTTER}"
-    return Cut(title=title, report=_report(ready, nodes, question, per_bag))
+    return Cut(title=title, report=_report(program, nodes, question, per_bag))
 
 
-def _cut(ready: Cuttable, tables: Tables, question: CutQuestion, per_bag: Mapping[str, int]) -> frozenset[str]:
-    """Compute the cut, with times measured on this machine."""
+def _cut(
+    ready: Cuttable, tables: Tables, question: CutQuestion, per_bag: Mapping[str, int]
+) -> tuple[Program, frozenset[str]]:
+    """Compute the cut, with times measured on this machine, and return it with the program."""
     problem = cut_problem(ready, tables, candidates=question.candidates, ids_per_bag=per_bag)
-    return CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
+    nodes = CUTTERS[question.cutter or _DEFAULT_CUTTER].cut(problem)
+    program = placed(problem.program, nodes)
+    return program, nodes & {node.name for node in program.nodes}
 
 
-def _report(ready: Cuttable, nodes: frozenset[str], question: CutQuestion, per_bag: Mapping[str, int]) -> CutReport:
-    return cut_report(ready.program, nodes, ids_per_bag=per_bag, candidates=_sizes(question))
+def _report(program: Program, nodes: frozenset[str], question: CutQuestion, per_bag: Mapping[str, int]) -> CutReport:
+    return cut_report(program, nodes, ids_per_bag=per_bag, candidates=_sizes(question))
 
 
 def _sizes(question: CutQuestion) -> tuple[int, ...]:

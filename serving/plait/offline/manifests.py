@@ -11,7 +11,7 @@ from plait_deploy.kuberay.sizing import Reservation
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
-from plait_serving.ranking.config import WORKER_CPUS, HnSection, WholeSection
+from plait_serving.ranking.config import WORKER_CPUS, HnSection, ShardsSection, WholeSection
 from plait_serving.sections import INGRESS_CPUS
 
 __all__ = ["kuberay_manifests", "reservations", "serve_application"]
@@ -65,6 +65,8 @@ def reservations(config: PlaitConfig) -> list[Reservation]:
                     num_gpus=part.num_gpus if isinstance(part, HnSection | WholeSection) else 0.0,
                     min_replicas=part.min_replicas,
                     max_replicas=part.max_replicas,
+                    is_shard=isinstance(part, ShardsSection),
+                    memory_bytes=part.memory_bytes or 0 if isinstance(part, ShardsSection) else 0,
                 )
             )
     return found

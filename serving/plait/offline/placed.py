@@ -82,4 +82,7 @@ def _uncounted(args: Mapping[str, Any], config: PlaitConfig) -> dict[str, Any]:
             for role in ("cn", "hn", "whole"):
                 if isinstance(model.get(role, {}).get("replicas"), int):
                     del model[role]["replicas"]
+            shards = model.get("cn", {}).get("shards")
+            if isinstance(shards, dict) and isinstance(shards.get("replicas"), int):
+                del shards["replicas"]
     return found

@@ -51,7 +51,7 @@ def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
     for name, section in config.ranking_models.items():
         for role, part in section.parts.items():
             rest = part.model_dump(mode="json")
-            del rest["knobs"]
+            rest.pop("knobs", None)
             replicas = rest.pop("replicas")
             found[worker_name(name, role)] = DeploymentPlan(
                 fixed=_json({**_package(section), "role": role, **rest}),

@@ -26,7 +26,9 @@ __all__ = [
     "RankModelSection",
     "RankRole",
     "RankingSection",
+    "ShardsSection",
     "WholeSection",
+    "shard_role",
 ]
 
 STARTER_RANKING_MODEL = "picks"
@@ -40,8 +42,10 @@ WORKER_CPUS = 0.2
 MAX_WORKERS = MAX_REPLICAS
 """Replicas of one kind of worker."""
 
+MAX_SHARDS = 64
+
 Mode = Literal["whole", "split"]
-RankRole = Literal["whole", "cn", "hn"]
+RankRole = Literal["whole", "cn", "hn", "shard"]
 RankExecutor = Literal["auto", "torch"]
 OmpWait = Literal["default", "active", "passive"]
 
@@ -76,18 +80,21 @@ class CnKnobs(HnKnobs):
     cache: Annotated[CachePolicy, Field(description="which rows: used last (lru) or asked for first")] = "lru"
 
 
-class _WorkerSection(Section):
+class NoKnobs(Section):
+    """Nothing can change on a running shard."""
+
+
+class _PartSection(Section):
     replicas: Annotated[int, Field(ge=1, le=MAX_WORKERS)] | Replicas = 1
     num_cpus: CoreBudget = None
     omp_wait: Annotated[
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
     ] = "default"
-    knobs: HnKnobs = HnKnobs()
 
     @property
-    def capped_knobs(self) -> HnKnobs:
-        """The knobs with as many threads as a worker gets: at least its budget."""
-        return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
+    def capped_knobs(self) -> Section:
+        """The knobs with as many threads as a worker gets."""
+        return NoKnobs()
 
     @property
     def min_replicas(self) -> int:
@@ -100,10 +107,43 @@ class _WorkerSection(Section):
         return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
-class CnSection(_WorkerSection):
-    """The embedding half: processes with the tables."""
+class _WorkerSection(_PartSection):
+    knobs: HnKnobs = HnKnobs()
 
+    @property
+    def capped_knobs(self) -> HnKnobs:
+        """The knobs with as many threads as a worker gets: at least its budget."""
+        return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
+
+
+class ShardsSection(_PartSection):
+    """Processes that hold the tables between them, where these are larger than a node; CNs then hold none. `replicas`
+    are those of each shard: with a range, each follows its own load."""
+
+    count: Annotated[int, Field(ge=2, le=MAX_SHARDS, description="shards of the tables")] = 2
+    memory_gb: Annotated[
+        float | None, Field(gt=0, description="GB (10^9 bytes) of tables in a shard, at most; unset: not bounded")
+    ] = None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """`memory_gb` in bytes."""
+        return None if self.memory_gb is None else int(self.memory_gb * 1e9)
+
+
+class CnSection(_WorkerSection):
+    """The embedding half: processes with the tables, or with `shards` those that ask for them."""
+
+    shards: Annotated[
+        Annotated[int, Field(ge=2, le=MAX_SHARDS)] | ShardsSection | None,
+        Field(description="into how many processes the tables are dealt; unset: each CN has all of them"),
+    ] = None
     knobs: CnKnobs = CnKnobs()
+
+    @property
+    def shard_section(self) -> ShardsSection | None:
+        """The section of the shards, if there are any."""
+        return ShardsSection(count=self.shards) if isinstance(self.shards, int) else self.shards
 
 
 class HnSection(_WorkerSection):
@@ -131,14 +171,23 @@ class RankModelSection(Section):
     whole: WholeSection = WholeSection()
 
     @property
-    def parts(self) -> dict[RankRole, CnSection | HnSection | WholeSection]:
-        """Its deployments by role."""
-        return {"whole": self.whole} if self.mode == "whole" else {"cn": self.cn, "hn": self.hn}
+    def parts(self) -> dict[str, CnSection | HnSection | WholeSection | ShardsSection]:
+        """Its deployments by role; each shard is a deployment of its own (`shard0`, ...)."""
+        if self.mode == "whole":
+            return {"whole": self.whole}
+        shards = self.cn.shard_section
+        held = {} if shards is None else dict.fromkeys(map(shard_role, range(shards.count)), shards)
+        return {"cn": self.cn, "hn": self.hn, **held}
 
     @property
     def entry_role(self) -> RankRole:
         """The role of the deployment that the ingress calls."""
         return "whole" if self.mode == "whole" else "cn"
+
+
+def shard_role(number: int) -> str:
+    """Return the name of a shard among the parts of a model."""
+    return f"shard{number}"
 
 
 class RankingSection(Section):

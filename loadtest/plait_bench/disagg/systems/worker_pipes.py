@@ -52,6 +52,11 @@ class PipedProcess(WorkerPipes):
         assert self._process.stdout is not None
         super().__init__(role, self._process.stdin, self._process.stdout)
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
     def end(self) -> None:
         """Kill the process and wait for its end."""
         self._process.kill()

@@ -1,4 +1,5 @@
-"""A table of 20 GB: how soon a server over it answers, and whether two servers share its pages.
+"""A table of 20 GB: how soon a server over it answers, and whether two servers share its pages; and the same tables on
+two shards, of which each has only its own in memory.
 
 The file is sparse, so it takes no room on disk; the server maps it like any other. A page that was read is in the
 page cache once: Pss counts half of it for each of two processes that map it.
@@ -22,9 +23,10 @@ from plait_bench.disagg.systems.serving import serving
 from plait_disagg.graph.capture import capture
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
-from plait_disagg.package import PackageOptions, write_package
+from plait_disagg.package import PackageOptions, open_package, write_package
 from plait_disagg.package.manifest import TABLES
 from plait_disagg.tables.storage import ZeroRows, write_tables
+from plait_disagg.values import RankRequest
 
 __all__ = ["BigTable", "resident_bytes"]
 
@@ -38,9 +40,9 @@ class BigTable(Workload):
     value of two servers. One round only, because what is mapped stays in the page cache."""
 
     name = "table-20gb"
-    systems = ("plait",)
+    systems = ("plait", "plait_shards")
     ours = "plait"
-    rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
+    rounds: ClassVar[Mapping[str, int]] = {"plait": 1, "plait_shards": 1}
     metrics: Mapping[str, Metric] = {
         "first_answer_s": Metric(unit="s", better="lower"),
         "table_rss_bytes": Metric(unit="bytes", better="lower"),
@@ -53,13 +55,16 @@ class BigTable(Workload):
         say(f"{_MODEL} with {_BYTES / 1e9:.0f} GB of tables")
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as scratch:
             self._package, table_rows = _package(Path(scratch) / "package")
-            self._bodies = _bodies(table_rows)
+            self._requests = _requests(table_rows)
             yield
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open nothing yet: the server's start is what is measured."""
-        yield _Mapping(self._package, self._bodies)
+        if system == "plait":
+            yield _Mapping(self._package, [body(request) for request in self._requests])
+        else:
+            yield _Dealt(self._package, self._requests)
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,34 @@ class _Mapping:
         return [Reading(metric=metric, value=max(values)) for metric, values in seen.items()]
 
 
+@dataclass(frozen=True)
+class _Dealt:
+    """Implements `Subject`: the tables on two shards of half of them each."""
+
+    package: Path
+    requests: list[RankRequest]
+
+    def warm_up(self) -> None:
+        """Do nothing: a cold start is what is measured."""
+
+    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
+        """Start both shards, ask for the CN half of all requests, and read the memory use of the shards."""
+        from plait_bench.disagg.systems.shards import on_shards  # the child is that module: not loaded twice
+
+        started_s = time.monotonic()
+        with on_shards(open_package(self.package, ahead=False), 2) as (half, pids):
+            half.run(self.requests[:1])
+            first_s = time.monotonic() - started_s
+            for request in self.requests:
+                half.run([request])
+            seen = [resident_bytes(pid, TABLES) for pid in pids]
+        return [
+            Reading(metric="first_answer_s", value=first_s),
+            Reading(metric="table_rss_bytes", value=max(rss for rss, _ in seen)),
+            Reading(metric="table_pss_bytes", value=max(pss for _, pss in seen)),
+        ]
+
+
 def resident_bytes(pid: int, file: str) -> tuple[float, float]:
     """Sum Rss and Pss of a process's mappings of a file, in bytes."""
     found = {"Rss": 0.0, "Pss": 0.0}
@@ -119,15 +152,11 @@ def _package(folder: Path) -> tuple[Path, int]:
     return folder, count
 
 
-def _bodies(table_rows: int) -> list[bytes]:
+def _requests(table_rows: int) -> list[RankRequest]:
     """Make requests with ids spread over the whole tables."""
     _, inputs = build(_MODEL, rows_scale=1e-5, seed=SEED)
     bounds = dict.fromkeys(ids_per_bag(_MODEL), table_rows)
     return [
-        body(
-            random_request(
-                inputs, bounds, model=_MODEL, candidates=_CANDIDATES, ids_per_bag=ids_per_bag(_MODEL), seed=seed
-            )
-        )
+        random_request(inputs, bounds, model=_MODEL, candidates=_CANDIDATES, ids_per_bag=ids_per_bag(_MODEL), seed=seed)
         for seed in range(_REQUESTS)
     ]

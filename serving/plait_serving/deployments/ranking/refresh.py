@@ -24,12 +24,12 @@ _SWITCH_TIMEOUT_S = 60.0
 
 
 class ServeFleet:
-    """A `Fleet`: the replicas of one deployment. Its handle is called for refreshes only here."""
+    """A `Fleet`: the replicas of some deployments, which switch at the same time. Their handles are called for
+    refreshes only here."""
 
-    def __init__(self, what: str, handle: Any) -> None:
-        """Take the deployment's name for messages as `what`."""
-        self._what = what
-        self._handle = handle
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        """Take Serve's handles, each by its deployment's name for messages."""
+        self._handles = handles
 
     def stage(self, folder: Path) -> Mapping[str, Exception | None]:
         """Stage the update on every replica at once."""
@@ -40,27 +40,27 @@ class ServeFleet:
         return self._all("switch_version", version, _SWITCH_TIMEOUT_S)
 
     def _all(self, method: str, argument: str, timeout_s: float) -> Mapping[str, Exception | None]:
-        def ask() -> Sequence[Any]:
-            found: Sequence[Any] = self._handle.broadcast(method, argument).results(
-                timeout_s=timeout_s, return_exceptions=True
-            )
-            return found
+        def ask(what: str, handle: Any) -> Mapping[str, Exception | None]:
+            try:
+                outcomes = handle.broadcast(method, argument).results(timeout_s=timeout_s, return_exceptions=True)
+            except Exception as error:  # Ray's and Serve's errors have no common base
+                return {what: NotPublished(str(error))}
+            return {f"{what} {number}": outcome for number, outcome in enumerate(outcomes)}
 
-        try:
-            with ThreadPoolExecutor(1) as thread:  # results() refuses to block where a loop runs
-                outcomes = thread.submit(ask).result()
-        except Exception as error:  # Ray's and Serve's errors have no common base
-            return {self._what: NotPublished(str(error))}
-        return {f"{self._what} {number}": outcome for number, outcome in enumerate(outcomes)}
+        with ThreadPoolExecutor(len(self._handles)) as threads:  # results() refuses to block where a loop runs
+            found = list(threads.map(ask, self._handles.keys(), self._handles.values()))
+        return {what: outcome for some in found for what, outcome in some.items()}
 
 
 class ServeRefresh:
     """A `Refreshes` that publishes to the HNs, if there are any, and to the deployment that the ingress calls."""
 
-    def __init__(self, name: str, source: RankSource, asked: Any, hns: Any) -> None:
-        """Take Serve's handles `asked` and `hns`; `hns` is None if the workers are whole."""
-        fleets = [ServeFleet(f"HN of {name}", hns)] if hns is not None else []
-        self._fleets = (*fleets, ServeFleet(f"CN of {name}" if fleets else f"worker of {name}", asked))
+    def __init__(self, name: str, source: RankSource, asked: Any, hns: Any, shards: Sequence[Any] = ()) -> None:
+        """Take Serve's handles `asked` and `hns`; `hns` is None if the workers are whole. CNs answer from one version
+        of their `shards` only, so these switch together."""
+        fleets = [ServeFleet({f"HN of {name}": hns})] if hns is not None else []
+        held = {f"shard {number} of {name}": handle for number, handle in enumerate(shards)}
+        self._fleets = (*fleets, ServeFleet({f"CN of {name}" if fleets else f"worker of {name}": asked, **held}))
         self._name = name
         self._source = source
 

@@ -21,5 +21,5 @@ def remote_ranking_service(models: Mapping[str, RankModel]) -> RankingService:
 
 def _served(name: str, model: RankModel) -> ServedRanker:
     ranker = remote_ranker(name, model.workers, replicas=model.replicas, max_replicas=model.max_replicas)
-    refreshes = ServeRefresh(name, model.source, model.workers, model.hns)
+    refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
     return ServedRanker(ranker=ranker, items=model.source.items(), refreshes=refreshes)

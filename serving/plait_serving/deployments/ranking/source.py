@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,21 +12,37 @@ from plait_serving.ranking.config import RankExecutor, RankRole
 
 if TYPE_CHECKING:
     from plait_disagg.package.read import Package
+    from plait_disagg.package.sharding import Sharding
     from plait_disagg.protocols import DenseHalf, ItemStore, SparseHalf
     from plait_disagg.refresh.live_package import LivePackage
+    from plait_disagg.tables.pieces import HeldPieces
+    from plait_disagg.tables.protocols import ShardTables
+    from plait_disagg.tables.rows_wire import ShardIdentity
     from plait_disagg.values import ModelCard
 
-__all__ = ["OpenedPackage", "PackageSource", "RankModel", "RankSource"]
+__all__ = ["OpenedPackage", "PackageSource", "RankModel", "RankSource", "ShardedModel"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedModel:
+    """How a model's tables are dealt, for one process: the `shard` that it is, or, for a CN, what reaches each."""
+
+    sharding: Sharding
+    shard: int = 0
+    reach: Callable[[ShardIdentity], ShardTables] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedPackage:
-    """A model's card and the halves that a role needs. `live` is where they come from, if they can be refreshed."""
+    """A model's card and the halves that a role needs. `live` is where they come from, if they can be refreshed.
+    `identity`, `pieces`: of a shard."""
 
     card: ModelCard
     sparse: SparseHalf | None = None
     dense: DenseHalf | None = None
     live: LivePackage | None = None
+    identity: ShardIdentity | None = None
+    pieces: HeldPieces | None = None
 
     @property
     def dense_version(self) -> str:
@@ -41,7 +58,7 @@ class OpenedPackage:
 class RankSource(Protocol):
     """A picklable recipe for a model; it travels to the replicas and is opened there."""
 
-    def open(self, role: RankRole) -> OpenedPackage:
+    def open(self, role: RankRole, sharded: ShardedModel | None = None) -> OpenedPackage:
         """Load what the role needs, and nothing else."""
 
     def items(self) -> ItemStore | None:
@@ -57,12 +74,13 @@ class RankModel:
     """What the ingress needs to know about a ranking model.
 
     `workers`: Serve's handle of the deployment that receives requests, with `replicas` to `max_replicas` replicas.
-    `hns`: the handle of the HNs behind it; None if there are none.
+    `hns`: the handle of the HNs behind it; None if there are none. `shards`: those of its tables' shards.
     """
 
     source: RankSource
     workers: Any
     hns: Any
+    shards: tuple[Any, ...] = ()
     replicas: int
     max_replicas: int
 
@@ -76,13 +94,15 @@ class PackageSource:
     device: str = "auto"
     executor: RankExecutor = "auto"
 
-    def open(self, role: RankRole) -> OpenedPackage:
+    def open(self, role: RankRole, sharded: ShardedModel | None = None) -> OpenedPackage:
         """Load the role's halves from the folder, with the updates that the package has received. Raises
         `PackageError`."""
         import torch
 
         from plait_disagg.refresh.live_package import open_live
 
+        if sharded is not None:
+            return _opened_sharded(self.folder, sharded)
         device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         prepares = self.executor == "auto"
         live = open_live(self.folder, sparse=role != "hn", dense=role != "cn", device=device, prepares=prepares)
@@ -104,3 +124,21 @@ class PackageSource:
         from plait_disagg.package.read import open_package
 
         return open_package(self.folder)
+
+
+def _opened_sharded(folder: Path, sharded: ShardedModel) -> OpenedPackage:
+    """Open the CN half of a model whose tables are elsewhere, or what one of its shards holds."""
+    from plait_disagg.package.read import open_package
+    from plait_disagg.package.sharding import held_pieces, identity, plan_of, remote_tables
+    from plait_disagg.refresh.live_package import open_live
+
+    package = open_package(folder, ahead=False)
+    plan = plan_of(package, sharded.sharding)
+    if sharded.reach is None:
+        pieces = partial(held_pieces, plan=plan, shard=sharded.shard)
+        live = open_live(folder, sparse=False, dense=False, pieces=pieces)
+        who = identity(package, plan, sharded.shard)
+        return OpenedPackage(card=live.card(), live=live, identity=who, pieces=live.pieces)
+    tables = partial(remote_tables, plan=plan, reach=sharded.reach)
+    live = open_live(folder, sparse=True, dense=False, tables=tables)
+    return OpenedPackage(card=live.card(mode="split"), sparse=live.sparse, live=live)

@@ -12,18 +12,23 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+from plait_disagg.package.sharding import Sharding
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import NotPublished, RefreshError
+from plait_disagg.tables.remote import RemoteShard, shards_metrics, wait_for_shards
+from plait_disagg.tables.rows_wire import ShardIdentity
 from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.shard import ShardWorker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, new_secret
 from plait_fabric.gil import shorten_gil_interval
@@ -38,10 +43,10 @@ from plait_serving.deployments.fabric_endpoints import (
     socket_folder,
 )
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.ranking.source import OpenedPackage, RankSource
+from plait_serving.deployments.ranking.source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.ranking.config import CnKnobs, HnKnobs, RankRole
+from plait_serving.ranking.config import CnKnobs, HnKnobs, NoKnobs, RankRole
 
 __all__ = ["RankWorker", "remote_ranker"]
 
@@ -50,6 +55,10 @@ _log = logging.getLogger(__name__)
 _DRAIN_S = 5.0
 
 T = TypeVar("T")
+
+_Core: TypeAlias = CnCore | WholeCore | HnWorker | ShardWorker
+_Door: TypeAlias = CoreServer | HnWorker | ShardWorker
+"""What others reach a worker by."""
 
 
 class RankWorker:
@@ -65,9 +74,16 @@ class RankWorker:
         hns: Any = None,
         hn_count: int = 1,
         max_hns: int | None = None,
+        dealt: Mapping[str, Any] | None = None,
+        shard: int = 0,
+        shards: Sequence[Any] = (),
+        shard_bounds: tuple[int, int] = (1, 1),
     ) -> None:
         """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment, which has
         `hn_count` replicas, or as many as are found up to `max_hns`.
+
+        `dealt`: how the tables are dealt, if they are; `shard`: which one this is; `shards`, for a CN: the
+        handles of all, each with so many replicas at least and at most (`shard_bounds`).
 
         `knobs` apply until Serve's `user_config` overrides them. Raises whatever the source raises.
         """
@@ -81,38 +97,67 @@ class RankWorker:
         self._model = name
         self._secret = new_secret()
         self._stopped = False
-        opened = run_on_own_thread(lambda: source.open(role))
+        self._shards: list[RemoteShard] = []
+        sharded = None if dealt is None else self._sharded(role, dealt, shard, shards, shard_bounds)
+        opened = run_on_own_thread(lambda: source.open(role) if sharded is None else source.open(role, sharded))
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
         plain = self._plain(knobs)
         listeners = open_listeners(
             self._secret, kind="rank", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
         )
         self._refresher: Refresher | None = None
-        self._core: CnCore | WholeCore | HnWorker
-        self._worker: CoreServer | HnWorker
-        if role == "hn":
-            self._core = self._worker = self._hn(card, opened, listeners, plain)
-        elif role == "cn":
-            connect = ServeReplicas(f"the HNs of {name}", hns).connect
-            self._core = CnCore(
-                card,
-                _there(opened.sparse),
-                connect,
-                hns=hn_count,
-                max_hns=max_hns,
-                dense_version=opened.dense_version,
-                knobs=plain,
-            )
-            self._worker = CoreServer(self._core, listeners)
-        else:
-            self._core = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=plain)
-            self._worker = CoreServer(self._core, listeners)
+        behind = {"connect": ServeReplicas(f"the HNs of {name}", hns).connect, "hns": hn_count, "max_hns": max_hns}
+        self._core, self._worker = self._started(card, opened, listeners, plain, behind)
         self._plain_knobs = plain
         self._gauge = Gauge(self._core.metrics, self._pressure)
         if opened.live is not None:
             self._refresher = Refresher(opened.live, self._core, on_version=self._announce)
         self._start_s = seconds_to_start()
         _log.info("%s of %s listens at %s", role, name, ", ".join(self._worker.addresses))
+
+    def _started(
+        self,
+        card: ModelCard,
+        opened: OpenedPackage,
+        listeners: Sequence[Listener],
+        knobs: WorkerKnobs,
+        behind: Mapping[str, Any],
+    ) -> tuple[_Core, _Door]:
+        """Start what this role does, and what others reach it by. `behind`: the HNs of a CN."""
+        if self._role == "hn":
+            hn = self._hn(card, opened, listeners, knobs)
+            return hn, hn
+        if self._role == "shard":
+            identity, pieces = _there(opened.identity), _there(opened.pieces)
+            shard = ShardWorker(identity, pieces, listeners, version=card.version)
+            return shard, shard
+        if self._role == "whole":
+            whole = WholeCore(card, _there(opened.sparse), _there(opened.dense), knobs=knobs)
+            return whole, CoreServer(whole, listeners)
+        counts: Callable[[], Mapping[str, float]] = partial(shards_metrics, self._shards) if self._shards else dict
+        version = opened.dense_version
+        cn = CnCore(card, _there(opened.sparse), **behind, dense_version=version, knobs=knobs, more_metrics=counts)
+        door = CoreServer(cn, listeners)
+        wait_for_shards(self._shards)
+        return cn, door
+
+    def _sharded(
+        self,
+        role: RankRole,
+        dealt: Mapping[str, Any],
+        shard: int,
+        handles: Sequence[Any],
+        bounds: tuple[int, int],
+    ) -> ShardedModel:
+        sharding = Sharding(**dealt)
+
+        def reach(identity: ShardIdentity) -> RemoteShard:
+            replicas = ServeReplicas(f"shard {identity.shard} of {self._model}", handles[identity.shard])
+            made = RemoteShard(replicas.connect, identity, replicas=bounds[0], max_replicas=bounds[1])
+            self._shards.append(made)
+            return made
+
+        return ShardedModel(sharding=sharding, shard=shard, reach=None if role == "shard" else reach)
 
     def _hn(
         self, card: ModelCard, opened: OpenedPackage, listeners: Sequence[Listener], knobs: WorkerKnobs
@@ -130,6 +175,9 @@ class RankWorker:
         )
 
     def _plain(self, knobs: Mapping[str, Any]) -> WorkerKnobs:
+        if self._role == "shard":
+            NoKnobs.model_validate(dict(knobs))
+            return WorkerKnobs(threads=1)
         model = (CnKnobs if self._role == "cn" else HnKnobs).model_validate(dict(knobs))
         plain = model.plain()
         return replace(plain, threads=cpu_threads(plain.threads))
@@ -218,6 +266,8 @@ class RankWorker:
         if not self._stopped and hasattr(self, "_worker"):
             self._stopped = True
             self._worker.stop(drain_s=_DRAIN_S)
+            for shard in self._shards:
+                shard.close()
 
 
 def remote_ranker(name: str, handle: Any, *, replicas: int, max_replicas: int | None = None) -> RemoteRanker:

@@ -107,6 +107,6 @@ def test_cli_doctor_finds_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
 @pytest.mark.parametrize("free", [1 << 20, 1 << 40])
 def test_cli_doctor_counts_memory(monkeypatch, free):
     """Too little memory is a failure, and enough is none."""
-    monkeypatch.setattr(machine, "_available_memory_bytes", lambda: free)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: free)
     found = {it.name: it.verdict for it in machine.check_machine()}
     assert found["memory"] is (CheckStatus.FAIL if free == 1 << 20 else CheckStatus.OK)

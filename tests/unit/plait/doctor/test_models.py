@@ -111,3 +111,13 @@ def test_cli_doctor_checks_all_base_models(config):
         f"b and a are both {config.parent / 'base'}",
         f"gone: {config.parent / 'gone'}: no diffusers folder (there is no such folder)",
     }
+
+
+@pytest.mark.parametrize(("memory_gb", "verdict"), [(1.0, CheckStatus.OK), (0.000001, CheckStatus.FAIL)])
+def test_shards_must_hold_the_tables(config, memory_gb, verdict):
+    """What each shard would hold is said, and tables that do not fit are a failure that names what to change."""
+    dealt = f"cn: {{shards: {{count: 2, memory_gb: {memory_gb}}}}}"
+    config.write_text(config.read_text().replace("folder: picks", f"folder: picks, {dealt}"))
+    (found,) = [it for it in models.check_models(load_config(config)) if it.name == "shards"]
+    assert found.verdict is verdict
+    assert ("2 shards" if verdict is CheckStatus.OK else "do not fit into 2 shards") in found.detail

@@ -21,7 +21,7 @@ def doctor(tmp_path, monkeypatch, capsys):
     starter.mkdir()
     (starter / "a").write_bytes(b"weights")
     write_manifest(starter)
-    monkeypatch.setattr(machine, "_available_memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(machine, "available_memory_bytes", lambda: 8 << 30)
     monkeypatch.setattr("plait_serving.images.config.STARTER_FOLDER", starter)
     monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))

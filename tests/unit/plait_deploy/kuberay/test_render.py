@@ -254,3 +254,33 @@ def test_a_server_on_this_machine_ignores_the_section(tmp_path):
     path.write_text(SPLIT)
     assert "deploy" not in AppArgs.model_fields
     assert load_config(path).logical_cpus > 0
+
+
+SHARDS = """
+images: null
+recommend: {models: {shop: {folder: models/shop, cn: {shards: {count: 3, replicas: 2, memory_gb: %s}}}}}
+deploy: {shard: {memory: 32Gi}, volumes: {models_from: models}}
+"""
+
+
+def test_shards_have_pods_of_their_own(render):
+    """A group with its label and memory for what they hold; every shard is a deployment that is bound to it."""
+    code, printed = render(SHARDS % 12)
+    assert code == 0, printed.err
+    (service,) = documents(printed.out, "RayService")
+    groups = {it["groupName"]: it for it in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]}
+    assert groups["shard"]["labels"] == {"plait-node": "shard"}
+    assert groups["shard"]["replicas"] == 3  # two shards of 12 GB in a pod of 34
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    selectors = {it["name"]: it["ray_actor_options"]["label_selector"] for it in application["deployments"]}
+    assert [selectors[f"shard{number}-shop"] for number in range(3)] == [{"plait-node": "shard"}] * 3
+    assert selectors["cn-shop"] == {"plait-node": "cn"}
+    AppArgs.model_validate(application["args"])
+
+
+def test_a_shard_that_fits_no_pod_is_refused(render):
+    """The sentence has the shard, its tables, what a pod has, and the key to change."""
+    code, printed = render(SHARDS % 40)
+    assert code == 1
+    assert "a replica of shard" in printed.err
+    assert "holds 40 GB of tables, and a pod of deploy.shard has 34.4 GB: it fits no node" in printed.err

@@ -1,0 +1,189 @@
+"""A Ray of several hosts over TCP, under load: one is cut off, one dies, one is added."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plait.config import ENGINE, INGRESS, PlaitConfig
+from plait.offline.manifests import reservations, serve_application
+from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL
+from plait_deploy.serve import render_serve
+from plait_serving.starter.manifest import WEIGHTS
+from support import refresh as refresh_kit
+from support.fabric_hosts import NotPermitted, said, tell, why_not
+from support.ray_hosts import RayHosts, ray_hosts
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+
+PATIENCE_S = 240.0
+FRONT, FIRST_CN, SECOND_CN, FIRST_HN, SECOND_HN, THIRD_CN = range(1, 7)
+WINDOW_S = 5.0 + 11.0 + 20.0
+"""How long after a host is lost requests may fail: their deadline, what TCP takes to notice a host that is silent
+(`FabricOptions.tcp_keepalive_idle_s`), and what starting replicas costs a machine that is all the hosts at once."""
+
+CONFIG = """
+images:
+  name: emoji
+  executor: torch
+  num_gpus: 0.3
+  controlnets: {edges: {folder: %s, replicas: 2, num_gpus: 0.3}}
+recommend:
+  models:
+    parts:
+      folder: %s
+      executor: torch
+      cn: {replicas: 2, shards: {count: 2, replicas: 2}, knobs: {largest_batch_rows: 1}}
+      hn: {replicas: 2, num_gpus: 0.3, knobs: {largest_batch_rows: 1}}
+"""
+
+
+class Driver:
+    """The program on the head that deploys and asks."""
+
+    def __init__(self, rays: RayHosts, application: str, requests: Path) -> None:
+        import sys
+
+        self._rays = rays
+        command = [sys.executable, "-m", "support.hosts_driver", rays.address, application, str(requests)]
+        self._process = rays.run(FRONT, *command, pipes=True)
+        assert self._heard() == "there"
+
+    def __call__(self, command: str) -> Any:
+        """What it answers."""
+        tell(self._process, command)
+        return self._heard()
+
+    def _heard(self) -> Any:
+        line = said(self._process)
+        assert line, self._rays.log(FRONT)
+        return json.loads(line)
+
+    def until(self, what: str, true: Callable[[], bool]) -> None:
+        """Waits."""
+        until_s = time.monotonic() + PATIENCE_S
+        while not true():
+            assert time.monotonic() < until_s, f"{what} never came\n{self('status')}\n{self._rays.log(FRONT)}"
+            time.sleep(0.5)
+
+    def recovered_s(self, event_s: float) -> float:
+        """Waits until all that is asked is answered again; returns after how many seconds that was."""
+
+        def settled() -> bool:
+            asked = self(f"since {event_s}")
+            return all(_settled([one for one in asked if one["kind"] == kind]) for kind in ("ranking a", "image"))
+
+        self.until("recovery", settled)
+        bad = [one["began_s"] + one["took_s"] for one in self(f"since {event_s}") if one["outcome"] != "ok"]
+        return max(bad, default=event_s) - event_s
+
+
+def _settled(asked: list[dict[str, Any]]) -> bool:
+    """Whether the last requests of a kind were answered."""
+    count = 3 if asked and asked[0]["kind"] == "image" else 30
+    return len(asked) >= count and all(one["outcome"] == "ok" for one in asked[-count:])
+
+
+@pytest.fixture
+def six() -> Iterator[RayHosts]:
+    """Six hosts and their switch."""
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        with ray_hosts(6) as made:
+            yield made
+    except NotPermitted as error:
+        pytest.skip(f"network namespaces are not permitted: {error}")
+
+
+def _application(folder: Path) -> str:
+    """The application, bound to hosts by the labels that KubeRay's manifests use; one replica of each on a host."""
+    text = CONFIG % (WEIGHTS / "controlnets" / "edges", folder)
+    config = PlaitConfig.model_validate(yaml.safe_load(text))
+    actors = {}
+    for one in reservations(config):
+        node = "front" if one.name == INGRESS else (GPU_NODE if one.num_gpus else CPU_NODE)
+        label = {NODE_LABEL: node} if one.name != ENGINE else {"engine": "yes"}
+        gpus = {"num_gpus": one.num_gpus} if one.num_gpus else {}
+        actors[one.name] = {"num_cpus": one.num_cpus, **gpus, "label_selector": label}
+    application = replace(serve_application(config), actors=actors)
+    (made,) = yaml.safe_load(render_serve(application, host="127.0.0.1", port=8000))["applications"]
+    for deployment in made["deployments"]:
+        deployment["max_replicas_per_node"] = 1
+    return yaml.safe_dump(made)
+
+
+def _requests(tmp_path: Path) -> tuple[Path, Path]:
+    """The package's folder, and a file of requests with their scores."""
+    parts = refresh_kit.packaged(tmp_path / "parts")
+    made = []
+    for seed in range(8):
+        asked = refresh_kit.request(parts, seed)
+        inputs = [
+            {
+                "name": name,
+                "datatype": "FP32" if value.is_floating_point() else "INT64",
+                "shape": list(value.shape),
+                "data": value.flatten().tolist(),
+            }
+            for name, value in asked.tensors.items()
+        ]
+        body = {"inputs": inputs, "parameters": {"deadline_ms": 5_000}}
+        made.append((body, refresh_kit.scores(parts, asked).tolist()))
+    file = tmp_path / "requests.json"
+    file.write_text(json.dumps(made))
+    return parts.folder, file
+
+
+def test_hosts_that_are_lost_cost_no_more_than_what_was_there(
+    six: RayHosts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is answered wrongly; errors end soon after a host is lost; labels decide where halves and shards run, and
+    a host that is added carries what the dead one did."""
+    folder, requests = _requests(tmp_path)
+    six.join(FRONT, cpus=2, labels={NODE_LABEL: "front"})
+    for host in (FIRST_CN, SECOND_CN):
+        six.join(host, cpus=4, labels={NODE_LABEL: CPU_NODE})
+    six.join(FIRST_HN, cpus=4, gpus=2, labels={NODE_LABEL: GPU_NODE, "engine": "yes"})
+    six.join(SECOND_HN, cpus=4, gpus=2, labels={NODE_LABEL: GPU_NODE})
+    driver = Driver(six, _application(folder), requests)
+    driver.until("the first answers", lambda: set(driver("probe").values()) == {"ok"})
+    cns = [six.hosts.address(host) for host in (FIRST_CN, SECOND_CN)]
+    hns = [six.hosts.address(host) for host in (FIRST_HN, SECOND_HN)]
+    places = {"cn-parts": cns, "shard0-parts": cns, "shard1-parts": cns, "hn-parts": hns, "controlnet-edges": hns}
+    for deployment, wanted in places.items():
+        driver.until(deployment, lambda of=deployment, at=wanted: driver(f"where {of}") == at)
+    driver("load")
+    start_s = driver("now")
+    driver.recovered_s(start_s)
+
+    told: dict[str, float] = {}
+    cut_s = driver("now")
+    six.hosts.plug(SECOND_HN, connected=False)
+    told["one host is cut off"] = driver.recovered_s(cut_s)
+    kill_s = driver("now")
+    six.kill(SECOND_CN)
+    told["one host dies"] = driver.recovered_s(kill_s)
+    add_s = driver("now")
+    six.join(THIRD_CN, cpus=4, labels={NODE_LABEL: CPU_NODE})
+    cns = [six.hosts.address(host) for host in (FIRST_CN, THIRD_CN)]
+    for deployment in ("cn-parts", "shard0-parts", "shard1-parts"):
+        driver.until(deployment, lambda of=deployment: driver(f"where {of}") == cns)
+    told["one host is added"] = driver.recovered_s(add_s)
+    driver("stop")
+
+    asked = driver(f"since {start_s}")
+    bad = [one for one in asked if one["outcome"] != "ok"]
+    with capsys.disabled():
+        print(f"\n{len(asked)} requests, {len(bad)} not answered; seconds until all were answered again: {told}")
+    assert not [one for one in bad if one["outcome"] == "wrong"]
+    for one in bad:
+        assert one["outcome"][:3] in ("503", "504"), one
+        assert any(0 <= one["began_s"] + one["took_s"] - event_s <= WINDOW_S for event_s in (cut_s, kill_s)), one

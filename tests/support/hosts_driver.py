@@ -1,0 +1,171 @@
+"""Runs on the head of `ray_hosts`: deploys an application, asks it all the time, and says what came of it.
+
+Reads commands from its input, a line each, and answers each with a line of JSON."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from PIL import Image
+
+DEADLINE_MS = 5_000
+URL = "http://127.0.0.1:8000"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: what it asked for, when (seconds of this process), and what came: ok, wrong, or a status."""
+
+    kind: str
+    began_s: float
+    took_s: float
+    outcome: str
+
+
+class Load:
+    """Requests of each kind, one after the other on a thread of its own, until it is stopped."""
+
+    def __init__(self, asks: dict[str, Callable[[], str]]) -> None:
+        self.asked: list[Asked] = []
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._run, args=item, daemon=True) for item in asks.items()]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, kind: str, ask: Callable[[], str]) -> None:
+        while not self._stopped.is_set():
+            began_s = time.monotonic()
+            outcome = ask()
+            self.asked.append(Asked(kind, began_s, time.monotonic() - began_s, outcome))
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """Waits for the last ones."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+def post(path: str, body: Any) -> tuple[int, Any]:
+    """Status and JSON; 0 where nothing answers."""
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(URL + path, data=json.dumps(body).encode(), headers=headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()[:200]
+    except OSError as error:
+        return 0, str(error)
+
+
+def ranking(number: int, requests: list[Any]) -> Callable[[], str]:
+    """Asks for one ranking after the other and compares bits."""
+    turn = iter(range(number, 1 << 40))
+
+    def ask() -> str:
+        body, expected = requests[next(turn) % len(requests)]
+        status, answer = post("/v2/models/parts/infer", body)
+        if status != 200:
+            return f"{status} {answer}"
+        scores = torch.tensor(answer["outputs"][0]["data"])
+        return "ok" if torch.equal(scores, torch.tensor(expected)) else "wrong"
+
+    return ask
+
+
+def image() -> Callable[[], str]:
+    """Asks for one image with a ControlNet, always the same, and compares it with the first."""
+    first: list[Any] = []
+    drawn = Image.fromarray(np.eye(64, dtype=np.uint8) * 255)
+    file = io.BytesIO()
+    drawn.convert("RGB").save(file, "PNG")
+    control = {"name": "edges", "image": base64.b64encode(file.getvalue()).decode(), "scale": 0.8}
+    body = {
+        "prompt": "red apple",
+        "seed": 1,
+        "num_inference_steps": 3,
+        "controlnets": [control],
+        "deadline_ms": 4 * DEADLINE_MS,
+    }
+
+    def ask() -> str:
+        status, answer = post("/v1/images/generations", body)
+        if status != 200:
+            return f"{status} {answer}"
+        pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"]))).convert("RGB"))
+        first.append(pixels) if not first else None
+        return "ok" if np.abs(pixels.astype(int) - first[0].astype(int)).max() <= 1 else "wrong"
+
+    return ask
+
+
+def whereabouts(serve: Any, deployment: str) -> list[str]:
+    """The addresses of the hosts of a deployment's replicas."""
+    from plait_fabric.rpc.replicas import NoReplica
+    from plait_serving.deployments.fabric_endpoints import ServeReplicas
+
+    try:
+        found = ServeReplicas(deployment, serve.get_deployment_handle(deployment, "plait")).replicas()
+    except NoReplica:
+        return []
+    return sorted(
+        address.removeprefix("tcp://").rpartition(":")[0]
+        for replica in found
+        for address in replica.addresses
+        if address.startswith("tcp://")
+    )
+
+
+def main() -> None:
+    """Attaches, deploys, and obeys."""
+    import ray
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    address, application, requests = sys.argv[1], yaml.safe_load(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    ray.init(address=address, log_to_driver=False, logging_level="error", _node_ip_address=address.split(":")[0])
+    serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": 8000})
+    serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
+    load: Load | None = None
+    print(json.dumps("there"), flush=True)
+    for line in sys.stdin:
+        command, *words = line.split()
+        answer: Any = None
+        if command == "probe":
+            answer = {"ranking": ranking(0, requests)(), "image": image()()}
+        elif command == "load":
+            load = Load({"ranking a": ranking(0, requests), "ranking b": ranking(1, requests), "image": image()})
+        elif command == "now":
+            answer = time.monotonic()
+        elif command == "since" and load is not None:
+            answer = [asdict(one) for one in list(load.asked) if one.began_s >= float(words[0])]
+        elif command == "where":
+            answer = whereabouts(serve, words[0])
+        elif command == "status":
+            answer = {
+                name: f"{it.status} {it.message} {it.replica_states}"
+                for name, it in serve.status().applications["plait"].deployments.items()
+            }
+        elif command == "stop" and load is not None:
+            load.stop()
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
