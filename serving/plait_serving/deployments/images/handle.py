@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -41,10 +41,12 @@ ACCEPT_TIMEOUT_S = 120.0
 class HandleImageService:
     """An `ImageService` over the base model's handle; Serve's errors become the engine's."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, controlnets: Sequence[Any] = ()) -> None:
+        """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
         self._handle = handle
         self._stream = handle.options(stream=True)
         self._engines = AllReplicas(lambda: handle)
+        self._controlnets = [AllReplicas(lambda it=it: it) for it in controlnets]
         self._outages = Outages()
         self._suspects = Suspects()
 
@@ -70,11 +72,11 @@ class HandleImageService:
                 await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
 
     async def metrics_text(self) -> str:
-        """Return the metrics of all replicas as one text. Raises `EngineStopped` if none answers."""
-        texts = await self._engines.texts()
-        if not texts:
+        """Return the metrics of all replicas as one text. Raises `EngineStopped` if no engine answers."""
+        engines, *controlnets = await asyncio.gather(self._engines.texts(), *(it.texts() for it in self._controlnets))
+        if not engines:
             raise EngineStopped("no engine replica reports its metrics")
-        return merge(list(texts.values()))
+        return merge([text for texts in (engines, *controlnets) for text in texts.values()])
 
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""

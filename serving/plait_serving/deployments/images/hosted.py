@@ -11,6 +11,7 @@ from typing import Any
 from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
+from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
@@ -220,20 +221,12 @@ def metrics_text(assembled: Assembled) -> str:
         "lora_cache_misses": loras.misses,
         "lora_cache_evictions": loras.evictions,
     }
-    audit = assembled.auditor.statistics()
-    gauges["audit_largest_share_of_tolerance"] = round(audit.largest, 6)
-    counters |= {
-        "audit_checked": audit.checked,
-        "audit_drifted": audit.drifted,
-        "audit_skipped": audit.skipped,
-        "audit_failed": audit.failed,
-    }
     lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
     lines += _tenant_lines(assembled.engine.usage())
     lines.append("# TYPE plait_engine_prepared gauge")
     lines += [f'plait_engine_prepared{{part="{part}"}} 1' for part in sorted(assembled.prepared_parts())]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + audit_text(assembled.auditor.statistics())
 
 
 def _tenant_lines(usage: Mapping[str, TenantUsage]) -> list[str]:

@@ -1,0 +1,119 @@
+"""Serve's proxy repeats a refusal while it stands, instead of asking the ingress for each one.
+
+A request that crosses Serve's proxy costs calls between two processes, whatever the ingress does with it, on the cores
+that make images. So the ingress marks a refusal that holds for all that a client may send to a path
+(`REFUSED_HEADER`), and the proxies that have this middleware give it to the next ones themselves, by the rules of
+`refusals.py`. A request that goes on says how many did not (`REPEATED_HEADER`), so that the ingress counts them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from plait_serving.http.edge.refusals import RecentRefusals
+from plait_serving.http.edge.request_id import accepted_id
+
+__all__ = ["REFUSED_HEADER", "REPEATED_HEADER", "RepeatMiddleware", "repeated", "without_repeated"]
+
+REFUSED_HEADER = "x-plait-refused"
+REPEATED_HEADER = "x-plait-repeated"
+_REFUSED, _REPEATED = REFUSED_HEADER.encode(), REPEATED_HEADER.encode()
+_ID = b"x-request-id"
+
+_DECIDE = frozenset({b"authorization", b"host", b"origin"})
+"""The headers that decide whose a request is and whether it is heard: who sends others may be answered otherwise."""
+
+_MAX_BODY_BYTES = 16 << 10
+_MOST_REPEATED = 10**7
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """A response without its request id."""
+
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+
+
+class RepeatMiddleware:
+    """Repeats marked refusals of POST requests, by path and by what says whose a request is; removes the mark."""
+
+    def __init__(self, app: ASGIApp, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
+        self._app = app
+        self._refusals: RecentRefusals[_Answer] = RecentRefusals(monotonic_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI call."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        name = _name_of(scope)
+        standing = self._refusals.standing(name) if self._refusals else None
+        if standing is not None:
+            await _repeat(standing.refusal, scope, send)
+            return
+        passed = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != _REPEATED]}
+        if held := self._refusals.take_held(name):
+            passed["headers"].append((_REPEATED, str(held).encode()))
+        await self._app(passed, receive, _Listening(send, lambda answer: self._refusals.note(name, answer)))
+
+
+class _Listening:
+    """A `Send` that notes a marked answer once it is whole."""
+
+    def __init__(self, send: Send, note: Callable[[_Answer], None]) -> None:
+        self._send = send
+        self._note = note
+        self._start: Message | None = None
+        self._body = b""
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            kept = [pair for pair in message["headers"] if pair[0].lower() != _REFUSED]
+            is_marked = len(kept) < len(message["headers"])
+            message = {**message, "headers": kept}
+            self._start = message if is_marked else None
+        elif self._start is not None and message["type"] == "http.response.body":
+            self._body += message.get("body", b"")
+            if len(self._body) > _MAX_BODY_BYTES:
+                self._start = None
+            elif not message.get("more_body", False):
+                headers = tuple(pair for pair in self._start["headers"] if pair[0].lower() != _ID)
+                self._note(_Answer(self._start["status"], headers, self._body))
+        await self._send(message)
+
+
+def _name_of(scope: Scope) -> str:
+    """Return a digest: no proxy keeps a key."""
+    said = (name + b":" + value for name, value in scope["headers"] if name in _DECIDE)
+    return hashlib.sha256(b"\n".join((scope["path"].encode("utf-8", "surrogatepass"), *said))).hexdigest()
+
+
+async def _repeat(answer: _Answer, scope: Scope, send: Send) -> None:
+    headers = [*answer.headers, (_ID, accepted_id(scope)[0].encode("ascii"))]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
+
+
+def repeated(headers: Headers) -> int:
+    """Return how many refusals a proxy repeated since it passed on the last such request."""
+    text = headers.get(REPEATED_HEADER, "")
+    return min(int(text[:9]), _MOST_REPEATED) if text.isascii() and text.isdigit() else 0
+
+
+def without_repeated(app: ASGIApp) -> ASGIApp:
+    """Wrap the application for a listener with no proxy before it: nobody is to be believed who says so."""
+
+    async def wrapped(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != _REPEATED]}
+        await app(scope, receive, send)
+
+    return wrapped

@@ -1,0 +1,58 @@
+"""How long a refusal stands, and who finds out whether it still does; in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait_serving.http.edge.refusals import HELD_S, RecentRefusals
+
+
+def test_a_refusal_holds_for_a_moment():
+    """And says how long ago it was; others are not held up."""
+    now = [100.0]
+    recent: RecentRefusals[str] = RecentRefusals(lambda: now[0])
+    assert not recent
+    recent.note("a", "full")
+    now[0] += 0.1
+    standing = recent.standing("a")
+    assert (standing.refusal, standing.ago_s) == ("full", pytest.approx(0.1))
+    assert recent
+    assert recent.standing("b") is None
+    now[0] += HELD_S
+    assert recent.standing("a") is None
+
+
+def test_few_find_out_whether_there_is_room_again():
+    """A hundred clients that ask every ten milliseconds, and an engine that takes fifty to refuse: for five seconds,
+    then it has room. It is asked by a few in each moment, and soon after by all."""
+    now, in_flight, reached = [0.0], [], []
+    recent: RecentRefusals[str] = RecentRefusals(lambda: now[0])
+    for tick in range(700):
+        now[0] = tick / 100
+        while in_flight and in_flight[0] <= now[0]:
+            in_flight.pop(0)
+            recent.note("a", "full")
+        for _ in range(100):
+            if recent.standing("a") is None:
+                reached.append(now[0])
+                if now[0] < 5.0:
+                    in_flight.append(now[0] + 0.05)
+    first = sum(at_s < 0.05 for at_s in reached)
+    assert first == 500  # nothing was known yet
+    assert 40 <= sum(0.1 < at_s < 5.0 for at_s in reached) <= 400  # of 49,000
+    assert sum(at_s >= 6.0 for at_s in reached) == 100 * 100
+    assert recent.take_held("a") == 70_000 - len(reached)
+    assert recent.take_held("a") == 0
+
+
+def test_refusals_of_many_names_are_bounded():
+    """Old ones give way; with none that is old, new ones are not remembered (finding 12: dicts that only grow)."""
+    now = [0.0]
+    recent: RecentRefusals[int] = RecentRefusals(lambda: now[0], most=10)
+    for name in range(50):
+        recent.note(str(name), name)
+    assert [name for name in range(50) if recent.standing(str(name))] == list(range(10))
+    now[0] += 10.0
+    recent.note("new", 1)
+    assert recent.standing("new") is not None
+    assert [name for name in range(50) if recent.standing(str(name))] == []
