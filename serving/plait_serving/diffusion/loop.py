@@ -246,7 +246,10 @@ class DenoiseLoop:
             self._charge(unit.job, seconds * unit.rows / rows)
             if self._stepper.settled and unit.job.request.tenant.counts:
                 self._forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
-        for job in {unit.job for unit in prepared}:
+        took_part = {unit.job for unit in prepared}
+        for job in self._jobs:
+            job.runs = job in took_part
+        for job in took_part:
             job.spent.denoise_s += seconds
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._settle(unit, outcome)
