@@ -16,8 +16,10 @@ TABLES = {
 
 
 class Virtual:
-    """An engine in virtual time: a call of the fake denoiser takes as long as `step_s` says of its rows, nothing else takes
-    any. `at[k]` is called in the middle of the k-th call, on the compute thread."""
+    """An engine in virtual time: a call takes as long as `step_s` says of its rows, and nothing else takes any.
+
+    `at[k]` is called in the middle of the k-th call, on the compute thread.
+    """
 
     def __init__(self, step_s, **engine) -> None:
         self.now_s = 0.0

@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.deployments.images.suspects import Suspects
+from plait_serving.deployments.images.together import Together
 from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
@@ -32,6 +33,9 @@ CATALOG_TIMEOUT_S = 120.0
 """Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
 time to load a model."""
 
+_CATALOG_PATIENCE_S = 1.0
+"""A call that takes longer met a replica that is busy, or gone."""
+
 _PAUSE_S = 0.05
 
 ACCEPT_TIMEOUT_S = 120.0
@@ -49,10 +53,14 @@ class HandleImageService:
         self._controlnets = [AllReplicas(lambda it=it: it) for it in controlnets]
         self._outages = Outages()
         self._suspects = Suspects()
+        self._catalogs: Together[Catalog] = Together(self._catalog, patience_s=_CATALOG_PATIENCE_S)
 
     async def catalog(self) -> Catalog:
-        """Return the catalog of a replica. Raises `EngineStopped` if none answers within `CATALOG_TIMEOUT_S`: Serve
-        would wait for as long as there is no replica."""
+        """Return the catalog of a replica, one answer to all who ask together. Raises `EngineStopped` if none answers
+        within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
+        return await self._catalogs.ask()
+
+    async def _catalog(self) -> Catalog:
         try:
             async with asyncio.timeout(CATALOG_TIMEOUT_S):
                 catalog = await self._ask_any("catalog")

@@ -80,6 +80,14 @@ class RecentRefusals(Generic[T]):
         refused.held += 1
         return Standing(refused.refusal, now_s - refused.at_s)
 
+    def held(self, name: str) -> Standing[T] | None:
+        """Return the refusal if it was a moment ago, for those that were let through before it."""
+        refused, now_s = self._refused.get(name), self._monotonic_s()
+        if refused is None or now_s >= refused.since_s:
+            return None
+        refused.held += 1
+        return Standing(refused.refusal, now_s - refused.at_s)
+
     def note(self, name: str, refusal: T) -> None:
         """Remember that somebody was refused."""
         now_s = self._monotonic_s()

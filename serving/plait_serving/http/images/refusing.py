@@ -14,9 +14,10 @@ from plait_serving.http.context import RouteContext, get_context
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.errors import wire_error
 from plait_serving.http.edge.json_body import JsonRoute
+from plait_serving.http.edge.refusals import Standing
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 
-__all__ = ["RefusingRoute"]
+__all__ = ["RefusingRoute", "check_again"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,27 +34,37 @@ class RefusingRoute(JsonRoute):
             if count := repeated(request.headers):
                 context.metrics.observe_repeated(request.scope, count)
                 _log.info("tenant %s: %d more requests were refused in the proxy", tenant, count)
-            if (refused := _standing(context, tenant)) is not None:
+            if (standing := context.refusals.standing(tenant)) is not None:
+                refused = _still(standing)
                 context.metrics.observe_failure(refused)
                 return _marked(refused, request)
             try:
                 return await handle(request)
             except Overloaded as error:
-                context.refusals.note(tenant, error)
+                if not isinstance(error, _StillRefused):
+                    context.refusals.note(tenant, error)
                 return _marked(error, request)
 
         return unless_refused
 
 
-def _standing(context: RouteContext, tenant: str) -> Overloaded | None:
-    """Return the tenant's refusal, with what is left of its time."""
-    standing = context.refusals.standing(tenant)
-    if standing is None:
-        return None
+class _StillRefused(Overloaded):
+    """A refusal of before, which is not news."""
+
+
+def check_again(context: RouteContext, tenant: str) -> None:
+    """Raise the tenant's refusal if there was one since its request was let through: of many that come at once, the
+    first tells the others."""
+    if (held := context.refusals.held(tenant)) is not None:
+        raise _still(held)
+
+
+def _still(standing: Standing[Overloaded]) -> _StillRefused:
+    """Return a refusal with what is left of its time."""
     error, left_s = standing.refusal, standing.refusal.retry_after_s
     if left_s is not None:
         left_s = max(0.0, left_s - standing.ago_s)
-    return Overloaded(error.message, param=error.param, retry_after_s=left_s)
+    return _StillRefused(error.message, param=error.param, retry_after_s=left_s)
 
 
 def _marked(error: Overloaded, request: Request) -> Response:

@@ -35,7 +35,7 @@ from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.prompting import hints
-from plait_serving.http.images.refusing import RefusingRoute
+from plait_serving.http.images.refusing import RefusingRoute, check_again
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
@@ -187,10 +187,11 @@ async def _going_on(event: Progress | Preview | None, job: ImageReply, context: 
 
 async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
     catalog = await context.image_service.catalog()
+    tenant = principal(request).tenant
+    check_again(context, tenant)
     state = request.state
     # The engine's id must be unique even if a proxy or a careless client sends one id twice.
     suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""
-    tenant = principal(request).tenant
     work = partial(
         resolve,
         body,

@@ -152,6 +152,24 @@ def test_a_flood_is_answered_without_the_engine(monkeypatch):
     assert client.post(URL, json={"prompt": "y"}, headers=as_tenant("blue")).status_code == 200
 
 
+async def test_of_many_that_come_at_once_few_reach_the_engine():
+    """All were let in before the first was refused; those that still wait for the catalog then do not ask, too."""
+    service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
+    catalogs, catalog = asyncio.Semaphore(1), service.catalog
+
+    async def one_by_one():
+        async with catalogs:
+            return await catalog()
+
+    service.catalog = one_by_one
+    app = make_app(service)
+    calls = [AsgiCall(app, b'{"prompt": "x"}') for _ in range(50)]
+    for call in calls:
+        await call.done()
+    assert {call.status for call in calls} == {429}
+    assert len(service.submitted) < 25
+
+
 async def test_a_standing_refusal_reads_nothing(monkeypatch):
     """Not even a body that never comes delays it."""
     monkeypatch.setattr(refusals, "HELD_S", 60.0)

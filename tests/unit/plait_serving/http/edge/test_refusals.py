@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_serving.http.edge.refusals import HELD_S, RecentRefusals
+from plait_serving.http.edge.refusals import FIRST_TRIES, HELD_S, RecentRefusals
 
 
 def test_a_refusal_holds_for_a_moment():
@@ -43,6 +43,19 @@ def test_few_find_out_whether_there_is_room_again():
     assert sum(at_s >= 6.0 for at_s in reached) == 100 * 100
     assert recent.take_held("a") == 70_000 - len(reached)
     assert recent.take_held("a") == 0
+
+
+def test_those_that_were_let_through_learn_of_a_refusal():
+    """Of many that come at once the first is refused; the others are told, without using up a try."""
+    now = [0.0]
+    recent: RecentRefusals[str] = RecentRefusals(lambda: now[0])
+    assert [recent.standing("a") for _ in range(3)] == [None] * 3
+    assert recent.held("a") is None
+    recent.note("a", "full")
+    assert recent.held("a").refusal == "full"
+    now[0] = HELD_S
+    assert [recent.held("a") for _ in range(20)] == [None] * 20
+    assert [recent.standing("a") is None for _ in range(FIRST_TRIES + 1)] == [True] * FIRST_TRIES + [False]
 
 
 def test_refusals_of_many_names_are_bounded():
