@@ -59,10 +59,6 @@ class RecentRefusals(Generic[T]):
         self._most = most
         self._refused: dict[str, _Refused[T]] = {}
 
-    def __bool__(self) -> bool:
-        """Whether anybody was refused lately."""
-        return bool(self._refused)
-
     def standing(self, name: str) -> Standing[T] | None:
         """Return the refusal if it was a moment ago, or enough others find out whether it still stands; None: ask."""
         refused = self._refused.get(name)

@@ -4,10 +4,14 @@ A request that crosses Serve's proxy costs calls between two processes, whatever
 that make images. So the ingress marks a refusal that holds for all that a client may send to a path
 (`REFUSED_HEADER`), and the proxies that have this middleware give it to the next ones themselves, by the rules of
 `refusals.py`. A request that goes on says how many did not (`REPEATED_HEADER`), so that the ingress counts them.
+
+Of many requests for images that come at once a few go ahead, and the others at a pace (`Pace`): they would all have
+crossed by the time that the first is refused.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable
@@ -16,10 +20,18 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_serving.http.edge.refusals import RecentRefusals
+from plait_serving.http.edge.refusals import RecentRefusals, Standing
 from plait_serving.http.edge.request_id import accepted_id
 
-__all__ = ["REFUSED_HEADER", "REPEATED_HEADER", "RepeatMiddleware", "repeated", "without_repeated"]
+__all__ = [
+    "PACED_PATHS",
+    "REFUSED_HEADER",
+    "REPEATED_HEADER",
+    "Pace",
+    "RepeatMiddleware",
+    "repeated",
+    "without_repeated",
+]
 
 REFUSED_HEADER = "x-plait-refused"
 REPEATED_HEADER = "x-plait-repeated"
@@ -28,6 +40,16 @@ _ID = b"x-request-id"
 
 _DECIDE = frozenset({b"authorization", b"host", b"origin"})
 """The headers that decide whose a request is and whether it is heard: who sends others may be answered otherwise."""
+
+PACED_PATHS = frozenset({"/v1/images/generations", "/v1/images/edits"})
+"""Whose requests take so long that nobody notices a pace."""
+
+_AT_ONCE = 32
+_PER_S = 200.0
+"""More than any engine makes images, and what one proxy and one ingress pass on beside an engine on two cores."""
+
+_LOOK_S = 0.1
+"""How often who waits for his turn looks whether he is refused."""
 
 _MAX_BODY_BYTES = 16 << 10
 _MOST_REPEATED = 10**7
@@ -42,12 +64,29 @@ class _Answer:
     body: bytes
 
 
+class Pace:
+    """Lets `at_once` requests of a name go ahead at once, and then `per_s` each second. Pure; bounded in names."""
+
+    def __init__(self, *, at_once: int = _AT_ONCE, per_s: float = _PER_S, most: int = 4096) -> None:
+        self._ahead_s, self._each_s, self._most = at_once / per_s, 1.0 / per_s, most
+        self._ends_s: dict[str, float] = {}
+
+    def wait_s(self, name: str, now_s: float) -> float:
+        """Return how long one more request of a name has to wait."""
+        if name not in self._ends_s and len(self._ends_s) >= self._most:
+            self._ends_s = {who: ends_s for who, ends_s in self._ends_s.items() if ends_s > now_s}
+        ends_s = self._ends_s[name] = max(now_s, self._ends_s.get(name, now_s)) + self._each_s
+        return max(0.0, ends_s - now_s - self._ahead_s)
+
+
 class RepeatMiddleware:
     """Repeats marked refusals of POST requests, by path and by what says whose a request is; removes the mark."""
 
     def __init__(self, app: ASGIApp, *, monotonic_s: Callable[[], float] = time.monotonic) -> None:
         self._app = app
+        self._monotonic_s = monotonic_s
         self._refusals: RecentRefusals[_Answer] = RecentRefusals(monotonic_s)
+        self._pace = Pace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call."""
@@ -55,7 +94,7 @@ class RepeatMiddleware:
             await self._app(scope, receive, send)
             return
         name = _name_of(scope)
-        standing = self._refusals.standing(name) if self._refusals else None
+        standing = self._refusals.standing(name) or await self._refused_on_the_way(name, scope["path"])
         if standing is not None:
             await _repeat(standing.refusal, scope, send)
             return
@@ -63,6 +102,16 @@ class RepeatMiddleware:
         if held := self._refusals.take_held(name):
             passed["headers"].append((_REPEATED, str(held).encode()))
         await self._app(passed, receive, _Listening(send, lambda answer: self._refusals.note(name, answer)))
+
+    async def _refused_on_the_way(self, name: str, path: str) -> Standing[_Answer] | None:
+        """Wait for the request's turn; return the refusal that came before it."""
+        wait_s = self._pace.wait_s(name, self._monotonic_s()) if path in PACED_PATHS else 0.0
+        while wait_s > 0.0:
+            await asyncio.sleep(min(wait_s, _LOOK_S))
+            wait_s -= _LOOK_S
+            if (held := self._refusals.held(name)) is not None:
+                return held
+        return None
 
 
 class _Listening:

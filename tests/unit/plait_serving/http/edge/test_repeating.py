@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 
 import pytest
@@ -11,9 +12,18 @@ from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey
-from plait_serving.http.edge.repeating import REFUSED_HEADER, REPEATED_HEADER, RepeatMiddleware, without_repeated
+from plait_serving.http.edge.repeating import (
+    PACED_PATHS,
+    REFUSED_HEADER,
+    REPEATED_HEADER,
+    Pace,
+    RepeatMiddleware,
+    without_repeated,
+)
+from plait_serving.http.images import routes as images
+from plait_serving.http.images.refusing import RefusingRoute
 from plait_serving.images.testing import FakeImageService
-from support.http_app import make_app
+from support.http_app import AsgiCall, make_app
 
 URL = "/v1/images/generations"
 KEYS = tuple(ApiKey.from_secret(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
@@ -77,6 +87,50 @@ def test_others_are_asked_for(now):
     assert client.get("/health").status_code == 200
     ask(client, origin="http://evil")
     assert len(behind.seen) == 6
+
+
+async def test_of_many_that_come_at_once_few_cross(now):
+    """Before it is known that there is no room; the others get the first one's refusal."""
+    crossed, first = [], asyncio.Event()
+
+    async def slow(scope, receive, send):
+        crossed.append(scope)
+        await first.wait()
+        await send({"type": "http.response.start", "status": 429, "headers": [(REFUSED_HEADER.encode(), b"tenant")]})
+        await send({"type": "http.response.body"})
+
+    proxy = RepeatMiddleware(slow, monotonic_s=lambda: now[0])
+    calls = [AsgiCall(proxy, b"{}") for _ in range(500)]
+    await asyncio.sleep(0)
+    assert len(crossed) == 32
+    first.set()
+    for call in calls:
+        await call.done()
+    assert {call.status for call in calls} == {429}
+    assert len(crossed) < 100
+
+
+def test_a_pace_lets_some_go_ahead():
+    """Four at once, then ten a second; what was not used is not saved up, and other names have their own."""
+    pace = Pace(at_once=4, per_s=10.0)
+    assert [pace.wait_s("a", 1.0) for _ in range(6)] == [0.0] * 4 + [pytest.approx(0.1), pytest.approx(0.2)]
+    assert pace.wait_s("b", 1.0) == 0.0
+    assert pace.wait_s("a", 1.5) == pytest.approx(0.0)
+    assert [pace.wait_s("a", 100.0) for _ in range(5)] == [0.0] * 4 + [pytest.approx(0.1)]
+
+
+def test_names_of_a_pace_are_bounded():
+    """Those whose time is over are forgotten when there are too many (finding 12)."""
+    pace = Pace(at_once=1, per_s=1.0, most=10)
+    for number in range(100):
+        pace.wait_s(str(number), float(10 * number))
+    assert len(pace._ends_s) <= 10
+
+
+def test_the_paced_paths_are_those_that_are_refused():
+    """The proxy does not import the routes."""
+    paths = {route.path for route in images.router.routes if isinstance(route, RefusingRoute)}
+    assert paths == PACED_PATHS
 
 
 def test_answers_that_are_not_marked_are_not_repeated(now):
