@@ -159,6 +159,7 @@ async def test_of_many_that_come_at_once_few_reach_the_engine():
 
     async def one_by_one():
         async with catalogs:
+            await asyncio.sleep(0.004)
             return await catalog()
 
     service.catalog = one_by_one
