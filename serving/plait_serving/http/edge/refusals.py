@@ -2,8 +2,8 @@
 
 An engine's refusal costs calls into its process, whose interpreter is busy with images. Whether a tenant's queue has
 room does not depend on the request (`queue/bounds.py`), and it has none again for `retry_after_s`. When the moment is
-over a few requests find out whether there is room, and more and more while none of them is refused: if all that come
-in the meantime went along, each of them would wait for the refusal of each other.
+over a few requests find out whether there is room, and more and more while none of them is refused for as long as
+refusals took: if all that come in the meantime went along, each of them would wait for the refusal of each other.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ T = TypeVar("T")
 HELD_S = 0.25
 """Room that is made within this time is found late by so much; the engine answers four floods a second and tenant."""
 
-TRY_S = 0.05
-"""About what the engine takes to refuse while it computes. After each such time without a refusal twice as many try."""
+TRY_S, _MAX_TRY_S = 0.05, 2.0
+"""About what the engine takes to refuse while it computes; twice what the last refusal took, up to a bound. After each
+such time without a refusal twice as many try."""
 
 FIRST_TRIES = 4
 _ENOUGH_TRIES = 1024
@@ -40,12 +41,13 @@ class Standing(Generic[T]):
 
 @dataclass(slots=True, kw_only=True)
 class _Refused(Generic[T]):
-    """Somebody who was refused at `at_s`, and how many may try and have tried since `since_s`. `held`: how many were
-    told so."""
+    """Somebody who was refused at `at_s`, and how many may try and have tried since `since_s`, for `try_s`. `held`: how
+    many were told so."""
 
     refusal: T
     at_s: float
     since_s: float
+    try_s: float
     tries: int = FIRST_TRIES
     tried: int = 0
     held: int = 0
@@ -65,7 +67,7 @@ class RecentRefusals(Generic[T]):
         if refused is None or refused.tries >= _ENOUGH_TRIES:
             return None
         now_s = self._monotonic_s()
-        if (periods := int((now_s - refused.since_s) / TRY_S)) > 0:
+        if (periods := int((now_s - refused.since_s) / refused.try_s)) > 0:
             refused.tries <<= min(periods, _ENOUGH_TRIES.bit_length())
             refused.since_s, refused.tried = now_s, 0
             if refused.tries >= _ENOUGH_TRIES:
@@ -84,8 +86,8 @@ class RecentRefusals(Generic[T]):
         refused.held += 1
         return Standing(refused.refusal, now_s - refused.at_s)
 
-    def note(self, name: str, refusal: T) -> None:
-        """Remember that somebody was refused."""
+    def note(self, name: str, refusal: T, *, took_s: float = 0.0) -> None:
+        """Remember that somebody was refused, and how long that took."""
         now_s = self._monotonic_s()
         before = self._refused.get(name)
         if before is None and len(self._refused) >= self._most:
@@ -93,7 +95,8 @@ class RecentRefusals(Generic[T]):
             if len(self._refused) >= self._most:
                 return
         held = 0 if before is None else before.held
-        self._refused[name] = _Refused(refusal=refusal, at_s=now_s, since_s=now_s + HELD_S, held=held)
+        try_s = min(max(TRY_S, 2.0 * took_s), _MAX_TRY_S)
+        self._refused[name] = _Refused(refusal=refusal, at_s=now_s, since_s=now_s + HELD_S, try_s=try_s, held=held)
 
     def take_held(self, name: str) -> int:
         """Return how many were told of a refusal since this was asked last."""

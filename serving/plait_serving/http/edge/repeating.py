@@ -45,8 +45,8 @@ PACED_PATHS = frozenset({"/v1/images/generations", "/v1/images/edits"})
 """Whose requests take so long that nobody notices a pace."""
 
 _AT_ONCE = 32
-_PER_S = 200.0
-"""More than any engine makes images, and what one proxy and one ingress pass on beside an engine on two cores."""
+_PER_S = 100.0
+"""More than an engine makes images, and about what proxy and ingress pass on beside one on two cores."""
 
 _LOOK_S = 0.1
 """How often who waits for his turn looks whether he is refused."""
@@ -101,7 +101,12 @@ class RepeatMiddleware:
         passed = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] != _REPEATED]}
         if held := self._refusals.take_held(name):
             passed["headers"].append((_REPEATED, str(held).encode()))
-        await self._app(passed, receive, _Listening(send, lambda answer: self._refusals.note(name, answer)))
+        began_s = self._monotonic_s()
+
+        def note(answer: _Answer) -> None:
+            self._refusals.note(name, answer, took_s=self._monotonic_s() - began_s)
+
+        await self._app(passed, receive, _Listening(send, note))
 
     async def _refused_on_the_way(self, name: str, path: str) -> Standing[_Answer] | None:
         """Wait for the request's turn; return the refusal that came before it."""

@@ -38,11 +38,12 @@ class RefusingRoute(JsonRoute):
                 refused = _still(standing)
                 context.metrics.observe_failure(refused)
                 return _marked(refused, request)
+            began_s = context.monotonic_s()
             try:
                 return await handle(request)
             except Overloaded as error:
                 if not isinstance(error, _StillRefused):
-                    context.refusals.note(tenant, error)
+                    context.refusals.note(tenant, error, took_s=context.monotonic_s() - began_s)
                 return _marked(error, request)
 
         return unless_refused
