@@ -76,7 +76,8 @@ class Pace:
         if name not in self._ends_s and len(self._ends_s) >= self._most:
             self._ends_s = {who: ends_s for who, ends_s in self._ends_s.items() if ends_s > now_s}
         ends_s = self._ends_s[name] = max(now_s, self._ends_s.get(name, now_s)) + self._each_s
-        return max(0.0, ends_s - now_s - self._ahead_s)
+        wait_s = ends_s - now_s - self._ahead_s
+        return wait_s if wait_s > self._each_s / 2 else 0.0
 
 
 class RepeatMiddleware:

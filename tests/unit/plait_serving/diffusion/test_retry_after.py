@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import statistics
 
 import pytest
 
@@ -12,14 +11,14 @@ from plait_serving.diffusion.values import Tenant
 from support.virtual_engine import TABLES, Virtual
 
 FLOOD = Tenant(name="flood")
-LIMIT, ASKED, WAIT_S = 24, 150, 300.0
+LIMIT, ASKED, WAIT_S = 24, 100, 300.0
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
-@pytest.mark.parametrize("steps", [(200, 200), (100, 400)], ids=["equal", "mixed"])
+@pytest.mark.parametrize("steps", [(120, 120), (60, 240)], ids=["equal", "mixed"])
 def test_there_is_room_when_a_refusal_says_so(table, steps):
-    """A flood that asks in every call and fills each place at once. Half of its refusals name the time until the next
-    place within a factor of two; no fewer than a second is ever said."""
+    """A flood that fills each place at once: three in four of its refusals name the time until the next place within a
+    factor of two, or the second that is the least."""
     rng = random.Random(1)
     said: list[tuple[float, float]] = []
     ratios: list[float] = []
@@ -44,11 +43,6 @@ def test_there_is_room_when_a_refusal_says_so(table, steps):
     virtual.ask("second", FLOOD, steps=3)
     assert virtual.rig.engine._registry.wait_until_empty(WAIT_S)
     virtual.rig.engine.stop(drain_s=0)
-    ratios.sort()
-    print(
-        len(ratios),
-        [round(ratios[int(q * (len(ratios) - 1))], 2) for q in (0, 0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 1)],
-        virtual.now_s,
-        max(virtual.rows),
-    )
-    assert 0.5 <= statistics.median(ratios) <= 2.0
+    assert len(ratios) > ASKED / 2
+    right = sum(0.499 <= ratio <= 2.0 for ratio in ratios)
+    assert right >= 0.75 * len(ratios), sorted(ratios)
