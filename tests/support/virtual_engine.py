@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 
 from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.units import RequestPhase
 from plait_serving.diffusion.values import Progress
 from support.engine import Rig, request
 
@@ -45,6 +47,13 @@ class Virtual:
             come()
         self.now_s += half_s
         return self.predict(calls)
+
+    def wait_for_decodes(self):
+        """Return when all that was stepped is decoded: it takes no virtual time, but that of the host."""
+        until_s = time.monotonic() + 60.0
+        while any(job.phase is RequestPhase.DECODING for job in list(self.rig.engine._registry._open)):
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
 
     def ask(self, name, tenant, **more):
         """Submit; return what will hold the seconds until its last step."""

@@ -26,6 +26,7 @@ def test_there_is_room_when_a_refusal_says_so(table, steps):
 
     def come():
         number = virtual.calls
+        virtual.wait_for_decodes()
         while True:
             try:
                 virtual.ask(f"f{number}-{rng.random()}", FLOOD, steps=rng.choice(steps))
