@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["FIRST_TRIES", "HELD_S", "TRY_S", "RecentRefusals", "Standing"]
+__all__ = ["FIRST_TRIES", "HELD_S", "TRY_S", "RecentRefusals", "StandingRefusal"]
 
 T = TypeVar("T")
 
@@ -27,12 +27,12 @@ FIRST_TRIES = 4
 _ENOUGH_TRIES = 1024
 """From here on nobody is held up: a process answers fewer requests in `TRY_S`."""
 
-_MOST = 4096
+_MAX_NAMES = 4096
 """Refusals that are remembered. Tenants are few; names that nobody has checked may be many."""
 
 
 @dataclass(frozen=True, slots=True)
-class Standing(Generic[T]):
+class StandingRefusal(Generic[T]):
     """A refusal that still stands, and how long ago it was."""
 
     refusal: T
@@ -42,7 +42,7 @@ class Standing(Generic[T]):
 @dataclass(slots=True, kw_only=True)
 class _Refused(Generic[T]):
     """Somebody who was refused at `at_s`, and how many may try and have tried since `since_s`, for `try_s`. `held`: how
-    many were told so."""
+    many received it since they were counted."""
 
     refusal: T
     at_s: float
@@ -56,12 +56,12 @@ class _Refused(Generic[T]):
 class RecentRefusals(Generic[T]):
     """The newest refusal of each name. For one event loop."""
 
-    def __init__(self, monotonic_s: Callable[[], float], *, most: int = _MOST) -> None:
+    def __init__(self, monotonic_s: Callable[[], float], *, max_names: int = _MAX_NAMES) -> None:
         self._monotonic_s = monotonic_s
-        self._most = most
+        self._max_names = max_names
         self._refused: dict[str, _Refused[T]] = {}
 
-    def standing(self, name: str) -> Standing[T] | None:
+    def standing(self, name: str) -> StandingRefusal[T] | None:
         """Return the refusal if it was a moment ago, or enough others find out whether it still stands; None: ask."""
         refused = self._refused.get(name)
         if refused is None or refused.tries >= _ENOUGH_TRIES:
@@ -76,30 +76,30 @@ class RecentRefusals(Generic[T]):
             refused.tried += 1
             return None
         refused.held += 1
-        return Standing(refused.refusal, now_s - refused.at_s)
+        return StandingRefusal(refused.refusal, now_s - refused.at_s)
 
-    def held(self, name: str) -> Standing[T] | None:
+    def held(self, name: str) -> StandingRefusal[T] | None:
         """Return the refusal if it was a moment ago, for those that were let through before it."""
         refused, now_s = self._refused.get(name), self._monotonic_s()
         if refused is None or now_s >= refused.since_s:
             return None
         refused.held += 1
-        return Standing(refused.refusal, now_s - refused.at_s)
+        return StandingRefusal(refused.refusal, now_s - refused.at_s)
 
     def note(self, name: str, refusal: T, *, took_s: float = 0.0) -> None:
         """Remember that somebody was refused, and how long that took."""
         now_s = self._monotonic_s()
         before = self._refused.get(name)
-        if before is None and len(self._refused) >= self._most:
+        if before is None and len(self._refused) >= self._max_names:
             self._refused = {who: it for who, it in self._refused.items() if now_s < it.since_s + HELD_S}
-            if len(self._refused) >= self._most:
+            if len(self._refused) >= self._max_names:
                 return
         held = 0 if before is None else before.held
         try_s = min(max(TRY_S, 2.0 * took_s), _MAX_TRY_S)
         self._refused[name] = _Refused(refusal=refusal, at_s=now_s, since_s=now_s + HELD_S, try_s=try_s, held=held)
 
     def take_held(self, name: str) -> int:
-        """Return how many were told of a refusal since this was asked last."""
+        """Return how many received a refusal since this was asked last."""
         refused = self._refused.get(name)
         if refused is None:
             return 0

@@ -5,8 +5,8 @@ that make images. So the ingress marks a refusal that holds for all that a clien
 (`REFUSED_HEADER`), and the proxies that have this middleware give it to the next ones themselves, by the rules of
 `refusals.py`. A request that goes on says how many did not (`REPEATED_HEADER`), so that the ingress counts them.
 
-Of many requests for images that come at once a few go ahead, and the others at a pace (`Pace`): they would all have
-crossed by the time that the first is refused.
+Of many requests for images that come at once a few go ahead, and the others at a pace (`RequestPace`): they would all
+have crossed by the time that the first is refused.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_serving.http.edge.refusals import RecentRefusals, Standing
+from plait_serving.http.edge.refusals import RecentRefusals, StandingRefusal
 from plait_serving.http.edge.request_id import accepted_id
 
 __all__ = [
     "PACED_PATHS",
     "REFUSED_HEADER",
     "REPEATED_HEADER",
-    "Pace",
     "RepeatMiddleware",
+    "RequestPace",
     "repeated",
     "without_repeated",
 ]
@@ -52,7 +52,7 @@ _LOOK_S = 0.1
 """How often who waits for his turn looks whether he is refused."""
 
 _MAX_BODY_BYTES = 16 << 10
-_MOST_REPEATED = 10**7
+_MAX_REPEATED = 10**7
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +64,16 @@ class _Answer:
     body: bytes
 
 
-class Pace:
+class RequestPace:
     """Lets `at_once` requests of a name go ahead at once, and then `per_s` each second. Pure; bounded in names."""
 
-    def __init__(self, *, at_once: int = _AT_ONCE, per_s: float = _PER_S, most: int = 4096) -> None:
-        self._ahead_s, self._each_s, self._most = at_once / per_s, 1.0 / per_s, most
+    def __init__(self, *, at_once: int = _AT_ONCE, per_s: float = _PER_S, max_names: int = 4096) -> None:
+        self._ahead_s, self._each_s, self._max_names = at_once / per_s, 1.0 / per_s, max_names
         self._ends_s: dict[str, float] = {}
 
     def wait_s(self, name: str, now_s: float) -> float:
         """Return how long one more request of a name has to wait."""
-        if name not in self._ends_s and len(self._ends_s) >= self._most:
+        if name not in self._ends_s and len(self._ends_s) >= self._max_names:
             self._ends_s = {who: ends_s for who, ends_s in self._ends_s.items() if ends_s > now_s}
         ends_s = self._ends_s[name] = max(now_s, self._ends_s.get(name, now_s)) + self._each_s
         wait_s = ends_s - now_s - self._ahead_s
@@ -87,7 +87,7 @@ class RepeatMiddleware:
         self._app = app
         self._monotonic_s = monotonic_s
         self._refusals: RecentRefusals[_Answer] = RecentRefusals(monotonic_s)
-        self._pace = Pace()
+        self._pace = RequestPace()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call."""
@@ -109,7 +109,7 @@ class RepeatMiddleware:
 
         await self._app(passed, receive, _Listening(send, note))
 
-    async def _refused_on_the_way(self, name: str, path: str) -> Standing[_Answer] | None:
+    async def _refused_on_the_way(self, name: str, path: str) -> StandingRefusal[_Answer] | None:
         """Wait for the request's turn; return the refusal that came before it."""
         wait_s = self._pace.wait_s(name, self._monotonic_s()) if path in PACED_PATHS else 0.0
         while wait_s > 0.0:
@@ -160,7 +160,7 @@ async def _repeat(answer: _Answer, scope: Scope, send: Send) -> None:
 def repeated(headers: Headers) -> int:
     """Return how many refusals a proxy repeated since it passed on the last such request."""
     text = headers.get(REPEATED_HEADER, "")
-    return min(int(text[:9]), _MOST_REPEATED) if text.isascii() and text.isdigit() else 0
+    return min(int(text[:9]), _MAX_REPEATED) if text.isascii() and text.isdigit() else 0
 
 
 def without_repeated(app: ASGIApp) -> ASGIApp:

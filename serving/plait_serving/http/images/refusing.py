@@ -14,7 +14,7 @@ from plait_serving.http.context import RouteContext, get_context
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.errors import wire_error
 from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.http.edge.refusals import Standing
+from plait_serving.http.edge.refusals import StandingRefusal
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 
 __all__ = ["RefusingRoute", "check_again"]
@@ -55,12 +55,12 @@ class _StillRefused(Overloaded):
 
 def check_again(context: RouteContext, tenant: str) -> None:
     """Raise the tenant's refusal if there was one since its request was let through: of many that come at once, the
-    first tells the others."""
+    first speaks for the others."""
     if (held := context.refusals.held(tenant)) is not None:
         raise _still(held)
 
 
-def _still(standing: Standing[Overloaded]) -> _StillRefused:
+def _still(standing: StandingRefusal[Overloaded]) -> _StillRefused:
     """Return a refusal with what is left of its time."""
     error, left_s = standing.refusal, standing.refusal.retry_after_s
     if left_s is not None:

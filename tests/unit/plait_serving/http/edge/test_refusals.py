@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 import pytest
 
 from plait_serving.http.edge.refusals import FIRST_TRIES, HELD_S, RecentRefusals
-from plait_serving.http.edge.repeating import Pace
+from plait_serving.http.edge.repeating import RequestPace
 
 
 def test_a_refusal_holds_for_a_moment():
@@ -52,16 +52,16 @@ def test_a_flood_does_not_pile_up_behind_its_own_tries(service_s):
     one after the other: 99 in 100 refusals take less than two seconds."""
     now = [0.0]
     recent: RecentRefusals[str] = RecentRefusals(lambda: now[0])
-    pace = Pace()
+    pace = RequestPace()
     latencies: list[float] = []
     free_s = 0.0
     events = [(client * 1e-4, client, "asks", client * 1e-4) for client in range(500)]
     while events[0][0] < 30.0:
         now[0], client, what, asked_s = heappop(events)
         if what == "asks":
-            is_told = recent.standing("a") is not None
-            turn_s = 0.0 if is_told else pace.wait_s("a", now[0])
-            following = "is told" if is_told else "goes"
+            is_held = recent.standing("a") is not None
+            turn_s = 0.0 if is_held else pace.wait_s("a", now[0])
+            following = "is held" if is_held else "goes"
             heappush(events, (now[0] + turn_s, client, following, asked_s))
         elif what == "goes" and recent.held("a") is None:
             free_s = max(free_s, now[0]) + service_s
@@ -92,7 +92,7 @@ def test_those_that_were_let_through_learn_of_a_refusal():
 def test_refusals_of_many_names_are_bounded():
     """Old ones give way; with none that is old, new ones are not remembered (finding 12: dicts that only grow)."""
     now = [0.0]
-    recent: RecentRefusals[int] = RecentRefusals(lambda: now[0], most=10)
+    recent: RecentRefusals[int] = RecentRefusals(lambda: now[0], max_names=10)
     for name in range(50):
         recent.note(str(name), name)
     assert [name for name in range(50) if recent.standing(str(name))] == list(range(10))

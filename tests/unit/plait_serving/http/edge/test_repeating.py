@@ -16,8 +16,8 @@ from plait_serving.http.edge.repeating import (
     PACED_PATHS,
     REFUSED_HEADER,
     REPEATED_HEADER,
-    Pace,
     RepeatMiddleware,
+    RequestPace,
     without_repeated,
 )
 from plait_serving.http.images import routes as images
@@ -112,7 +112,7 @@ async def test_of_many_that_come_at_once_few_cross(now):
 
 def test_a_pace_lets_some_go_ahead():
     """Four at once, then ten a second; what was not used is not saved up, and other names have their own."""
-    pace = Pace(at_once=4, per_s=10.0)
+    pace = RequestPace(at_once=4, per_s=10.0)
     assert [pace.wait_s("a", 1.0) for _ in range(6)] == pytest.approx([0.0] * 4 + [0.1, 0.2], abs=1e-9)
     assert pace.wait_s("b", 1.0) == 0.0
     assert pace.wait_s("a", 1.5) == pytest.approx(0.0)
@@ -121,7 +121,7 @@ def test_a_pace_lets_some_go_ahead():
 
 def test_names_of_a_pace_are_bounded():
     """Those whose time is over are forgotten when there are too many (finding 12)."""
-    pace = Pace(at_once=1, per_s=1.0, most=10)
+    pace = RequestPace(at_once=1, per_s=1.0, max_names=10)
     for number in range(100):
         pace.wait_s(str(number), float(10 * number))
     assert len(pace._ends_s) <= 10
