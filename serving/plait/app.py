@@ -101,7 +101,16 @@ def compose(
     direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
     results = None if args.images is None else args.images.results
     settings = partial(http_settings, server, words=starter_words(args), results=results)
-    return ingress.bind(engine, settings, ranking, routers=routers, direct=direct, reserved=deploy.reserved)
+    controlnets = [it.handle for name, it in deploy.reserved.items() if name.startswith(CONTROLNET_PREFIX)]
+    return ingress.bind(
+        engine,
+        settings,
+        ranking,
+        controlnets=controlnets,
+        routers=routers,
+        direct=direct,
+        reserved=deploy.reserved,
+    )
 
 
 class _Deploying:

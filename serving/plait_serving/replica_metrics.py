@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 __all__ = ["merge"]
 
-_OF_ONE_THING = ("plait_host_", "plait_node_", "plait_engine_prepared", "plait_ranker_worker")
-"""What the names of families begin with whose values are not added up."""
+_OF_ONE_THING = ("plait_host_", "plait_node_", "plait_engine_prepared", "plait_ranker_worker", "plait_audit_largest")
+"""What the names of families begin with whose values are not added up: the max of them counts."""
 _CREATED = "_created"
 """How the families end that say when a counter began."""
 

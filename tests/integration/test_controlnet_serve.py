@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import time
@@ -13,6 +14,7 @@ import pytest
 
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
+from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.protocols import Residuals
@@ -64,6 +66,19 @@ def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlne
     assert kit.same_bits(answer, kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0])
     assert sum(replica.channels for replica in find.replicas()) == 1
     client.shutdown()
+
+
+def test_each_replica_says_what_its_audits_found(handle: Any) -> None:
+    """For `/metrics` of the ingress, by the name of its process."""
+
+    found: dict[str, str] = {}
+
+    def both() -> bool:
+        found.update(asyncio.run(AllReplicas(lambda: handle).texts()))
+        return len(found) == 2
+
+    _wait_until(both)
+    assert all("plait_audit_drifted_total 0\n" in text for text in found.values())
 
 
 def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:

@@ -19,6 +19,7 @@ from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_pro
 from plait_serving.deployments.node_gauges import NodeGauges, Reserved
 from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.http.context import HttpSettings, RouteContext
+from plait_serving.http.edge.repeating import without_repeated
 from plait_serving.imports import importing
 
 if TYPE_CHECKING:
@@ -38,17 +39,18 @@ class Ingress:
         settings: Callable[[], HttpSettings],
         ranking: Mapping[str, RankModel] | None = None,
         *,
+        controlnets: Sequence[Any] = (),
         routers: Callable[[], Sequence[APIRouter]] = tuple,
         direct: Direct | None = None,
         reserved: Mapping[str, Reserved] | None = None,
     ) -> None:
         """Create the ingress replica. `engine`: the base model's handle, or None. `ranking`: the ranking models by
-        name. `routers`: makes, in the replica, additional routes of other components. `direct`: where the ingress
-        listens itself, beside Serve's proxy. `reserved`: the deployments behind it, by name, for the gauges of
-        nodes."""
+        name. `controlnets`: handles of the ControlNets' services, for their metrics. `routers`: makes, in the replica,
+        additional routes of other components. `direct`: where the ingress listens itself, beside Serve's proxy.
+        `reserved`: the deployments behind it, by name, for the gauges of nodes."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
-        self._images = None if engine is None else HandleImageService(engine)
+        self._images = None if engine is None else HandleImageService(engine, controlnets)
         self._settings = settings
         self._routers = routers
         with importing():
@@ -102,7 +104,7 @@ class Ingress:
 
     def _answer_directly(self, app: FastAPI) -> AbstractAsyncContextManager[None]:
         assert self._direct is not None
-        return self._direct.answering(self._answers.count(app))
+        return self._direct.answering(self._answers.count(without_repeated(app)))
 
 
 def _handle_of_this_deployment() -> Any:

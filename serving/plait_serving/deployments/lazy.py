@@ -133,6 +133,9 @@ class ControlNetMethods(ReplicaMethods, Protocol):
     async def statistics(self) -> dict[str, float]:
         """Return the replica's statistics."""
 
+    async def metrics_text(self) -> Any:
+        """Return the metrics and the replica's name."""
+
 
 class RankWorkerMethods(ReplicaMethods, Protocol):
     """What the ingress and other workers call on a ranking worker; requests go over the fabric."""

@@ -1,4 +1,5 @@
-"""What Serve's HTTP proxy runs of ours: the checks that its own routes and its connections otherwise lack.
+"""What Serve's HTTP proxy runs of ours: the checks that its own routes and its connections otherwise lack, and refusals
+that stand.
 
 The proxy answers `/-/routes` and `/-/healthz` itself, to whatever host name it is asked by, and its uvicorn waits for
 ever for a request that is never finished. Serve calls the function that `CALLBACK_VARIABLE` names in every proxy that
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
+from plait_serving.http.edge.repeating import RepeatMiddleware
 
 __all__ = ["CALLBACK_VARIABLE", "HOSTS_VARIABLE", "OwnRoutesMiddleware", "configure_proxy", "proxy_environment"]
 
@@ -37,7 +39,8 @@ def configure_proxy() -> list[Middleware]:
     module, name = PromptHttpProtocol.__module__, PromptHttpProtocol.__qualname__
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{module}:{name}"
     hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
-    return [Middleware(OwnRoutesMiddleware, hosts=hosts)] if hosts else []
+    checked = [Middleware(OwnRoutesMiddleware, hosts=hosts)] if hosts else []
+    return [*checked, Middleware(RepeatMiddleware)]
 
 
 class OwnRoutesMiddleware:

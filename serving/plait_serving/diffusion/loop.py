@@ -263,10 +263,12 @@ class DenoiseLoop:
             self._charge(unit.job, seconds * unit.rows / rows)
             if stepper.settled and unit.job.request.tenant.counts:
                 model.forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
-        taking_part = {unit.job for unit in prepared}
-        for job in taking_part:
+        took_part = {unit.job for unit in prepared}
+        for job in self._jobs:
+            job.runs = job in took_part
+        for job in took_part:
             job.spent.denoise_s += seconds
-        self._residents.stepped(list(taking_part), self._jobs, seconds)
+        self._residents.stepped(list(took_part), self._jobs, seconds)
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._settle(unit, outcome)
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))

@@ -158,7 +158,7 @@ class RequestRegistry:
         self.send(job, event)
 
     def _queue(self) -> list[QueuedWork]:
-        return [QueuedWork(tenant=job.request.tenant, left_s=job.left_s) for job in self._open]
+        return [QueuedWork(tenant=job.request.tenant, left_s=job.left_s, runs=job.runs) for job in self._open]
 
 
 def _delivered(job: ImageJob, event: Finished | Failed) -> dict[str, int]:

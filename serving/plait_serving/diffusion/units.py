@@ -55,7 +55,8 @@ class SpentSeconds:
 @dataclass(slots=True, eq=False)
 class ImageJob:
     """One accepted request. `work_s`: the compute-seconds that it will be charged, by forecast; `chunks` of its prompts
-    are encoded. `source`: the image that it starts from, from its first step on."""
+    are encoded. `source`: the image that it starts from, from its first step on. `runs`: it took part in the latest
+    step."""
 
     request: ImageRequest
     sink: Callable[[Event], None]
@@ -66,6 +67,7 @@ class ImageJob:
     chunks: int = 1
     phase: RequestPhase = RequestPhase.ACTIVE
     cancelled: bool = False
+    runs: bool = False
     units: list[Unit] = field(default_factory=list)
     source: EditSource | None = None
     previews_sent: int = 0

@@ -12,12 +12,13 @@ from typing import Annotated, Any
 from fastapi import Depends
 from starlette.requests import Request
 
+from plait_serving.diffusion.errors import Overloaded
 from plait_serving.health import Health
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
+from plait_serving.http.edge.refusals import RecentRefusals
 from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.codec import DecodeLimits
-from plait_serving.images.refusals import RecentRefusals
 from plait_serving.images.results import ResultsSettings, ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.ranking.service import RankingService
@@ -75,7 +76,7 @@ class RouteContext:
     random_seed: Callable[[], int] = random_seed
     results: ResultStore | None = field(init=False)
     codec_slots: asyncio.Semaphore = field(init=False)
-    refusals: RecentRefusals = field(init=False)
+    refusals: RecentRefusals[Overloaded] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))

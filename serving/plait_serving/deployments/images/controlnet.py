@@ -39,7 +39,9 @@ from plait_serving.deployments.fabric_endpoints import (
     open_listeners,
     socket_folder,
 )
+from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.metrics import MetricsText, this_process
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
@@ -95,13 +97,14 @@ class ControlNetDeployment:
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
         auto = torch.float16 if place.startswith("cuda") else torch.float32
         precision = _DTYPES.get(dtype, auto)
+        self._auditor = auditor_for(audit_every, cache=default_prepared_folder(), idle=self._is_idle)
         preparer = preparer_for(
             ExecutorName(executor),
             device=place,
             dtype=precision,
             threads=lambda: self._threads,
             cache=default_prepared_folder(),
-            auditor=auditor_for(audit_every, cache=default_prepared_folder(), idle=self._is_idle),
+            auditor=self._auditor,
         )
         runner = run_on_own_thread(
             lambda: load_controlnet(
@@ -144,6 +147,10 @@ class ControlNetDeployment:
     async def statistics(self) -> dict[str, float]:
         """Return `ServiceStatistics` as plain numbers."""
         return asdict(self._service.statistics())
+
+    async def metrics_text(self) -> MetricsText:
+        """Return what this replica's audits found, for `/metrics`."""
+        return MetricsText(replica=this_process(), text=audit_text(self._auditor.statistics()))
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -14,6 +14,7 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.deployments.images.suspects import Suspects
+from plait_serving.deployments.images.together import Together
 from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
@@ -32,6 +33,9 @@ CATALOG_TIMEOUT_S = 120.0
 """Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
 time to load a model."""
 
+_CATALOG_PATIENCE_S = 1.0
+"""A call that takes longer met a replica that is busy, or gone."""
+
 _PAUSE_S = 0.05
 
 ACCEPT_TIMEOUT_S = 120.0
@@ -41,16 +45,22 @@ ACCEPT_TIMEOUT_S = 120.0
 class HandleImageService:
     """An `ImageService` over the base model's handle; Serve's errors become the engine's."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, controlnets: Sequence[Any] = ()) -> None:
+        """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
         self._handle = handle
         self._stream = handle.options(stream=True)
         self._engines = AllReplicas(lambda: handle)
+        self._controlnets = [AllReplicas(lambda it=it: it) for it in controlnets]
         self._outages = Outages()
         self._suspects = Suspects()
+        self._catalogs: Together[Catalog] = Together(self._catalog, patience_s=_CATALOG_PATIENCE_S)
 
     async def catalog(self) -> Catalog:
-        """Return the catalog of a replica. Raises `EngineStopped` if none answers within `CATALOG_TIMEOUT_S`: Serve
-        would wait for as long as there is no replica."""
+        """Return the catalog of a replica, one answer to all who ask together. Raises `EngineStopped` if none answers
+        within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
+        return await self._catalogs.ask()
+
+    async def _catalog(self) -> Catalog:
         try:
             async with asyncio.timeout(CATALOG_TIMEOUT_S):
                 catalog = await self._ask_any("catalog")
@@ -70,11 +80,11 @@ class HandleImageService:
                 await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
 
     async def metrics_text(self) -> str:
-        """Return the metrics of all replicas as one text. Raises `EngineStopped` if none answers."""
-        texts = await self._engines.texts()
-        if not texts:
+        """Return the metrics of all replicas as one text. Raises `EngineStopped` if no engine answers."""
+        engines, *controlnets = await asyncio.gather(self._engines.texts(), *(it.texts() for it in self._controlnets))
+        if not engines:
             raise EngineStopped("no engine replica reports its metrics")
-        return merge(list(texts.values()))
+        return merge([text for texts in (engines, *controlnets) for text in texts.values()])
 
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""

@@ -12,6 +12,7 @@ from plait_disagg.queue.scale import Gauge
 from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
+from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.images.controlnet import ServeConnect
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
@@ -271,14 +272,6 @@ def metrics_text(assembled: Assembled) -> str:
         "lora_cache_misses": sum(cache.misses for cache in loras),
         "lora_cache_evictions": sum(cache.evictions for cache in loras),
     }
-    audits = [model.auditor.statistics() for model in assembled.models.values()]
-    gauges["audit_largest_share_of_tolerance"] = round(max(audit.largest for audit in audits), 6)
-    counters |= {
-        "audit_checked": sum(audit.checked for audit in audits),
-        "audit_drifted": sum(audit.drifted for audit in audits),
-        "audit_skipped": sum(audit.skipped for audit in audits),
-        "audit_failed": sum(audit.failed for audit in audits),
-    }
     residency = assembled.engine.residents.statistics()
     gauges |= {"models_resident_bytes": residency.nbytes, "models_budget_bytes": residency.budget_bytes}
     counters["model_loads"] = residency.loads
@@ -289,7 +282,8 @@ def metrics_text(assembled: Assembled) -> str:
     lines += [f'plait_model_resident{{model="{name}"}} {int(name in residency.resident)}' for name in assembled.models]
     lines.append("# TYPE plait_engine_prepared gauge")
     lines += [f'plait_engine_prepared{{part="{part}"}} 1' for part in sorted(assembled.prepared_parts())]
-    return "\n".join(lines) + "\n"
+    audits = [model.auditor.statistics() for model in assembled.models.values()]
+    return "\n".join(lines) + "\n" + audit_text(*audits)
 
 
 def _tenant_lines(usage: Mapping[str, TenantUsage]) -> list[str]:

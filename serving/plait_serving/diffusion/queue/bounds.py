@@ -7,8 +7,10 @@ request is taken if what its tenant has there is below the bound: one request al
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 from plait_serving.diffusion.values import Tenant
 
@@ -25,26 +27,45 @@ class QueueBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedWork:
-    """An accepted request that has not ended: the compute-seconds that it still needs."""
+    """An accepted request that has not ended: the compute-seconds that it still needs, and whether it took part in the
+    latest step."""
 
     tenant: Tenant
     left_s: float
+    runs: bool = False
 
 
 def wait_s(tenant: Tenant, queue: Sequence[QueuedWork], bounds: QueueBounds) -> float | None:
-    """Return the seconds until the queue has room for one more request of a tenant; None: it has room now.
+    """Return the seconds until the queue, oldest first, has room for one more request of a tenant; None: it has room
+    now.
 
     The compute thread works off a compute-second in a second, and a tenant's own at the rate of its share.
     """
     weights = {one.tenant.name: one.tenant.weight for one in queue} | {tenant.name: tenant.weight}
     share = tenant.weight / sum(weights.values())
-    own = [one.left_s for one in queue if one.tenant.name == tenant.name]
+    own = [one for one in queue if one.tenant.name == tenant.name]
     seconds = bounds.seconds * share
     if tenant.queued_s is not None:
         seconds = min(seconds, tenant.queued_s)
-    excess_s = sum(own) - seconds
+    excess_s = sum(one.left_s for one in own) - seconds
     surplus = len(own) - int(max(1.0, bounds.requests * share)) + 1
     waits = [excess_s] if own and excess_s >= 0.0 else []
     if surplus > 0:
-        waits.append(surplus * sum(own) / len(own))
+        waits.append(_until_ended_s(own, surplus))
     return max(waits) / share if waits else None
+
+
+def _until_ended_s(queue: Sequence[QueuedWork], count: int) -> float:
+    """Return the seconds until so many have ended: those that run share the steps, and as one of them ends the next one
+    joins. What began together ends together, long after the mean."""
+    waiting = deque(one.left_s for one in queue if not one.runs)
+    ends_s = [one.left_s for one in queue if one.runs] or [waiting.popleft()]
+    heapify(ends_s)
+    now_s = each_s = 0.0  # the seconds from now on, and those that each of them had
+    for _ in range(count):
+        end_s = heappop(ends_s)
+        now_s += (end_s - each_s) * (len(ends_s) + 1)
+        each_s = end_s
+        if waiting:
+            heappush(ends_s, each_s + waiting.popleft())
+    return now_s

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import Scope
 
 from plait_disagg.values import RankAnswer
-from plait_serving.diffusion.errors import Cancelled, EngineError, Refused
+from plait_serving.diffusion.errors import Cancelled, EngineError, Overloaded, Refused
 from plait_serving.diffusion.values import Timings
 
 # 0.1 s is a toy image, 300 s a large one on a busy CPU.
@@ -60,14 +60,22 @@ class HttpMetrics:
 
     def observe_answer(self, scope: Scope, status: int, seconds: float) -> None:
         """Record that one response was sent (or none: status 499)."""
-        key = (getattr(scope.get("route"), "path", "other"), outcome(status))
+        answers, durations = self._series(scope, outcome(status))
+        answers.inc()
+        durations.observe(seconds)
+
+    def observe_repeated(self, scope: Scope, count: int) -> None:
+        """Record that a proxy refused `count` requests for this route, in no time."""
+        self._series(scope, "refused")[0].inc(count)
+        self.rejected.labels(reason=Overloaded.code).inc(count)
+
+    def _series(self, scope: Scope, result: str) -> tuple[Counter, Histogram]:
+        key = (getattr(scope.get("route"), "path", "other"), result)
         series = self._answers.get(key)
         if series is None:
-            route = key[0]
-            series = self.requests.labels(route=route, outcome=key[1]), self.duration.labels(route=route)
+            series = self.requests.labels(route=key[0], outcome=result), self.duration.labels(route=key[0])
             self._answers[key] = series
-        series[0].inc()
-        series[1].observe(seconds)
+        return series
 
     def observe_images(self, count: int, timings: Timings) -> None:
         """Record that `count` images were made."""

@@ -31,6 +31,14 @@ def new_request_id() -> str:
     return f"req_{secrets.token_hex(12)}"
 
 
+def accepted_id(scope: Scope) -> tuple[str, bool]:
+    """Return a request's own id if it is well-formed, otherwise a new one; and whether it is its own."""
+    given = Headers(scope=scope).get("x-request-id")
+    if given is not None and ACCEPTED.fullmatch(given) is not None:
+        return given, True
+    return new_request_id(), False
+
+
 class RequestIdMiddleware:
     """Accepts a well-formed `x-request-id`, makes one otherwise, and echoes it on every response.
 
@@ -47,9 +55,7 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id")
-        accepted = given is not None and ACCEPTED.fullmatch(given) is not None
-        request_id = given if given is not None and accepted else new_request_id()
+        request_id, accepted = accepted_id(scope)
         scope.setdefault("state", {}).update(request_id=request_id, request_id_given=accepted)
         status, started_s = 499, time.monotonic()
 

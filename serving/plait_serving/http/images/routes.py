@@ -16,7 +16,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
+from plait_serving.diffusion.errors import DeadlineMissed
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -32,10 +32,10 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
-from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.prompting import hints
+from plait_serving.http.images.refusing import RefusingRoute, check_again
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
@@ -45,7 +45,7 @@ from plait_serving.images.service import BaseModelCard
 
 T = TypeVar("T")
 
-router = APIRouter(prefix="/v1/images", tags=["images"], route_class=JsonRoute)
+router = APIRouter(prefix="/v1/images", tags=["images"], route_class=RefusingRoute)
 
 _STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "with stream: true, see sse.py"}}}
 
@@ -86,7 +86,6 @@ async def _respond(body: GenerationBody, request: Request, context: RouteContext
     work = _open_stream if body.stream else _generate
     ends_s = None if body.deadline_ms is None else context.monotonic_s() + body.deadline_ms / 1000.0
     try:
-        context.refusals.check(principal(request).tenant)
         return await until_disconnect(request.receive, _in_time(work(body, request, context, ends_s), ends_s, context))
     except (ClientDisconnected, asyncio.CancelledError):
         context.metrics.cancelled.inc()
@@ -121,9 +120,6 @@ async def _generate(
     with context.metrics.in_flight.track_inprogress():
         try:
             result = await _result(feed)
-        except Overloaded as error:
-            context.refusals.note(job.request.tenant.name, error)
-            raise
         finally:
             await feed.aclose()
     context.metrics.observe_images(len(result.images), result.timings)
@@ -149,8 +145,7 @@ async def _open_stream(body: GenerationBody, request: Request, context: RouteCon
         first = await feed.next(context.settings.first_event_wait_s)
         if isinstance(first, Failed):
             raise first.error
-    except BaseException as error:
-        context.refusals.note(job.request.tenant.name, error)
+    except BaseException:
         await feed.aclose()
         raise
     return sse.EventStream(_chunks(feed, first, job, context, ends_s))
@@ -192,10 +187,11 @@ async def _going_on(event: Progress | Preview | None, job: ImageReply, context: 
 
 async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
     catalog = await context.image_service.catalog()
+    tenant = principal(request).tenant
+    check_again(context, tenant)
     state = request.state
     # The engine's id must be unique even if a proxy or a careless client sends one id twice.
     suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""
-    tenant = principal(request).tenant
     work = partial(
         resolve,
         body,

@@ -15,6 +15,7 @@ from plait.server.ports import free_port
 from plait_serving.deployments import proxy
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
+from plait_serving.http.edge.repeating import RepeatMiddleware
 from support.http_app import until
 
 WAIT_S = 30.0
@@ -135,10 +136,11 @@ def test_the_proxy_gets_the_same_patience_and_the_servers_hosts(monkeypatch: pyt
     environment = proxy.proxy_environment(("127.0.0.1", "[::1]"))
     assert environment[proxy.CALLBACK_VARIABLE] == "plait_serving.deployments.proxy.configure_proxy"
     monkeypatch.setenv(proxy.HOSTS_VARIABLE, environment[proxy.HOSTS_VARIABLE])
-    (middleware,) = proxy.configure_proxy()
-    assert middleware.kwargs == {"hosts": ("127.0.0.1", "[::1]")}
+    hosts, repeats = proxy.configure_proxy()
+    assert hosts.kwargs == {"hosts": ("127.0.0.1", "[::1]")}
+    assert repeats.cls is RepeatMiddleware
     config = uvicorn.Config(echo)
     config.load()
     assert config.http_protocol_class is PromptHttpProtocol
     monkeypatch.setenv(proxy.HOSTS_VARIABLE, "")
-    assert proxy.configure_proxy() == []
+    assert [each.cls for each in proxy.configure_proxy()] == [RepeatMiddleware]

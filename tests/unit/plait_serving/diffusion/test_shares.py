@@ -133,6 +133,17 @@ def test_the_queue_is_bounded_by_number_too():
     assert wait_s(A, queued(*[(A, 0.0)] * 3), bounds) == 0.0  # nothing is known yet
 
 
+def test_what_runs_together_ends_together():
+    """Three of a batch with four seconds left each end in twelve; with one that is further, it ends first."""
+    bounds = QueueBounds(requests=3, seconds=1000.0)
+    batch = [QueuedWork(tenant=A, left_s=4.0, runs=True)] * 3
+    assert wait_s(A, batch, bounds) == pytest.approx(12.0)
+    further = [QueuedWork(tenant=A, left_s=1.0, runs=True), *batch[1:]]
+    assert wait_s(A, further, bounds) == pytest.approx(3.0)
+    waiting = QueuedWork(tenant=A, left_s=2.0)  # it begins as the first ends, and ends before the others
+    assert wait_s(A, [*further, waiting], bounds) == pytest.approx(3.0 + 3 * 2.0)
+
+
 def test_a_flood_leaves_room_for_others():
     """One tenant fills the queue; the next one has half of it, and the first none until it is below its own half. Its
     work is done at half the rate."""

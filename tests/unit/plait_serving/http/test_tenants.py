@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from contextlib import suppress
 
 import pytest
 
@@ -13,17 +12,17 @@ from plait.app import http_settings
 from plait.config import PlaitConfig
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.usage import usage_of
-from plait_serving.images import refusals
-from plait_serving.images.refusals import HELD_S, RecentRefusals
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays
 from support.http_rank import make_client as make_ranking_client
 
 URL = "/v1/images/generations"
+JSON = {"content-type": "application/json"}
 KEYS = (
     ApiKey.from_secret("sk-acme", tenant="acme"),
     ApiKey.from_secret("sk-blue", tenant="blue"),
@@ -140,54 +139,48 @@ def test_the_account_is_summed_over_replicas():
     assert usage_of(text) == {"a": {"images": 3, "image_compute_seconds": 1.5}, "b": {"images": 1}}
 
 
-def test_a_refusal_holds_for_a_moment():
-    """And says how long is left; another tenant is asked for, and other errors are no refusals."""
-    now = [100.0]
-    recent = RecentRefusals(lambda: now[0])
-    recent.note("a", ValueError("no"))
-    recent.check("a")
-    recent.note("a", Overloaded("full", retry_after_s=8.0))
-    now[0] += 0.1
-    with pytest.raises(Overloaded, match="full") as refused:
-        recent.check("a")
-    assert refused.value.retry_after_s == pytest.approx(7.9)
-    recent.check("b")
-    now[0] += HELD_S
-    recent.check("a")
-
-
-def test_few_find_out_whether_there_is_room_again():
-    """A hundred clients that ask every ten milliseconds, and an engine that takes fifty to refuse: for five seconds,
-    then it has room. It is asked by a few in each moment, and soon after by all."""
-    now, in_flight, reached = [0.0], [], []
-    recent = RecentRefusals(lambda: now[0])
-    for tick in range(700):
-        now[0] = tick / 100
-        while in_flight and in_flight[0] <= now[0]:
-            in_flight.pop(0)
-            recent.note("a", Overloaded("full", retry_after_s=60.0))
-        for _ in range(100):
-            with suppress(Overloaded):
-                recent.check("a")
-                reached.append(now[0])
-                if now[0] < 5.0:
-                    in_flight.append(now[0] + 0.05)
-    first = sum(at_s < 0.05 for at_s in reached)
-    assert first == 500  # nothing was known yet
-    assert 40 <= sum(0.1 < at_s < 5.0 for at_s in reached) <= 400  # of 49,000
-    assert sum(at_s >= 6.0 for at_s in reached) == 100 * 100
-
-
 def test_a_flood_is_answered_without_the_engine(monkeypatch):
-    """The engine refuses once; the next request of that tenant does not reach it."""
+    """The engine refuses once; the next requests of that tenant do not reach it, and their bodies are not read."""
     monkeypatch.setattr(refusals, "HELD_S", 60.0)
     service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
     client = make_client(service, HttpSettings(api_keys=KEYS))
-    for stream in (False, True, False):
-        refused = client.post(URL, json={"prompt": "x", "stream": stream}, headers=as_tenant("acme"))
+    for body in (b'{"prompt": "x"}', b'{"prompt": "x", "stream": true}', b"no json", b'{"prompt": "y"}'):
+        refused = client.post(URL, content=body, headers={**as_tenant("acme"), **JSON})
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "40")
+        assert refused.json()["error"]["code"] == "overloaded"
     assert len(service.submitted) == 1
     assert client.post(URL, json={"prompt": "y"}, headers=as_tenant("blue")).status_code == 200
+
+
+async def test_of_many_that_come_at_once_few_reach_the_engine():
+    """All were let in before the first was refused; those that still wait for the catalog then do not ask, too."""
+    service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
+    catalogs, catalog = asyncio.Semaphore(1), service.catalog
+
+    async def one_by_one():
+        async with catalogs:
+            await asyncio.sleep(0.004)
+            return await catalog()
+
+    service.catalog = one_by_one
+    app = make_app(service)
+    calls = [AsgiCall(app, b'{"prompt": "x"}') for _ in range(50)]
+    for call in calls:
+        await call.done()
+    assert {call.status for call in calls} == {429}
+    assert len(service.submitted) < 25
+
+
+async def test_a_standing_refusal_reads_nothing(monkeypatch):
+    """Not even a body that never comes delays it."""
+    monkeypatch.setattr(refusals, "HELD_S", 60.0)
+    app = make_app(FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)}))
+    first = AsgiCall(app, b'{"prompt": "x"}')
+    await first.done()
+    second = AsgiCall(app, None)
+    async with asyncio.timeout(60.0):
+        await second.done()
+    assert (first.status, second.status) == (429, 429)
 
 
 @pytest.mark.parametrize("stuck", ["generate", "catalog"])

@@ -10,7 +10,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
+from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.images.handle import HandleImageService, translate
 from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.deployments.metrics import MetricsText
@@ -253,6 +255,22 @@ async def test_serve_handle_metrics_are_those_of_all_replicas():
     handle.broadcast = lambda method: Broadcast([ActorDiedError()])
     with pytest.raises(EngineStopped):
         await HandleImageService(handle).metrics_text()
+
+
+async def test_serve_handle_metrics_count_the_audits_of_controlnets():
+    """What their services drifted is added to the engines'; of the largest shares the largest counts; a dead service
+    hides nothing."""
+    handles = [Handle() for _ in range(4)]
+    found = [(5, 0, 0.25), (3, 1, 1.5), (2, 0, 0.5)]
+    for i, (service, (checked, drifted, largest)) in enumerate(zip(handles, found, strict=False)):
+        text = audit_text(AuditStatistics(checked=checked, drifted=drifted, largest=largest))
+        answers = [MetricsText(replica=str(i), text=text)]
+        service.broadcast = lambda _, answers=answers: Broadcast(answers)
+    handles[3].broadcast = lambda _: Broadcast([ActorDiedError()])
+    lines = (await HandleImageService(handles[0], handles[1:]).metrics_text()).splitlines()
+    assert "plait_audit_checked_total 10" in lines
+    assert "plait_audit_drifted_total 1" in lines
+    assert "plait_audit_largest_share_of_tolerance 1.5" in lines
 
 
 async def test_serve_handle_a_stream_without_an_end_is_a_failure():

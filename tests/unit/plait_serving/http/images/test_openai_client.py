@@ -148,7 +148,7 @@ def test_validation_errors_name_the_field(client):
 def test_the_sdk_repeats_only_what_can_succeed_later(error, attempts, monkeypatch):
     """A missed deadline or a NaN is not tried again; overload is, after the wait that we name."""
     waits = []
-    monkeypatch.setattr("plait_serving.images.refusals.HELD_S", 0.0)  # that moment is over when the SDK comes back
+    monkeypatch.setattr("plait_serving.http.edge.refusals.HELD_S", 0.0)  # that moment is over when the SDK comes back
     monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
     service = FakeImageService(failures={"x": error})
     with pytest.raises(openai.APIStatusError):
