@@ -3,7 +3,9 @@
 Audited are the first call of each shape (again once a shape has a program of its own) and one call in
 `AuditPlan.every`. An answer that differs by more than the program's tolerance is a drift: from then on torch runs that
 shape, the log says so, and both answers are kept in a file. The reference reads weights that are memory-mapped, so
-auditing holds no second copy of them.
+auditing holds no second copy of them. It stops between two of its operations when a request comes: half a UNet in
+float32 takes seconds on one core, and a low priority alone does not keep it off the cores that a program's threads wait
+for.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 from plait_kernels.executors import AdaptedLayer, PreparedProgram, RowFactors, background
 
@@ -168,9 +172,16 @@ class Auditor:
             time.sleep(min(_POLL_S, self._plan.quiet_s))
         return False
 
+    def _wait_idle(self) -> None:
+        """Block while others compute."""
+        while not self._idle() and not background.is_ending():
+            time.sleep(_POLL_S)
+
     def _check(self, sample: _Sample) -> None:
         program = sample.program
-        wanted = program.reference().run(sample.inputs, sample.factors)
+        reference = program.reference()  # before giving way: a request may wait for it
+        with _GivingWay(self._wait_idle):
+            wanted = reference.run(sample.inputs, sample.factors)
         share = max(map(_difference, sample.outputs, wanted)) / program.tolerance
         drifts = not share <= 1.0  # NaN drifts
         with self._lock:
@@ -209,6 +220,19 @@ class Auditor:
             _log.warning("the answers of a drift cannot be kept: %s", error)
             return None
         return path
+
+
+class _GivingWay(TorchFunctionMode):
+    """Within it, `wait` is called before each of the thread's torch operations."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Wait, and compute."""
+        self._wait()
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True, eq=False)

@@ -134,6 +134,17 @@ def test_nothing_is_computed_while_others_compute():
     assert auditor.statistics().checked == 2
 
 
+def test_an_audit_stops_when_a_request_comes():
+    """Between two of the reference's operations it asks whether others compute, and goes on once they do not."""
+    idle = iter([True, True, True, False, False])
+    auditor = auditor_in(idle=lambda: next(idle, True))
+    audited = watched(auditor, WrongSomewhere(lambda _: False))
+    audited.run(small_inputs(1, 4, 4))
+    auditor.wait()
+    assert auditor.statistics().checked == 1
+    assert list(idle) == []
+
+
 def test_a_reference_that_fails_stops_nothing(caplog):
     """It is logged and counted; the program goes on, and so does the audit of others."""
 
