@@ -3,7 +3,9 @@
 Audited are the first call of each shape (again once a shape has a program of its own) and one call in
 `AuditPlan.every`. An answer that differs by more than the program's tolerance is a drift: from then on torch runs that
 shape, the log says so, and both answers are kept in a file. The reference reads weights that are memory-mapped, so
-auditing holds no second copy of them.
+auditing holds no second copy of them. It stops between two of its operations when a request comes: half a UNet in
+float32 takes seconds on one core, and a low priority alone does not keep it off the cores that a program's threads wait
+for.
 """
 
 from __future__ import annotations
@@ -16,9 +18,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.overrides import TorchFunctionMode
 
 from plait_kernels.executors import AdaptedLayer, PreparedProgram, RowFactors, background
 
@@ -95,6 +99,7 @@ class Auditor:
         self._pending_bytes = 0
         self._worker: threading.Thread | None = None
         self._statistics = AuditStatistics()
+        self._audited: set[AuditedProgram] = set()
         self._written = 0
 
     def watch(
@@ -159,10 +164,13 @@ class Auditor:
             time.sleep(_POLL_S)
         with self._lock:
             if background.is_ending() or not self._pending:
+                while self._audited:
+                    self._audited.pop().release()
                 self._worker = None
                 return None
             sample = self._pending.popleft()
             self._pending_bytes -= sample.nbytes
+            self._audited.add(sample.program)
             return sample
 
     def _is_quiet(self) -> bool:
@@ -174,9 +182,16 @@ class Auditor:
             time.sleep(min(_POLL_S, self._plan.quiet_s))
         return False
 
+    def _wait_idle(self) -> None:
+        """Block while others compute."""
+        while not self._idle() and not background.is_ending():
+            time.sleep(_POLL_S)
+
     def _check(self, sample: _Sample) -> None:
         program = sample.program
-        wanted = program.reference().run(sample.inputs, sample.factors)
+        reference = program.reference()  # before giving way: a request may wait for it
+        with _GivingWay(self._wait_idle):
+            wanted = reference.run(sample.inputs, sample.factors)
         share = max(map(_difference, sample.outputs, wanted)) / program.tolerance
         drifts = not share <= 1.0  # NaN drifts
         with self._lock:
@@ -215,6 +230,19 @@ class Auditor:
             _log.warning("the answers of a drift cannot be kept: %s", error)
             return None
         return path
+
+
+class _GivingWay(TorchFunctionMode):
+    """Within it, `wait` is called before each of the thread's torch operations."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._wait = wait
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Wait, and compute."""
+        self._wait()
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(slots=True, eq=False)
@@ -267,6 +295,12 @@ class AuditedProgram:
             if self._reference is None:
                 self._reference = self._make_reference()
             return self._reference
+
+    def release(self) -> None:
+        """Let go of what defines the program, and of its weights' pages, unless calls are run by it."""
+        with self._making:
+            if not self._off:
+                self._reference = None
 
     def switch_off(self, key: Hashable) -> None:
         """Let the reference run calls of this key's shapes from now on."""
