@@ -4,7 +4,9 @@ One model with dynamic axes serves every shape and holds one copy of the weights
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
 numbers of rows; a call of another number is filled up with rows of zeros, and takes the model for somewhat more rows
-while there is none for its own.
+while there is none for its own. Factors of a set that recurs, and that all rows share, are merged into the weights of
+such a model (`merged_constants`): at this size factors take about as long as the layers. It is used only if it answers
+the call that it is made for as the dynamic model does.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled dynamic model runs the probe before
@@ -18,9 +20,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import openvino as ov
@@ -45,6 +47,9 @@ _HELD_BY_A_COPY_BYTES = 64 << 20
 _MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
 
+_SAVED_BY_MERGING = 0.4
+"""The share of a call on a model for its shapes that factors take which are inputs, not merged."""
+
 _CALLS_TO_WAIT = 100
 """Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
 
@@ -52,6 +57,13 @@ _MAX_SEEN = 1024
 """The shapes whose calls are counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class Special(NamedTuple):
+    """What a model is made for: shapes, and the name of the factors that are merged into it (`RowFactors.name`)."""
+
+    shapes: Shapes
+    merged: Hashable = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -116,8 +128,8 @@ class OpenVinoProgram:
         self._dynamic = self._compile_any()
         self._weight_bytes = _constant_bytes(model)
         self._specialise_bytes = specialise_bytes
-        self._special: OrderedDict[Shapes, _Compiled] = OrderedDict()
-        self._seen: OrderedDict[Shapes, _Seen] = OrderedDict()
+        self._special: OrderedDict[Special, _Compiled] = OrderedDict()
+        self._seen: OrderedDict[Special, _Seen] = OrderedDict()
         self._compile_s = 0.0
         self._lock = threading.Lock()
         self._running = threading.Lock()
@@ -157,11 +169,13 @@ class OpenVinoProgram:
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
     ) -> tuple[torch.Tensor, ...]:
         wide = [value.detach().to(torch.float32) for value in inputs]
-        compiled, seen = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
+        compiled, accounts = self._for_call(wide, rows, factors)
         started_s = time.perf_counter()
         outputs = self._infer(compiled, wide, factors)
+        seconds = time.perf_counter() - started_s
         needless = 1 - filled_up(rows) / compiled.rows if compiled.rows else 1
-        seen.seconds += needless * (time.perf_counter() - started_s)
+        for seen, least in accounts:
+            seen.seconds += max(needless, least) * seconds
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
@@ -214,42 +228,63 @@ class OpenVinoProgram:
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
-    def _for_shapes(
-        self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None
-    ) -> tuple[_Compiled, _Seen]:
-        """Return what computes inputs whose rows have these sizes, and the account of its seconds."""
+    def _for_call(
+        self, inputs: Sequence[torch.Tensor], rows: int, factors: RowFactors | None
+    ) -> tuple[_Compiled, list[tuple[_Seen, float]]]:
+        """Return what computes these inputs, and the accounts of its seconds: each with the least share of them that
+        its own model would save."""
         self._settled = True
-        shapes = self._shapes(sizes, filled_up(rows), factors)
+        wanted = self._specials([tuple(value.shape[1:]) for value in inputs], filled_up(rows), factors)
         with self._lock:
-            special = self._special.get(shapes)
-            if special is not None:
-                self._special.move_to_end(shapes)
-                return special, _Seen()
-            if self._held_bytes(shapes) > self._specialise_bytes:
-                return self._dynamic, _Seen()
-            seen = self._count(shapes)
-            larger = self._larger(shapes)
-            self._settled = larger is not None or seen.calls > _CALLS_TO_WAIT
-            recurs = seen.calls >= _CALLS_BEFORE_SPECIALISING
-            if recurs and seen.seconds >= _SHARE_OF_COMPILING * self._compile_s and self._worker is None:
-                self._worker = background.start("plait-compile", functools.partial(self._specialise, shapes))
-        return larger or self._dynamic, seen
+            for special in wanted[:1]:
+                if (compiled := self._special.get(special)) is not None:
+                    self._special.move_to_end(special)
+                    return compiled, []
+            accounts = {special: self._count(special) for special in wanted if special not in self._special}
+            found = next(filter(None, map(self._at_hand, wanted)), None)
+            self._settled = found is not None or all(seen.calls > _CALLS_TO_WAIT for seen in accounts.values())
+            due = next((special for special, seen in accounts.items() if self._pays(seen)), None)
+            if due is not None and self._worker is None:
+                call = ([value.clone() for value in inputs], factors) if due.merged is not None else None
+                self._worker = background.start("plait-compile", functools.partial(self._specialise, due, call))
+        behind = _SAVED_BY_MERGING if found is not None else 0.0
+        return found or self._dynamic, [(seen, behind if s.merged is not None else 0.0) for s, seen in accounts.items()]
 
-    def _count(self, shapes: Shapes) -> _Seen:
-        """Count a call with these shapes; return their account."""
-        seen = self._seen.setdefault(shapes, _Seen())
-        self._seen.move_to_end(shapes)
+    def _specials(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> list[Special]:
+        """Return which models for single shapes could compute a call, the fastest first; those that are too large are
+        left out."""
+        found = [Special(self._shapes(sizes, rows, factors))]
+        if factors is not None and factors.name is not None:
+            found.insert(0, Special(self._shapes(sizes, rows, None), factors.name))
+        return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
+
+    def _pays(self, seen: _Seen) -> bool:
+        """Return whether a model is worth compiling."""
+        return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= _SHARE_OF_COMPILING * self._compile_s
+
+    def _at_hand(self, special: Special) -> _Compiled | None:
+        """Return the model, or one for more rows that is not as slow as the dynamic model."""
+        compiled = self._special.get(special)
+        if compiled is None:
+            return self._larger(special)
+        self._special.move_to_end(special)
+        return compiled
+
+    def _count(self, special: Special) -> _Seen:
+        """Count a call that such a model could compute; return its account."""
+        seen = self._seen.setdefault(special, _Seen())
+        self._seen.move_to_end(special)
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         seen.calls += 1
         return seen
 
-    def _larger(self, shapes: Shapes) -> _Compiled | None:
-        """Return the model with the fewest rows that a call with these shapes can be filled up to, unless that is as
-        slow as the dynamic model."""
-        rows = shapes[0][0]
+    def _larger(self, special: Special) -> _Compiled | None:
+        """Return the model with the fewest rows that a call can be filled up to, unless that is as slow as the dynamic
+        model."""
+        rows = special.shapes[0][0]
         for more in range(rows + 1, int(rows * _MAX_GROWTH) + 1):
-            larger = _with_rows(shapes, more)
+            larger = Special(_with_rows(special.shapes, more), special.merged)
             compiled = self._special.get(larger)
             if compiled is not None and compiled.rows:
                 self._special.move_to_end(larger)
@@ -270,27 +305,39 @@ class OpenVinoProgram:
         factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
         return _HELD_BY_A_COPY_BYTES + self._weight_bytes + factor_bytes
 
-    def _specialise(self, shapes: Shapes) -> None:
-        """Compile a copy for one shape; the worker's thread."""
+    def _specialise(self, special: Special, call: tuple[list[torch.Tensor], RowFactors | None] | None) -> None:
+        """Compile a copy; the worker's thread. `call`: the one that a copy with merged factors must answer."""
         options, started_s = self._compiled_with, time.perf_counter()
-        *inputs, (given,), ranks = shapes
+        *inputs, (given,), ranks = special.shapes
+        merged = call[1] if call is not None else None
         try:
-            model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks)
+            model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks, merged=merged)
             kept = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
-            compiled = self._compile(model, kept, inputs[0][0], self._held_bytes(shapes))
+            compiled = self._compile(model, kept, inputs[0][0], self._held_bytes(special.shapes))
+            compile_s = time.perf_counter() - started_s
+            if call is not None:
+                self._check(compiled, *call)
         except Exception as error:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
-            compiled = self._dynamic
+            compiled, compile_s = self._dynamic, time.perf_counter() - started_s
         with self._lock:
             self._worker = None
             if options is not self._compiled_with:
                 return  # what was compiled has the number of threads of before
-            self._compile_s = time.perf_counter() - started_s
+            self._compile_s = compile_s
             room = self._specialise_bytes - compiled.bytes
             while self._special and sum(one.bytes for one in self._special.values()) > room:
                 self._special.popitem(last=False)
-            self._seen.pop(shapes, None)
-            self._special[shapes] = compiled
+            self._seen.pop(special, None)
+            self._special[special] = compiled
+
+    def _check(self, compiled: _Compiled, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> None:
+        """Raise `ExecutorError` unless a model answers a call as the dynamic model does."""
+        with self._running:
+            wanted = [output.clone() for output in self._infer(self._dynamic, inputs, factors)]
+        Probe(inputs=inputs, factors=factors, outputs=wanted, tolerance=self._probe.tolerance).check(
+            self._infer(compiled, inputs, None)
+        )
 
 
 def _with_rows(shapes: Shapes, rows: int) -> Shapes:

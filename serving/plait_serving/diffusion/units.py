@@ -147,11 +147,11 @@ class Unit:
         """Whether the next step could run now: its LoRA set is in host memory."""
         return not self.loras or self.job.lease is not None
 
-    def candidate(self, merged: LoraSet, *, row_wise: bool = False) -> Candidate:
+    def candidate(self, merged: LoraSet, *, row_wise: bool = False, shared: LoraSet = ()) -> Candidate:
         """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
-        weights, `row_wise` whether its set is an input instead of being merged."""
+        weights, `row_wise` whether its set is an input beside others, `shared` its set if it needs no merge alone."""
         request = self.job.request
-        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise)
+        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise, shared=shared)
         return Candidate(
             order=self.order,
             key=key,

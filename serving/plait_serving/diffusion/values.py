@@ -160,6 +160,7 @@ class ImageRequest:
 
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
     without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
+    `wants_progress`: somebody reads its progress, step by step.
     """
 
     request_id: str
@@ -189,6 +190,7 @@ class ImageRequest:
     lora_free_steps: int = 0
     deadline_s: float | None = None
     partial_images: int = 0
+    wants_progress: bool = False
     tenant: Tenant = Tenant()
 
     @property

@@ -47,10 +47,22 @@ class HandleImageService:
         self._engines = AllReplicas(lambda: handle)
         self._outages = Outages()
         self._suspects = Suspects()
+        self._asking: asyncio.Future[Catalog] | None = None
 
     async def catalog(self) -> Catalog:
-        """Return the catalog of a replica. Raises `EngineStopped` if none answers within `CATALOG_TIMEOUT_S`: Serve
-        would wait for as long as there is no replica."""
+        """Return the catalog of a replica; requests that come at the same time share the answer. Raises `EngineStopped`
+        if none answers within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
+        if self._asking is None:
+            self._asking = asyncio.ensure_future(self._ask_catalog())
+            self._asking.add_done_callback(self._asked)
+        return await asyncio.shield(self._asking)
+
+    def _asked(self, asking: asyncio.Future[Catalog]) -> None:
+        self._asking = None
+        if not asking.cancelled():
+            asking.exception()  # whoever asked may have gone
+
+    async def _ask_catalog(self) -> Catalog:
         try:
             async with asyncio.timeout(CATALOG_TIMEOUT_S):
                 catalog = await self._ask_any("catalog")
