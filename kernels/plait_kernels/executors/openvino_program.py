@@ -87,7 +87,8 @@ class Probe:
 class _Compiled:
     """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
 
-    `rows`: the number of rows of a model for one shape; 0: any. `bytes`: what it holds, roughly.
+    `rows`: the number of rows of a model for one shape; 0: any. `bytes`: what it holds, roughly. `given`: its
+    inputs; `outputs`: memory of its own, which stays with a model for one shape.
     """
 
     request: Any
@@ -97,6 +98,8 @@ class _Compiled:
     bound: RowFactors | None = None
     bound_rows: int = -1
     kept: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    given: dict[int, torch.Tensor] = field(default_factory=dict)
+    outputs: list[torch.Tensor] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -187,11 +190,16 @@ class OpenVinoProgram:
         rows = len(inputs[0])
         computed = compiled.rows or rows
         self._bind(compiled, computed, factors, len(inputs))
-        arrays = [_filled(value, computed).contiguous().numpy() for value in inputs]
-        for index, array in enumerate(arrays):
-            compiled.request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
+        for index, value in enumerate(inputs):
+            whole, before = _filled(value, computed).contiguous(), compiled.given.get(index)
+            if before is None or before.data_ptr() != whole.data_ptr() or before.shape != whole.shape:
+                compiled.request.set_input_tensor(index, ov.Tensor(whole.numpy(), shared_memory=True))
+                compiled.given[index] = whole
         compiled.request.infer()
-        return [torch.from_numpy(tensor.data)[:rows] for tensor in compiled.request.output_tensors]
+        outputs = compiled.outputs or [torch.from_numpy(tensor.data) for tensor in compiled.request.output_tensors]
+        if compiled.rows:
+            compiled.outputs = outputs
+        return [output[:rows] for output in outputs] if computed != rows else outputs
 
     def _follow_options(self) -> None:
         """Compile again if the options have changed: a number of threads is part of what is compiled."""
