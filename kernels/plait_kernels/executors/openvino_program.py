@@ -40,6 +40,8 @@ _CALLS_BEFORE_SPECIALISING = 2
 # A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
 # compiling does not cost more than what it speeds up.
 _SHARE_OF_COMPILING = 0.5
+# As much where another model has to make room: it must not be one that is asked for as often, in turns.
+_TIMES_TO_REPLACE = 6
 # What a model for one shape holds beside weights and factors: generated code and its graph, by far the most of it.
 # Measured at the starter's size, for half a UNet (10 MiB of weights), without weights and factors: 31 to 53 MiB without
 # factors, 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own factors of 7 to 79 MiB.
@@ -88,7 +90,7 @@ class _Compiled:
     """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
 
     `rows`: the number of rows of a model for one shape; 0: any. `bytes`: what it holds, roughly. `given`: its
-    inputs; `outputs`: memory of its own, which stays with a model for one shape.
+    inputs; `outputs`: memory of its own, which stays with a model for one shape. `used`: the call that used it last.
     """
 
     request: Any
@@ -100,12 +102,14 @@ class _Compiled:
     kept: list[np.ndarray[Any, Any]] = field(default_factory=list)
     given: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: list[torch.Tensor] = field(default_factory=list)
+    used: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """How often a shape ran without a model of its own, and the seconds of it that one could save."""
+    """How often a shape ran without a model of its own, from which call on, and the seconds that one could save."""
 
+    since: int
     calls: int = 0
     seconds: float = 0.0
 
@@ -134,6 +138,7 @@ class OpenVinoProgram:
         self._special: OrderedDict[Special, _Compiled] = OrderedDict()
         self._seen: OrderedDict[Special, _Seen] = OrderedDict()
         self._compile_s = 0.0
+        self._calls = 0
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -244,14 +249,13 @@ class OpenVinoProgram:
         self._settled = True
         wanted = self._specials([tuple(value.shape[1:]) for value in inputs], filled_up(rows), factors)
         with self._lock:
-            for special in wanted[:1]:
-                if (compiled := self._special.get(special)) is not None:
-                    self._special.move_to_end(special)
-                    return compiled, []
+            self._calls += 1
+            if wanted and (compiled := self._use(wanted[0])) is not None:
+                return compiled, []
             accounts = {special: self._count(special) for special in wanted if special not in self._special}
             found = next(filter(None, map(self._at_hand, wanted)), None)
             self._settled = found is not None or all(seen.calls > _CALLS_TO_WAIT for seen in accounts.values())
-            due = next((special for special, seen in accounts.items() if self._pays(seen)), None)
+            due = next((special for special, seen in accounts.items() if self._pays(special, seen)), None)
             if due is not None and self._worker is None:
                 call = ([value.clone() for value in inputs], factors) if due.merged is not None else None
                 self._worker = background.start("plait-compile", functools.partial(self._specialise, due, call))
@@ -266,21 +270,31 @@ class OpenVinoProgram:
             found.insert(0, Special(self._shapes(sizes, rows, None), factors.name))
         return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
 
-    def _pays(self, seen: _Seen) -> bool:
-        """Return whether a model is worth compiling."""
-        return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= _SHARE_OF_COMPILING * self._compile_s
+    def _pays(self, special: Special, seen: _Seen) -> bool:
+        """Return whether a model is worth compiling: also in the place of the one that was not used for longest."""
+        share = _SHARE_OF_COMPILING
+        held = sum(compiled.bytes for compiled in self._special.values())
+        if self._special and held + self._held_bytes(special.shapes) > self._specialise_bytes:
+            if next(iter(self._special.values())).used >= seen.since:
+                return False
+            share *= _TIMES_TO_REPLACE
+        return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= share * self._compile_s
+
+    def _use(self, special: Special) -> _Compiled | None:
+        """Return the model, used by this call; None if there is none."""
+        compiled = self._special.get(special)
+        if compiled is not None:
+            self._special.move_to_end(special)
+            compiled.used = self._calls
+        return compiled
 
     def _at_hand(self, special: Special) -> _Compiled | None:
         """Return the model, or one for more rows that is not as slow as the dynamic model."""
-        compiled = self._special.get(special)
-        if compiled is None:
-            return self._larger(special)
-        self._special.move_to_end(special)
-        return compiled
+        return self._use(special) or self._larger(special)
 
     def _count(self, special: Special) -> _Seen:
         """Count a call that such a model could compute; return its account."""
-        seen = self._seen.setdefault(special, _Seen())
+        seen = self._seen.setdefault(special, _Seen(self._calls))
         self._seen.move_to_end(special)
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
@@ -293,10 +307,8 @@ class OpenVinoProgram:
         rows = special.shapes[0][0]
         for more in range(rows + 1, int(rows * _MAX_GROWTH) + 1):
             larger = Special(_with_rows(special.shapes, more), special.merged)
-            compiled = self._special.get(larger)
-            if compiled is not None and compiled.rows:
-                self._special.move_to_end(larger)
-                return compiled
+            if larger in self._special and self._special[larger].rows:
+                return self._use(larger)
         return None
 
     def _shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> Shapes:

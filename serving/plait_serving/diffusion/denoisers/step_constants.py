@@ -28,9 +28,7 @@ class StepConstants:
     def text(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor:
         """Return the stacked texts `(R, L, C)`."""
         now = [call.conditioning for call in calls]
-        if len(now) != len(self._conditionings) or any(
-            a is not b for a, b in zip(now, self._conditionings, strict=True)
-        ):
+        if len(now) != len(self._conditionings) or not all(map(operator.is_, now, self._conditionings)):
             self._text = stack_conditionings([conditioning.text for conditioning in now], layout)
             self._conditionings = now
         return self._text

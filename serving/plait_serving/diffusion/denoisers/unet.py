@@ -257,7 +257,7 @@ class UNetDenoiser:
         text = self._remembered.text(calls, layout)
 
         def embedding(timestep: torch.Tensor) -> torch.Tensor:
-            return time_embedding(self._unet, sample, timestep, text, added={}, guidance=None)
+            return time_embedding(self._unet, sample[:1], timestep, text, added={}, guidance=None)
 
         return text, self._remembered.embedding(calls, layout, embedding)
 
