@@ -21,17 +21,16 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import openvino as ov
 import torch
 
 from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, background
-from plait_kernels.executors.adapters import check_factors, flat_factors
+from plait_kernels.executors.adapters import check_factors
 from plait_kernels.executors.fixed_shapes import fixed
-from plait_kernels.executors.openvino_core import core
+from plait_kernels.executors.openvino_compiled import CompiledModel, streams_for
 from plait_kernels.executors.row_counts import filled_up
 
 _log = logging.getLogger(__name__)
@@ -86,26 +85,6 @@ class Probe:
 
 
 @dataclass(slots=True, eq=False)
-class _Compiled:
-    """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
-
-    `rows`: the number of rows of a model for one shape; 0: any. `bytes`: what it holds, roughly. `given`: its
-    inputs; `outputs`: memory of its own, which stays with a model for one shape. `used`: the call that used it last.
-    """
-
-    request: Any
-    layers: tuple[AdaptedLayer, ...]
-    rows: int = 0
-    bytes: int = 0
-    bound: RowFactors | None = None
-    bound_rows: int = -1
-    kept: list[np.ndarray[Any, Any]] = field(default_factory=list)
-    given: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    used: int = 0
-
-
-@dataclass(slots=True, eq=False)
 class _Seen:
     """How often a shape ran without a model of its own, from which call on, and the seconds that one could save."""
 
@@ -135,7 +114,7 @@ class OpenVinoProgram:
         self._dynamic = self._compile_any()
         self._weight_bytes = _constant_bytes(model)
         self._specialise_bytes = specialise_bytes
-        self._special: OrderedDict[Special, _Compiled] = OrderedDict()
+        self._special: OrderedDict[Special, CompiledModel] = OrderedDict()
         self._seen: OrderedDict[Special, _Seen] = OrderedDict()
         self._compile_s = 0.0
         self._calls = 0
@@ -179,7 +158,7 @@ class OpenVinoProgram:
         wide = [value.detach().to(torch.float32) for value in inputs]
         compiled, accounts = self._for_call(wide, rows, factors)
         started_s = time.perf_counter()
-        outputs = self._infer(compiled, wide, factors)
+        outputs = compiled.infer(wide, factors)
         seconds = time.perf_counter() - started_s
         needless = 1 - filled_up(rows) / compiled.rows if compiled.rows else 1
         for seen, least in accounts:
@@ -187,24 +166,6 @@ class OpenVinoProgram:
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
-
-    def _infer(
-        self, compiled: _Compiled, inputs: Sequence[torch.Tensor], factors: RowFactors | None
-    ) -> list[torch.Tensor]:
-        """Return the outputs in the request's own memory."""
-        rows = len(inputs[0])
-        computed = compiled.rows or rows
-        self._bind(compiled, computed, factors, len(inputs))
-        for index, value in enumerate(inputs):
-            whole, before = _filled(value, computed).contiguous(), compiled.given.get(index)
-            if before is None or before.data_ptr() != whole.data_ptr() or before.shape != whole.shape:
-                compiled.request.set_input_tensor(index, ov.Tensor(whole.numpy(), shared_memory=True))
-                compiled.given[index] = whole
-        compiled.request.infer()
-        outputs = compiled.outputs or [torch.from_numpy(tensor.data) for tensor in compiled.request.output_tensors]
-        if compiled.rows:
-            compiled.outputs = outputs
-        return [output[:rows] for output in outputs] if computed != rows else outputs
 
     def _follow_options(self) -> None:
         """Compile again if the options have changed: a number of threads is part of what is compiled."""
@@ -217,33 +178,18 @@ class OpenVinoProgram:
             self._seen.clear()
         self._dynamic = self._compile_any()
 
-    def _compile_any(self) -> _Compiled:
+    def _compile_any(self) -> CompiledModel:
         """Compile for any shape, and run the probe before anything else."""
         self._check_count(self._probe.inputs)
-        compiled = self._compile(self._model, self._layers)
-        self._probe.check(self._infer(compiled, self._probe.inputs, self._probe.factors))
+        compiled = CompiledModel(self._model, self._layers, self._compiled_with)
+        self._probe.check(compiled.infer(self._probe.inputs, self._probe.factors))
         return compiled
-
-    def _bind(self, compiled: _Compiled, rows: int, factors: RowFactors | None, first: int) -> None:
-        """Give the request its factors, unless it has them: a batch keeps them for many steps."""
-        if compiled.bound_rows == rows and compiled.bound is factors:
-            return
-        flat = flat_factors(compiled.layers, factors)
-        given = 1 if factors is None or factors.given == 1 else rows
-        compiled.kept = [_filled(tensor, given).contiguous().numpy() for tensor in flat]
-        for index, array in enumerate(compiled.kept):
-            compiled.request.set_input_tensor(first + index, ov.Tensor(array, shared_memory=True))
-        compiled.bound, compiled.bound_rows = factors, rows
-
-    def _compile(self, model: Any, layers: Sequence[AdaptedLayer], rows: int = 0, nbytes: int = 0) -> _Compiled:
-        request = core().compile_model(model, "CPU", self._compiled_with).create_infer_request()
-        return _Compiled(request, tuple(layers), rows, nbytes)
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
     def _for_call(
         self, inputs: Sequence[torch.Tensor], rows: int, factors: RowFactors | None
-    ) -> tuple[_Compiled, list[tuple[_Seen, float]]]:
+    ) -> tuple[CompiledModel, list[tuple[_Seen, float]]]:
         """Return what computes these inputs, and the accounts of its seconds: each with the least share of them that
         its own model would save."""
         self._settled = True
@@ -273,14 +219,14 @@ class OpenVinoProgram:
     def _pays(self, special: Special, seen: _Seen) -> bool:
         """Return whether a model is worth compiling: also in the place of the one that was not used for longest."""
         share = _SHARE_OF_COMPILING
-        held = sum(compiled.bytes for compiled in self._special.values())
+        held = sum(compiled.nbytes for compiled in self._special.values())
         if self._special and held + self._held_bytes(special.shapes) > self._specialise_bytes:
             if next(iter(self._special.values())).used >= seen.since:
                 return False
             share *= _TIMES_TO_REPLACE
         return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= share * self._compile_s
 
-    def _use(self, special: Special) -> _Compiled | None:
+    def _use(self, special: Special) -> CompiledModel | None:
         """Return the model, used by this call; None if there is none."""
         compiled = self._special.get(special)
         if compiled is not None:
@@ -288,7 +234,7 @@ class OpenVinoProgram:
             compiled.used = self._calls
         return compiled
 
-    def _at_hand(self, special: Special) -> _Compiled | None:
+    def _at_hand(self, special: Special) -> CompiledModel | None:
         """Return the model, or one for more rows that is not as slow as the dynamic model."""
         return self._use(special) or self._larger(special)
 
@@ -301,7 +247,7 @@ class OpenVinoProgram:
         seen.calls += 1
         return seen
 
-    def _larger(self, special: Special) -> _Compiled | None:
+    def _larger(self, special: Special) -> CompiledModel | None:
         """Return the model with the fewest rows that a call can be filled up to, unless that is as slow as the dynamic
         model."""
         rows = special.shapes[0][0]
@@ -323,17 +269,14 @@ class OpenVinoProgram:
         *_, (given,), ranks = shapes
         widths = (layer.width_in + layer.width_out for layer in self._layers)
         factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
-        return _HELD_BY_A_COPY_BYTES + self._weight_bytes + factor_bytes
+        return _HELD_BY_A_COPY_BYTES * self._streams(shapes[0][0]) + self._weight_bytes + factor_bytes
 
     def _specialise(self, special: Special, call: tuple[list[torch.Tensor], RowFactors | None] | None) -> None:
         """Compile a copy; the worker's thread. `call`: the one that a copy with merged factors must answer."""
         options, started_s = self._compiled_with, time.perf_counter()
-        *inputs, (given,), ranks = special.shapes
         merged = call[1] if call is not None else None
         try:
-            model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks, merged=merged)
-            kept = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
-            compiled = self._compile(model, kept, inputs[0][0], self._held_bytes(special.shapes))
+            compiled = self._compile(special.shapes, merged)
             compile_s = time.perf_counter() - started_s
             if call is not None:
                 self._check(compiled, *call)
@@ -345,31 +288,37 @@ class OpenVinoProgram:
             if options is not self._compiled_with:
                 return  # what was compiled has the number of threads of before
             self._compile_s = compile_s
-            room = self._specialise_bytes - compiled.bytes
-            while self._special and sum(one.bytes for one in self._special.values()) > room:
+            room = self._specialise_bytes - compiled.nbytes
+            while self._special and sum(one.nbytes for one in self._special.values()) > room:
                 self._special.popitem(last=False)
             self._seen.pop(special, None)
             self._special[special] = compiled
 
-    def _check(self, compiled: _Compiled, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> None:
+    def _compile(self, shapes: Shapes, merged: RowFactors | None) -> CompiledModel:
+        """Return a model for one shape."""
+        rows = shapes[0][0]
+        streams = self._streams(rows)
+        *inputs, (given,), ranks = _with_rows(shapes, rows // streams)
+        model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks, merged=merged)
+        layers = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
+        nbytes = self._held_bytes(shapes)
+        return CompiledModel(model, layers, self._compiled_with, rows=rows, streams=streams, nbytes=nbytes)
+
+    def _streams(self, rows: int) -> int:
+        return streams_for(rows, self._compiled_with["INFERENCE_NUM_THREADS"])
+
+    def _check(self, compiled: CompiledModel, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> None:
         """Raise `ExecutorError` unless a model answers a call as the dynamic model does."""
         with self._running:
-            wanted = [output.clone() for output in self._infer(self._dynamic, inputs, factors)]
-        Probe(inputs=inputs, factors=factors, outputs=wanted, tolerance=self._probe.tolerance).check(
-            self._infer(compiled, inputs, None)
-        )
+            wanted = [output.clone() for output in self._dynamic.infer(inputs, factors)]
+        probe = Probe(inputs=inputs, factors=factors, outputs=wanted, tolerance=self._probe.tolerance)
+        probe.check(compiled.infer(inputs, None))
 
 
 def _with_rows(shapes: Shapes, rows: int) -> Shapes:
     """Return the shapes of a call with other rows."""
     *inputs, (given,), ranks = shapes
     return (*((rows, *size[1:]) for size in inputs), (1 if given == 1 else rows,), ranks)
-
-
-def _filled(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return `value (R, ...)` with rows of zeros after its own, so that there are `rows`."""
-    missing = rows - len(value)
-    return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
 
 
 def _constant_bytes(model: Any) -> int:
