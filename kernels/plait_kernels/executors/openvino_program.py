@@ -116,6 +116,7 @@ class OpenVinoProgram:
         self._specialise_bytes = specialise_bytes
         self._special: OrderedDict[Special, CompiledModel] = OrderedDict()
         self._seen: OrderedDict[Special, _Seen] = OrderedDict()
+        self._last: tuple[list[torch.Size], int, RowFactors | None, list[Special]] = [], 0, None, []
         self._compile_s = 0.0
         self._calls = 0
         self._lock = threading.Lock()
@@ -193,7 +194,7 @@ class OpenVinoProgram:
         """Return what computes these inputs, and the accounts of its seconds: each with the least share of them that
         its own model would save."""
         self._settled = True
-        wanted = self._specials([tuple(value.shape[1:]) for value in inputs], filled_up(rows), factors)
+        wanted = self._wanted([value.shape[1:] for value in inputs], filled_up(rows), factors)
         with self._lock:
             self._calls += 1
             if wanted and (compiled := self._use(wanted[0])) is not None:
@@ -207,6 +208,14 @@ class OpenVinoProgram:
                 self._worker = background.start("plait-compile", functools.partial(self._specialise, due, call))
         behind = _SAVED_BY_MERGING if found is not None else 0.0
         return found or self._dynamic, [(seen, behind if s.merged is not None else 0.0) for s, seen in accounts.items()]
+
+    def _wanted(self, sizes: list[torch.Size], rows: int, factors: RowFactors | None) -> list[Special]:
+        """Return `_specials`, remembered: the steps of a batch are alike."""
+        last_sizes, last_rows, last_factors, found = self._last
+        if last_factors is not factors or last_rows != rows or last_sizes != sizes:
+            found = self._specials([tuple(size) for size in sizes], rows, factors)
+            self._last = sizes, rows, factors, found
+        return found
 
     def _specials(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> list[Special]:
         """Return which models for single shapes could compute a call, the fastest first; those that are too large are
