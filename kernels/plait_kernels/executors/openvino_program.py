@@ -86,7 +86,7 @@ class Probe:
 
 @dataclass(slots=True, eq=False)
 class _Seen:
-    """How often a shape ran without a model of its own, from which call on, and the seconds that one could save."""
+    """How often a shape ran without a model of its own, and the seconds that one could have saved `since` a call."""
 
     since: int
     calls: int = 0
@@ -226,11 +226,13 @@ class OpenVinoProgram:
         return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
 
     def _pays(self, special: Special, seen: _Seen) -> bool:
-        """Return whether a model is worth compiling: also in the place of the one that was not used for longest."""
+        """Return whether a model is worth compiling; if there is no room, in the place of the one that was not used for
+        longest, and was not used while the seconds added up."""
         share = _SHARE_OF_COMPILING
         held = sum(compiled.nbytes for compiled in self._special.values())
         if self._special and held + self._held_bytes(special.shapes) > self._specialise_bytes:
             if next(iter(self._special.values())).used >= seen.since:
+                seen.since, seen.seconds = self._calls, 0.0
                 return False
             share *= _TIMES_TO_REPLACE
         return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= share * self._compile_s

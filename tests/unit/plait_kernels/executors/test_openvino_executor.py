@@ -298,6 +298,25 @@ def test_a_set_that_recurs_is_merged_into_the_weights(converted, block, monkeypa
     assert differs(program, block, 3, None) < 1e-4
 
 
+def test_sets_in_turns_do_not_take_each_others_place(converted, block, monkeypatch):
+    """With room for one it stays while it is asked for, however often another is; when it no longer is, that has it."""
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
+    program = openvino_at(converted, specialise_bytes=room).open("k")
+
+    def merged(*names: str) -> list[object]:
+        for name in names:
+            assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
+            if program._worker is not None:
+                program._worker.join()
+        return [special.merged for special in program._special]
+
+    assert merged("a", "a", "a") == ["a"]
+    assert merged(*"babbabbab") == ["a"]
+    assert merged("b", "b", "b") == ["b"]
+
+
 def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatch):
     """It is compared with the dynamic model on the call that it was made for."""
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
