@@ -83,8 +83,8 @@ def test_what_is_no_layer_takes_no_factors(converted):
             model, layers, inputs=[(2, 6, 5, 4), (2, COND)], given=1, ranks=[0] * len(layers),
             merged=RowFactors(rows=2, by_path=wrong),
         )  # fmt: skip
-    x = ops.parameter([2, 3], dtype="f32")
+    x = ops.parameter([2, 3])
     with pytest.raises(ValueError, match="are no constant"):
-        merge(ops.matmul(x, ops.parameter([3, 4]), False, False).output(0), wrong["conv_out"])
+        merge(ops.matmul(x, ops.parameter([3, 4]), transpose_a=False, transpose_b=False).output(0), wrong["conv_out"])
     with pytest.raises(ValueError, match="is no layer"):
         merge(ops.relu(x).output(0), wrong["conv_out"])
