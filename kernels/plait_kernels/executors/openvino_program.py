@@ -41,10 +41,12 @@ _CALLS_BEFORE_SPECIALISING = 2
 _SHARE_OF_COMPILING = 0.5
 # As much where another model has to make room: it must not be one that is asked for as often, in turns.
 _TIMES_TO_REPLACE = 6
-# What a model for one shape holds beside weights and factors: generated code and its graph, by far the most of it.
-# Measured at the starter's size, for half a UNet (10 MiB of weights), without weights and factors: 31 to 53 MiB without
-# factors, 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own factors of 7 to 79 MiB.
-_HELD_BY_A_COPY_BYTES = 64 << 20
+# What a stream of a model for one shape holds beside weights and factors: generated code and its graph, by far the most
+# of it. Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to 31
+# MiB without factors (2 and 8 rows, one stream or two; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows,
+# 41 to 64 MiB with own factors of 7 to 79 MiB.
+_HELD_BY_A_STREAM_BYTES = 24 << 20
+_TIMES_WITH_FACTORS = 2
 _MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
 
@@ -280,7 +282,8 @@ class OpenVinoProgram:
         *_, (given,), ranks = shapes
         widths = (layer.width_in + layer.width_out for layer in self._layers)
         factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
-        return _HELD_BY_A_COPY_BYTES * self._streams(shapes[0][0]) + self._weight_bytes + factor_bytes
+        times = self._streams(shapes[0][0]) * (_TIMES_WITH_FACTORS if any(ranks) else 1)
+        return _HELD_BY_A_STREAM_BYTES * times + self._weight_bytes + factor_bytes
 
     def _specialise(self, special: Special, call: tuple[list[torch.Tensor], RowFactors | None] | None) -> None:
         """Compile a copy; the worker's thread. `call`: the one that a copy with merged factors must answer."""

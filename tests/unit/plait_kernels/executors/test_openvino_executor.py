@@ -221,7 +221,7 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
 
 def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monkeypatch):
     """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     one_copy = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=one_copy).open("k")
@@ -244,7 +244,7 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monk
 def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
     """Most of what a small model's copy holds is generated code: room for two, however small the weights are."""
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    program = openvino_at(converted, specialise_bytes=130 << 20).open("k")
+    program = openvino_at(converted, specialise_bytes=50 << 20).open("k")
     for done, rows in enumerate((1, 2, 3, 4)):
         for _ in range(3):
             program.run(small_inputs(rows, 4, 4))
@@ -254,7 +254,7 @@ def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
 
 def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
     """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=room).open("k")
@@ -300,7 +300,7 @@ def test_a_set_that_recurs_is_merged_into_the_weights(converted, block, monkeypa
 
 def test_sets_in_turns_do_not_take_each_others_place(converted, block, monkeypatch):
     """With room for one it stays while it is asked for, however often another is; when it no longer is, that has it."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=room).open("k")
