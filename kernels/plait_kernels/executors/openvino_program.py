@@ -4,7 +4,7 @@ One model with dynamic axes serves every shape and holds one copy of the weights
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
 numbers of rows; a call of another number is filled up with rows of zeros, and takes the model for somewhat more rows
-while there is none for its own. Factors of a set that recurs, and that all rows share, are merged into the weights of
+while there is none for its own; its rows are divided among streams (`openvino_compiled`). Factors of a set that recurs, and that all rows share, are merged into the weights of
 such a model (`merged_constants`): at this size factors take about as long as the layers. It is used only if it answers
 the call that it is made for as the dynamic model does.
 
@@ -42,9 +42,9 @@ _SHARE_OF_COMPILING = 0.5
 # As much where another model has to make room: it must not be one that is asked for as often, in turns.
 _TIMES_TO_REPLACE = 6
 # What a stream of a model for one shape holds beside weights and factors: generated code and its graph, by far the most
-# of it. Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to 31
-# MiB without factors (2 and 8 rows, one stream or two; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows,
-# 41 to 64 MiB with own factors of 7 to 79 MiB.
+# of it. Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to
+# 31 MiB without factors (2 and 8 rows; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows, 41 to 64 MiB
+# with own factors of 7 to 79 MiB.
 _HELD_BY_A_STREAM_BYTES = 24 << 20
 _TIMES_WITH_FACTORS = 2
 _MAX_GROWTH = 1.5
