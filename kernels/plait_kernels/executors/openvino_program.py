@@ -4,9 +4,9 @@ One model with dynamic axes serves every shape and holds one copy of the weights
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
 numbers of rows; a call of another number is filled up with rows of zeros, and takes the model for somewhat more rows
-while there is none for its own; its rows are divided among streams (`openvino_compiled`). Factors of a set that recurs, and that all rows share, are merged into the weights of
-such a model (`merged_constants`): at this size factors take about as long as the layers. It is used only if it answers
-the call that it is made for as the dynamic model does.
+while there is none for its own; its rows are divided among streams (`openvino_compiled`). Factors of a set that recurs,
+and that all rows share, are merged into the weights of such a model (`merged_constants`): at this size factors take
+about as long as the layers. It is used only if it answers the call that it is made for as the dynamic model does.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled dynamic model runs the probe before
