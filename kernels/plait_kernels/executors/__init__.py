@@ -10,7 +10,7 @@ convolution x are the windows of its input, as `torch.nn.functional.unfold` make
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -53,10 +53,12 @@ class AdaptedLayer:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowFactors:
     """The LoRA factors of R rows by layer path. Layers that are not named add nothing. Do not change it: programs
-    recognise it by identity."""
+    recognise it by identity. `name`: what those of one set, the same for all rows, are known by; equal names mean equal
+    factors."""
 
     rows: int
     by_path: Mapping[str, Factors]
+    name: Hashable = None
 
     @property
     def given(self) -> int:

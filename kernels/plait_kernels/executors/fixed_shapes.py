@@ -1,4 +1,4 @@
-"""One converted model for one set of shapes, without the layers' factors where a call has none."""
+"""One converted model for one set of shapes, without the layers' factors where a call has none or they are merged."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from typing import Any
 
 import openvino as ov
 
-from plait_kernels.executors import AdaptedLayer
+from plait_kernels.executors import AdaptedLayer, RowFactors
+from plait_kernels.executors.merged_constants import merge
 
 Shape = tuple[int, ...]
 
 
 def fixed(
-    model: Any, layers: Sequence[AdaptedLayer], *, inputs: Sequence[Shape], given: int, ranks: Sequence[int]
+    model: Any,
+    layers: Sequence[AdaptedLayer],
+    *,
+    inputs: Sequence[Shape],
+    given: int,
+    ranks: Sequence[int],
+    merged: RowFactors | None = None,
 ) -> Any:
     """Return a copy of `model` for these input shapes, `given` rows of factors (`RowFactors.given`) and ranks, one for
-    each layer; 0 removes a layer's factors.
+    each layer; 0 removes a layer's factors. `merged`: the factors of all rows, to put into the weights; ranks are 0.
 
     Raises RuntimeError or `ValueError` if the graph is not what `conversion` makes.
     """
@@ -29,15 +36,17 @@ def fixed(
             sizes[first] = ov.PartialShape([given, layer.width_in, rank])
             sizes[second] = ov.PartialShape([given, rank, layer.width_out])
         else:
-            _cut_off(second)
+            plain = _cut_off(second)
+            if merged is not None and layer.path in merged.by_path:
+                merge(plain, merged.by_path[layer.path])
             copy.remove_parameter(first.get_node())
             copy.remove_parameter(second.get_node())
     copy.reshape(sizes)
     return copy
 
 
-def _cut_off(factor: Any) -> None:
-    """Replace the sum that the product with `factor` leads to by its other operand."""
+def _cut_off(factor: Any) -> Any:
+    """Replace the sum that the product with `factor` leads to by its other operand, and return that."""
     port = factor
     while True:
         targets = list(port.get_target_inputs())
@@ -47,5 +56,5 @@ def _cut_off(factor: Any) -> None:
         if node.get_type_name() == "Add":
             other = node.input_value(1 - targets[0].get_index())
             node.output(0).replace(other)
-            return
+            return other
         port = node.output(0)

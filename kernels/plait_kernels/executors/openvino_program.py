@@ -4,7 +4,9 @@ One model with dynamic axes serves every shape and holds one copy of the weights
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
 numbers of rows; a call of another number is filled up with rows of zeros, and takes the model for somewhat more rows
-while there is none for its own.
+while there is none for its own; its rows are divided among streams (`openvino_compiled`). Factors of a set that recurs,
+and that all rows share, are merged into the weights of such a model (`merged_constants`): at this size factors take
+about as long as the layers. It is used only if it answers the call that it is made for as the dynamic model does.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled dynamic model runs the probe before
@@ -18,18 +20,17 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-import openvino as ov
 import torch
 
 from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, background
-from plait_kernels.executors.adapters import check_factors, flat_factors
+from plait_kernels.executors.adapters import check_factors
 from plait_kernels.executors.fixed_shapes import fixed
-from plait_kernels.executors.openvino_core import core
+from plait_kernels.executors.openvino_compiled import CompiledModel, streams_for
 from plait_kernels.executors.row_counts import filled_up
 
 _log = logging.getLogger(__name__)
@@ -38,12 +39,19 @@ _CALLS_BEFORE_SPECIALISING = 2
 # A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
 # compiling does not cost more than what it speeds up.
 _SHARE_OF_COMPILING = 0.5
-# What a model for one shape holds beside weights and factors: generated code and its graph, by far the most of it.
-# Measured at the starter's size, for half a UNet (10 MiB of weights), without weights and factors: 31 to 53 MiB without
-# factors, 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own factors of 7 to 79 MiB.
-_HELD_BY_A_COPY_BYTES = 64 << 20
+# As much where another model has to make room: it must not be one that is asked for as often, in turns.
+_TIMES_TO_REPLACE = 6
+# What a stream of a model for one shape holds beside weights and factors: generated code and its graph, by far the most
+# of it. Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to
+# 31 MiB without factors (2 and 8 rows; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows, 41 to 64 MiB
+# with own factors of 7 to 79 MiB.
+_HELD_BY_A_STREAM_BYTES = 24 << 20
+_TIMES_WITH_FACTORS = 2
 _MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
+
+_SAVED_BY_MERGING = 0.4
+"""The share of a call on a model for its shapes that factors take which are inputs, not merged."""
 
 _CALLS_TO_WAIT = 100
 """Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
@@ -52,6 +60,13 @@ _MAX_SEEN = 1024
 """The shapes whose calls are counted."""
 
 Shapes = tuple[tuple[int, ...], ...]
+
+
+class Special(NamedTuple):
+    """What a model is made for: shapes, and the name of the factors that are merged into it (`RowFactors.name`)."""
+
+    shapes: Shapes
+    merged: Hashable = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,25 +87,10 @@ class Probe:
 
 
 @dataclass(slots=True, eq=False)
-class _Compiled:
-    """A compiled model with its one request, the layers whose factors it takes, and the factors bound to it.
-
-    `rows`: the number of rows of a model for one shape; 0: any. `bytes`: what it holds, roughly.
-    """
-
-    request: Any
-    layers: tuple[AdaptedLayer, ...]
-    rows: int = 0
-    bytes: int = 0
-    bound: RowFactors | None = None
-    bound_rows: int = -1
-    kept: list[np.ndarray[Any, Any]] = field(default_factory=list)
-
-
-@dataclass(slots=True, eq=False)
 class _Seen:
-    """How often a shape ran without a model of its own, and the seconds of it that one could save."""
+    """How often a shape ran without a model of its own, and the seconds that one could have saved `since` a call."""
 
+    since: int
     calls: int = 0
     seconds: float = 0.0
 
@@ -116,9 +116,11 @@ class OpenVinoProgram:
         self._dynamic = self._compile_any()
         self._weight_bytes = _constant_bytes(model)
         self._specialise_bytes = specialise_bytes
-        self._special: OrderedDict[Shapes, _Compiled] = OrderedDict()
-        self._seen: OrderedDict[Shapes, _Seen] = OrderedDict()
+        self._special: OrderedDict[Special, CompiledModel] = OrderedDict()
+        self._seen: OrderedDict[Special, _Seen] = OrderedDict()
+        self._last: tuple[list[torch.Size], int, RowFactors | None, list[Special]] = [], 0, None, []
         self._compile_s = 0.0
+        self._calls = 0
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -157,27 +159,16 @@ class OpenVinoProgram:
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
     ) -> tuple[torch.Tensor, ...]:
         wide = [value.detach().to(torch.float32) for value in inputs]
-        compiled, seen = self._for_shapes([tuple(value.shape[1:]) for value in wide], rows, factors)
+        compiled, accounts = self._for_call(wide, rows, factors)
         started_s = time.perf_counter()
-        outputs = self._infer(compiled, wide, factors)
+        outputs = compiled.infer(wide, factors)
+        seconds = time.perf_counter() - started_s
         needless = 1 - filled_up(rows) / compiled.rows if compiled.rows else 1
-        seen.seconds += needless * (time.perf_counter() - started_s)
+        for seen, least in accounts:
+            seen.seconds += max(needless, least) * seconds
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
-
-    def _infer(
-        self, compiled: _Compiled, inputs: Sequence[torch.Tensor], factors: RowFactors | None
-    ) -> list[torch.Tensor]:
-        """Return the outputs in the request's own memory."""
-        rows = len(inputs[0])
-        computed = compiled.rows or rows
-        self._bind(compiled, computed, factors, len(inputs))
-        arrays = [_filled(value, computed).contiguous().numpy() for value in inputs]
-        for index, array in enumerate(arrays):
-            compiled.request.set_input_tensor(index, ov.Tensor(array, shared_memory=True))
-        compiled.request.infer()
-        return [torch.from_numpy(tensor.data)[:rows] for tensor in compiled.request.output_tensors]
 
     def _follow_options(self) -> None:
         """Compile again if the options have changed: a number of threads is part of what is compiled."""
@@ -190,70 +181,93 @@ class OpenVinoProgram:
             self._seen.clear()
         self._dynamic = self._compile_any()
 
-    def _compile_any(self) -> _Compiled:
+    def _compile_any(self) -> CompiledModel:
         """Compile for any shape, and run the probe before anything else."""
         self._check_count(self._probe.inputs)
-        compiled = self._compile(self._model, self._layers)
-        self._probe.check(self._infer(compiled, self._probe.inputs, self._probe.factors))
+        compiled = CompiledModel(self._model, self._layers, self._compiled_with)
+        self._probe.check(compiled.infer(self._probe.inputs, self._probe.factors))
         return compiled
-
-    def _bind(self, compiled: _Compiled, rows: int, factors: RowFactors | None, first: int) -> None:
-        """Give the request its factors, unless it has them: a batch keeps them for many steps."""
-        if compiled.bound_rows == rows and compiled.bound is factors:
-            return
-        flat = flat_factors(compiled.layers, factors)
-        given = 1 if factors is None or factors.given == 1 else rows
-        compiled.kept = [_filled(tensor, given).contiguous().numpy() for tensor in flat]
-        for index, array in enumerate(compiled.kept):
-            compiled.request.set_input_tensor(first + index, ov.Tensor(array, shared_memory=True))
-        compiled.bound, compiled.bound_rows = factors, rows
-
-    def _compile(self, model: Any, layers: Sequence[AdaptedLayer], rows: int = 0, nbytes: int = 0) -> _Compiled:
-        request = core().compile_model(model, "CPU", self._compiled_with).create_infer_request()
-        return _Compiled(request, tuple(layers), rows, nbytes)
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
-    def _for_shapes(
-        self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None
-    ) -> tuple[_Compiled, _Seen]:
-        """Return what computes inputs whose rows have these sizes, and the account of its seconds."""
+    def _for_call(
+        self, inputs: Sequence[torch.Tensor], rows: int, factors: RowFactors | None
+    ) -> tuple[CompiledModel, list[tuple[_Seen, float]]]:
+        """Return what computes these inputs, and the accounts of its seconds: each with the least share of them that
+        its own model would save."""
         self._settled = True
-        shapes = self._shapes(sizes, filled_up(rows), factors)
+        wanted = self._wanted([value.shape[1:] for value in inputs], filled_up(rows), factors)
         with self._lock:
-            special = self._special.get(shapes)
-            if special is not None:
-                self._special.move_to_end(shapes)
-                return special, _Seen()
-            if self._held_bytes(shapes) > self._specialise_bytes:
-                return self._dynamic, _Seen()
-            seen = self._count(shapes)
-            larger = self._larger(shapes)
-            self._settled = larger is not None or seen.calls > _CALLS_TO_WAIT
-            recurs = seen.calls >= _CALLS_BEFORE_SPECIALISING
-            if recurs and seen.seconds >= _SHARE_OF_COMPILING * self._compile_s and self._worker is None:
-                self._worker = background.start("plait-compile", functools.partial(self._specialise, shapes))
-        return larger or self._dynamic, seen
+            self._calls += 1
+            if wanted and (compiled := self._use(wanted[0])) is not None:
+                return compiled, []
+            accounts = {special: self._count(special) for special in wanted if special not in self._special}
+            found = next(filter(None, map(self._at_hand, wanted)), None)
+            self._settled = found is not None or all(seen.calls > _CALLS_TO_WAIT for seen in accounts.values())
+            due = next((special for special, seen in accounts.items() if self._pays(special, seen)), None)
+            if due is not None and self._worker is None:
+                call = ([value.clone() for value in inputs], factors) if due.merged is not None else None
+                self._worker = background.start("plait-compile", functools.partial(self._specialise, due, call))
+        behind = _SAVED_BY_MERGING if found is not None else 0.0
+        return found or self._dynamic, [(seen, behind if s.merged is not None else 0.0) for s, seen in accounts.items()]
 
-    def _count(self, shapes: Shapes) -> _Seen:
-        """Count a call with these shapes; return their account."""
-        seen = self._seen.setdefault(shapes, _Seen())
-        self._seen.move_to_end(shapes)
+    def _wanted(self, sizes: list[torch.Size], rows: int, factors: RowFactors | None) -> list[Special]:
+        """Return `_specials`, remembered: the steps of a batch are alike."""
+        last_sizes, last_rows, last_factors, found = self._last
+        if last_factors is not factors or last_rows != rows or last_sizes != sizes:
+            found = self._specials([tuple(size) for size in sizes], rows, factors)
+            self._last = sizes, rows, factors, found
+        return found
+
+    def _specials(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> list[Special]:
+        """Return which models for single shapes could compute a call, the fastest first; those that are too large are
+        left out."""
+        found = [Special(self._shapes(sizes, rows, factors))]
+        if factors is not None and factors.name is not None:
+            found.insert(0, Special(self._shapes(sizes, rows, None), factors.name))
+        return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
+
+    def _pays(self, special: Special, seen: _Seen) -> bool:
+        """Return whether a model is worth compiling; if there is no room, in the place of the one that was not used for
+        longest, and was not used while the seconds added up."""
+        share = _SHARE_OF_COMPILING
+        held = sum(compiled.nbytes for compiled in self._special.values())
+        if self._special and held + self._held_bytes(special.shapes) > self._specialise_bytes:
+            if next(iter(self._special.values())).used >= seen.since:
+                seen.since, seen.seconds = self._calls, 0.0
+                return False
+            share *= _TIMES_TO_REPLACE
+        return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= share * self._compile_s
+
+    def _use(self, special: Special) -> CompiledModel | None:
+        """Return the model, used by this call; None if there is none."""
+        compiled = self._special.get(special)
+        if compiled is not None:
+            self._special.move_to_end(special)
+            compiled.used = self._calls
+        return compiled
+
+    def _at_hand(self, special: Special) -> CompiledModel | None:
+        """Return the model, or one for more rows that is not as slow as the dynamic model."""
+        return self._use(special) or self._larger(special)
+
+    def _count(self, special: Special) -> _Seen:
+        """Count a call that such a model could compute; return its account."""
+        seen = self._seen.setdefault(special, _Seen(self._calls))
+        self._seen.move_to_end(special)
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
         seen.calls += 1
         return seen
 
-    def _larger(self, shapes: Shapes) -> _Compiled | None:
-        """Return the model with the fewest rows that a call with these shapes can be filled up to, unless that is as
-        slow as the dynamic model."""
-        rows = shapes[0][0]
+    def _larger(self, special: Special) -> CompiledModel | None:
+        """Return the model with the fewest rows that a call can be filled up to, unless that is as slow as the dynamic
+        model."""
+        rows = special.shapes[0][0]
         for more in range(rows + 1, int(rows * _MAX_GROWTH) + 1):
-            larger = _with_rows(shapes, more)
-            compiled = self._special.get(larger)
-            if compiled is not None and compiled.rows:
-                self._special.move_to_end(larger)
-                return compiled
+            larger = Special(_with_rows(special.shapes, more), special.merged)
+            if larger in self._special and self._special[larger].rows:
+                return self._use(larger)
         return None
 
     def _shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> Shapes:
@@ -268,41 +282,57 @@ class OpenVinoProgram:
         *_, (given,), ranks = shapes
         widths = (layer.width_in + layer.width_out for layer in self._layers)
         factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
-        return _HELD_BY_A_COPY_BYTES + self._weight_bytes + factor_bytes
+        times = self._streams(shapes[0][0]) * (_TIMES_WITH_FACTORS if any(ranks) else 1)
+        return _HELD_BY_A_STREAM_BYTES * times + self._weight_bytes + factor_bytes
 
-    def _specialise(self, shapes: Shapes) -> None:
-        """Compile a copy for one shape; the worker's thread."""
+    def _specialise(self, special: Special, call: tuple[list[torch.Tensor], RowFactors | None] | None) -> None:
+        """Compile a copy; the worker's thread. `call`: the one that a copy with merged factors must answer."""
         options, started_s = self._compiled_with, time.perf_counter()
-        *inputs, (given,), ranks = shapes
+        merged = call[1] if call is not None else None
         try:
-            model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks)
-            kept = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
-            compiled = self._compile(model, kept, inputs[0][0], self._held_bytes(shapes))
+            compiled = self._compile(special.shapes, merged)
+            compile_s = time.perf_counter() - started_s
+            if call is not None:
+                self._check(compiled, *call)
         except Exception as error:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
-            compiled = self._dynamic
+            compiled, compile_s = self._dynamic, time.perf_counter() - started_s
         with self._lock:
             self._worker = None
             if options is not self._compiled_with:
                 return  # what was compiled has the number of threads of before
-            self._compile_s = time.perf_counter() - started_s
-            room = self._specialise_bytes - compiled.bytes
-            while self._special and sum(one.bytes for one in self._special.values()) > room:
+            self._compile_s = compile_s
+            room = self._specialise_bytes - compiled.nbytes
+            while self._special and sum(one.nbytes for one in self._special.values()) > room:
                 self._special.popitem(last=False)
-            self._seen.pop(shapes, None)
-            self._special[shapes] = compiled
+            self._seen.pop(special, None)
+            self._special[special] = compiled
+
+    def _compile(self, shapes: Shapes, merged: RowFactors | None) -> CompiledModel:
+        """Return a model for one shape."""
+        rows = shapes[0][0]
+        streams = self._streams(rows)
+        *inputs, (given,), ranks = _with_rows(shapes, rows // streams)
+        model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks, merged=merged)
+        layers = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
+        nbytes = self._held_bytes(shapes)
+        return CompiledModel(model, layers, self._compiled_with, rows=rows, streams=streams, nbytes=nbytes)
+
+    def _streams(self, rows: int) -> int:
+        return streams_for(rows, self._compiled_with["INFERENCE_NUM_THREADS"])
+
+    def _check(self, compiled: CompiledModel, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> None:
+        """Raise `ExecutorError` unless a model answers a call as the dynamic model does."""
+        with self._running:
+            wanted = [output.clone() for output in self._dynamic.infer(inputs, factors)]
+        probe = Probe(inputs=inputs, factors=factors, outputs=wanted, tolerance=self._probe.tolerance)
+        probe.check(compiled.infer(inputs, None))
 
 
 def _with_rows(shapes: Shapes, rows: int) -> Shapes:
     """Return the shapes of a call with other rows."""
     *inputs, (given,), ranks = shapes
     return (*((rows, *size[1:]) for size in inputs), (1 if given == 1 else rows,), ranks)
-
-
-def _filled(value: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return `value (R, ...)` with rows of zeros after its own, so that there are `rows`."""
-    missing = rows - len(value)
-    return torch.cat([value, value.new_zeros(missing, *value.shape[1:])]) if missing else value
 
 
 def _constant_bytes(model: Any) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,7 +21,7 @@ from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
 from plait_serving.diffusion.residents.keeper import Residents
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
-from plait_serving.diffusion.stepper import Outcome
+from plait_serving.diffusion.stepper import Outcome, Stepper
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units, heads
 from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
 
@@ -176,7 +176,8 @@ class DenoiseLoop:
         for unit in behind:
             if unit.order < latest and unit.job.request.tenant.name == turn.tenant and unit.ready:
                 unit.overtaken += 1
-        return [units[candidate.order] for candidate in batch], batch[0].key
+        chosen = [units[candidate.order] for candidate in batch]
+        return chosen, self._key_of(chosen, batch[0].key)
 
     def _model(self, job: ImageJob) -> ServedModel:
         return self._residents.of(job.request.model)
@@ -187,6 +188,9 @@ class DenoiseLoop:
         assert parts is not None
         return parts
 
+    def _stepper_of(self, unit: Unit) -> Stepper:
+        return self._parts(unit.job.request.model).stepper
+
     def _step_s(self, key: GroupKey, rows: int) -> float:
         return self._residents.of(key.model).costs.step_s(key, rows)
 
@@ -196,14 +200,21 @@ class DenoiseLoop:
 
     def _candidates(self, ready: list[Unit]) -> list[Candidate]:
         """Return the units as candidates, twice where they could share calls by taking their sets as inputs. While all
-        agree in what to merge, nothing could be gained by that: their next steps are as fast as any, and exact."""
-        steppers = [self._parts(unit.job.request.model).stepper for unit in ready]
-        merged = [stepper.to_merge(unit) for stepper, unit in zip(steppers, ready, strict=True)]
-        found = [unit.candidate(loras) for unit, loras in zip(ready, merged, strict=True)]
-        if len(set(merged)) > 1:
-            ways = zip(steppers, ready, strict=True)
-            found += [unit.candidate((), row_wise=True) for stepper, unit in ways if stepper.is_row_wise(unit)]
+        have one set, nothing could be gained by that: their next steps are as fast as any."""
+        found = [self._own_way(unit) for unit in ready]
+        if len({(candidate.key.loras, candidate.key.shared) for candidate in found}) > 1:
+            found += [unit.candidate((), row_wise=True) for unit in ready if self._stepper_of(unit).is_row_wise(unit)]
         return found
+
+    def _own_way(self, unit: Unit) -> Candidate:
+        """Return a unit as a candidate for calls whose rows all have its set."""
+        stepper = self._stepper_of(unit)
+        return unit.candidate(stepper.to_merge(unit), shared=stepper.shared(unit))
+
+    def _key_of(self, batch: Sequence[Unit], key: GroupKey) -> GroupKey:
+        """Return the group that a batch is, which has rows of one set although it could have others'."""
+        own = {self._own_way(unit).key for unit in batch} if key.row_wise else {key}
+        return own.pop() if len(own) == 1 and not next(iter(own)).loras else key
 
     def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> Turn:
         """Return whose turn it is. A tenant that runs goes on for so long that changing between the sets to merge takes

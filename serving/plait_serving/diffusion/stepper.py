@@ -81,9 +81,14 @@ class Stepper:
             return ()
         return _with_files(unit.loras, weights)
 
+    def shared(self, unit: Unit) -> LoraSet:
+        """Return the set, with its files, that the denoiser takes as an input of a unit's next step."""
+        return () if self.to_merge(unit) else _with_files(unit.loras, _weights_of(unit))
+
     def is_row_wise(self, unit: Unit) -> bool:
-        """Return whether a unit whose set can be merged can take it as an input of its next step as well."""
-        return self._denoiser.may_take(list(_weights_of(unit).values()))
+        """Return whether a unit's set can be an input of its next step beside others."""
+        weights = list(_weights_of(unit).values())
+        return self._denoiser.takes(weights) or self._denoiser.may_take(weights)
 
     def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
         """Make `target` live and charge the time to `units`; return whether it switched weights. After `LoraError` the

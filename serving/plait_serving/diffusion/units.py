@@ -167,11 +167,11 @@ class Unit:
             self.conditioning = None
         self.close_controls()
 
-    def candidate(self, merged: LoraSet, *, row_wise: bool = False) -> Candidate:
+    def candidate(self, merged: LoraSet, *, row_wise: bool = False, shared: LoraSet = ()) -> Candidate:
         """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
-        weights, `row_wise` whether its set is an input instead of being merged."""
+        weights, `row_wise` whether its set is an input beside others, `shared` its set if it needs no merge alone."""
         request = self.job.request
-        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise, request.model)
+        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise, shared, request.model)
         return Candidate(
             order=self.order,
             key=key,

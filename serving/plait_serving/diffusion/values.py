@@ -159,8 +159,9 @@ class ImageRequest:
     (None: the image's), and the `(left, top)` of a `crop`.
 
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
-    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image. `model`:
-    the base model's name; empty: the engine's first.
+    without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
+    `wants_progress`: somebody reads its progress, step by step. `model`: the base model's name; empty: the engine's
+    first.
     """
 
     request_id: str
@@ -190,6 +191,7 @@ class ImageRequest:
     lora_free_steps: int = 0
     deadline_s: float | None = None
     partial_images: int = 0
+    wants_progress: bool = False
     tenant: Tenant = Tenant()
     model: str = ""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -29,7 +30,8 @@ _log = logging.getLogger(__name__)
 
 PROGRESS_PERIOD_S = 0.1
 """The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
-request and step, and nobody reads them that fast."""
+request and step, and nobody reads them that fast. Where nobody reads them at all, only the first crosses: it tells that
+the request survived a step."""
 
 
 class EngineReplica:
@@ -49,11 +51,12 @@ class EngineReplica:
             return
         yield ACCEPTED
         events = self._hosted.service.generate(request)
-        reported_s = -PROGRESS_PERIOD_S
+        reported_s = -math.inf
         try:
             async for event in events:
                 if isinstance(event, Progress):
-                    if time.monotonic() - reported_s < PROGRESS_PERIOD_S:
+                    period_s = PROGRESS_PERIOD_S if request.wants_progress else math.inf
+                    if time.monotonic() - reported_s < period_s:
                         continue
                     reported_s = time.monotonic()
                 yield portable(event)

@@ -100,7 +100,8 @@ class FactorStore:
         by_path = {path: _stacked([pairs[key][path] for key in rows_of]) for path in ranks}
         rows = layout.images * layout.branches
         parts = ({path: pair for path, pair in by_path.items() if path in own} for own in self._programs)
-        factors = tuple(RowFactors(rows=rows, by_path=part) if part else None for part in parts)
+        name = rows_of[0] if len(distinct) == 1 else None
+        factors = tuple(RowFactors(rows=rows, by_path=part, name=name) if part else None for part in parts)
         return factors, 4 * len(rows_of) * self._numbers(ranks)
 
     def _wide(self, ranks: Ranks) -> Ranks:

@@ -35,6 +35,7 @@ from plait_serving.diffusion.denoisers.halves import (
     needs_forward_size,
     time_embedding,
 )
+from plait_serving.diffusion.denoisers.step_constants import StepConstants
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
@@ -82,6 +83,7 @@ class UNetDenoiser:
         self._row_wise: CompiledHalves | None = None
         self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
         self._factors = FactorStore()
+        self._remembered = StepConstants()
         self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
@@ -185,7 +187,10 @@ class UNetDenoiser:
     ) -> tuple[EncoderOutput, Callable[[], torch.Tensor]]:
         """Compute the encoder half; return its output, and what computes the decoder half from it."""
         with self._threads(compiled):
-            text, embedding = self._constants(calls, sample, layout)
+            if compiled is None or compiled.live:
+                text, embedding = self._constants(calls, sample, layout)
+            else:
+                text, embedding = self._remembered_constants(calls, sample, layout)
             if compiled is not None:
                 first, second = self._factors.of([call.loras for call in calls], layout)
                 half = compiled.encode(sample, embedding, text, first)
@@ -245,6 +250,19 @@ class UNetDenoiser:
         return text, time_embedding(
             self._unet, sample, timesteps, text, added=added, guidance=self._guidance(calls, layout)
         )
+
+    def _remembered_constants(
+        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the constants of steps that no merge changes."""
+        if self._bundle.embeds_guidance or calls[0].conditioning.added:
+            return self._constants(calls, sample, layout)
+        text = self._remembered.text(calls, layout)
+
+        def embedding(timestep: torch.Tensor) -> torch.Tensor:
+            return time_embedding(self._unet, sample[:1], timestep, text, added={}, guidance=None)
+
+        return text, self._remembered.embedding(calls, layout, embedding)
 
     def _guidance(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor | None:
         if not self._bundle.embeds_guidance:

@@ -45,10 +45,11 @@ _HOPED_SHARE_OF_ANOTHER_WAY = 0.8
 
 
 class _Way(Enum):
-    """How LoRA sets act in a call: not at all, or as an executor takes them; merged; as inputs instead of merged."""
+    """How LoRA sets act in a call: not at all; merged; one for all rows, as an executor takes it; rows of several."""
 
     PLAIN = auto()
     MERGED = auto()
+    SHARED = auto()
     ROW_WISE = auto()
 
 
@@ -174,5 +175,10 @@ def _estimate_s(known: dict[int, float], rows: int) -> float:
 def _kind(key: GroupKey) -> tuple[int, bool, _Way]:
     """Return what calls of equal costs share: pixels, guidance, and how LoRA sets act. What has to be merged runs on
     torch."""
-    way = _Way.MERGED if key.loras else _Way.ROW_WISE if key.row_wise else _Way.PLAIN
+    if key.loras:
+        way = _Way.MERGED
+    elif key.row_wise:
+        way = _Way.ROW_WISE
+    else:
+        way = _Way.SHARED if key.shared else _Way.PLAIN
     return key.width * key.height, key.uses_cfg, way

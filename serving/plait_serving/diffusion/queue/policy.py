@@ -1,14 +1,14 @@
 """Which group runs the next step: the core decision of the server, as a pure function.
 
-A group is what can share one denoiser call: equal base model, shape, guidance on or off, and LoRA set to merge (an
-executor that takes sets as inputs has nothing to merge, so all sets share its calls). A unit that could go both ways is
-a candidate twice, of two groups. Between steps the compute thread calls `choose` for the units to run next. The
-trade-offs:
+A group is what can share one denoiser call: equal base model, shape, guidance on or off, and LoRA set to merge. An
+executor that takes sets as inputs has nothing to merge, so all sets can share its calls; those whose rows have one set
+may be faster. A unit that could go both ways is a candidate twice, of two groups. Between steps the compute thread
+calls `choose` for the units to run next. The trade-offs:
 
 - Staying with the live LoRA set costs nothing, another set costs a merge. A switch pays when the other group
   does more useful rows per second even after the merge is spread over the steps it is expected to stay.
-- Sets as inputs make a call longer but let all sets share it, and need no merge: that way is taken when it does more
-  rows per second than merging, both as measured.
+- Rows of several sets make a call longer but let all share it, and need no merge: that way is taken when it does more
+  rows per second than a call for one set, both as measured.
 - A unit with a deadline that is about to be missed goes first (earliest deadline among those that can still be met).
 - A call is only as large as pays. All that waits in a group could be cut into calls in many ways; the first call is the
   shortest whose cut, all calls together, takes hardly longer (`JOIN_SHARE`) than the best one. So where a call costs in
@@ -52,8 +52,8 @@ they delay its first request by one request of its kind at most; rows that are n
 class GroupKey:
     """What units must agree in to share a denoiser call. `loras` is the set that must be merged into the weights.
 
-    `row_wise`: sets are inputs of the call, by an executor that could have merged them, so it may be slower than a call
-    without sets.
+    `row_wise`: rows of several sets, each an input of the call, which may be slower than a call for one set. `shared`:
+    the one set that all rows have and that needs no merge.
     """
 
     width: int
@@ -61,6 +61,7 @@ class GroupKey:
     uses_cfg: bool
     loras: LoraSet
     row_wise: bool = False
+    shared: LoraSet = ()
     model: str = ""
 
 

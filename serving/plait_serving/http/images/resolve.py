@@ -91,6 +91,7 @@ def resolve(
         lora_free_steps=free_steps,
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
         partial_images=body.partial_images or 0,
+        wants_progress=bool(body.stream),
         tenant=tenant_of(tenant, allowed),
         model=model.name,
     )

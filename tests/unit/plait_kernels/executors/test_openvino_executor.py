@@ -21,6 +21,7 @@ from plait_kernels.executors import Computation, ExecutorError, InputSpec, RowFa
 from support.cluster import TESTS
 from support.executors import (
     LAYERS,
+    SmallBlock,
     by_hand,
     openvino_at,
     small_block,
@@ -33,7 +34,8 @@ from support.tiny import seeded
 
 pytest.importorskip("openvino", reason="needs openvino")
 
-from plait_kernels.executors import conversion, openvino_program  # after the skip
+from plait_kernels.executors import conversion, fixed_shapes, openvino_program  # after the skip
+from plait_kernels.executors.openvino_program import OpenVinoProgram
 
 
 @pytest.fixture(scope="module")
@@ -219,7 +221,7 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
 
 def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monkeypatch):
     """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     one_copy = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=one_copy).open("k")
@@ -228,8 +230,8 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monk
         for _ in range(3):
             found = program.run(inputs, factors)
         wait_compiled(program, 1)
-        ((shapes, _),) = program._special.items()
-        assert shapes[0][0] == rows
+        ((special, _),) = program._special.items()
+        assert special.shapes[0][0] == rows
         for got in (found, program.run(inputs, factors)):
             assert float((got[0] - by_hand(block, inputs, factors)[0]).abs().max()) < 1e-4
     tight = openvino_at(converted, specialise_bytes=100).open("k")
@@ -242,17 +244,17 @@ def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monk
 def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
     """Most of what a small model's copy holds is generated code: room for two, however small the weights are."""
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    program = openvino_at(converted, specialise_bytes=130 << 20).open("k")
+    program = openvino_at(converted, specialise_bytes=50 << 20).open("k")
     for done, rows in enumerate((1, 2, 3, 4)):
         for _ in range(3):
             program.run(small_inputs(rows, 4, 4))
         wait_compiled(program, min(2, done + 1))
-    assert [shapes[0][0] for shapes in program._special] == [3, 4]
+    assert [special.shapes[0][0] for special in program._special] == [3, 4]
 
 
 def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
     """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_COPY_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
     program = openvino_at(converted, specialise_bytes=room).open("k")
@@ -265,6 +267,66 @@ def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
     for _ in range(4):
         program.run(inputs, RowFactors(rows=24, by_path=shared.by_path))
     wait_compiled(program, 1)
+
+
+def set_of(rows: int, name: object, *, seed: int) -> RowFactors:
+    """Factors of every layer but one, the same for all rows, known by a name."""
+    one = small_factors([{path: 3 for path in LAYERS if path != "point"}], seed=seed)
+    return RowFactors(rows=rows, by_path=one.by_path, name=name)
+
+
+def differs(program: OpenVinoProgram, block: SmallBlock, rows: int, factors: RowFactors | None) -> float:
+    """The largest difference of an answer to the definition."""
+    inputs = small_inputs(rows, 5, 4)
+    pairs = zip(program.run(inputs, factors), by_hand(block, inputs, factors), strict=True)
+    return max(float((got - wanted).abs().max()) for got, wanted in pairs)
+
+
+def test_a_set_that_recurs_is_merged_into_the_weights(converted, block, monkeypatch):
+    """A copy without factors answers for the set that it was made for, in a batch that is built anew and one that is
+    filled up, and for no other one."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    program = openvino_at(converted).open("k")
+    for _ in range(3):
+        assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
+    wait_compiled(program, 1)
+    first = next(iter(program._special))
+    assert first.merged == "a"
+    assert not program._special[first].layers
+    for rows, name, seed in ((3, "a", 3), (3, "b", 4), (2, "a", 3), (3, "a", 3)):
+        assert differs(program, block, rows, set_of(rows, name, seed=seed)) < 1e-4
+    assert differs(program, block, 3, None) < 1e-4
+
+
+def test_sets_in_turns_do_not_take_each_others_place(converted, block, monkeypatch):
+    """With room for one it stays while it is asked for, however often another is; when it no longer is, that has it."""
+    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
+    program = openvino_at(converted, specialise_bytes=room).open("k")
+
+    def merged(*names: str) -> list[object]:
+        for name in names:
+            assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
+            if program._worker is not None:
+                program._worker.join()
+        return [special.merged for special in program._special]
+
+    assert merged("a", "a", "a") == ["a"]
+    assert merged(*"bababa") == ["a"]
+    assert merged("b", "b", "b") == ["b"]
+
+
+def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatch):
+    """It is compared with the dynamic model on the call that it was made for."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    monkeypatch.setattr(fixed_shapes, "merge", lambda *_: None)
+    program = openvino_at(converted).open("k")
+    for _ in range(3):
+        assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
+    wait_compiled(program, 1)
+    for _ in range(3):
+        assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
 
 
 @pytest.mark.parametrize("shared", [True, False])

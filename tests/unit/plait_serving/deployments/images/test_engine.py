@@ -71,11 +71,21 @@ async def test_serve_replica_streams_reconfigures_and_drains():
 async def test_serve_replica_thins_progress_and_nothing_else():
     """However fast the steps, only some progress events cross the handle; previews and the end always do."""
     replica = EngineReplica(Source(FakeHosted(step_s=0.0)), {})
-    many = replace(REQUEST, steps=50, partial_images=3)
+    many = replace(REQUEST, steps=50, partial_images=3, wants_progress=True)
     kinds = [type(event) for event in [event async for event in replica.generate(many)]]
     assert 1 <= kinds.count(Progress) < 50
     assert kinds.count(Preview) == 3
     assert kinds[-1] is Finished
+    await replica.drain(0)
+
+
+async def test_serve_replica_reports_a_first_step_to_who_reads_no_progress():
+    """Each event costs both replicas time; that the request survived a step is news all the same."""
+    replica = EngineReplica(Source(FakeHosted(step_s=0.15)), {})
+    events = [event async for event in replica.generate(REQUEST)]
+    kinds = [type(event) for event in events if event != ACCEPTED]
+    assert kinds.count(Progress) == 1
+    assert kinds.count(Preview) == 1
     await replica.drain(0)
 
 

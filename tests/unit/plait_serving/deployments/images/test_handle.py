@@ -106,6 +106,32 @@ async def test_a_request_waits_for_a_replica_only_so_long(monkeypatch):
         await HandleImageService(waiting).catalog()
 
 
+async def test_requests_that_come_at_once_ask_for_one_catalog():
+    """All get the answer, whoever leaves before it; who comes later asks anew, also after an error."""
+    answer, asked, gate = await FakeImageService().catalog(), [], asyncio.Event()
+
+    async def remote():
+        asked.append(None)
+        await gate.wait()
+        if len(asked) == 2:
+            raise EngineStopped("no")
+        return answer
+
+    handle = Handle()
+    handle.catalog = SimpleNamespace(remote=remote)
+    service = HandleImageService(handle)
+    leaver, *others = [asyncio.ensure_future(service.catalog()) for _ in range(3)]
+    await asyncio.sleep(0)
+    leaver.cancel()
+    gate.set()
+    assert await asyncio.gather(*others) == [answer] * 2
+    assert leaver.cancelled()
+    with pytest.raises(EngineStopped):
+        await service.catalog()
+    assert await service.catalog() == answer
+    assert len(asked) == 3
+
+
 @pytest.mark.parametrize("method", ["catalog", "health"])
 async def test_a_replica_that_dies_with_a_question_costs_nothing(method):
     """Another one is asked: nothing was begun (finding 10). Serve offers a dead replica beside a living one until it

@@ -95,6 +95,16 @@ def test_requests_with_one_set_share_its_factors(store):
     torch.testing.assert_close((first @ second)[0], delta(DOWN_A, 0.5))
     for sets in ([((ONE, 0.5),), ((ONE, 0.5),), ((ONE, 0.4),)], [((ONE, 0.5),), ((ONE, 0.5),), ()]):
         assert store.of(sets, where)[0].given == 8
+        assert store.of(sets, where)[0].name is None
+
+
+def test_factors_of_one_set_have_its_name(store):
+    """The same in every batch; another one for other scales, and for another file of that name."""
+    again = lora("one", down=DOWN_A, text=UP)
+    names = [store.of([((file, scale),)] * n, layout(*[1] * n))[0].name
+             for file, scale, n in ((ONE, 0.5, 1), (ONE, 0.5, 3), (ONE, 0.6, 1), (again, 0.5, 1))]  # fmt: skip
+    assert names[0] == names[1]
+    assert len(set(names)) == 3
 
 
 def test_ranks_are_padded_to_few_sizes(store):
