@@ -21,6 +21,7 @@ from plait_disagg.graph.trace.exported import Exported
 from plait_disagg.graph.trace.lookups import Lookups
 from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, why_unknown
 from plait_disagg.graph.trace.moved import MAKERS, MovedCall, Mover
+from plait_disagg.graph.trace.picks import Picks, picked_by
 from plait_disagg.graph.trace.source import module_hint, source_line
 from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
 
@@ -95,6 +96,10 @@ class Builder:
         call = bag_call(node)
         if call is not None and not isinstance(self.read(call.ids), torch.Tensor):
             self.values[node] = Lookups(self, node, source_line(node)).add(call)
+            return None
+        picked = picked_by(node, self.exported)
+        if picked is not None:
+            self.values[node] = Picks(self, node, where).add(*picked)
             return None
         arguments, given = self._bound(node, where)
         if not varies(arguments):
