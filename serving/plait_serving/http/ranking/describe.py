@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, range_of, tensor_names
 from plait_disagg.protocols import ItemStore
 from plait_disagg.values import ModelCard
 
@@ -40,7 +40,9 @@ def metadata(name: str, card: ModelCard) -> dict[str, Any]:
 
 def _inputs(item: Input) -> list[dict[str, Any]]:
     rows = 1 if item.side == "user" else -1
+    first, last = range_of(item)
     about = {"kind": item.kind, "side": item.side}
+    about |= {name: end for name, end in (("minimum", first), ("maximum", last)) if end is not None}
     if isinstance(item, Bag):
         offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
         return [_tensor(item.name, "INT64", (-1,)) | {"parameters": about}, offsets | {"parameters": about}]
@@ -79,10 +81,15 @@ def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Ge
     rows = 1 if item.side == "user" else candidates
     if isinstance(item, Dense):
         # Multiples of 1/8: exact in float32, short in JSON.
-        return [_filled(item.name, "FP32", rng.integers(-8, 9, (rows, *item.shape)) / 8)]
+        eighths = rng.integers(-8, 9, (rows, *item.shape)) / 8
+        if item.low is not None and item.high is not None:
+            eighths = item.low + (item.high - item.low) * abs(eighths)
+        return [_filled(item.name, "FP32", np.clip(eighths, item.low, item.high))]
     known = card.id_rows.get(item.name, _SAFE_ROWS)
     if isinstance(item, Ids):
-        return [_filled(item.name, "INT64", rng.integers(0, known, (rows, *item.shape)))]
+        first = item.min or 0
+        end = known if item.max is None else min(card.id_rows.get(item.name, item.max + 1), item.max + 1)
+        return [_filled(item.name, "INT64", rng.integers(first, max(end, first + 1), (rows, *item.shape)))]
     lengths = rng.integers(0, min(_SMALL_BAG, item.largest) + 1, rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     ids = rng.integers(0, known, int(offsets[-1]))

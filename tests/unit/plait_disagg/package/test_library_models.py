@@ -62,8 +62,9 @@ def test_every_model_is_packaged_and_sends_what_a_cut_by_hand_would(kind, tmp_pa
     total = sum(size * (1 if value.rows == "user" else 100) for size, value in zip(sizes, crossing, strict=True))
     assert total <= BYTES[kind.__name__]
     declared = {item.name for item in module.inputs if isinstance(item, Ids) and item.max is None}
-    if kind is not OneTable:  # its ids have a table in common, and reach it through an addition
-        assert set(manifest.bounds) == declared
+    assert set(manifest.bounds) == declared
+    if kind is OneTable:  # 100 rows; a field's ids are rejected where they would leave the table
+        assert dict(manifest.bounds) == {"user": 100, "city": 50, "item": 43, "kind": 3}
 
 
 def test_constant_rows_are_stored_not_sent():
