@@ -5,6 +5,7 @@ The jagged tensor is given its parts by key: torchrec would otherwise read their
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -21,17 +22,17 @@ _USER, _ITEM = {"user": 4_000, "hist": 9_000}, {"item": 9_000, "cate": 200}
 _WIDTH, _DENSE = 16, 5
 
 
-def _jagged(features: dict[str, torch.Tensor], weights: dict[str, torch.Tensor] | None = None) -> Any:
+def _jagged(features: dict[str, torch.Tensor]) -> Any:
     jagged = import_module("torchrec.sparse.jagged_tensor")
     parts = {}
     for name in (*_USER, *_ITEM):
-        offsets = features[f"{name}_offsets"]
-        weight = weights[name] if weights else None
-        parts[name] = jagged.JaggedTensor(features[name], weight, lengths=offsets.diff(), offsets=offsets)
+        offsets, weights = features[f"{name}_offsets"], features.get(f"{name}_weights")
+        parts[name] = jagged.JaggedTensor(features[name], weights, lengths=offsets.diff(), offsets=offsets)
+    weighted = all(part.weights_or_none() is not None for part in parts.values())
     return jagged.KeyedJaggedTensor(
         list(parts),
         torch.cat([part.values() for part in parts.values()]),
-        torch.cat(list(weights.values())) if weights else None,
+        torch.cat([part.weights() for part in parts.values()]) if weighted else None,
         torch.cat([part.lengths() for part in parts.values()]),
         length_per_key=[part.values().shape[0] for part in parts.values()],
         jt_dict=parts,
@@ -70,23 +71,21 @@ def _deepfm() -> Built:
 
 
 class _Weighted(nn.Module):
-    """A weighted collection, whose numbers are learned for each id, and a layer."""
+    """A weighted collection, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.collection = _collection(weighted=True)
-        self.importance = nn.Embedding(9_000, 1)
         self.top = nn.Linear(4 * _WIDTH + _DENSE, 1)
 
-    def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
-        weights = {name: self.importance(given[name]).squeeze(1) for name in (*_USER, *_ITEM)}
-        pooled = self.collection(_jagged(given, weights)).values()
-        scores: torch.Tensor = self.top(torch.cat([pooled, given["dense"]], 1)).squeeze(1)
+    def forward(self, dense: torch.Tensor, jagged: Any) -> torch.Tensor:
+        scores: torch.Tensor = self.top(torch.cat([self.collection(jagged).values(), dense], 1)).squeeze(1)
         return scores
 
 
 def _weighted() -> Built:
-    return Adapted(randomised(_Weighted()), lambda model, given: model(given)), _inputs()
+    inputs = [replace(item, weighted=True) if isinstance(item, Bag) else item for item in _inputs()]
+    return Adapted(randomised(_Weighted()), lambda model, given: model(given["dense"], _jagged(given))), inputs
 
 
 VARIANTS: Variants = {

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of
+from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of, tensor_names
 from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
@@ -264,6 +264,6 @@ class Builder:
 
 def _counts(port: Port, inputs: Sequence[Input]) -> str:
     for item in inputs:
-        if isinstance(item, Bag) and port.name in (item.name, item.name + OFFSETS):
-            return f"{'ids' if port.name == item.name else 'offsets'}:{item.name}"
+        if isinstance(item, Bag) and port.name in tensor_names((item,)):
+            return f"{'offsets' if port.name == item.name + OFFSETS else 'ids'}:{item.name}"
     return PER_ROW

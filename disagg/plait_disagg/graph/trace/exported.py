@@ -16,7 +16,7 @@ from torch.fx.proxy import TracerBase
 from torch.utils import _pytree
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.trace.decomposed import decomposed
 from plait_disagg.graph.trace.source import TORCH, source_line
@@ -114,7 +114,7 @@ class Exported:
                 raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
         for item in inputs:
             if isinstance(item, Bag):
-                self._counts |= {str(self._fronts[item.name]), str(self._fronts[item.name + OFFSETS])}
+                self._counts |= {str(self._fronts[name]) for name in tensor_names((item,))}
                 self._row_symbols.append(self._fronts[item.name + OFFSETS] - 1)
             else:
                 self._row_symbols.append(self._fronts[item.name])
@@ -223,6 +223,8 @@ def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Te
             count = 2 * rows + 2 * index + 1
             tensors[item.name] = torch.zeros(count, dtype=torch.int64)
             tensors[item.name + OFFSETS] = torch.arange(rows + 1).clamp(max=count)
+            if item.weighted:
+                tensors[item.name + WEIGHTS] = torch.ones(count)
         else:
             dtype = torch.float32 if isinstance(item, Dense) else torch.int64
             tensors[item.name] = torch.zeros((rows, *item.shape), dtype=dtype)
@@ -262,9 +264,11 @@ def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:
                 raise UnsupportedOperator(
                     "forward", f"{where} has no parameter for the input {item.name!r}; it takes {takes}"
                 )
-            if isinstance(item, Bag) and item.name + OFFSETS not in names:
-                why = f"{where} has no parameter {item.name + OFFSETS!r}, the offsets of the bag {item.name!r}"
-                raise UnsupportedOperator("forward", f"{why}; it takes {takes}")
+            for name in tensor_names((item,))[1:]:
+                if name not in names:
+                    what = f"the {name.removeprefix(item.name + '_')} of the bag {item.name!r}"
+                    why = f"{where} has no parameter {name!r}, {what}"
+                    raise UnsupportedOperator("forward", f"{why}; it takes {takes}")
     given = tensor_names(inputs)
     for one in named:
         if one.default is one.empty and one.name not in given:

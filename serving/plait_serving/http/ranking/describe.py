@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, range_of, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Ids, Input, range_of, tensor_names
 from plait_disagg.protocols import ItemStore
 from plait_disagg.values import ModelCard
 
@@ -45,7 +45,9 @@ def _inputs(item: Input) -> list[dict[str, Any]]:
     about |= {name: end for name, end in (("minimum", first), ("maximum", last)) if end is not None}
     if isinstance(item, Bag):
         offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
-        return [_tensor(item.name, "INT64", (-1,)) | {"parameters": about}, offsets | {"parameters": about}]
+        made = [_tensor(item.name, "INT64", (-1,)), offsets]
+        made += [_tensor(item.name + WEIGHTS, "FP32", (-1,))] if item.weighted else []
+        return [tensor | {"parameters": about} for tensor in made]
     datatype = "FP32" if isinstance(item, Dense) else "INT64"
     return [_tensor(item.name, datatype, (rows, *item.shape)) | {"parameters": about}]
 
@@ -67,7 +69,8 @@ def example(card: ModelCard, candidates: int, items: ItemStore | None = None) ->
             tensors += _example_of(item, card, candidates, rng)
             continue
         datatype = "FP32" if isinstance(item, Dense) else "INT64"
-        tensors += [_filled(name, datatype, known[name].numpy()) for name in tensor_names((item,))]
+        for name in tensor_names((item,)):
+            tensors.append(_filled(name, "FP32" if name == item.name + WEIGHTS else datatype, known[name].numpy()))
     return {"id": "example", "inputs": tensors}
 
 
@@ -93,7 +96,8 @@ def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Ge
     lengths = rng.integers(0, min(_SMALL_BAG, item.largest) + 1, rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     ids = rng.integers(0, known, int(offsets[-1]))
-    return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets)]
+    weights = [_filled(item.name + WEIGHTS, "FP32", rng.integers(1, 9, len(ids)) / 8)] if item.weighted else []
+    return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets), *weights]
 
 
 def _filled(name: str, datatype: str, values: npt.NDArray[Any]) -> dict[str, Any]:
