@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.edit import reads
-from plait_disagg.graph.program import LOOKUP, TILE, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.program import LOOKUP, TILE, USER_OF, Node, Port, Program, Ref, Rows
 
 __all__ = ["advice"]
 
@@ -30,7 +30,10 @@ def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> t
                 f"{name} crosses for every candidate ({sizes[name]:,} bytes) and holds the user's {', '.join(users)}: "
                 f"{where} joins them with the candidates' on the CN"
             )
-    given, sent = sum(sizes[port.name] for port in cn.inputs), sum(sizes[name] for name in crossing)
+    given, sent = (
+        sum(sizes[port.name] for port in cn.inputs if port.name != USER_OF),
+        sum(sizes[name] for name in crossing),
+    )
     if sent > given:
         largest = max(crossing, key=lambda name: sizes[name])
         sentences.append(

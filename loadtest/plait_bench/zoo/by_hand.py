@@ -43,7 +43,7 @@ _RECBOLE = {
     "caser": _ROWS * 256 + _STEPS,
 }
 _POOLED = _ROWS * 2 * 64  # two pooled rows of width 16 of either side
-_TORCHREC = dict.fromkeys("dlrm dlrm-mean dlrm-dcn dlrm-projection deepfm weighted".split(), _POOLED + 5 * 4)
+_TORCHREC = dict.fromkeys(["dlrm", "dlrm-mean", "dlrm-dcn", "dlrm-projection", "deepfm", "weighted"], _POOLED + 5 * 4)
 
 BY_HAND: Mapping[str, int] = {
     **{f"deepctr-{name}": count for name, count in _DEEPCTR.items()},
