@@ -1,7 +1,8 @@
 """Exact rewrites of a captured program, so that less is computed and less crosses. Every bit stays as it is.
 
     to(x, its own dtype)                    x
-    slice(cat(a, b, c))                     the parts, or slices of them
+    slice(cat(a, b, c))                     the parts, or slices of them (along another dimension where sides mix)
+    slice(unsqueeze(stack(a, b)))           unsqueeze(unsqueeze(a))
     select(stack(a, b), i)                  a or b
     cat(slice(x, 0, 3), slice(x, 3, 8))     slice(x, 0, 8)
     cat(cat(a, b), c)                       cat(a, b, c)                       where a is the user's and b is not
@@ -30,6 +31,7 @@ from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, 
 __all__ = ["fold", "rows_side"]
 
 _CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
+_UNSQUEEZE = "aten.unsqueeze.default"
 _SELECT, _RESHAPE, _EXPAND = "aten.select.int", "aten.reshape.default", "aten.expand.default"
 _CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.type_as.default"})
 _SPLIT = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.remainder.Scalar", *_CASTS})
@@ -40,7 +42,7 @@ _RESHAPES = frozenset(
         "aten._unsafe_view.default",
         "aten.flatten.using_ints",
         "aten.unflatten.int",
-        "aten.unsqueeze.default",
+        _UNSQUEEZE,
         "aten.squeeze.dim",
         "aten.squeeze.dims",
     }
@@ -316,6 +318,9 @@ class _Folding:
         start, end = bounds
         if (start, end) == (0, value.shape[dim]):
             return Ref(value.name)
+        below = self._sliced_below(node, value, dim, start, end)
+        if below is not None:
+            return below
         inner = self._range(Ref(value.name), dim)
         if inner is not None:
             return self._range_of(inner[0], dim, inner[1] + start, inner[1] + end, node.name)
@@ -327,6 +332,30 @@ class _Folding:
         if len(kept) < 2:
             return kept[0] if kept else None
         return self._put(replace(node, op=_CAT, args=(tuple(kept), dim), kwargs={}))
+
+    def _sliced_below(self, node: Node, value: Node, dim: int, start: int, end: int) -> Ref | None:
+        """Return a slice taken before its operand was stacked, unsqueezed or joined with others' values."""
+        if value.op == _STACK and _dim(value, 1, 0) == dim and end - start == 1 and isinstance(value.args[0], tuple):
+            return self._put(replace(node, op=_UNSQUEEZE, args=(value.args[0][start], dim), kwargs={}))
+        if value.op == _UNSQUEEZE and isinstance(value.args[0], Ref) and _dim(value, 1, 0) != dim:
+            added, source = _dim(value, 1, 0), self.values[value.args[0].name]
+            along = dim - (added < dim)
+            if not isinstance(source, Node) or source.op not in (_STACK, _UNSQUEEZE) or not along:
+                return None
+            part = self._part_of(value.args[0], along, (start, end), f"{node.name}:below")
+            return self._put(replace(node, op=_UNSQUEEZE, args=(part, added), kwargs={}))
+        if self._mixes(value) and _dim(value, 1, 0) != dim and isinstance(value.args[0], tuple):
+            places = enumerate(value.args[0])
+            parts = tuple(self._part_of(ref, dim, (start, end), f"{node.name}:{at}") for at, ref in places)  # type: ignore[arg-type]
+            return self._put(replace(node, op=_CAT, args=(parts, _dim(value, 1, 0)), kwargs={}))
+        return None
+
+    def _part_of(self, source: Ref, dim: int, place: tuple[int, int], name: str) -> Ref:
+        """Return a slice of a value, folded."""
+        value = self.values[source.name]
+        shape = (*value.shape[:dim], place[1] - place[0], *value.shape[dim + 1 :])
+        args: tuple[Arg, ...] = (source, dim, *place)
+        return self._put(Node(name=name, op=_SLICE, args=args, shape=shape, dtype=value.dtype, rows=value.rows))
 
     def _parts(self, value: Node, dim: int) -> list[tuple[Ref, int, int]]:
         """Return the parts of a cat along `dim` and their places; nothing for any other value."""

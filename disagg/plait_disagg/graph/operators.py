@@ -105,6 +105,7 @@ _TABLE: dict[str, Operator] = {
     **_words("layout", rows.repeated, "repeat"),
     **_words("layout", rows.indexed, "index.Tensor"),
     **_words("layout", rows.gathered, "gather index_select"),
+    **_words("layout", rows.scattered, "scatter.src scatter.value scatter_add scatter_reduce.two"),
     **_words("layout", rows.unpadded, "constant_pad_nd pad"),
     **_words("layout", rows.reshaped, "one_hot"),
     **_words(

@@ -19,7 +19,7 @@ from plait_disagg.graph.trace.appender import Appender
 from plait_disagg.graph.trace.bags import bag_call
 from plait_disagg.graph.trace.exported import Exported
 from plait_disagg.graph.trace.lookups import Lookups
-from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, why_unknown
+from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
 from plait_disagg.graph.trace.moved import MAKERS, MovedCall, Mover
 from plait_disagg.graph.trace.picks import Picks, picked_by
 from plait_disagg.graph.trace.source import module_hint, source_line
@@ -108,7 +108,7 @@ class Builder:
         if isinstance(node.meta.get("val"), tuple | list):
             self.values[node] = None  # its parts are asked for one by one
             return None
-        self.values[node] = self._emit(node, Lowered(name, arguments, given), where)
+        self.values[node] = self._emit(node, lower_placement(node, Lowered(name, arguments, given)), where)
         return None
 
     def _add_python_call(self, node: fx.Node) -> None:

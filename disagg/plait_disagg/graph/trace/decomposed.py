@@ -34,13 +34,21 @@ _RECURRENT = frozenset({"aten.gru.input", "aten.lstm.input", "aten.rnn_tanh.inpu
 
 def decomposed(program: ExportedProgram) -> ExportedProgram:
     """Return the trace with unknown operators taken apart as far as they can be, recurrent layers unrolled, and
-    without changes in place that another reader could see."""
+    without changes in place that another reader could see. What torch itself cannot take apart stays as it is."""
     nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    if not any(node.target in _table() or changes_what_is_seen(node) for node in nodes):
+    if not any(_is_taken_apart(node.target) or changes_what_is_seen(node) for node in nodes):
         return program
-    with torch.no_grad():
-        made: ExportedProgram = program.run_decompositions(dict(_table()))
+    try:
+        with torch.no_grad():
+            made: ExportedProgram = program.run_decompositions(dict(_table()))
+    except Exception:  # whatever torch says; the operator will be refused by its name
+        return program
     return made
+
+
+def _is_taken_apart(target: torch._ops.OpOverload) -> bool:
+    name = str(target)  # the table is large, and most models need none of it
+    return (name in _RECURRENT or name in _OURS or _is_unknown(name)) and target in _table()
 
 
 @functools.cache
@@ -98,7 +106,7 @@ def _index_written(into: torch.Tensor, indices: Any, values: torch.Tensor, accum
     """Return what `into[mask] = number` leaves; other writes by index have no form that keeps rows apart."""
     masks = [index for index in indices if index is not None]
     whole = len(masks) == len(indices) == 1 and masks[0].dtype == torch.bool
-    if not whole or accumulate or values.numel() != 1:
+    if not whole or accumulate or tuple(map(str, values.shape)) not in ((), ("1",)):
         return NotImplemented
     mask = masks[0].reshape(masks[0].shape + (1,) * (into.dim() - masks[0].dim()))
     return torch.where(mask, values.to(into.dtype).reshape(()), into)

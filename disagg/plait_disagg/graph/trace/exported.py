@@ -278,6 +278,8 @@ def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:
 def _said(error: Exception) -> str:
     """Return what a failed trace says, for the author of the model."""
     text = " ".join(str(error).split())
+    if isinstance(error, KeyError | IndexError | AttributeError | TypeError):  # whose texts alone say little
+        text = f"{type(error).__name__}: {text}"
     if "FakeTensor" in text and any(frame.filename.endswith("modules/rnn.py") for frame in _frames(error)):
         return "it packs a history by its length: run the layer over all steps and read the one at length - 1"
     if "data-dependent" in text.lower():

@@ -24,6 +24,7 @@ __all__ = [
     "has_lowered_parts",
     "is_explained",
     "lower_part",
+    "lower_placement",
     "why_unknown",
 ]
 
@@ -51,7 +52,6 @@ _WHY: Mapping[str, str] = {
     "_native_multi_head_attention": "its fused form cannot be looked into",
     "index_put": "it writes rows by their place; choose with torch.where instead",
     "index_put_": "it writes rows by their place; choose with torch.where instead",
-    "scatter": "it writes by the request's ids; compare with torch.arange and choose with torch.where instead",
 }
 
 
@@ -145,9 +145,22 @@ _PARTED = _SPLITS | {
 }
 
 
+_PLACED = frozenset({"aten.to.dtype_layout", "aten.to.device", "aten.to.other"})
+"""Operators that move a tensor to a device: a program runs wherever its constants are, and keeps the dtype."""
+
+
 def has_lowered_parts(name: str) -> bool:
-    """Return whether parts of the result of an operator with several results can be lowered."""
-    return name in _PARTED or f"{name}:0" in VOCABULARY
+    """Return whether an operator, or the parts of its result, can be lowered to another one."""
+    return name in _PARTED or name in _PLACED or f"{name}:0" in VOCABULARY
+
+
+def lower_placement(node: fx.Node, lowered: Lowered) -> Lowered:
+    """Return a cast in place of an operator that moves a tensor to a device; any other call unchanged."""
+    if lowered.op not in _PLACED:
+        return lowered
+    made = {"self": lowered.arguments["self"], "dtype": node.meta["val"].dtype}
+    rest = {"non_blocking": False, "copy": False, "memory_format": None}
+    return Lowered("aten.to.dtype", {**rest, **made}, frozenset(made))
 
 
 def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
