@@ -237,8 +237,9 @@ TABLES: Mapping[str, TableSpec] = {
         bench="zoo",
         metrics={
             "crossing_bytes": "bytes",
+            "by_hand_bytes": "by hand",
             "package_s": "s to package",
-            "max_difference": "max difference",
+            "millionths": "max difference, 1e-6",
             "refused": "refused",
         },
         verb="Packaged",

@@ -104,12 +104,14 @@ def _finished(builder: Builder, inputs: Sequence[Input]) -> Captured:
         nodes=tuple(builder.nodes),
         outputs=tuple(outputs),
     )
-    program, constants = fold(simplify(program), constants)
+    program, constants = fold(simplify(program), constants, builder.tables)
+    lookups = lookups_of(program)
+    read = {lookup.table for lookup in lookups}
     return Captured(
         program=program,
         constants=constants,
-        tables=builder.tables,
-        lookups=lookups_of(program),
+        tables={name: table for name, table in builder.tables.items() if name in read},
+        lookups=lookups,
         inputs=tuple(inputs),
         keeps_bits=not builder.moved,
     )

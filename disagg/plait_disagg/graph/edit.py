@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait_disagg.graph.inputs import OFFSETS
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Program, Ref
 from plait_disagg.tables.values import Lookup
@@ -91,6 +91,7 @@ def flat_values(program: Program) -> Mapping[str, str]:
     """
     ports = {port.name for port in program.inputs}
     flat = {name: name for name in ports if name + OFFSETS in ports}
+    flat |= {name + WEIGHTS: name for name in flat if name + WEIGHTS in ports}
     for node in program.nodes:
         pooled = node.op == LOOKUP and node.args[1] is not None
         bags = [flat[name] for name in node.inputs if name in flat]

@@ -178,7 +178,7 @@ class _Stage(nn.Module):
             assert ids is not None
             if lookup.mode != "rows" and offsets is None:
                 offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
-                ids = ids.reshape(-1)
+                ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
             requests.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
         return self._tables.lookup(requests)
 

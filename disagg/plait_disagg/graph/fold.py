@@ -1,13 +1,15 @@
 """Exact rewrites of a captured program, so that less is computed and less crosses. Every bit stays as it is.
 
     to(x, its own dtype)                    x
-    slice(cat(a, b, c))                     the parts, or slices of them
+    slice(cat(a, b, c))                     the parts, or slices of them (along another dimension where sides mix)
+    slice(unsqueeze(stack(a, b)))           unsqueeze(unsqueeze(a))
     select(stack(a, b), i)                  a or b
     cat(slice(x, 0, 3), slice(x, 3, 8))     slice(x, 0, 8)
     cat(cat(a, b), c)                       cat(a, b, c)                       where a is the user's and b is not
     flatten(cat(a, b))                      cat(flatten(a), flatten(b))        likewise
     unflatten(flatten(x)), squeeze(unsqueeze(x))     x
     lookup(cat(a, b) + constant)            cat(lookup(a + its part), lookup(b + its part))    likewise
+    lookup(ids that are the same for all rows)       those rows of the table, a constant that no request has to send
     two calls of one operator with the same operands (also lookups)     one
 
 A model that packs its features into one matrix and slices them out again would otherwise make the user's features
@@ -22,13 +24,15 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from plait_disagg.graph.edit import live, map_refs
+from plait_disagg.graph.loose import run_nodes
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, ROWS, Arg, DType, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Port, Program, Ref, Rows
 
 __all__ = ["fold", "rows_side"]
 
 _CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
-_SELECT, _RESHAPE = "aten.select.int", "aten.reshape.default"
+_UNSQUEEZE = "aten.unsqueeze.default"
+_SELECT, _RESHAPE, _EXPAND = "aten.select.int", "aten.reshape.default", "aten.expand.default"
 _CASTS = frozenset({"aten.to.dtype", "aten._to_copy.default", "aten.type_as.default"})
 _SPLIT = frozenset({"aten.add.Tensor", "aten.sub.Tensor", "aten.mul.Tensor", "aten.remainder.Scalar", *_CASTS})
 _RESHAPES = frozenset(
@@ -38,7 +42,7 @@ _RESHAPES = frozenset(
         "aten._unsafe_view.default",
         "aten.flatten.using_ints",
         "aten.unflatten.int",
-        "aten.unsqueeze.default",
+        _UNSQUEEZE,
         "aten.squeeze.dim",
         "aten.squeeze.dims",
     }
@@ -46,9 +50,11 @@ _RESHAPES = frozenset(
 """Operators that keep all numbers in their order."""
 
 
-def fold(program: Program, constants: Mapping[str, torch.Tensor]) -> tuple[Program, dict[str, torch.Tensor]]:
+def fold(
+    program: Program, constants: Mapping[str, torch.Tensor], tables: Mapping[str, torch.Tensor]
+) -> tuple[Program, dict[str, torch.Tensor]]:
     """Return `program` (as captured) with every such rewrite applied, in one walk, and its constants."""
-    work = _Folding(dict(constants))
+    work = _Folding(dict(constants), tables)
     for port in (*program.inputs, *program.constants):
         work.values[port.name] = port
     for node in program.nodes:
@@ -67,6 +73,7 @@ def rows_side(sides: set[Rows]) -> Rows:
 @dataclass
 class _Folding:
     constants: dict[str, torch.Tensor]
+    tables: Mapping[str, torch.Tensor]
     ports: list[Port] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     values: dict[str, Port | Node] = field(default_factory=dict)
@@ -101,7 +108,7 @@ class _Folding:
             if parts is not None:
                 return parts
         if node.op == LOOKUP:
-            return None
+            return self._same_for_all(node)
         if node.op == _CAT:
             return self._joined(node)
         return self._cast_or_layout(node)
@@ -120,6 +127,38 @@ class _Folding:
         if node.op == _SLICE and isinstance(value, Node):
             return self._sliced(node, value)
         return None
+
+    def _same_for_all(self, node: Node) -> Ref | None:
+        """Return the rows of a lookup whose ids are the same for all rows, such as positions, expanded."""
+        ids = node.args[0]
+        assert isinstance(ids, Ref)
+        made_by = self.values[ids.name]
+        if made_by.rows != "none" or made_by.shape[:1] != (ROWS,) or node.kwargs["mode"] != "rows":
+            return None
+        two = run_nodes(self.nodes, self.constants, ids, rows=2)
+        if two is None or not torch.equal(two[0], two[1]):
+            return None
+        rows = Ref(self._row_count())
+        held = self._constant(f"{node.name}:rows", self.tables[str(node.kwargs["table"])][two[:1].long()])
+        return self._put(replace(node, op=_EXPAND, args=(held, (rows, *node.shape[1:])), kwargs={}))
+
+    def _row_count(self) -> str:
+        name = f"{USER_OF}:rows"
+        if name not in self.values:
+            counted = Node(name=name, op=SIZE, args=(Ref(USER_OF), 0), dtype="int")
+            self.nodes.append(counted)
+            self.values[name] = counted
+        return name
+
+    def _constant(self, name: str, tensor: torch.Tensor) -> Ref:
+        """Add a constant, unless it is there."""
+        if name not in self.constants:
+            self.constants[name] = tensor.contiguous()
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            port = Port(name=name, shape=tuple(tensor.shape), dtype=dtype, rows="none")
+            self.ports.append(port)
+            self.values[name] = port
+        return Ref(name)
 
     def _by_part(self, node: Node) -> Ref | None:
         """Split a lookup, or arithmetic on ids, of the user's and candidates' ids side by side."""
@@ -170,13 +209,7 @@ class _Folding:
         if along < 0 or tensor.shape[along] == 1:
             return argument
         name = f"{argument.name}:{along}:{start}:{end}"
-        if name not in self.constants:
-            share = tensor.narrow(along, start, end - start).contiguous()
-            self.constants[name] = share
-            port = Port(name=name, shape=tuple(share.shape), dtype=str(share.dtype).removeprefix("torch."), rows="none")
-            self.ports.append(port)
-            self.values[name] = port
-        return Ref(name)
+        return self._constant(name, tensor.narrow(along, start, end - start))
 
     def _joined(self, node: Node) -> Ref | None:
         """Flatten a cat of cats and join neighbouring slices of one value."""
@@ -285,6 +318,9 @@ class _Folding:
         start, end = bounds
         if (start, end) == (0, value.shape[dim]):
             return Ref(value.name)
+        below = self._sliced_below(node, value, dim, start, end)
+        if below is not None:
+            return below
         inner = self._range(Ref(value.name), dim)
         if inner is not None:
             return self._range_of(inner[0], dim, inner[1] + start, inner[1] + end, node.name)
@@ -296,6 +332,30 @@ class _Folding:
         if len(kept) < 2:
             return kept[0] if kept else None
         return self._put(replace(node, op=_CAT, args=(tuple(kept), dim), kwargs={}))
+
+    def _sliced_below(self, node: Node, value: Node, dim: int, start: int, end: int) -> Ref | None:
+        """Return a slice taken before its operand was stacked, unsqueezed or joined with others' values."""
+        if value.op == _STACK and _dim(value, 1, 0) == dim and end - start == 1 and isinstance(value.args[0], tuple):
+            return self._put(replace(node, op=_UNSQUEEZE, args=(value.args[0][start], dim), kwargs={}))
+        if value.op == _UNSQUEEZE and isinstance(value.args[0], Ref) and _dim(value, 1, 0) != dim:
+            added, source = _dim(value, 1, 0), self.values[value.args[0].name]
+            along = dim - (added < dim)
+            if not isinstance(source, Node) or source.op not in (_STACK, _UNSQUEEZE) or not along:
+                return None
+            part = self._part_of(value.args[0], along, (start, end), f"{node.name}:below")
+            return self._put(replace(node, op=_UNSQUEEZE, args=(part, added), kwargs={}))
+        if self._mixes(value) and _dim(value, 1, 0) != dim and isinstance(value.args[0], tuple):
+            places = enumerate(value.args[0])
+            parts = tuple(self._part_of(ref, dim, (start, end), f"{node.name}:{at}") for at, ref in places)  # type: ignore[arg-type]
+            return self._put(replace(node, op=_CAT, args=(parts, _dim(value, 1, 0)), kwargs={}))
+        return None
+
+    def _part_of(self, source: Ref, dim: int, place: tuple[int, int], name: str) -> Ref:
+        """Return a slice of a value, folded."""
+        value = self.values[source.name]
+        shape = (*value.shape[:dim], place[1] - place[0], *value.shape[dim + 1 :])
+        args: tuple[Arg, ...] = (source, dim, *place)
+        return self._put(Node(name=name, op=_SLICE, args=args, shape=shape, dtype=value.dtype, rows=value.rows))
 
     def _parts(self, value: Node, dim: int) -> list[tuple[Ref, int, int]]:
         """Return the parts of a cat along `dim` and their places; nothing for any other value."""

@@ -11,6 +11,7 @@ row per candidate, and it must treat each row independently (capture checks that
     Ids("length", side="user", min=1, max=50) forward gets length     (rows,) int64 from 1 to 50: no table bounds it
     Bag("genres", side="item")                forward gets genres     (nnz,) int64 and genres_offsets (rows + 1,) int64;
                                               row r owns ids offsets[r] to offsets[r + 1]
+    Bag("tags", weighted=True)                forward also gets tags_weights (nnz,) float32, a number for each id
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from plait_disagg.graph.program import ROWS, Port
 
 __all__ = [
     "OFFSETS",
+    "WEIGHTS",
     "Bag",
     "Dense",
     "Ids",
@@ -41,6 +43,9 @@ Side = Literal["user", "item"]
 
 OFFSETS = "_offsets"
 """The suffix that turns a bag's name into the name of its offsets."""
+
+WEIGHTS = "_weights"
+"""The suffix that turns a bag's name into the name of its weights; no other input may have that name."""
 
 _NAME = re.compile(r"^[a-z][a-z0-9_]{0,62}$")
 
@@ -77,12 +82,14 @@ class Ids:
 class Bag:
     """Any number of ids per row, including none: `name (nnz,)` int64 and `name_offsets (rows + 1,)` int64.
 
-    `largest` bounds the ids of one row; a request with more is rejected.
+    `largest` bounds the ids of one row; a request with more is rejected. `weighted`: every id comes with a number,
+    `name_weights (nnz,)` float32.
     """
 
     name: str
     side: Side = "item"
     largest: int = 10_000
+    weighted: bool = False
     kind: ClassVar[str] = "bag"
 
 
@@ -92,12 +99,12 @@ _KINDS: Mapping[str, type[Input]] = {"dense": Dense, "ids": Ids, "bag": Bag}
 
 
 def tensor_names(inputs: Sequence[Input]) -> tuple[str, ...]:
-    """Return the names of the tensors that `forward` takes, in the inputs' order: a bag has two."""
+    """Return the names of the tensors that `forward` takes, in the inputs' order: a bag has two, or three."""
     names: list[str] = []
     for item in inputs:
         names.append(item.name)
         if isinstance(item, Bag):
-            names.append(item.name + OFFSETS)
+            names += [item.name + OFFSETS, *([item.name + WEIGHTS] if item.weighted else [])]
     return tuple(names)
 
 
@@ -108,6 +115,8 @@ def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
         if isinstance(item, Bag):
             ports.append(Port(name=item.name, shape=(ROWS,), dtype="int64", rows=item.side))
             ports.append(Port(name=item.name + OFFSETS, shape=(ROWS,), dtype="int64", rows=item.side))
+            if item.weighted:
+                ports.append(Port(name=item.name + WEIGHTS, shape=(ROWS,), dtype="float32", rows=item.side))
         else:
             dtype = "float32" if isinstance(item, Dense) else "int64"
             ports.append(Port(name=item.name, shape=(ROWS, *item.shape), dtype=dtype, rows=item.side))
@@ -117,6 +126,7 @@ def ports_of(inputs: Sequence[Input]) -> tuple[Port, ...]:
 def check_inputs(inputs: Sequence[Input]) -> None:
     """Raise ValueError, naming the input, if the declaration cannot be served."""
     names = tensor_names(inputs)
+    names += tuple(item.name + WEIGHTS for item in inputs if isinstance(item, Bag) and not item.weighted)
     for item in inputs:
         if not _NAME.fullmatch(item.name):
             raise ValueError(f"input {item.name!r}: a name must match {_NAME.pattern}")
@@ -134,7 +144,9 @@ def check_inputs(inputs: Sequence[Input]) -> None:
             raise ValueError(f"input {item.name}: its range {first} to {last} is empty")
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise ValueError(f"input {twice[0]}: the name is taken twice (a bag also takes its name + {OFFSETS!r})")
+        raise ValueError(
+            f"input {twice[0]}: the name is taken twice (a bag also takes its name + {OFFSETS!r}, + {WEIGHTS!r})"
+        )
     if not inputs:
         raise ValueError("a model needs at least one input")
 
@@ -152,7 +164,7 @@ def input_to_json(item: Input) -> dict[str, Any]:
     """Return the declaration as plain data, which `input_from_json` reads back."""
     plain: dict[str, Any] = {"kind": item.kind, "name": item.name, "side": item.side}
     if isinstance(item, Bag):
-        return {**plain, "largest": item.largest}
+        return {**plain, "largest": item.largest, **({"weighted": True} if item.weighted else {})}
     names = ("low", "high") if isinstance(item, Dense) else ("min", "max")
     ends = {name: getattr(item, name) for name in names if getattr(item, name) is not None}
     return {**plain, "shape": list(item.shape), **ends}

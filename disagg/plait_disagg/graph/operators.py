@@ -93,7 +93,7 @@ _TABLE: dict[str, Operator] = {
         " softmax.int _softmax log_softmax.int _log_softmax linalg_vector_norm norm.ScalarOpt_dim argmax argmin"
         " cosine_similarity glu",
     ),
-    **_words("layout", rows.along("dims"), "flip"),
+    **_words("layout", rows.along("dims"), "flip roll"),
     **_words("reduction", rows.normalised, "layer_norm rms_norm"),
     **_words("layout", rows.joined, "cat stack"),
     **_words("layout", rows.reshaped, "view reshape _unsafe_view flatten.using_ints unflatten.int expand", view=True),
@@ -105,6 +105,7 @@ _TABLE: dict[str, Operator] = {
     **_words("layout", rows.repeated, "repeat"),
     **_words("layout", rows.indexed, "index.Tensor"),
     **_words("layout", rows.gathered, "gather index_select"),
+    **_words("layout", rows.scattered, "scatter.src scatter.value scatter_add scatter_reduce.two"),
     **_words("layout", rows.unpadded, "constant_pad_nd pad"),
     **_words("layout", rows.reshaped, "one_hot"),
     **_words(
@@ -116,7 +117,7 @@ _TABLE: dict[str, Operator] = {
     **_words("reduction", rows.pooled(2), "max_pool2d avg_pool2d adaptive_avg_pool2d"),
     **_words("elementwise", rows.bucketed, "bucketize.Tensor"),
     **_words("reduction", rows.grouped, "group_norm"),
-    **_words("reduction", rows.along("dim"), "argsort argsort.stable roll"),
+    **_words("reduction", rows.along("dim"), "argsort argsort.stable"),
     **_parts("topk sort sort.stable max.dim min.dim median.dim mode kthvalue cummax cummin", 2),
     **_parts("var_mean.correction std_mean.correction", 2),
     **_words("gemm", rows.addmm, "addmm"),

@@ -54,7 +54,7 @@ def _ask(name: str, args: Any, kwargs: dict[str, Any]) -> LookupRequest:
     ids, offsets, weights = args
     if kwargs["mode"] != "rows" and offsets is None:
         offsets = torch.arange(ids.shape[0] + 1) * ids.shape[1]
-        ids = ids.flatten()
+        ids, weights = ids.flatten(), None if weights is None else weights.flatten()
     lookup = Lookup(name=name, table=kwargs["table"], mode=kwargs["mode"])
     return LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
 

@@ -272,6 +272,16 @@ def gathered(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
+def scattered(call: OperatorCall) -> str | None:
+    """Check scatter and scatter_add: along any dimension but the first, every row by its own indices."""
+    _check_dims(call.arguments["dim"], call.tensor("self").ndim, "dim")
+    for name in ("self", "index", "src"):
+        given = call.arguments.get(name)
+        if isinstance(given, Fact) and given.counts != PER_ROW:
+            raise MixesRows(f"its {name} does not have one row per candidate, so that it would write some rows only")
+    return one_count(call)
+
+
 def square(call: OperatorCall) -> str | None:
     """Check tril and triu: over the last two dimensions."""
     if any(fact.ndim < 3 for fact in call.varying()):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from plait_disagg.graph.edit import reads
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import LOOKUP, USER_OF, Node, Program, Ref
 
 __all__ = ["Draw", "bags_of", "collate", "for_module", "id_bounds", "sample", "uniform"]
@@ -50,6 +50,8 @@ def sample(
                 lengths = torch.randint(0, max_length + 1, (rows,), generator=generator)
             made[item.name] = draw(int(lengths.sum()), bound, generator)
             made[item.name + OFFSETS] = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+            if item.weighted:
+                made[item.name + WEIGHTS] = torch.rand(int(lengths.sum()), generator=generator)
         elif isinstance(item, Dense):
             made[item.name] = _numbers(item, (rows, *item.shape), generator)
         else:
@@ -126,6 +128,8 @@ def collate(
         if isinstance(item, Bag):
             parts = [request[item.name + OFFSETS].diff() for request in requests]
             made[item.name + OFFSETS] = torch.cat([torch.zeros(1, dtype=torch.int64), torch.cat(parts).cumsum(0)])
+            if item.weighted:
+                made[item.name + WEIGHTS] = torch.cat([request[item.name + WEIGHTS] for request in requests])
     made[USER_OF] = torch.arange(len(requests)).repeat_interleave(torch.tensor(list(candidates)))
     return made
 
@@ -140,16 +144,16 @@ def for_module(inputs: Sequence[Input], batch: Mapping[str, torch.Tensor]) -> di
         elif not isinstance(item, Bag):
             made[item.name] = batch[item.name][user_of]
         if isinstance(item, Bag):
-            made[item.name], made[item.name + OFFSETS] = batch[item.name], batch[item.name + OFFSETS]
+            made |= {name: batch[name] for name in tensor_names((item,))}
             if item.side == "user":
                 made |= bags_of(item, batch, user_of)
     return made
 
 
 def bags_of(item: Bag, tensors: Mapping[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the ids and offsets of a bag for `rows`, in this order; a row may be there more than once."""
-    ids, offsets = tensors[item.name], tensors[item.name + OFFSETS]
-    bags = [ids[offsets[row] : offsets[row + 1]] for row in rows.tolist()]
-    lengths = offsets.diff()[rows]
-    made = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    return {item.name: torch.cat(bags), item.name + OFFSETS: made}
+    """Return the tensors of a bag for `rows`, in this order; a row may be there more than once."""
+    offsets = tensors[item.name + OFFSETS]
+    made = {item.name + OFFSETS: torch.cat([torch.zeros(1, dtype=torch.int64), offsets.diff()[rows].cumsum(0)])}
+    for name in set(tensor_names((item,))) - made.keys():
+        made[name] = torch.cat([tensors[name][offsets[row] : offsets[row + 1]] for row in rows.tolist()])
+    return made

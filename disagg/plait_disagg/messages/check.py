@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, range_of, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, tensor_names
 from plait_disagg.values import ModelCard, RankRequest
 
 __all__ = ["check_request"]
@@ -43,6 +43,9 @@ def check_request(
         tensor = tensors[name]
         if isinstance(item, Bag):
             _check_bag(item, tensor, tensors[name + OFFSETS], rows)
+            if item.weighted:
+                _check_form(name + WEIGHTS, tensors[name + WEIGHTS], torch.float32, tuple(tensor.shape))
+                _check_finite(name + WEIGHTS, tensors[name + WEIGHTS])
         elif isinstance(item, Dense):
             _check_form(name, tensor, torch.float32, (rows, *item.shape))
             _check_finite(name, tensor)

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input
 from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
 from plait_fabric.rpc.fields import WireError
@@ -171,6 +171,8 @@ def layout_of_inputs(inputs: Sequence[Input]) -> MessageLayout:
         side = "u" if item.side == "user" else "i"
         if isinstance(item, Bag):
             parts += [Part.of("i8", "f", (), item.name), Part.of("i8", side.upper(), (), item.name + OFFSETS)]
+            if item.weighted:
+                parts.append(Part.of("f4", "f", (), item.name + WEIGHTS))
         else:
             parts.append(Part.of("f4" if isinstance(item, Dense) else "i8", side, item.shape, item.name))
     return parse_layout(";".join(part.text for part in parts))

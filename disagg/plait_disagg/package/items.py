@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.tensor_files import save_tensors
 
@@ -49,8 +49,9 @@ class StoredItems:
         found: dict[str, torch.Tensor] = {}
         for item in self._sides:
             if isinstance(item, Bag):
-                offsets = self._features[item.name + OFFSETS]
-                found[item.name], found[item.name + OFFSETS] = _take_bags(self._features[item.name], offsets, ids)
+                which, found[item.name + OFFSETS] = _take_bags(self._features[item.name + OFFSETS], ids)
+                for name in set(tensor_names((item,))) - {item.name + OFFSETS}:
+                    found[name] = self._features[name][which]
             else:
                 found[item.name] = self._features[item.name].index_select(0, ids)
         return found
@@ -60,14 +61,14 @@ class StoredItems:
         return None if self._names is None else [self._names[i] for i in ids]
 
 
-def _take_bags(ids: torch.Tensor, offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bags of `rows`, end to end, with their offsets."""
+def _take_bags(offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the places of the ids of the bags of `rows`, end to end, and the offsets of these bags."""
     starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
     taken = torch.zeros(len(rows) + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=taken[1:])
     # Position p of the result belongs to bag b and is its (p - taken[b])-th id.
     shift = torch.repeat_interleave(starts - taken[:-1], lengths)
-    return ids[torch.arange(len(shift)) + shift], taken
+    return torch.arange(len(shift)) + shift, taken
 
 
 def write_items(folder: Path, features_file: str, names_file: str, items: Items, inputs: Sequence[Input]) -> int:
@@ -130,4 +131,7 @@ def _count(item: Input, features: Mapping[str, torch.Tensor]) -> int:
         or bool((lengths > item.largest).any())
     ):
         raise ValueError(f"items: {item.name}{OFFSETS} must go from 0 to {len(tensor)} without decreasing")
+    weights = features[item.name + WEIGHTS] if item.weighted else None
+    if weights is not None and (weights.dtype is not torch.float32 or weights.shape != tensor.shape):
+        raise ValueError(f"items: {item.name}{WEIGHTS} must have a float32 for each of {len(tensor)} ids")
     return len(offsets) - 1

@@ -15,12 +15,12 @@ from plait_disagg.graph.capture import Captured, capture
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input
-from plait_disagg.graph.program import LOOKUP, Node, Ref
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import verify_halves
+from plait_disagg.package.bounds import reject_from
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items, write_items
@@ -135,7 +135,7 @@ def _write(
         version=options.version,
         inputs=captured.inputs,
         outputs=_outputs(captured),
-        bounds=_bounds(captured, options.out_of_range),
+        bounds=reject_from(captured, options.out_of_range),
         cut=CutFacts(cutter=options.cutter, tiled=options.tile, candidates=options.candidates),
         largest_candidates=options.largest_candidates,
         items=count,
@@ -208,45 +208,3 @@ def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:
     """Return the shape of one row of every output."""
     shapes = {node.name: node.shape[1:] for node in captured.program.nodes}
     return {name: shapes[ref.name] for name, ref in captured.program.outputs}
-
-
-_KEEPS_IDS = frozenset(
-    {
-        "aten.to.dtype",
-        "aten._to_copy.default",
-        "aten.view.default",
-        "aten.reshape.default",
-        "aten.flatten.using_ints",
-        "aten.unsqueeze.default",
-        "aten.squeeze.dim",
-        "aten.contiguous.default",
-    }
-)
-"""Operators behind which ids are what they were; casts to float32 and back, for tables of at most 2^24 rows."""
-
-_EXACT_ROWS = 1 << 24
-
-
-def _bounds(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange]) -> dict[str, int]:
-    """Return the rows of the smallest table that an input's ids index, as they are, and whose policy is to reject
-    others."""
-    inputs = {port.name for port in captured.program.inputs}
-    made_by = {node.name: node for node in captured.program.nodes}
-    bounds: dict[str, int] = {}
-    for node in captured.program.nodes:
-        ids = node.args[0] if node.op == LOOKUP else None
-        if not isinstance(ids, Ref):
-            continue
-        table = str(node.kwargs["table"])
-        rows = int(captured.tables[table].shape[0])
-        while isinstance(ids, Ref) and ids.name in made_by and _is_same_id(made_by[ids.name], rows):
-            ids = made_by[ids.name].args[0]
-        policy = policies if isinstance(policies, str) else policies.get(table, "error")
-        if policy == "error" and isinstance(ids, Ref) and ids.name in inputs:
-            bounds[ids.name] = min(rows, bounds.get(ids.name, rows))
-    return bounds
-
-
-def _is_same_id(node: Node, rows: int) -> bool:
-    exact = node.dtype == "int64" or (node.dtype in ("float32", "float64", "int32") and rows <= _EXACT_ROWS)
-    return node.op in _KEEPS_IDS and exact

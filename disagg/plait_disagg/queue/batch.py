@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, Input
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Input
 from plait_disagg.values import RankRequest
 
 __all__ = ["RankBatch", "cut", "join", "user_of"]
@@ -45,6 +45,9 @@ def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> RankBatch:
         if isinstance(item, Bag):
             name = item.name + OFFSETS
             ids = [request.tensors[item.name].shape[0] for request in requests]
+            if item.weighted:
+                weights = item.name + WEIGHTS
+                tensors[weights] = torch.cat([request.tensors[weights] for request in requests])
             if item.side == "user":  # one row each: [0, its ids]
                 tensors[name] = torch.tensor([0, *itertools.accumulate(ids)])
             else:

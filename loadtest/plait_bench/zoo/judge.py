@@ -1,4 +1,5 @@
-"""`python -m plait_bench.zoo.judge`, run where the libraries are: package every model and compare it; JSON lines."""
+"""`python -m plait_bench.zoo.judge [VARIANT ...]`, run where the libraries are: package every model, or those named,
+and compare it; JSON lines."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from plait_bench.zoo.adapted import Built
+from plait_bench.zoo.by_hand import BY_HAND
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.errors import GraphError
@@ -30,8 +32,10 @@ from plait_disagg.tables.reference import SeparateTables
 
 __all__: list[str] = []
 
-_LIBRARIES = ("deepctr", "rechub", "recbole")
+_LIBRARIES = ("deepctr", "rechub", "recbole", "torchrec")
 _CANDIDATES, _REQUESTS = 100, 100
+_ALIKE = 1e-3
+"""The standard deviation of scores from which on a wrong one would show."""
 
 
 def _main() -> None:
@@ -39,6 +43,8 @@ def _main() -> None:
     for library in _LIBRARIES:
         variants: Mapping[str, Callable[[], Built]] = import_module(f"plait_bench.zoo.{library}").VARIANTS
         for name, build in variants.items():
+            if sys.argv[1:] and name not in sys.argv[1:]:
+                continue
             with contextlib.redirect_stdout(sys.stderr):
                 found = _judged(name, build)
             print(json.dumps(found), flush=True)
@@ -63,19 +69,24 @@ def _judged(name: str, build: Callable[[], Built]) -> dict[str, Any]:
     rows = {key: int(table.shape[0]) for key, table in captured.tables.items()}
     bounds = id_bounds(captured.program, rows, captured.constants)
     halves = compile_program(cn, constants, tables), compile_program(hn, constants)
-    differences = [_difference(module, inputs, halves, bounds, seed) for seed in range(_REQUESTS)]
+    compared = [_difference(module, inputs, halves, bounds, seed) for seed in range(_REQUESTS)]
+    spread = float(torch.cat([scores for _, scores in compared]).std())
+    if not spread > _ALIKE:
+        raise RuntimeError(f"{name}: its scores are all alike (spread {spread:.1g}), so that nothing was compared")
     return {
         "variant": name,
         "crossing_bytes": _crossing(cn),
+        "by_hand_bytes": BY_HAND[name],
         "package_s": taken_s,
-        "max_difference": max(differences),
+        "spread": spread,
+        "millionths": max(difference for difference, _ in compared) * 1e6,
     }
 
 
 def _difference(
     module: torch.nn.Module, inputs: Any, halves: tuple[Compiled, Compiled], bounds: Mapping[str, int], seed: int
-) -> float:
-    """Return the max difference of any score of one request, of 2 to 101 candidates."""
+) -> tuple[float, torch.Tensor]:
+    """Return the max difference of any score of one request, of 2 to 101 candidates, and the module's scores."""
     candidates = 2 + seed
     request = sample(inputs, bounds, candidates=candidates, seed=seed)
     batch = collate(inputs, [request], [candidates])
@@ -83,7 +94,8 @@ def _difference(
         made = module(**for_module(inputs, batch))
     wanted = list(made.values()) if isinstance(made, Mapping) else list(made) if isinstance(made, tuple) else [made]
     got = run_halves(*halves, batch).values()
-    return max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True))
+    difference = max(float((one - other).abs().max()) for one, other in zip(wanted, got, strict=True))
+    return difference, torch.cat([score.reshape(-1) for score in wanted])
 
 
 def _crossing(cn: Program) -> int:

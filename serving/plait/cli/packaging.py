@@ -58,7 +58,7 @@ def package_model(
     The function is your code and runs here. Its result is stored as programs and numbers: serving runs none of your
     code.
     """
-    from plait.offline.packaging import make, package
+    from plait.offline.packaging import advised, make, package
     from plait_disagg.package.manifest import MANIFEST
     from plait_disagg.package.write import PackageOptions
 
@@ -74,6 +74,8 @@ def package_model(
     )
     print("capturing and cutting ...", file=sys.stderr, flush=True)
     manifest = package(made, out, name=name or out.name, options=options)
+    for sentence in advised(out, options):
+        print(f"note: {sentence}", file=sys.stderr)
     print(f"serve it: recommend: {{models: {{{manifest.name}: {{folder: {out}}}}}}} in plait.yaml", file=sys.stderr)
     print((out / MANIFEST).read_text(encoding="utf-8") if as_json else out, end="" if as_json else "\n")
 

@@ -10,15 +10,17 @@ from torch import nn
 
 from plait.errors import PlaitError
 from plait.targets import load_target
+from plait_disagg.graph.advice import advice
 from plait_disagg.graph.capture import obstacles
 from plait_disagg.graph.errors import GraphError, UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
+from plait_disagg.graph.store import load_program
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items
-from plait_disagg.package.manifest import Manifest
+from plait_disagg.package.manifest import CN, Manifest
 from plait_disagg.package.write import PackageOptions, write_package
 
-__all__ = ["UserModel", "explain", "make", "package"]
+__all__ = ["UserModel", "advised", "explain", "make", "package"]
 
 _RETURNS = "must return (module, inputs) or (module, inputs, items)"
 
@@ -65,3 +67,9 @@ def package(made: UserModel, folder: Path, *, name: str, options: PackageOptions
         raise PlaitError(str(error)) from error
     except OSError as error:
         raise PlaitError(f"{error.filename or folder}: {error.strerror}") from error
+
+
+def advised(folder: Path, options: PackageOptions) -> tuple[str, ...]:
+    """Return what the author of a model that was just packaged should know about its cut."""
+    cn = load_program((folder / CN).read_text(encoding="utf-8"))
+    return advice(cn, candidates=options.candidates, ids_per_bag=options.ids_per_bag)

@@ -4,7 +4,8 @@ What is accepted for an input, N being the candidates (one row where the input i
 
     Dense  (N, *shape)   FP32; FP64 is rounded to the nearest float32; FP16, and integers if float32 holds them exactly
     Ids    (N, *shape)   INT64, or any other integers that fit it
-    Bag    NAME (nnz,) and either NAME_offsets (N + 1,) or NAME_lengths (N,), all of them integers as for Ids
+    Bag    NAME (nnz,) and either NAME_offsets (N + 1,) or NAME_lengths (N,), all of them integers as for Ids;
+           if it is weighted also NAME_weights (nnz,), as for Dense
 
 Sizes of 1 after the rows may be left out or added: (N,) and (N, 1) are the same. `plait_disagg.messages.check`
 checks the values (finite, ids inside their tables, offsets that add up).
@@ -120,7 +121,7 @@ class _InputPlan:
         raise BadInput(f"{self.name}: {detail} ({'none is' if offsets is None else 'not both'} there)", param=self.name)
 
     def add_bag(self, tensors: dict[str, torch.Tensor], arrays: Mapping[str, Array]) -> None:
-        """Add a bag's two tensors to `tensors`."""
+        """Add a bag's tensors to `tensors`."""
         name = self.required[1]
         ids = _ids(arrays[self.name], self.name)
         tensors[self.name] = torch.from_numpy(ids)
@@ -131,6 +132,11 @@ class _InputPlan:
         else:
             made = _ids(offsets, name)
         tensors[name] = torch.from_numpy(made)
+        for weights in self.required[2:]:
+            array = arrays.get(weights)
+            if array is None or array.shape != ids.shape:
+                raise BadInput(f"{weights}: must have one number for each of the {len(ids)} ids", param=weights)
+            tensors[weights] = torch.from_numpy(_float32(array, weights))
 
     def converted(self, array: Array, rows: int) -> torch.Tensor:
         """Convert another datatype, or another way to write the shape."""

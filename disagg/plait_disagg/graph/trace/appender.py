@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.operators import VOCABULARY
+from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, Node, Ref
 from plait_disagg.graph.rows import Fact, MixesRows, OperatorCall
 from plait_disagg.graph.trace.lower import Lowered, why_unknown
@@ -61,6 +61,19 @@ class Appender:
         name = self.builder.name(self.wanted)
         self.builder.nodes.append(Node(name=name, op=op, args=args, kwargs=kwargs, shape=shape, dtype=dtype, rows=rows))
         return Traced(Ref(name), Fact(shape, counts), rows, dtype, layout)
+
+    def call(
+        self, op: str, source: Traced, makes: str, shape: tuple[int, ...] | None = None, /, **others: Any
+    ) -> Traced:
+        """Add one call on `source`, where rows are in front, with the rest of its arguments by name.
+
+        `makes`, `shape`: dtype and shape of the result; a shape that is left out is the source's.
+        """
+        schema = overload(op)._schema  # type: ignore[attr-defined]
+        given = {schema.arguments[0].name: source, **others}
+        defaults = {argument.name: argument.default_value for argument in schema.arguments}
+        layout = source.layout if shape is None else Layout(shape)
+        return self.append(op, {**defaults, **given}, frozenset(given), layout, makes)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """Add a constant; see `moved.Emitter`."""

@@ -12,7 +12,7 @@ from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.trace.lower import bind
 from plait_disagg.tables.values import Mode
 
-__all__ = ["BagCall", "bag_call"]
+__all__ = ["BagCall", "bag_call", "is_lookup"]
 
 _MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 _EMBEDDING = "aten.embedding.default"
@@ -33,17 +33,28 @@ class BagCall:
     padding_idx: int | None = None
     equal_rows: bool = False
 
+    def leaves_out(self, weight: torch.Tensor) -> bool:
+        """Return whether ids equal to `padding_idx` must be left out of the bag: in a sum, a row of zeros may stay."""
+        if self.padding_idx is None or self.mode == "rows":
+            return False
+        return self.mode != "sum" or bool(weight[self.padding_idx].any())
+
     def check_table(self, weight: torch.Tensor, where: str) -> None:
         """Raise `UnsupportedOperator` if the table cannot be served."""
         if weight.dtype != torch.float32 or weight.ndim != 2:
             raise UnsupportedOperator(
                 self.op, f"its table is {weight.dtype} with {weight.ndim} dimensions, not float32 with 2", where
             )
-        if self.padding_idx is None or self.mode == "rows":
-            return
-        if self.mode != "sum" or bool(weight[self.padding_idx].any()):
-            why = "padding_idx takes ids out of the bag; it is served only with mode='sum' and a row of zeros"
-            raise UnsupportedOperator(self.op, why, where)
+        if self.leaves_out(weight) and self.mode != "sum" and not (self.mode == "mean" and self.equal_rows):
+            why = "padding_idx takes ids out of the bag, and how many are left is not known here"
+            raise UnsupportedOperator(
+                self.op, f"{why}; give it ids of shape (rows, k), or send bags without padding", where
+            )
+
+
+def is_lookup(op: str) -> bool:
+    """Return whether an operator looks up in a table."""
+    return op == _EMBEDDING or op in _BAGS
 
 
 def bag_call(node: fx.Node) -> BagCall | None:
@@ -57,13 +68,15 @@ def bag_call(node: fx.Node) -> BagCall | None:
     bound, _ = bind(node)
     ids, offsets = bound["indices"], bound["offsets"]
     padding = bound.get("padding_idx")
-    rows = _equal_rows(ids, offsets)
+    rows, weights = _equal_rows(ids, offsets), bound["per_sample_weights"]
+    if rows is not None and weights is not None:
+        weights = _unflattened(weights)
     return BagCall(
         op=op,
         table=bound["weight"],
         ids=ids if rows is None else rows,
         offsets=None if rows is not None else offsets,
-        weights=bound["per_sample_weights"],
+        weights=weights,
         mode=_MODES[int(bound["mode"])],
         include_last=bool(bound["include_last_offset"]),
         padding_idx=None if padding is None or padding < 0 else int(padding),
@@ -76,10 +89,16 @@ def _equal_rows(ids: Any, offsets: Any) -> fx.Node | None:
 
     This is how EmbeddingBag treats 2-D input.
     """
-    if str(ids.target) not in ("aten.reshape.default", "aten.view.default") or ids.meta["val"].ndim != 1:
-        return None
-    source = ids.args[0]
-    if source.meta["val"].ndim != 2 or str(offsets.target) != "aten.arange.start_step":
+    source = _unflattened(ids)
+    if source is None or str(offsets.target) != "aten.arange.start_step":
         return None
     start, _, step = offsets.args[:3]
     return source if start == 0 and step == source.meta["val"].shape[1] else None
+
+
+def _unflattened(flat: fx.Node) -> fx.Node | None:
+    """Return the matrix whose numbers `flat` has in one row, or None."""
+    if str(flat.target) not in ("aten.reshape.default", "aten.view.default") or flat.meta["val"].ndim != 1:
+        return None
+    source = flat.args[0]
+    return source if isinstance(source, fx.Node) and source.meta["val"].ndim == 2 else None

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of
+from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of, tensor_names
 from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
@@ -19,8 +19,9 @@ from plait_disagg.graph.trace.appender import Appender
 from plait_disagg.graph.trace.bags import bag_call
 from plait_disagg.graph.trace.exported import Exported
 from plait_disagg.graph.trace.lookups import Lookups
-from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, why_unknown
+from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
 from plait_disagg.graph.trace.moved import MAKERS, MovedCall, Mover
+from plait_disagg.graph.trace.picks import Picks, picked_by
 from plait_disagg.graph.trace.source import module_hint, source_line
 from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
 
@@ -96,6 +97,10 @@ class Builder:
         if call is not None and not isinstance(self.read(call.ids), torch.Tensor):
             self.values[node] = Lookups(self, node, source_line(node)).add(call)
             return None
+        picked = picked_by(node, self.exported)
+        if picked is not None:
+            self.values[node] = Picks(self, node, where).add(*picked)
+            return None
         arguments, given = self._bound(node, where)
         if not varies(arguments):
             self.values[node] = self._fold(node, arguments, where)
@@ -103,7 +108,7 @@ class Builder:
         if isinstance(node.meta.get("val"), tuple | list):
             self.values[node] = None  # its parts are asked for one by one
             return None
-        self.values[node] = self._emit(node, Lowered(name, arguments, given), where)
+        self.values[node] = self._emit(node, lower_placement(node, Lowered(name, arguments, given)), where)
         return None
 
     def _add_python_call(self, node: fx.Node) -> None:
@@ -259,6 +264,6 @@ class Builder:
 
 def _counts(port: Port, inputs: Sequence[Input]) -> str:
     for item in inputs:
-        if isinstance(item, Bag) and port.name in (item.name, item.name + OFFSETS):
-            return f"{'ids' if port.name == item.name else 'offsets'}:{item.name}"
+        if isinstance(item, Bag) and port.name in tensor_names((item,)):
+            return f"{'offsets' if port.name == item.name + OFFSETS else 'ids'}:{item.name}"
     return PER_ROW

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
-from torch._decomp import get_decompositions
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
+from torch.fx.proxy import TracerBase
 from torch.utils import _pytree
 
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
-from plait_disagg.graph.trace.lower import changes_what_is_seen
+from plait_disagg.graph.trace.decomposed import decomposed
 from plait_disagg.graph.trace.source import TORCH, source_line
 from plait_disagg.graph.trace.traced import Layout
 
@@ -27,9 +28,6 @@ _ROWS = 41
 """The number of rows of the traced example. The trace keeps sizes symbolic; a prime that is no model's width makes
 it obvious if one was fixed."""
 
-_RECURRENT = frozenset({"aten.gru.input", "aten.lstm.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
-"""Layers over a history, unrolled: its length is a number in the trace."""
-
 
 def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
     """Trace `module`. Raises `UnsupportedOperator` if it cannot be traced or fixes its number of rows."""
@@ -37,13 +35,13 @@ def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
     _check_signature(module, inputs)
     shapes = {name: {0: Dim.AUTO} for name in tensors}
     try:
-        with torch.no_grad(), _no_fast_path():
+        with torch.no_grad(), _no_fast_path(), _all_frames():
             program = torch.export.export(_ByName(module), (dict(tensors),), dynamic_shapes=(shapes,), strict=False)
     except Exception as error:  # whatever the tracer or the module itself says
         raise UnsupportedOperator(
             "torch.export", f"cannot trace {type(module).__name__}.forward: {_said(error)}", _raised_at(error)
         ) from error
-    exported = Exported(_decomposed(program), tensors)
+    exported = Exported(decomposed(program), tensors)
     exported.check_rows(inputs)
     return exported
 
@@ -59,15 +57,25 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-def _decomposed(program: ExportedProgram) -> ExportedProgram:
-    """Return the trace with recurrent layers unrolled and without changes in place, if it has any of these."""
-    nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    recurrent = [node for node in nodes if str(node.target) in _RECURRENT]
-    if not recurrent and not any(changes_what_is_seen(node) for node in nodes):
-        return program
-    with torch.no_grad():
-        made: ExportedProgram = program.run_decompositions(get_decompositions([node.target for node in recurrent]))
-    return made
+@contextmanager
+def _all_frames() -> Iterator[None]:
+    """Let every operator of the trace know its own line: torch keeps only frames of functions called `forward`."""
+    before = TracerBase._filter_traceback_frames
+    TracerBase._filter_traceback_frames = _authors_frames  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
+
+
+def _authors_frames(_: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
+    """Return the frames from the call of the module on, without those of torch."""
+    start = next(
+        (place for place, frame in enumerate(frames) if frame.filename == __file__ and frame.name == "forward"), 0
+    )
+    return traceback.StackSummary.from_list(
+        [frame for frame in frames[start + 1 :] if not frame.filename.startswith((TORCH, "<"))]
+    )
 
 
 class _ByName(nn.Module):
@@ -106,7 +114,7 @@ class Exported:
                 raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
         for item in inputs:
             if isinstance(item, Bag):
-                self._counts |= {str(self._fronts[item.name]), str(self._fronts[item.name + OFFSETS])}
+                self._counts |= {str(self._fronts[name]) for name in tensor_names((item,))}
                 self._row_symbols.append(self._fronts[item.name + OFFSETS] - 1)
             else:
                 self._row_symbols.append(self._fronts[item.name])
@@ -199,6 +207,9 @@ class Exported:
             return int(size)
         if str(size) in self._row_counts or str(size) in self._counts:
             return ROWS
+        if len(self._counts & {str(symbol) for symbol in size.node.expr.free_symbols}) > 1:
+            how = "look each up by itself (a KeyedJaggedTensor takes its parts by key, in jt_dict)"
+            raise UnsupportedOperator(op, f"it joins bags, whose sizes are the request's: {how}", where)
         raise UnsupportedOperator(
             op, f"its result has a size {size}: rows must stay the first dimension by themselves", where
         )
@@ -212,6 +223,8 @@ def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Te
             count = 2 * rows + 2 * index + 1
             tensors[item.name] = torch.zeros(count, dtype=torch.int64)
             tensors[item.name + OFFSETS] = torch.arange(rows + 1).clamp(max=count)
+            if item.weighted:
+                tensors[item.name + WEIGHTS] = torch.ones(count)
         else:
             dtype = torch.float32 if isinstance(item, Dense) else torch.int64
             tensors[item.name] = torch.zeros((rows, *item.shape), dtype=dtype)
@@ -251,9 +264,11 @@ def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:
                 raise UnsupportedOperator(
                     "forward", f"{where} has no parameter for the input {item.name!r}; it takes {takes}"
                 )
-            if isinstance(item, Bag) and item.name + OFFSETS not in names:
-                why = f"{where} has no parameter {item.name + OFFSETS!r}, the offsets of the bag {item.name!r}"
-                raise UnsupportedOperator("forward", f"{why}; it takes {takes}")
+            for name in tensor_names((item,))[1:]:
+                if name not in names:
+                    what = f"the {name.removeprefix(item.name + '_')} of the bag {item.name!r}"
+                    why = f"{where} has no parameter {name!r}, {what}"
+                    raise UnsupportedOperator("forward", f"{why}; it takes {takes}")
     given = tensor_names(inputs)
     for one in named:
         if one.default is one.empty and one.name not in given:
@@ -263,10 +278,18 @@ def _check_signature(module: nn.Module, inputs: Sequence[Input]) -> None:
 def _said(error: Exception) -> str:
     """Return what a failed trace says, for the author of the model."""
     text = " ".join(str(error).split())
+    if isinstance(error, KeyError | IndexError | AttributeError | TypeError):  # whose texts alone say little
+        text = f"{type(error).__name__}: {text}"
+    if "FakeTensor" in text and any(frame.filename.endswith("modules/rnn.py") for frame in _frames(error)):
+        return "it packs a history by its length: run the layer over all steps and read the one at length - 1"
     if "data-dependent" in text.lower():
         why = "it decides by the data of all rows (as `if x.any():` does)"
         return f"{why}; compute both ways and choose for each row with torch.where. torch says: {text[:200]}"
     return text[:600]
+
+
+def _frames(error: BaseException) -> traceback.StackSummary:
+    return traceback.extract_tb(error.__traceback__)
 
 
 def _raised_at(error: BaseException) -> str:

@@ -11,10 +11,10 @@ from torch import fx
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.program import LOOKUP, ROWS, Arg, Node, Ref
-from plait_disagg.graph.rows import PER_ROW, Fact, RowCount
+from plait_disagg.graph.rows import PER_ROW, Fact
 from plait_disagg.graph.trace.appender import Appender, Making
 from plait_disagg.graph.trace.bags import BagCall
-from plait_disagg.graph.trace.traced import Layout, Traced, dtype_of
+from plait_disagg.graph.trace.traced import Layout, Traced, side_of
 
 __all__ = ["Lookups"]
 
@@ -24,6 +24,7 @@ class _LookupMaking(Making, Protocol):
     constants: dict[str, torch.Tensor]
     tables: dict[str, torch.Tensor]
     names: dict[int, str]
+    moved: bool
 
     def read(self, node: fx.Node) -> Any:
         """Return what a node of the trace became."""
@@ -39,47 +40,58 @@ class Lookups:
 
     def add(self, call: BagCall) -> Traced:
         """Add one lookup and return its rows. Raises `UnsupportedOperator` if it cannot be served."""
-        where, node = self.where, self.node
+        where = self.where
         weight = self.builder.values.get(call.table)
         ids = self.builder.read(call.ids)
         if not isinstance(weight, torch.Tensor) or not isinstance(ids, Traced):
             raise UnsupportedOperator(call.op, "its table is not a parameter of the module", where)
         call.check_table(weight, where)
-        if call.mode == "rows" and self._same_for_all(ids):
-            return self._add_constant_rows(node, ids, weight, where)
         offsets = self._offsets(call, ids, where)
-        weights = self.builder.read(call.weights) if call.weights is not None else None
-        if isinstance(weights, torch.Tensor) or (weights is not None and weights.fact.counts != ids.fact.counts):
-            raise UnsupportedOperator(call.op, "per_sample_weights must be computed from the bag's own ids", where)
+        weights = self._weights(call, ids, where)
+        left = self._counted(call, ids) if call.leaves_out(weight) else None
+        if left is not None:
+            weights = (
+                left if weights is None else self._appender.call("aten.mul.Tensor", left, "float32", other=weights)
+            )
         table = self.builder.names[id(weight)].removesuffix(".weight")
         self.builder.tables[table] = weight
         pooled = call.mode != "rows"
         shape = ((ROWS,) if pooled else ids.fact.shape) + (weight.shape[1],)
         name = self.builder.name(table)
         args: tuple[Arg, ...] = (ids.ref, offsets, weights.ref if weights is not None else None)
-        kwargs: dict[str, Arg] = {"table": table, "mode": call.mode}
-        self.builder.nodes.append(Node(name=name, op=LOOKUP, args=args, kwargs=kwargs, shape=shape, rows=ids.rows))
+        side = side_of({"ids": ids, "weights": weights})
+        kwargs: dict[str, Arg] = {"table": table, "mode": "sum" if left is not None else call.mode}
+        self.builder.nodes.append(Node(name=name, op=LOOKUP, args=args, kwargs=kwargs, shape=shape, rows=side))
         fact = Fact(shape, PER_ROW if pooled else ids.fact.counts)
         layout = Layout(shape) if pooled else replace(ids.layout, sizes=(*ids.layout.sizes, weight.shape[1]))
-        return Traced(Ref(name), fact, ids.rows, "float32", layout)
+        rows = Traced(Ref(name), fact, side, "float32", layout)
+        return rows if left is None or call.mode == "sum" else self._shared_out(rows, left)
 
-    def _same_for_all(self, ids: Traced) -> bool:
-        """Return whether ids are a constant that was expanded over the rows, such as positions."""
-        made = next((node for node in self.builder.nodes if node.name == ids.ref.name), None)
-        source = made.args[0] if made is not None and made.op == "aten.expand.default" else None
-        return ids.layout.is_plain and isinstance(source, Ref) and source.name in self.builder.constants
+    def _weights(self, call: BagCall, ids: Traced, where: str) -> Traced | None:
+        """Return the number that each id's row is multiplied with, in the shape of the ids; None for 1."""
+        if call.weights is None:
+            return None
+        made = self.builder.read(call.weights)
+        if not isinstance(made, Traced) or (made.fact, made.layout.is_plain) != (ids.fact, True):
+            how = "have the shape of the ids, and for a bag with offsets be computed from its own ids"
+            raise UnsupportedOperator(call.op, f"per_sample_weights must {how}", where)
+        return made
 
-    def _add_constant_rows(self, node: fx.Node, ids: Traced, weight: torch.Tensor, where: str) -> Traced:
-        """Look up now what is the same for all rows, and expand that: a constant, which no request has to send."""
-        made = next(made for made in self.builder.nodes if made.name == ids.ref.name)
-        source = made.args[0]
-        assert isinstance(source, Ref)
-        held = self.builder.constants[source.name]
-        rows = self.builder.named(weight[held.reshape((1,) * (ids.layout.ndim - held.dim()) + held.shape)], node.name)
-        shape = (*ids.layout.sizes, int(weight.shape[1]))
-        given = {"self": rows, "size": (RowCount(), *shape[1:])}
-        appender = Appender(self.builder, node.name, where)
-        return appender.append("aten.expand.default", given, frozenset(given), Layout(shape), dtype_of(weight))
+    def _counted(self, call: BagCall, ids: Traced) -> Traced:
+        """Return 1.0 for every id that counts and 0.0 for padding."""
+        self.builder.moved = True
+        counts = self._appender.call("aten.ne.Scalar", ids, "bool", other=call.padding_idx)
+        return self._appender.call("aten.to.dtype", counts, "float32", dtype=torch.float32)
+
+    def _shared_out(self, rows: Traced, left: Traced) -> Traced:
+        """Return sums divided by the number of ids that count, or by 1 if there are none."""
+        call = self._appender.call
+        count = call("aten.sum.dim_IntList", left, "float32", (ROWS, 1), dim=(1,), keepdim=True)
+        return call("aten.div.Tensor", rows, "float32", other=call("aten.clamp_min.default", count, "float32", min=1))
+
+    @property
+    def _appender(self) -> Appender:
+        return Appender(self.builder, self.node.name, self.where)
 
     def _offsets(self, call: BagCall, ids: Traced, where: str) -> Ref | None:
         """Return the bag's own offsets, or None for ids in equal rows or ids that are not pooled."""

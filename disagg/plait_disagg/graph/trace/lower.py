@@ -14,7 +14,22 @@ from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
 from plait_disagg.graph.trace.source import source_line
 
-__all__ = ["Lowered", "bind", "changes_what_is_seen", "functional_name", "lower_part", "why_unknown"]
+__all__ = [
+    "ATEN_LONGEST",
+    "Lowered",
+    "bind",
+    "changes_what_is_seen",
+    "functional_base",
+    "functional_name",
+    "has_lowered_parts",
+    "is_explained",
+    "lower_part",
+    "lower_placement",
+    "why_unknown",
+]
+
+ATEN_LONGEST = 2**62
+"""From here on the end of a slice means: to the end."""
 
 _PLACEMENT = frozenset({"device", "layout", "pin_memory", "memory_format", "non_blocking"})
 """Arguments that specify where and how a tensor is stored; a program runs wherever its constants are."""
@@ -37,7 +52,6 @@ _WHY: Mapping[str, str] = {
     "_native_multi_head_attention": "its fused form cannot be looked into",
     "index_put": "it writes rows by their place; choose with torch.where instead",
     "index_put_": "it writes rows by their place; choose with torch.where instead",
-    "scatter": "it writes by the request's ids; compare with torch.arange and choose with torch.where instead",
 }
 
 
@@ -92,17 +106,23 @@ def functional_name(node: fx.Node) -> str:
         return "aten.detach.default"
     if not target._schema.is_mutable:
         return _contiguous_clone(node, name)
-    base, _, which = name.rpartition(".")
+    functional = functional_base(name)
     source = node.args[0] if node.args else None
     private = isinstance(source, fx.Node) and len(source.users) == 1 and source.op == "call_function"
     operator = VOCABULARY.get(str(source.target)) if private and isinstance(source, fx.Node) else None
     if operator is not None and operator.view:
         private = False
-    if not base.endswith("_") or not private:
+    if functional == name or not private:
         raise UnsupportedOperator(
             name, "it changes a value in place that may be read elsewhere: write it out of place", source_line(node)
         )
-    return f"{base[:-1]}.{which}"
+    return functional
+
+
+def functional_base(name: str) -> str:
+    """Return the name of an overload without the underscore of those that change their operand in place."""
+    base, _, which = name.rpartition(".")
+    return f"{base[:-1]}.{which}" if base.endswith("_") and not base.endswith("__") else name
 
 
 def changes_what_is_seen(node: fx.Node) -> bool:
@@ -116,13 +136,40 @@ def changes_what_is_seen(node: fx.Node) -> bool:
     return not node.users and any(len(read.users) > 1 for read in node.all_input_nodes)
 
 
+_SPLITS = frozenset({"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"})
+_PARTED = _SPLITS | {
+    "aten.unbind.int",
+    "aten.max.dim",
+    "aten.min.dim",
+    "aten._native_batch_norm_legit_no_training.default",
+}
+
+
+_PLACED = frozenset({"aten.to.dtype_layout", "aten.to.device", "aten.to.other"})
+"""Operators that move a tensor to a device: a program runs wherever its constants are, and keeps the dtype."""
+
+
+def has_lowered_parts(name: str) -> bool:
+    """Return whether an operator, or the parts of its result, can be lowered to another one."""
+    return name in _PARTED or name in _PLACED or f"{name}:0" in VOCABULARY
+
+
+def lower_placement(node: fx.Node, lowered: Lowered) -> Lowered:
+    """Return a cast in place of an operator that moves a tensor to a device; any other call unchanged."""
+    if lowered.op not in _PLACED:
+        return lowered
+    made = {"self": lowered.arguments["self"], "dtype": node.meta["val"].dtype}
+    rest = {"non_blocking": False, "copy": False, "memory_format": None}
+    return Lowered("aten.to.dtype", {**rest, **made}, frozenset(made))
+
+
 def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where: str) -> Lowered:
     """Lower part `index` of the result of an operator with several results.
 
     Raises `UnsupportedOperator` if it is not a plain part.
     """
     name = str(parent.target)
-    if name in ("aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"):
+    if name in _SPLITS:
         source, dim = arguments["self"], arguments["dim"]
         sizes = [part.shape[dim] for part in parent.meta["val"]]
         if any(isinstance(size, torch.SymInt) for size in sizes):
@@ -142,6 +189,12 @@ def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where:
     if f"{name}:{index}" in VOCABULARY:
         return Lowered(f"{name}:{index}", arguments, frozenset(arguments))
     raise UnsupportedOperator(name, "it returns several tensors, and this one is not in the vocabulary", where)
+
+
+def is_explained(op: str) -> bool:
+    """Return whether the author of a model is told what to write instead of an operator."""
+    name, _, which = op.removeprefix("aten.").partition(".")
+    return name in _WHY and which == "default"
 
 
 def why_unknown(op: str) -> str:

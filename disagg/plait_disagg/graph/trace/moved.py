@@ -367,7 +367,7 @@ _RESHAPES = frozenset(
 
 
 def _schema_names(op: str) -> list[str]:
-    _, name, which = op.split(".")
+    _, name, which = op.partition(":")[0].split(".")
     schema = getattr(getattr(torch.ops.aten, name), which)._schema
     return [argument.name for argument in schema.arguments]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Ids, Input, range_of, tensor_names
 from plait_disagg.protocols import ItemStore
 from plait_disagg.values import ModelCard
 
@@ -40,10 +40,14 @@ def metadata(name: str, card: ModelCard) -> dict[str, Any]:
 
 def _inputs(item: Input) -> list[dict[str, Any]]:
     rows = 1 if item.side == "user" else -1
+    first, last = range_of(item)
     about = {"kind": item.kind, "side": item.side}
+    about |= {name: end for name, end in (("minimum", first), ("maximum", last)) if end is not None}
     if isinstance(item, Bag):
         offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
-        return [_tensor(item.name, "INT64", (-1,)) | {"parameters": about}, offsets | {"parameters": about}]
+        made = [_tensor(item.name, "INT64", (-1,)), offsets]
+        made += [_tensor(item.name + WEIGHTS, "FP32", (-1,))] if item.weighted else []
+        return [tensor | {"parameters": about} for tensor in made]
     datatype = "FP32" if isinstance(item, Dense) else "INT64"
     return [_tensor(item.name, datatype, (rows, *item.shape)) | {"parameters": about}]
 
@@ -65,7 +69,8 @@ def example(card: ModelCard, candidates: int, items: ItemStore | None = None) ->
             tensors += _example_of(item, card, candidates, rng)
             continue
         datatype = "FP32" if isinstance(item, Dense) else "INT64"
-        tensors += [_filled(name, datatype, known[name].numpy()) for name in tensor_names((item,))]
+        for name in tensor_names((item,)):
+            tensors.append(_filled(name, "FP32" if name == item.name + WEIGHTS else datatype, known[name].numpy()))
     return {"id": "example", "inputs": tensors}
 
 
@@ -79,14 +84,20 @@ def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Ge
     rows = 1 if item.side == "user" else candidates
     if isinstance(item, Dense):
         # Multiples of 1/8: exact in float32, short in JSON.
-        return [_filled(item.name, "FP32", rng.integers(-8, 9, (rows, *item.shape)) / 8)]
+        eighths = rng.integers(-8, 9, (rows, *item.shape)) / 8
+        if item.low is not None and item.high is not None:
+            eighths = item.low + (item.high - item.low) * abs(eighths)
+        return [_filled(item.name, "FP32", np.clip(eighths, item.low, item.high))]
     known = card.id_rows.get(item.name, _SAFE_ROWS)
     if isinstance(item, Ids):
-        return [_filled(item.name, "INT64", rng.integers(0, known, (rows, *item.shape)))]
+        first = item.min or 0
+        end = known if item.max is None else min(card.id_rows.get(item.name, item.max + 1), item.max + 1)
+        return [_filled(item.name, "INT64", rng.integers(first, max(end, first + 1), (rows, *item.shape)))]
     lengths = rng.integers(0, min(_SMALL_BAG, item.largest) + 1, rows)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     ids = rng.integers(0, known, int(offsets[-1]))
-    return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets)]
+    weights = [_filled(item.name + WEIGHTS, "FP32", rng.integers(1, 9, len(ids)) / 8)] if item.weighted else []
+    return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets), *weights]
 
 
 def _filled(name: str, datatype: str, values: npt.NDArray[Any]) -> dict[str, Any]:

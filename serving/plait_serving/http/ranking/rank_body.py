@@ -12,7 +12,7 @@ import torch
 from pydantic import BaseModel, Field
 
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import Bag, Dense, Input
+from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
 from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
 from plait_serving.ranking.codec import Array, array_of, hint
 from plait_serving.ranking.inputs import LENGTHS
@@ -58,7 +58,7 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
 
     Raises `BadInput` for a row that does not have exactly these inputs, and for values that are no numbers.
     """
-    _check_names([item.name for item in inputs], rows, where)
+    _check_names([name for item in inputs for name in _keys(item)], rows, where)
     arrays: dict[str, Array] = {}
     for item in inputs:
         values, name = [row[item.name] for row in rows], f"{where}.{item.name}"
@@ -68,6 +68,14 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
             ids = list(chain.from_iterable(bags))
             arrays[item.name] = array_of(ids, (len(ids),), "INT64", name)
             arrays[item.name + LENGTHS] = np.array([len(bag) for bag in bags], np.int64)
+            for key in _keys(item)[1:]:
+                weights = [row[key] if type(row[key]) is list else [row[key]] for row in rows]
+                if list(map(len, weights)) != list(map(len, bags)):
+                    raise BadInput(
+                        f"{where}.{key}: must have one number for each id of {item.name}", param=f"{where}.{key}"
+                    )
+                flat = list(chain.from_iterable(weights))
+                arrays[key] = array_of(flat, (len(flat),), "FP32", f"{where}.{key}")
             continue
         is_plain = all(size == 1 for size in item.shape) and not any(type(value) is list for value in values)
         shape = (len(rows),) if is_plain else (len(rows), *item.shape)
@@ -75,6 +83,11 @@ def arrays_of(inputs: Sequence[Input], rows: Sequence[Mapping[str, Any]], where:
             raise BadInput(f"{name}: must be a list of shape {list(item.shape)}", param=name)
         arrays[item.name] = array_of(values, shape, "FP32" if isinstance(item, Dense) else "INT64", name)
     return arrays
+
+
+def _keys(item: Input) -> tuple[str, ...]:
+    """Return the names that an input has in a row: a bag's offsets follow from its list."""
+    return tuple(name for name in tensor_names((item,)) if not isinstance(item, Bag) or name != item.name + OFFSETS)
 
 
 def _check_names(wanted: Sequence[str], rows: Sequence[Mapping[str, Any]], where: str) -> None:

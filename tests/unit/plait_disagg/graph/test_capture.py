@@ -142,7 +142,7 @@ def test_a_bag_must_be_looked_up_with_its_own_offsets():
 
 
 def test_padding_in_a_bag_is_served_only_where_it_changes_nothing():
-    """A row of zeros in a sum may be looked up; in a mean, ids that do not count would count."""
+    """A row of zeros in a sum may be looked up; in a mean over offsets, ids that do not count would count."""
     assert len(capture(_Bags(padding_idx=2).eval(), BAGS).lookups) == 2
     with pytest.raises(UnsupportedOperator, match="padding_idx"):
         capture(_Bags(padding_idx=2, mode="mean").eval(), BAGS)

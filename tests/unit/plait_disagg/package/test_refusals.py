@@ -60,6 +60,43 @@ def test_a_decision_by_the_data_says_what_to_write():
     assert "test_refusals.py" in said.where
 
 
+def test_bags_joined_into_one_say_how_to_look_them_up():
+    """As a KeyedJaggedTensor holds them; given its parts by key, it does not join them."""
+
+    def forward(self, a, a_offsets, b, b_offsets):
+        return torch.cat([a, b]).float()
+
+    said = refusal(forward, (Bag("a"), Bag("b")))
+    assert "jt_dict" in said.why
+    assert "test_refusals.py" in said.where
+
+
+def test_a_packed_history_says_what_to_write():
+    """`pack_padded_sequence` reads lengths as numbers; torch's own message would not say so."""
+
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gru = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x, length):
+            packed = nn.utils.rnn.pack_padded_sequence(x, length, batch_first=True, enforce_sorted=False)
+            return self.gru(packed)[1][0].sum(1)
+
+    with pytest.raises(UnsupportedOperator, match="read the one at length - 1"):
+        capture(Packed().eval(), (Dense("x", shape=(5, 4)), Ids("length", min=1, max=5)))
+
+
+def test_a_helpers_line_is_named_rather_than_its_callers():
+    """The line of the operator itself, wherever forward calls it."""
+
+    def helper(x):
+        return x.cumsum(0)
+
+    said = refusal(lambda self, x: helper(x), (Dense("x"),))
+    assert said.where.endswith("return x.cumsum(0)")
+
+
 class _Obstacles(nn.Module):
     def __init__(self):
         super().__init__()
