@@ -1,8 +1,9 @@
 """Measurements from a CSV file as a run of the library. A map says which column is what.
 
 The map is YAML: `service` (who was measured), `knobs` (name: column), `metrics` (name: column, or `{column, times}`
-to convert a unit), and optionally `units` (knob: unit), `sets` (knob: what it sets, `hn-picks.threads`), `failed` (a column that is not empty where the measurement
-failed) and `goals`. Rows with equal knobs are repeats of one configuration.
+to convert a unit), and optionally `units` (knob: unit), `sets` (knob: what it sets, `hn-picks.threads`), `failed` (a
+column that is not empty where the measurement failed) and `goals`. Rows with equal knobs are repeats of one
+configuration.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class LibraryRun:
     """One run of the tuner: a service on a machine, its trials, and the software versions.
 
     `units`: the knobs of its space and their units. `sets`: what knobs set (`hn-picks.threads`), for those that set
-    something other than their name says: knobs of two services meet by that. `goals`: what it optimised, such as `max goodput_per_cost`
-    (for people; nothing is computed from it). `started_at`: ISO 8601.
+    something other than their name says: knobs of two services meet by that. `goals`: what it optimised, such as
+    `max goodput_per_cost` (for people; nothing is computed from it). `started_at`: ISO 8601.
     """
 
     run_id: str

@@ -14,12 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Look", "LookPlan", "best_look", "look_for_capacity", "next_look", "surely_loses"]
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Look", "LookPlan", "best_look", "expected_rate", "look_for_capacity", "next_look", "surely_loses"]
 
 _FAR, _NEAR = 2.0, 1.25  # the step to another rate, without and with an expectation
 _BACK = 0.95  # of what an overloaded server answered
 _LEAST_STEP = 1.1
 _COARSE, _FINE = 1.4, 1.2  # brackets that are good enough for a configuration that cannot win, and for a longer run
+_NEAREST, _SHARPNESS = 0.05, 4.0
 _SURE = 0.2
 """How much worse than the best, relative, a short look must be for the configuration to lose. Short runs of one
 configuration differ by less."""
@@ -86,6 +90,13 @@ def look_for_capacity(run: Callable[[float, float], Look], plan: LookPlan) -> li
     while (wanted := next_look(plan, looks)) is not None:
         looks.append(run(*wanted))
     return looks
+
+
+def expected_rate(distances: NDArray[np.float64], rates_per_s: Sequence[float]) -> float:
+    """Return the geometric mean of the rates (above 0) that configurations at these distances (n,) reached, weighted by
+    how near they are (Shepard 1968): the nearest few decide."""
+    weights = (_NEAREST + distances) ** -_SHARPNESS
+    return float(np.exp(weights @ np.log(rates_per_s) / weights.sum()))
 
 
 def surely_loses(value: float, best: float, *, higher_is_better: bool) -> bool:

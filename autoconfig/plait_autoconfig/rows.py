@@ -1,9 +1,9 @@
 """The library as JSON lines: one line per run, then one per trial. Parsing is strict, and lines are self-contained.
 
-A line has `plait_library` (the version of this format that it needs, 1 or, if it says what knobs set, 2), `kind` (`run` or `trial`) and the fields of `LibraryRun`
-or `Trial`; a trial names its run. A truncated last line is dropped: its writer died. Lines of a later version are
-kept unchanged (`UnreadableLine`), flagged, and written back by `dump_lines`. Any other error is a `LibraryError`
-with the line number.
+A line has `plait_library` (the version of this format that it needs: 1, or 2 if it says what knobs set), `kind` (`run`
+or `trial`) and the fields of `LibraryRun` or `Trial`; a trial names its run. A truncated last line is dropped: its
+writer died. Lines of a later version are kept unchanged (`UnreadableLine`), flagged, and written back by `dump_lines`.
+Any other error is a `LibraryError` with the line number.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class Space:
         return bool(self.candidates) or self._all_cells is not None
 
     def cells(self) -> tuple[Config, ...]:
-        """Return the candidates, if there are any; else all valid configurations in a fixed order (the first knob varies
-        slowest), or the sample of them."""
+        """Return the candidates, if there are any; else all valid configurations in a fixed order (the first knob
+        varies slowest), or the sample of them."""
         if self.candidates:
             return self.candidates
         return self._sampled_cells if self._all_cells is None else self._all_cells

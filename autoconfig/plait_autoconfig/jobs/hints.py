@@ -11,13 +11,13 @@ from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.looks import expected_rate
 from plait_autoconfig.objective import GOODPUT_PER_S
 from plait_autoconfig.values import Config, cells_of, pooled
 
 __all__ = ["expected_per_s", "to_beat"]
 
 _SEARCHED = (MeasurementKind.TRIAL, MeasurementKind.REFERENCE)
-_SHARPNESS = 4.0  # of the weights by distance: the nearest few decide
 
 
 def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> float | None:
@@ -35,10 +35,7 @@ def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> 
 
 
 def expected_per_s(spec: JobSpec, records: Sequence[Record], config: Config) -> float:
-    """Return the goodput that this configuration, or similar ones, were seen to reach; 0 if none was measured.
-
-    The geometric mean of all, weighted by how near they are (Shepard 1968).
-    """
+    """Return the goodput that this configuration, or similar ones, were seen to reach; 0 if none was measured."""
     own = [record.raw for record in records if record.key == config_key(config) and record.raw is not None]
     again = pooled(each for each in own if each.failure is None)
     if again is not None:
@@ -51,9 +48,7 @@ def expected_per_s(spec: JobSpec, records: Sequence[Record], config: Config) -> 
     if not seen:
         return 0.0
     rows = spec.space.encode([config, *(cell.config for cell in seen)])
-    weights = (0.05 + np.abs(rows[1:] - rows[0]).sum(1)) ** -_SHARPNESS
-    logs = np.log([cell.outcome.metrics[GOODPUT_PER_S] for cell in seen])
-    return float(np.exp(weights @ logs / weights.sum()))
+    return expected_rate(np.abs(rows[1:] - rows[0]).sum(1), [cell.outcome.metrics[GOODPUT_PER_S] for cell in seen])
 
 
 def _is_inside(spec: JobSpec, config: Config) -> bool:

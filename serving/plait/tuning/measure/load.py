@@ -141,8 +141,9 @@ def run_search(
     """Look for the highest rate at which the configuration holds the SLO, and return its load at that rate.
 
     `expected_per_s`: what similar configurations reached; without, it starts from the scenario's rate. `needed`: the
-    goodput with which this one would tie with the best so far, by a look at it. `whole`: no run is a short one, for
-    measurements that others are compared with. Raises `ScenarioError` if the arrivals have no single rate.
+    goodput with which this one would tie with the best so far, by a look at it. `whole`: once it is known where to
+    look, no run is a short one, for measurements that others are compared with. Raises `ScenarioError` if the arrivals
+    have no single rate.
     """
     loads: list[LoadResult] = []
 
@@ -165,7 +166,7 @@ def run_search(
     plan = LookPlan(
         first_per_s=first_per_s,
         is_expected=expected_per_s > 0.0,
-        short_s=long_s if whole else look_s(scenario, first_per_s),
+        short_s=long_s if whole and expected_per_s else look_s(scenario, first_per_s),
         long_s=long_s,
     )
     looks = look_for_capacity(run, plan)
