@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ __all__ = ["Look", "LookPlan", "best_look", "expected_rate", "look_for_capacity"
 _FAR, _NEAR = 2.0, 1.25  # the step to another rate, without and with an expectation
 _BACK = 0.95  # of what an overloaded server answered
 _LEAST_STEP = 1.1
+_ROUNDING = 1e-9
 _COARSE, _FINE = 1.4, 1.2  # brackets that are good enough for a configuration that cannot win, and for a longer run
 _NEAREST, _SHARPNESS = 0.05, 4.0
 _SURE = 0.2
@@ -43,15 +45,27 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookPlan:
-    """`first_per_s`: where to start; `is_expected`: similar configurations reached about that. Looks take `short_s`,
-    runs `long_s`; `tolerance`: the bracket's upper end over its lower end, less 1."""
+    """`first_per_s`: where to start; `step`: the factor to the next rate while nothing was missed. Looks take
+    `short_s`, runs `long_s`; `tolerance`: the bracket's upper end over its lower end, less 1."""
 
     first_per_s: float
-    is_expected: bool
+    step: float
     short_s: float
     long_s: float
     tolerance: float = 0.1
     max_looks: int = 10
+
+    @classmethod
+    def of(
+        cls, first_per_s: float, *, expected_per_s: float, short_s: float, long_s: float, whole: bool = False
+    ) -> Self:
+        """Plan from what similar configurations reached, or, if that is 0, from `first_per_s`. `whole`: once it is
+        known where to look, no run is a short one."""
+        if not expected_per_s:
+            return cls(first_per_s=first_per_s, step=_FAR, short_s=short_s, long_s=long_s)
+        if whole:
+            return cls(first_per_s=expected_per_s, step=_LEAST_STEP, short_s=long_s, long_s=long_s)
+        return cls(first_per_s=expected_per_s, step=_NEAR, short_s=short_s, long_s=long_s)
 
 
 def next_look(plan: LookPlan, looks: Sequence[Look]) -> tuple[float, float] | None:
@@ -65,14 +79,14 @@ def next_look(plan: LookPlan, looks: Sequence[Look]) -> tuple[float, float] | No
         assert missed is not None
         return _below(missed), plan.short_s
     if missed is None:
-        return held.rate_per_s * (_NEAR if plan.is_expected else _FAR), held.duration_s
+        return held.rate_per_s * plan.step, held.duration_s
     width = missed.rate_per_s / held.rate_per_s
     middle = (held.rate_per_s * missed.rate_per_s) ** 0.5
     if missed.rate_per_s <= looks[-1].needed_per_s:  # it cannot win
         return (middle, plan.short_s) if width > _COARSE else None
     if held.duration_s < plan.long_s:
         return (middle, plan.short_s) if width > _FINE else (held.rate_per_s, plan.long_s)
-    return (middle, plan.long_s) if width > 1.0 + plan.tolerance else None
+    return (middle, plan.long_s) if width > 1.0 + plan.tolerance + _ROUNDING else None
 
 
 def best_look(looks: Sequence[Look]) -> int:

@@ -185,9 +185,7 @@ def _measured(load: VirtualLoad, system: str, expected_per_s: float, to_beat: fl
         looks = search_whole(run, _FIRST_PER_S)
         held = [each.rate_per_s for each in looks if each.held]
         return max(held, default=0.1)
-    plan = LookPlan(
-        first_per_s=expected_per_s or _FIRST_PER_S, is_expected=expected_per_s > 0.0, short_s=_SHORT_S, long_s=_LONG_S
-    )
+    plan = LookPlan.of(_FIRST_PER_S, expected_per_s=expected_per_s, short_s=_SHORT_S, long_s=_LONG_S)
     looks = look_for_capacity(run, plan)
     best = looks[best_look(looks)]
     return best.rate_per_s if best.held else 0.1

@@ -11,7 +11,9 @@ from plait_autoconfig.looks import Look, LookPlan, best_look, look_for_capacity,
 SHORT_S, LONG_S = 4.0, 16.0
 
 
-def searched(capacity: float, first: float, *, expected: bool = True, needed: float = 0.0) -> list[Look]:
+def searched(
+    capacity: float, first: float, *, expected: bool = True, needed: float = 0.0, whole: bool = False
+) -> list[Look]:
     """The runs of a search on a server that answers so many a second and no more."""
 
     def run(rate_per_s: float, duration_s: float) -> Look:
@@ -20,7 +22,8 @@ def searched(capacity: float, first: float, *, expected: bool = True, needed: fl
             answered_per_s=min(rate_per_s, capacity), needed_per_s=needed,
         )  # fmt: skip
 
-    plan = LookPlan(first_per_s=first, is_expected=expected, short_s=SHORT_S, long_s=LONG_S)
+    expected_per_s = first if expected else 0.0
+    plan = LookPlan.of(first, expected_per_s=expected_per_s, short_s=SHORT_S, long_s=LONG_S, whole=whole)
     return look_for_capacity(run, plan)
 
 
@@ -38,7 +41,7 @@ def test_what_may_win_is_known_to_the_tolerance(capacity: float, far: float) -> 
 def test_without_an_expectation_it_still_ends_with_a_rate_that_held(capacity: float, first: float) -> None:
     """A server that answers as many as it can shows where to look after one miss."""
     looks = searched(capacity, first, expected=False)
-    assert len(looks) <= LookPlan(first_per_s=1, is_expected=False, short_s=1, long_s=1).max_looks
+    assert len(looks) <= LookPlan.max_looks
     assert looks[best_look(looks)].held
 
 
@@ -51,9 +54,15 @@ def test_what_cannot_win_costs_a_few_short_looks(far: float) -> None:
     assert looks[best_look(looks)].held
 
 
+def test_what_others_are_compared_with_is_measured_by_runs_of_full_length() -> None:
+    """Two of them, where the expectation was right: one that holds and one that does not."""
+    looks = searched(104.0, 100.0, whole=True)
+    assert [(look.rate_per_s, look.duration_s) for look in looks] == [(100.0, LONG_S), (pytest.approx(110.0), LONG_S)]
+
+
 def test_a_longer_run_outweighs_shorter_ones() -> None:
     """A short look may hold by luck; what missed in a run of full length has missed."""
-    plan = LookPlan(first_per_s=10.0, is_expected=True, short_s=SHORT_S, long_s=LONG_S)
+    plan = LookPlan.of(10.0, expected_per_s=10.0, short_s=SHORT_S, long_s=LONG_S)
     lucky = Look(rate_per_s=10.0, duration_s=SHORT_S, held=True, answered_per_s=10.0)
     above = Look(rate_per_s=11.5, duration_s=SHORT_S, held=False, answered_per_s=9.0)
     missed = Look(rate_per_s=10.0, duration_s=LONG_S, held=False, answered_per_s=9.0)

@@ -9,8 +9,9 @@ early they are lower bounds.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -146,12 +147,14 @@ def run_search(
     have no single rate.
     """
     loads: list[LoadResult] = []
+    started_s = time.monotonic()
 
     def run(rate_per_s: float, duration_s: float) -> Look:
         trial = at_rate(scenario, rate_per_s, max(duration_s, look_s(scenario, rate_per_s))).model_copy(
             update={"seed": scenario.seed + len(loads), "warm_up_s": _warm_up_s(scenario, again=bool(loads))}
         )
-        loads.append(load := run_given(trial, watch))
+        left_s = watch.limit_s - (time.monotonic() - started_s)
+        loads.append(load := run_given(trial, replace(watch, limit_s=left_s)))
         result = load.sessions[0].result
         return Look(
             rate_per_s=rate_per_s,
@@ -161,13 +164,13 @@ def run_search(
             needed_per_s=needed(load),
         )
 
-    first_per_s = expected_per_s or rate_of(scenario) or 1.0
-    long_s = scenario.duration_s
-    plan = LookPlan(
-        first_per_s=first_per_s,
-        is_expected=expected_per_s > 0.0,
-        short_s=long_s if whole and expected_per_s else look_s(scenario, first_per_s),
-        long_s=long_s,
+    given_per_s = rate_of(scenario) or 1.0
+    plan = LookPlan.of(
+        given_per_s,
+        expected_per_s=expected_per_s,
+        short_s=look_s(scenario, expected_per_s or given_per_s),
+        long_s=scenario.duration_s,
+        whole=whole,
     )
     looks = look_for_capacity(run, plan)
     chosen = loads[best_look(looks)]

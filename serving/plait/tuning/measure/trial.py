@@ -118,8 +118,7 @@ class _Loading:
     def given(self) -> list[LoadResult]:
         """Run each scenario at its rate: first a short look, and the rest unless the look surely loses."""
         plan = self._plan
-        rates = [rate_of(scenario) for scenario in plan.scenarios]
-        if plan.to_beat is None or plan.goal is None or None in rates or any(each.count for each in plan.scenarios):
+        if plan.to_beat is None or plan.goal is None or not all(map(_is_divisible, plan.scenarios)):
             return self._each(run_given)
         looks = self._each(lambda scenario, watch: run_given(_part(scenario, first=True), watch))
         seen = self.metrics(looks).get(plan.goal.metric)
@@ -165,6 +164,12 @@ class _Loading:
             if self.breached:
                 break
         return loads
+
+
+def _is_divisible(scenario: Scenario) -> bool:
+    """Return whether a look at the scenario's rate spares anything."""
+    rate_per_s = rate_of(scenario)
+    return rate_per_s is not None and not scenario.count and look_s(scenario, rate_per_s) < scenario.duration_s / 2
 
 
 def _part(scenario: Scenario, *, first: bool) -> Scenario:
