@@ -18,6 +18,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from plait_autoconfig.objective import Goal
+
 __all__ = ["Look", "LookPlan", "best_look", "expected_rate", "look_for_capacity", "next_look", "surely_loses"]
 
 _FAR, _NEAR = 2.0, 1.25  # the step to another rate, without and with an expectation
@@ -26,9 +28,9 @@ _LEAST_STEP = 1.1
 _ROUNDING = 1e-9
 _COARSE, _FINE = 1.4, 1.2  # brackets that are good enough for a configuration that cannot win, and for a longer run
 _NEAREST, _SHARPNESS = 0.05, 4.0
-_SURE = 0.2
-"""How much worse than the best, relative, a short look must be for the configuration to lose. Short runs of one
-configuration differ by less."""
+_SURE, _SURE_MS = 0.2, 0.5
+"""How much worse than the best, relative, a short look must be for the configuration to lose; for a latency, whose tail
+a few requests make, more. Short runs of one configuration differ by less."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,9 +115,10 @@ def expected_rate(distances: NDArray[np.float64], rates_per_s: Sequence[float]) 
     return float(np.exp(weights @ np.log(rates_per_s) / weights.sum()))
 
 
-def surely_loses(value: float, best: float, *, higher_is_better: bool) -> bool:
+def surely_loses(goal: Goal, value: float, best: float) -> bool:
     """Return whether a short look at a fixed rate was so much worse than the best so far that the rest is spared."""
-    return value < best * (1.0 - _SURE) if higher_is_better else value > best * (1.0 + _SURE)
+    sure = _SURE_MS if goal.metric.endswith("_ms") else _SURE
+    return value < best * (1.0 - sure) if goal.direction == "max" else value > best * (1.0 + sure)
 
 
 def _bracket(looks: Sequence[Look]) -> tuple[Look | None, Look | None]:

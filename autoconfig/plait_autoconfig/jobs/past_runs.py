@@ -23,8 +23,8 @@ def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRu
 
     Raises `JobRefused` for a library that cannot be read: learning nothing silently would waste trials.
     """
-    starter = usable_runs([_in_terms_of(run, spec) for run in starter_runs()], spec.space, spec.goal)
-    starter = starter if spec.starter_library else ()
+    shipped = starter_runs() if spec.starter_library else ()
+    starter = usable_runs([_in_terms_of(run, spec) for run in shipped], spec.space, spec.goal)
     if spec.library is None:
         return starter, ()
     runs, unreadable = _library(spec.library)

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_autoconfig.looks import Look, LookPlan, best_look, look_for_capacity, next_look, surely_loses
+from plait_autoconfig.objective import maximise, minimise
 
 SHORT_S, LONG_S = 4.0, 16.0
 
@@ -84,7 +85,10 @@ def test_nothing_that_held_counts_as_the_lowest_rate() -> None:
 
 def test_a_look_at_a_fixed_rate_must_be_much_worse_to_lose() -> None:
     """Short runs of one configuration differ by some percent."""
-    assert not surely_loses(110.0, 100.0, higher_is_better=False)
-    assert surely_loses(130.0, 100.0, higher_is_better=False)
-    assert not surely_loses(90.0, 100.0, higher_is_better=True)
-    assert surely_loses(70.0, 100.0, higher_is_better=True)
+    cheap, quick = minimise("cost_per_hour"), minimise("p99_ms")
+    assert not surely_loses(cheap, 110.0, 100.0)
+    assert surely_loses(cheap, 130.0, 100.0)
+    assert not surely_loses(quick, 130.0, 100.0)  # the tail of a short run is a request or two
+    assert surely_loses(quick, 160.0, 100.0)
+    assert not surely_loses(maximise("goodput_per_s"), 90.0, 100.0)
+    assert surely_loses(maximise("goodput_per_s"), 70.0, 100.0)

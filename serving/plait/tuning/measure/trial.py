@@ -124,7 +124,7 @@ class _Loading:
         seen = self.metrics(looks).get(plan.goal.metric)
         if self.breached or seen is None or any(look.ended_early for look in looks):
             return looks
-        if surely_loses(seen, plan.to_beat, higher_is_better=plan.goal.direction == "max"):
+        if surely_loses(plan.goal, seen, plan.to_beat):
             self.notes.append(f"short: {plan.goal.metric} {seen:.4g} will not beat the best's {plan.to_beat:.4g}")
             return looks
         rests = self._each(lambda scenario, watch: run_given(_part(scenario, first=False), watch))
