@@ -27,7 +27,7 @@ def draft_job(run: LibraryRun, *, app: str, scenario: str, library: str, only_me
     varied = {name: seen for name, seen in values.items() if len(seen) > 1}
     if not varied:
         raise LibraryError(f"{run.run_id} measured one configuration only: there is nothing to choose between")
-    most = max(cells_of(ran), key=lambda cell: len(cell.trials))
+    usual = max(cells_of(ran), key=lambda cell: len(cell.trials))
     settings: dict[str, Any] = {
         "name": "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run.service)[:64],
         "target": {"app": app},
@@ -36,8 +36,8 @@ def draft_job(run: LibraryRun, *, app: str, scenario: str, library: str, only_me
         "objective": run.goals[0] if run.goals else "max goodput_per_cost",
         "library": library,
         "reference": {
-            "config": {name: value for name, value in most.config.items() if name in varied},
-            "why": f"measured {len(most.trials)} times before" if len(most.trials) > 1 else "measured before",
+            "config": {name: value for name, value in usual.config.items() if name in varied},
+            "why": f"measured {len(usual.trials)} times before" if len(usual.trials) > 1 else "measured before",
         },
     }
     return settings | ({"candidates": "measured"} if only_measured else {})

@@ -24,7 +24,7 @@ __all__ = ["Look", "LookPlan", "best_look", "expected_rate", "look_for_capacity"
 
 _FAR, _NEAR = 2.0, 1.25  # the step to another rate, without and with an expectation
 _BACK = 0.95  # of what an overloaded server answered
-_LEAST_STEP = 1.1
+_MIN_STEP = 1.1
 _ROUNDING = 1e-9
 _COARSE, _FINE = 1.4, 1.2  # brackets that are good enough for a configuration that cannot win, and for a longer run
 _NEAREST, _SHARPNESS = 0.05, 4.0
@@ -66,7 +66,7 @@ class LookPlan:
         if not expected_per_s:
             return cls(first_per_s=first_per_s, step=_FAR, short_s=short_s, long_s=long_s)
         if whole:
-            return cls(first_per_s=expected_per_s, step=_LEAST_STEP, short_s=long_s, long_s=long_s)
+            return cls(first_per_s=expected_per_s, step=_MIN_STEP, short_s=long_s, long_s=long_s)
         return cls(first_per_s=expected_per_s, step=_NEAR, short_s=short_s, long_s=long_s)
 
 
@@ -138,4 +138,4 @@ def _bracket(looks: Sequence[Look]) -> tuple[Look | None, Look | None]:
 def _below(missed: Look) -> float:
     """Return a rate below one that was missed: what the server answered meanwhile, a little less."""
     answered = _BACK * missed.answered_per_s
-    return min(missed.rate_per_s / _LEAST_STEP, max(answered, missed.rate_per_s / 2.0**2))
+    return min(missed.rate_per_s / _MIN_STEP, max(answered, missed.rate_per_s / 2.0**2))

@@ -120,11 +120,11 @@ class Loads(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open a way to measure."""
-        yield _Searching(self, system)
+        yield _LoadSearches(self, system)
 
 
 @dataclass(frozen=True)
-class _Searching:
+class _LoadSearches:
     """Implements `Subject`."""
 
     workload: Loads

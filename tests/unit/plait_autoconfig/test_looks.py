@@ -42,7 +42,7 @@ def test_what_may_win_is_known_to_the_tolerance(capacity: float, far: float) -> 
 def test_without_an_expectation_it_still_ends_with_a_rate_that_held(capacity: float, first: float) -> None:
     """A server that answers as many as it can shows where to look after one miss."""
     looks = searched(capacity, first, expected=False)
-    assert len(looks) <= LookPlan.max_looks
+    assert len(looks) <= 10
     assert looks[best_look(looks)].held
 
 

@@ -64,10 +64,11 @@ def test_constraints_and_candidates_say_what_is_proposed_and_not_what_is_learned
 
 @pytest.mark.parametrize("name", ["demo", "picks", "images"])
 def test_the_starter_library_is_usable_in_every_shipped_job(name: str):
-    """At least half of the runs of its kind of service, and half of their trials."""
+    """All runs of its kind of service, and about half of their trials: of the images' the other half measured a value
+    of `exact` that is gone, and the demo's windows are two of four."""
     spec = parse_job((EXAMPLES / f"{name}.yaml").read_text(), folder=EXAMPLES)
     runs, said = past_runs(spec, ())
     kind = "images" if spec.target.app == "images" else "recommend"
     assert sum(run.service == kind for run in runs) == 4
-    assert sum(len(run.trials) for run in runs) >= 300
+    assert sum(len(run.trials) for run in runs) >= 190
     assert said == ()

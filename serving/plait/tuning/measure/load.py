@@ -34,7 +34,7 @@ _LOOK = 0.25
 """The length of a short look as a share of the scenario's."""
 _AGAIN_S = 0.5
 """The warm-up of all runs of a trial but the first: only queues have to fill again."""
-_LEAST_GIVEN_S = 1.0
+_MIN_LOOK_S = 1.0
 _NOTHING_USED = ResourceUsage(cpu_s=0.0, memory_bytes=0)
 
 
@@ -128,7 +128,7 @@ def look_s(scenario: Scenario, rate_per_s: float) -> float:
     """Return how long a short look takes: long enough for its requests to judge the SLO, if the scenario is."""
     slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
     needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
-    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed / rate_per_s, _LEAST_GIVEN_S))
+    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed / rate_per_s, _MIN_LOOK_S))
 
 
 def run_search(

@@ -75,7 +75,7 @@ def run_loads(
     Raises `ScenarioError`.
     """
     before, kills, said_bytes = running.pids(), count_kills(), _size(log_path)
-    loading = _Loading(running, plan, say, tuple(before))
+    loading = _TrialLoads(running, plan, say, tuple(before))
     loads = loading.searched() if plan.search else loading.given()
     evidence = Evidence(
         died=_died(running, before), oom_kills=count_kills() - kills, log=_read_from(log_path, said_bytes)
@@ -93,7 +93,7 @@ def run_loads(
     )
 
 
-class _Loading:
+class _TrialLoads:
     """The loads of one trial. `breached`: why a guard broke in; `notes`: what was decided on the way."""
 
     def __init__(

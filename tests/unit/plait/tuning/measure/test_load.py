@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +10,7 @@ import pytest
 
 from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
+from plait_autoconfig.looks import Look, LookPlan
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Scenario
@@ -88,12 +89,23 @@ def test_a_guard_ends_the_load(url: str) -> None:
     assert loaded.ended_early == "guard: enough"
 
 
-def test_a_search_finds_what_may_win_and_says_what_it_tried(url: str) -> None:
-    """From the rate that is expected; what needs more than it can do is left after a short look or two."""
-    beaten = run_search(small(url), Watch(), expected_per_s=20.0, needed=lambda _: 1e9)
-    assert beaten.notes[0].startswith("rates: 20/s")
-    assert beaten.metrics["offered_per_s"] >= 20.0
-    assert beaten.counted_s < 5.0
+def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that held, with its own metrics and use; the sessions of all runs are kept."""
+    planned: list[LookPlan] = []
+
+    def two_looks(run: Callable[[float, float], Look], plan: LookPlan) -> list[Look]:
+        planned.append(plan)
+        return [replace(run(40.0, 1.0), held=True), replace(run(80.0, 1.0), held=False)]
+
+    monkeypatch.setattr("plait.tuning.measure.load.look_for_capacity", two_looks)
+    loaded = run_search(small(url, duration_s=4.0), Watch(), expected_per_s=40.0)
+    assert (planned[0].first_per_s, planned[0].short_s, planned[0].long_s) == (40.0, 1.0, 4.0)
+    assert loaded.metrics["offered_per_s"] == 40.0
+    assert len(loaded.sessions) == 2
+    assert loaded.counted_s == loaded.sessions[0].result.wall_s
+    assert loaded.notes == ("rates: 40/s held (1 s), 80/s missed (1 s)",)
 
 
 def test_a_look_and_the_rest_are_one_load(url: str) -> None:
