@@ -57,7 +57,8 @@ def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
         raise JobRefused(msg) from error
     spec = JobSpec.model_validate_json(text)
     if spec.candidates == "measured":
-        spec = JobSpec.model_validate({**spec.model_dump(), "candidates": measured_candidates(spec)})
+        known = {**spec.model_dump(mode="json"), "candidates": measured_candidates(spec)}
+        spec = JobSpec.model_validate_json(json.dumps(known))
     try:
         check_name(spec.designer.name)
     except DesignerError as error:
