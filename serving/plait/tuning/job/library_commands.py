@@ -123,13 +123,8 @@ def job_command(
     from plait_autoconfig.jobs.job_file import parse_job
 
     run = _run(library, run_id)
-    settings = draft_job(
-        run,
-        app=_app_of(run),
-        scenario=scenario,
-        library=os.path.relpath(library, out.parent),
-        only_measured=only_measured,
-    )
+    where = os.path.relpath(library, out.parent)
+    settings = draft_job(run, app=_app_of(run), scenario=scenario, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
     with out.open("x", encoding="utf-8") as file:
