@@ -53,7 +53,7 @@ def _values(configs: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:
 
 
 def _ordered(values: list[Value]) -> list[Value]:
-    return sorted(values) if _are_numbers(values) else values  # type: ignore[type-var]
+    return sorted(values) if _are_numbers(values) else values
 
 
 def _are_numbers(values: Sequence[Value]) -> bool:

@@ -81,7 +81,9 @@ def next_look(plan: LookPlan, looks: Sequence[Look]) -> tuple[float, float] | No
         assert missed is not None
         return _below(missed), plan.short_s
     if missed is None:
-        return held.rate_per_s * plan.step, held.duration_s
+        farther = plan.step ** sum(look.held for look in looks)  # who holds again and again is far from its capacity
+        decisive = looks[-1].needed_per_s / held.rate_per_s
+        return held.rate_per_s * min(_FAR, max(farther, decisive)), held.duration_s
     width = missed.rate_per_s / held.rate_per_s
     middle = (held.rate_per_s * missed.rate_per_s) ** 0.5
     if missed.rate_per_s <= looks[-1].needed_per_s:  # it cannot win

@@ -43,7 +43,9 @@ def expected_per_s(spec: JobSpec, records: Sequence[Record], config: Config) -> 
     seen = [
         cell
         for cell in cells_of(trials_of(record for record in records if record.kind in _SEARCHED))
-        if cell.outcome.metrics.get(GOODPUT_PER_S, 0.0) > 0.0 and _is_inside(spec, cell.config)
+        if spec.goal.feasible(cell.outcome)
+        and cell.outcome.metrics.get(GOODPUT_PER_S, 0.0) > 0.0
+        and _is_inside(spec, cell.config)
     ]
     if not seen:
         return 0.0

@@ -34,6 +34,7 @@ _SLO_S, _SHARE = 0.25, 0.95
 _LONG_S, _SHORT_S, _WARM_UP_S, _AGAIN_S = 16.0, 4.0, 2.0, 0.5
 _SHAPE = 4.0  # of the gamma distribution of service times
 _RUNS, _FACTOR, _TOLERANCE = 5, 2.0, 0.1
+_NOTHING_HELD = 0.1
 
 
 @dataclass
@@ -156,7 +157,8 @@ def _searched(task: TuningTask, system: str, seed: int) -> tuple[float, float, f
             load = VirtualLoad(_PEAK_PER_S * service.values[at] / service.values.max(), rng)
             goodput = _measured(load, system, *_known(task, seen, config))
             load_s, runs = load_s + load.load_s, runs + load.runs
-            seen.append((config, goodput))
+            if goodput > _NOTHING_HELD:
+                seen.append((config, goodput))
             outcome = TrialOutcome.measured(**{GOODPUT_PER_COST: goodput})
         played.append(Trial(number=number, config=config, outcome=outcome))
         designer.tell(played[-1])
@@ -184,8 +186,8 @@ def _measured(load: VirtualLoad, system: str, expected_per_s: float, to_beat: fl
     if system == BEFORE:
         looks = search_whole(run, _FIRST_PER_S)
         held = [each.rate_per_s for each in looks if each.held]
-        return max(held, default=0.1)
+        return max(held, default=_NOTHING_HELD)
     plan = LookPlan.of(_FIRST_PER_S, expected_per_s=expected_per_s, short_s=_SHORT_S, long_s=_LONG_S)
     looks = look_for_capacity(run, plan)
     best = looks[best_look(looks)]
-    return best.rate_per_s if best.held else 0.1
+    return best.rate_per_s if best.held else _NOTHING_HELD

@@ -54,7 +54,9 @@ def promise_of(document: Mapping[str, Any]) -> Promise:
     answers = document["answers"]
     if len(answers) != 1:
         raise SystemFailed(f"the job recommends nothing: {document['binding'] or document['reason']}")
-    (goal, gain), *_ = [*answers[0]["gain"].items(), ("", {"value": 1.0, "low": None, "high": None})]
+    gains: Mapping[str, Any] = answers[0]["gain"]
+    goal = next(iter(gains), "")
+    gain = gains.get(goal, {"value": 1.0, "low": None, "high": None})
     metrics, left = answers[0]["metrics"], document["remaining"]
     overhead_s = [
         row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
