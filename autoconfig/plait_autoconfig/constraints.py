@@ -2,7 +2,8 @@
 
 The text is parsed with `ast`, and only the following is translated: numbers, strings, knobs, `+ - * / // %`,
 comparisons (chained ones included), `in` a list, `and`, `or`, `not`, and the functions `min`, `max` and `abs`.
-A constraint that names an inactive knob does not apply.
+A constraint that names an inactive knob does not apply. Names of knobs may have hyphens and dots, as in
+`max-num-seqs * 2 <= 64`: where a knob has that name it is meant, and no subtraction.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import ast
 import difflib
 import operator
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
 from plait_autoconfig.errors import SpaceError
 from plait_autoconfig.values import Config
+
+KNOB_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*", re.ASCII)
+"""What a knob may be called."""
 
 _LONGEST = 500  # characters; also keeps the parser from nesting deeply
 
@@ -56,15 +61,16 @@ class Constraint:
         if len(text) > _LONGEST:
             msg = f"a constraint has {len(text)} characters, more than {_LONGEST}"
             raise SpaceError(msg)
+        stand_ins = _stand_ins(text, knobs)
         try:
-            tree = ast.parse(text.strip(), mode="eval").body
+            tree = ast.parse(_with_stand_ins(text.strip(), stand_ins), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             msg = f"constraint `{text}` cannot be read: {error}"
             raise SpaceError(msg) from error
         if not _is_condition(tree):
             msg = f"constraint `{text}` is no condition: it compares nothing"
             raise SpaceError(msg)
-        reader = _Reader(text, knobs)
+        reader = _Reader(text, knobs, {short: name for name, short in stand_ins.items()})
         term = reader.term(tree)
         if not reader.names:
             msg = f"constraint `{text}` names no knob; they are {', '.join(knobs)}"
@@ -81,6 +87,24 @@ class Constraint:
             values = ", ".join(f"{name} = {config[name]!r}" for name in sorted(self.names))
             msg = f"constraint `{self.text}` cannot be computed for {values}: {error}"
             raise SpaceError(msg) from error
+
+
+def _stand_ins(text: str, knobs: Collection[str]) -> dict[str, str]:
+    """Return Python's kind of name for each knob whose own is none, and that the text does not contain."""
+    named = [knob for knob in knobs if not knob.isidentifier()]
+    prefix = "knob_"
+    while prefix in text:
+        prefix += "_"
+    return {knob: f"{prefix}{number}" for number, knob in enumerate(named)}
+
+
+def _with_stand_ins(text: str, stand_ins: Mapping[str, str]) -> str:
+    """Replace knobs by their stand-ins, the longest name first; not in strings, nor inside of other names."""
+    if not stand_ins:
+        return text
+    names = "|".join(re.escape(name) for name in sorted(stand_ins, key=len, reverse=True))
+    pattern = rf"('[^']*'|\"[^\"]*\")|(?<![\w.-])({names})(?![\w.-])"
+    return re.sub(pattern, lambda found: found[1] or stand_ins[found[2]], text)
 
 
 def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -106,8 +130,8 @@ def _is_condition(node: ast.expr) -> bool:
 class _Reader:
     """Translates the nodes of one constraint into functions of the configuration."""
 
-    def __init__(self, text: str, knobs: Collection[str]) -> None:
-        self._text, self._knobs = text, knobs
+    def __init__(self, text: str, knobs: Collection[str], own_names: Mapping[str, str]) -> None:
+        self._text, self._knobs, self._own_names = text, knobs, own_names
         self.names: set[str] = set()
 
     def term(self, node: ast.expr) -> _Term:
@@ -139,6 +163,7 @@ class _Reader:
         raise SpaceError(msg)
 
     def _knob(self, name: str) -> _Term:
+        name = self._own_names.get(name, name)
         if name not in self._knobs:
             close = difflib.get_close_matches(name, self._knobs, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; they are {', '.join(self._knobs)}"

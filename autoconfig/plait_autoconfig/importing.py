@@ -1,8 +1,9 @@
 """Measurements from a CSV file as a run of the library. A map says which column is what.
 
 The map is YAML: `service` (who was measured), `knobs` (name: column), `metrics` (name: column, or `{column, times}`
-to convert a unit), and optionally `units` (knob: unit), `failed` (a column that is not empty where the measurement
-failed) and `goals`. Rows with equal knobs are repeats of one configuration.
+to convert a unit), and optionally `units` (knob: unit), `sets` (knob: what it sets, `hn-picks.threads`), `failed` (a
+column that is not empty where the measurement failed) and `goals`. Rows with equal knobs are repeats of one
+configuration.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class CsvMap(BaseModel):
     knobs: Annotated[dict[str, str], Field(min_length=1)]
     metrics: Annotated[dict[str, str | MetricColumn], Field(min_length=1)]
     units: dict[str, str] = {}
+    sets: dict[str, str] = {}
     failed: str = ""
     goals: list[str] = []
 
@@ -92,6 +94,7 @@ def read_csv(path: Path, mapped: CsvMap) -> LibraryRun:
         service=mapped.service,
         trials=tuple(trials),
         units={name: mapped.units.get(name, "") for name in mapped.knobs},
+        sets=mapped.sets,
         goals=tuple(mapped.goals),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
@@ -21,14 +21,16 @@ from plait_autoconfig.values import Hardware, Trial, WorkloadFeatures
 class LibraryRun:
     """One run of the tuner: a service on a machine, its trials, and the software versions.
 
-    `units`: the knobs of its space and their units. `goals`: what it optimised, such as `max goodput_per_cost`
-    (for people; nothing is computed from it). `started_at`: ISO 8601.
+    `units`: the knobs of its space and their units. `sets`: what knobs set (`hn-picks.threads`), for those that set
+    something other than their name says: knobs of two services meet by that. `goals`: what it optimised, such as
+    `max goodput_per_cost` (for people; nothing is computed from it). `started_at`: ISO 8601.
     """
 
     run_id: str
     service: str
     trials: tuple[Trial, ...]
     units: Mapping[str, str] = field(default_factory=dict)
+    sets: Mapping[str, str] = field(default_factory=dict)
     workload: WorkloadFeatures = field(default_factory=dict)
     hardware: Hardware = field(default_factory=Hardware)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -38,23 +40,25 @@ class LibraryRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usable:
-    """The usable part of a run in a space. `unusable`: why other trials are not, and how many each reason affects."""
+    """The usable part of a run in a space. `unusable`: why other trials are not, and how many each reason affects;
+    `lost`: what is lost with them, a sentence."""
 
     run: LibraryRun
     trials: tuple[Trial, ...]
     unusable: Mapping[str, int]
+    lost: str = ""
 
     def __str__(self) -> str:
         reasons = "; ".join(f"{count} not: {reason}" for reason, count in self.unusable.items())
         said = (
             f"{self.run.service} ({self.run.run_id}): {len(self.trials)} of {len(self.run.trials)} trials can be used"
         )
-        return f"{said}; {reasons}" if reasons else said
+        return "; ".join(filter(None, (said, reasons, self.lost)))
 
 
 def usable_for(run: LibraryRun, space: Space, objective: Objective | None = None) -> Usable:
     """Return the trials of a run that are configurations of this space, in its form, and measured what the objective
-    needs.
+    needs. They need not satisfy its constraints: these say what may be proposed, not what can be learned from.
 
     Invalid trials are left out, as they are no evidence. Failures stay: they show what to avoid.
     """
@@ -66,14 +70,38 @@ def usable_for(run: LibraryRun, space: Space, objective: Objective | None = None
             reason = "the measurement was invalid"
         if not reason:
             try:
-                config = space.check(trial.config)
+                config = space.check(trial.config, constrained=False)
             except OutsideSpace as error:
                 reason = str(error)
             else:
                 trials.append(replace(trial, config=config))
         if reason:
             reasons[reason] += 1
-    return Usable(run=run, trials=tuple(trials), unusable=dict(reasons.most_common()))
+    lost = _lost(run.trials, trials, objective) if reasons and objective is not None else ""
+    return Usable(run=run, trials=tuple(trials), unusable=dict(reasons.most_common()), lost=lost)
+
+
+def _lost(before: Sequence[Trial], after: Sequence[Trial], objective: Objective) -> str:
+    """Return how much better the best configuration that was dropped is than the best that is left."""
+    if len(objective.goals) > 1:
+        return ""
+    kept, goal = {trial.number for trial in after}, objective.goals[0]
+    dropped = [trial for trial in before if trial.number not in kept]
+    best, left = (_best_value(trials, objective) for trials in (dropped, after))
+    if best is None:
+        return "none of them kept the limits"
+    if left is None or min(best, left) <= 0.0:
+        return f"the best of them had {goal.metric} {best:.4g}, and none is left that kept the limits"
+    better = best / left if goal.direction == "max" else left / best
+    if better <= 1.0:
+        return "the best one is among those that are left"
+    return f"the best of them was {100.0 * (better - 1.0):.0f} % better in {goal.metric} than the best that is left"
+
+
+def _best_value(trials: Sequence[Trial], objective: Objective) -> float | None:
+    measured = [t for t in trials if t.outcome.failure is not None or not _missing_metric(t, objective)]
+    best = objective.best(measured)
+    return None if best is None else best.outcome.metrics[objective.goals[0].metric]
 
 
 def usable_runs(runs: Iterable[LibraryRun], space: Space, objective: Objective) -> tuple[LibraryRun, ...]:

@@ -112,6 +112,11 @@ class Objective:
         """The metrics that a trial must measure."""
         return tuple(dict.fromkeys([*(goal.metric for goal in self.goals), *(limit.metric for limit in self.limits)]))
 
+    @property
+    def costs(self) -> tuple[str, ...]:
+        """Those of its metrics that contain the cost."""
+        return tuple(name for name in self.metrics if name in (GOODPUT_PER_COST, COST_PER_HOUR))
+
     def losses(self, outcome: TrialOutcome) -> tuple[float, ...] | None:
         """Return one number per goal, lower is better; None for a failed trial."""
         return None if outcome.failure is not None else tuple(goal.loss(outcome.metrics) for goal in self.goals)

@@ -1,9 +1,9 @@
 """The library as JSON lines: one line per run, then one per trial. Parsing is strict, and lines are self-contained.
 
-A line has `plait_library` (the version of this format, 1), `kind` (`run` or `trial`) and the fields of `LibraryRun`
-or `Trial`; a trial names its run. A truncated last line is dropped: its writer died. Lines of a later version are
-kept unchanged (`UnreadableLine`), flagged, and written back by `dump_lines`. Any other error is a `LibraryError`
-with the line number.
+A line has `plait_library` (the version of this format that it needs: 1, or 2 if it says what knobs set), `kind` (`run`
+or `trial`) and the fields of `LibraryRun` or `Trial`; a trial names its run. A truncated last line is dropped: its
+writer died. Lines of a later version are kept unchanged (`UnreadableLine`), flagged, and written back by `dump_lines`.
+Any other error is a `LibraryError` with the line number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome
 
-FORMAT = 1
+FORMAT = 2
 
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 _Value = StrictBool | StrictInt | StrictFloat | StrictStr
@@ -46,7 +46,7 @@ def _date(text: str) -> str:
 
 class _Row(BaseModel):
     model_config = _STRICT
-    plait_library: Literal[1] = 1
+    plait_library: Literal[1, 2] = 1
 
 
 class HardwareRow(BaseModel):
@@ -69,6 +69,7 @@ class RunRow(_Row):
     run_id: Annotated[str, Field(min_length=1)]
     service: str
     units: dict[str, str] = {}
+    sets: dict[str, str] = {}
     workload: dict[str, float] = {}
     hardware: HardwareRow = HardwareRow()
     versions: dict[str, str] = {}
@@ -156,7 +157,9 @@ def load_lines(lines: Iterable[str]) -> LoadedLines:
 def run_line(run: LibraryRun) -> str:
     """Return the line that stores a run, without its trials."""
     fields = {name: value for name, value in asdict(run).items() if name != "trials"}
-    return _line("run", fields)
+    if not fields["sets"]:
+        del fields["sets"]
+    return _line("run", fields, version=2 if run.sets else 1)
 
 
 def trial_line(run_id: str, trial: Trial) -> str:
@@ -184,8 +187,8 @@ def trial_from(line: str) -> Trial:
     return _trial(row, 0)
 
 
-def _line(kind: str, fields: Mapping[str, Any]) -> str:
-    return json.dumps({"plait_library": FORMAT, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
+def _line(kind: str, fields: Mapping[str, Any], *, version: int = 1) -> str:
+    return json.dumps({"plait_library": version, "kind": kind, **fields}, separators=(",", ":"), allow_nan=False)
 
 
 def _is_later(fields: object) -> bool:

@@ -1,4 +1,6 @@
-"""The search space: knobs, constraints between them, and the cells, i.e. the configurations that satisfy all of them.
+"""The search space: knobs, constraints between them, and the cells, i.e. the configurations that may be proposed: all
+that satisfy the constraints, or the candidates that somebody lists. What may be learned from is any configuration of
+the knobs.
 
 A designer evaluates all cells at once, so there are at most `MAX_CELLS`. A larger or continuous space is represented
 by `MAX_SAMPLED` cells of a Sobol sequence with a fixed seed: every designer, in every process, sees the same ones.
@@ -9,14 +11,14 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_autoconfig.constraints import Constraint
+from plait_autoconfig.constraints import KNOB_NAME, Constraint
 from plait_autoconfig.errors import EmptySpace, OutsideSpace, SpaceError
 from plait_autoconfig.knobs import ChoiceKnob, Knob
 from plait_autoconfig.values import Config, Value
@@ -34,17 +36,19 @@ _MAX_VISITS = 1_000_000  # steps in the tree of partial configurations: about a 
 class Space:
     """Knobs in a fixed order and constraints as strings (`Constraint`).
 
-    Raises `SpaceError` naming the knob or the constraint that is wrong, `EmptySpace` when no configuration is valid.
-    A conditional knob comes after the knobs that it depends on.
+    Raises `SpaceError` naming the knob or the constraint that is wrong, `EmptySpace` when no configuration is valid,
+    `OutsideSpace` for a candidate that is none. A conditional knob comes after the knobs that it depends on.
     """
 
     knobs: tuple[Knob, ...]
     constraints: tuple[str, ...] = ()
+    candidates: tuple[Config, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "knobs", tuple(self.knobs))
         object.__setattr__(self, "constraints", tuple(self.constraints))
         _check_knobs(self.knobs)
+        object.__setattr__(self, "candidates", self._checked_candidates())
         if not self.cells():
             raise EmptySpace(self._what_binds())
 
@@ -61,14 +65,18 @@ class Space:
     @property
     def exhaustive(self) -> bool:
         """Whether `cells` are all the cells there are; otherwise they are a sample."""
-        return self._all_cells is not None
+        return bool(self.candidates) or self._all_cells is not None
 
     def cells(self) -> tuple[Config, ...]:
-        """Return all valid configurations in a fixed order (the first knob varies slowest), or the sample of them."""
+        """Return the candidates, if there are any; else all valid configurations in a fixed order (the first knob
+        varies slowest), or the sample of them."""
+        if self.candidates:
+            return self.candidates
         return self._sampled_cells if self._all_cells is None else self._all_cells
 
-    def check(self, config: Config) -> Config:
-        """Return the configuration with the knobs in order and each value in the knob's own form.
+    def check(self, config: Config, *, constrained: bool = True) -> Config:
+        """Return the configuration with the knobs in order and each value in the knob's own form. It need not be a
+        candidate; `constrained`: it must satisfy the constraints.
 
         Raises `OutsideSpace` naming the knob that is unknown, missing, inactive or out of range, or the constraint.
         """
@@ -88,7 +96,7 @@ class Space:
             elif knob.name in config:
                 msg = f"{knob.name} is given, but only has a meaning {_when(knob)}"
                 raise OutsideSpace(msg)
-        for constraint in self.parsed:
+        for constraint in self.parsed if constrained else ():
             if not constraint.holds(checked):
                 values = ", ".join(f"{name} = {checked[name]}" for name in sorted(constraint.names))
                 msg = f"`{constraint.text}` does not hold for {values}"
@@ -126,6 +134,21 @@ class Space:
         from plait_autoconfig.distributions import distribution_of
 
         return {knob.name: distribution_of(knob) for knob in self.knobs}
+
+    def _checked_candidates(self) -> tuple[Config, ...]:
+        """Return the candidates, each once and in the knobs' own form."""
+        found: dict[Hashable, Config] = {}
+        for number, config in enumerate(self.candidates, 1):
+            try:
+                checked = self.check(config)
+            except OutsideSpace as error:
+                msg = f"candidate {number} is outside of the space: {error}"
+                raise OutsideSpace(msg) from error
+            found.setdefault(self.key(checked), checked)
+        if len(found) > MAX_CELLS:
+            msg = f"there are {len(found)} candidates; at most {MAX_CELLS} can be compared"
+            raise SpaceError(msg)
+        return tuple(found.values())
 
     @cached_property
     def _all_cells(self) -> tuple[Config, ...] | None:
@@ -223,8 +246,8 @@ def _check_knobs(knobs: Sequence[Knob]) -> None:
         raise SpaceError(msg)
     known: dict[str, Knob] = {}
     for knob in knobs:
-        if not knob.name.isidentifier():
-            msg = f"{knob.name!r} cannot be the name of a knob: letters, digits and _ only"
+        if not KNOB_NAME.fullmatch(knob.name):
+            msg = f"{knob.name!r} cannot be the name of a knob: a letter or _ first, then also digits, - and ."
             raise SpaceError(msg)
         if knob.name in known:
             msg = f"{knob.name} is the name of two knobs"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, models, placement, records, zoo
+from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, models, placement, records, tuning, zoo
 from plait_bench.benchmark import Benchmark
 from plait_bench.cache import cache_folder
 from plait_bench.document import document
@@ -90,6 +90,7 @@ BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
     fabric.NAME: lambda job: fabric.benchmark(only=job.workloads),
     kernels.NAME: lambda job: kernels.benchmark(only=job.workloads),
     autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
+    tuning.NAME: lambda job: tuning.benchmark(only=job.workloads),
     zoo.NAME: lambda job: zoo.benchmark(only=job.workloads),
     models.NAME: lambda job: models.benchmark(
         job.models or cache_folder() / "models", only=job.workloads, data=job.data

@@ -245,6 +245,32 @@ TABLES: Mapping[str, TableSpec] = {
         verb="Packaged",
         says="",
     ),
+    "tuning": TableSpec(
+        bench="tuning",
+        metrics={
+            "gain": "gain over the reference",
+            "promised_per_s": "promised, 1/s",
+            "held_at_0.9": "held at 0.9",
+            "held_at_1.1": "held at 1.1",
+            "reserved_cores": "cores reserved",
+            "used_cores": "cores used",
+            "job_s": "s, the job",
+            "load_s": "s of load",
+            "beyond_load_s": "s of a trial beyond its load",
+        },
+        verb="Tuned",
+        says="The gain is in the goal of the job; in parentheses the interval that it is 95 % sure of. Held: the share "
+        "of load tests, which are not the tuner's, at 0.9 and 1.1 of the promised rate.",
+    ),
+    "autoconfig-load": TableSpec(
+        bench="autoconfig",
+        metrics={"load_s": "s of load", "runs": "runs", "regret_at_12": "regret after 12 trials"},
+        ratio="load_s",
+        ratio_title="load of `looks` by its",
+        workloads=("load",),
+        verb="Searched",
+        says="In virtual time. The mean over 12 services, then the median of seeds.",
+    ),
     "autoconfig": TableSpec(
         bench="autoconfig",
         metrics={

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from plait_autoconfig.designers import check_name
 from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.jobs.past_runs import measured_candidates
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_loadtest import strict_yaml
 from plait_loadtest.errors import LoadtestError
@@ -55,6 +56,9 @@ def job_of(settings: Mapping[str, Any], *, folder: Path) -> JobSpec:
         msg = f"a value is neither text, number, list nor mapping ({error}); quote dates"
         raise JobRefused(msg) from error
     spec = JobSpec.model_validate_json(text)
+    if spec.candidates == "measured":
+        known = {**spec.model_dump(mode="json"), "candidates": measured_candidates(spec)}
+        spec = JobSpec.model_validate_json(json.dumps(known))
     try:
         check_name(spec.designer.name)
     except DesignerError as error:

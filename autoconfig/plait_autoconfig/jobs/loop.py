@@ -24,6 +24,7 @@ from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.errors import JobBroken
 from plait_autoconfig.jobs.exclusive import exclusive_lock
 from plait_autoconfig.jobs.heartbeat import Heartbeat, is_present
+from plait_autoconfig.jobs.hints import expected_per_s, to_beat
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
@@ -264,6 +265,7 @@ class _JobWorker:
     def _measure(self, record: Record) -> None:
         shown = ", ".join(f"{name} = {value}" for name, value in record.config.items())
         self._say("trial_started", f"{record.kind}: {shown}", record.number)
+        before = [each for each in self._store.records() if each.number < record.number]
         task = MeasurementTask(
             number=record.number,
             kind=record.kind,
@@ -271,6 +273,8 @@ class _JobWorker:
             seed=record.claim.seed,
             limit_s=self._spec.trial_limit_s,
             folder=self._store.artefacts(record.number),
+            expected_per_s=expected_per_s(self._spec, before, record.config),
+            to_beat=to_beat(self._spec, before, record.kind),
         )
         try:
             measured = self._runner.measure(

@@ -32,7 +32,12 @@ class MeasurementKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasurementTask:
-    """One measurement. `folder`: exists, for this task's artefacts only. `limit_s`: after which the child is killed."""
+    """One measurement. `folder`: exists, for this task's artefacts only. `limit_s`: after which the child is killed.
+
+    `expected_per_s`: the goodput that similar configurations reached, 0 if unknown. `to_beat`: the metric of the only
+    goal that the best configuration so far would show now; a trial that surely stays behind it may end early. None for
+    a measurement that is to be complete.
+    """
 
     number: int
     kind: MeasurementKind
@@ -40,6 +45,8 @@ class MeasurementTask:
     seed: int
     limit_s: float
     folder: Path
+    expected_per_s: float = 0.0
+    to_beat: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,41 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Sequence
 from datetime import UTC, datetime
 
-from plait_autoconfig.errors import LibraryError
+from plait_autoconfig.errors import LibraryError, OutsideSpace
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import TuningSubject
 from plait_autoconfig.jobs.records import Record, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.library import LibraryRun, usable_for, usable_runs
+from plait_autoconfig.meeting import in_terms_of
 from plait_autoconfig.starter_library import starter_runs
+from plait_autoconfig.values import Value
 
 
 def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRun, ...], tuple[str, ...]]:
-    """Return the library's runs except this job's own, followed by the usable runs of the starter library; and a
-    sentence about each run that cannot be used, or only in part.
+    """Return the library's runs except this job's own, followed by the usable runs of the starter library, all in terms
+    of this job's knobs; and a sentence about each run that cannot be used, or only in part.
 
     Raises `JobRefused` for a library that cannot be read: learning nothing silently would waste trials.
     """
-    starter = usable_runs(starter_runs(), spec.space, spec.goal) if spec.starter_library else ()
+    shipped = starter_runs() if spec.starter_library else ()
+    starter = usable_runs([_in_terms_of(run, spec) for run in shipped], spec.space, spec.goal)
     if spec.library is None:
         return starter, ()
-    from plait_autoconfig.store import LibraryStore
-
-    try:
-        store = LibraryStore.open(spec.library)
-        runs, unreadable = store.runs(), store.unreadable()
-    except LibraryError as error:
-        raise JobRefused(str(error)) from error
+    runs, unreadable = _library(spec.library)
     own = run_id_of(spec, records)
-    others = tuple(run for run in runs if run.run_id != own)
+    others = tuple(_in_terms_of(run, spec) for run in runs if run.run_id != own)
     usable = [usable_for(run, spec.space, spec.goal) for run in others]
     said = [f"library: {each}" for each in usable if each.unusable]
     if unreadable:
-        said.append(f"library: {len(unreadable)} entries are of a later version of plait and are not used")
+        said.append(f"library: {unreadable} entries are of a later version of plait and are not used")
     return (*others, *starter), tuple(said)
+
+
+def measured_candidates(spec: JobSpec) -> tuple[dict[str, Value], ...]:
+    """Return the configurations of the job's space that its library has measurements of. Raises `JobRefused`."""
+    assert spec.library is not None
+    found: dict[Hashable, dict[str, Value]] = {}
+    reasons: Counter[str] = Counter()
+    for run in _library(spec.library)[0]:
+        for trial in _in_terms_of(run, spec).trials:
+            try:
+                config = spec.space.check(trial.config)
+            except OutsideSpace as error:
+                reasons[str(error)] += 1
+            else:
+                found.setdefault(spec.space.key(config), dict(config))
+    if not found:
+        why = f": {reasons.most_common(1)[0][0]}" if reasons else " at all"
+        msg = f"candidates: {spec.library} has no measurement of a configuration of this space{why}"
+        raise JobRefused(msg)
+    return tuple(found.values())
+
+
+def _library(location: str) -> tuple[tuple[LibraryRun, ...], int]:
+    """Return the runs, and how many entries cannot be read. Raises `JobRefused`."""
+    from plait_autoconfig.store import LibraryStore
+
+    try:
+        store = LibraryStore.open(location)
+        return store.runs(), len(store.unreadable())
+    except LibraryError as error:
+        raise JobRefused(str(error)) from error
+
+
+def _in_terms_of(run: LibraryRun, spec: JobSpec) -> LibraryRun:
+    sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
+    return in_terms_of(run, sets, spec.default)
 
 
 def remember(spec: JobSpec, subject: TuningSubject, records: Sequence[Record]) -> str:
@@ -51,6 +85,7 @@ def remember(spec: JobSpec, subject: TuningSubject, records: Sequence[Record]) -
         service=subject.service or spec.name,
         trials=trials,
         units={name: knob.unit for name, knob in spec.space.by_name.items()},
+        sets={name: knob.sets for name, knob in spec.knobs.items() if knob.sets},
         workload=subject.workload,
         hardware=subject.hardware,
         versions=subject.versions,

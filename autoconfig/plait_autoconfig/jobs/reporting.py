@@ -218,6 +218,7 @@ def _row(spec: JobSpec, record: Record, best: Best | None, now_s: float) -> Meas
         worker=record.claim.worker,
         started_at_s=record.claim.at_s,
         duration_s=duration_s if measured is None else measured.duration_s,
+        load_s=0.0 if measured is None else measured.load_s,
         samples=Samples() if measured is None else measured.samples,
         restarted=() if measured is None else measured.restarted,
         artefacts=() if measured is None else measured.artefacts,

@@ -13,14 +13,13 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from plait_autoconfig.errors import OutsideSpace, TunerError
 from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob, Knob
-from plait_autoconfig.objective import GOODPUT_PER_S, Limit, Objective, parse_objective
+from plait_autoconfig.objective import GOODPUT_PER_COST, GOODPUT_PER_S, Limit, Objective, parse_objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Value
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
-KnobName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
-"""Letters, digits and underscores: these names are used in constraints."""
+KnobName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
 
 _Values: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=1)]
 
@@ -110,8 +109,10 @@ KnobSpec: TypeAlias = Annotated[IntRange | FloatRange | Choice, Field(discrimina
 
 
 class Prices(_SpecModel):
-    """Prices per hour, in any one currency. A configuration costs what it reserves."""
+    """Prices per hour, in any one currency. `basis`: what a configuration pays for, the cores that it reserves or the
+    processor time that it was seen to use. Memory is priced as measured, GPUs as reserved."""
 
+    basis: Literal["reserved", "used"] = "reserved"
     core: float = Field(default=0.04, ge=0)
     gpu: float = Field(default=2.0, ge=0)
     gib: float = Field(default=0.005, ge=0)
@@ -181,9 +182,13 @@ class JobSpec(_SpecModel):
     target: TuningTarget = TuningTarget()
     knobs: Annotated[dict[KnobName, KnobSpec], Field(min_length=1)]
     constraints: tuple[str, ...] = Field(default=(), description="between knobs: `cpus * replicas <= 2`")
+    candidates: tuple[dict[KnobName, Value], ...] | Literal["measured"] = Field(
+        default=(), description="the only configurations to propose; measured: those of the library"
+    )
     scenarios: Annotated[tuple[str | dict[str, JsonValue], ...], Field(min_length=1)]
-    offered: Literal["given", "capacity"] = Field(
-        default="given", description="measure at the scenario's rate, or find the highest that holds the SLO"
+    offered: Literal["given", "capacity"] | None = Field(
+        default=None,
+        description="the scenario's rate, or the highest that holds the SLO; none: this one for the most goodput",
     )
     objective: str = "max goodput_per_cost"
     limits: tuple[str, ...] = Field(default=(), description="`p99_ms <= 50`")
@@ -205,7 +210,8 @@ class JobSpec(_SpecModel):
     @cached_property
     def space(self) -> Space:
         """The knobs and constraints in the form that designers use."""
-        return Space(tuple(each.knob(name) for name, each in self.knobs.items()), self.constraints)
+        candidates = () if self.candidates == "measured" else self.candidates
+        return Space(tuple(each.knob(name) for name, each in self.knobs.items()), self.constraints, candidates)
 
     @cached_property
     def goal(self) -> Objective:
@@ -221,6 +227,16 @@ class JobSpec(_SpecModel):
         """The R of `at rate R`: the rate that a measurer offers instead of the scenario's; None: the scenario's."""
         at_rate = parse_objective(self.objective).limits
         return max(each.value for each in at_rate) if at_rate else None
+
+    @property
+    def is_capacity_search(self) -> bool:
+        """Whether a trial looks for the highest rate that holds the SLO. At a given rate, goodput says nothing about
+        speed: so the most goodput, also per cost, is that at capacity, unless the job says otherwise."""
+        if self.offered is not None:
+            return self.offered == "capacity"
+        return self.rate_per_s is None and any(
+            goal.direction == "max" and goal.metric in (GOODPUT_PER_S, GOODPUT_PER_COST) for goal in self.goal.goals
+        )
 
     @property
     def default(self) -> Config:
@@ -243,6 +259,8 @@ class JobSpec(_SpecModel):
                 guard_limits(self.target.live)
         except TunerError as error:
             raise ValueError(str(error)) from error
+        if self.candidates == "measured" and self.library is None:
+            raise ValueError("candidates: measured needs a library")
         unknown = [name for name in self.reference.config if name not in self.knobs]
         if unknown:
             raise ValueError(f"reference.config sets {unknown[0]}, which is no knob; they are {', '.join(self.knobs)}")
@@ -252,9 +270,11 @@ class JobSpec(_SpecModel):
         twice = _doubled([each.sets or name for name, each in self.knobs.items() if not each.when])
         if twice:
             raise ValueError(f"two knobs set {twice}")
+        if goal.costs and not any((self.prices.core, self.prices.gpu, self.prices.gib)):
+            raise ValueError(f"prices: core, gpu and gib are all 0, so {goal.costs[0]} has no value")
         rates = [limit for limit in goal.limits if limit.metric == GOODPUT_PER_S]
-        if self.offered == "capacity" and rates:
-            raise ValueError(f"`{rates[0]}` asks for a given rate: it cannot be combined with offered: capacity")
+        if self.is_capacity_search and rates:
+            raise ValueError(f"`{rates[0]}` asks for a given rate, not for the capacity: offered: given")
         return self
 
 
@@ -266,9 +286,10 @@ def guard_limits(live: LiveTuning) -> tuple[Limit, ...]:
 def changed_settings(before: JobSpec, after: JobSpec) -> tuple[str, ...]:
     """Return the names of fields that changed but may not, once something was measured.
 
-    Budget, confirmation, stop rule and time limits may change: they determine how far to go, not what is measured.
+    Budget, confirmation, stop rule, time limits and candidates may change: they determine how far to go, not what is
+    measured.
     """
-    free = {"budget", "confirm", "stop", "trial_limit_s", "start_limit_s", "library"}
+    free = {"candidates", "budget", "confirm", "stop", "trial_limit_s", "start_limit_s", "library"}
     old, new = before.model_dump(), after.model_dump()
     return tuple(name for name in old if name not in free and old[name] != new[name])
 

@@ -39,6 +39,7 @@ class MeasurementRow:
     worker: str
     started_at_s: float
     duration_s: float
+    load_s: float
     samples: Samples
     restarted: tuple[str, ...]
     artefacts: tuple[str, ...]

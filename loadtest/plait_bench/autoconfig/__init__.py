@@ -2,8 +2,9 @@
 
 Workloads: `falcon` and `llm-pilot` (published tables, read from the data folder), `synthetic` (made-up services with
 noise and failing configurations, in several variants), and measurements of our own diffusion engine and ranker
-(`own-images`, `own-recommend`: `tables`). A round is a seed: all designers get the same number of trials and the same
-seeds; every service is new once, tuned with the others as its library. No designer knows the noise.
+(`own-images`, `own-recommend`: `tables`); `load` compares ways to measure, in virtual time (`loads`). A round is a
+seed: all designers get the same number of trials and the same seeds; every service is new once, tuned with the others
+as its library. No designer knows the noise.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from plait_autoconfig.space import Space
 from plait_autoconfig.starter_library import starter_runs
 from plait_bench.autoconfig import falcon, llm_pilot, synthetic, tables
+from plait_bench.autoconfig.loads import Loads
 from plait_bench.autoconfig.searching import Falcon, LlmPilot, Searching
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Benchmark, chosen
@@ -39,6 +41,7 @@ def benchmark(*, only: Sequence[str] = (), data: Path | None = None, recorded: S
         COLD: cold,
         **{name: Searching(name, partial(_made_up, name), cold=cold) for name in MISLEADING},
         **{name: Searching(name, _known(suite)) for name, suite in suites.items()},
+        Loads.name: Loads(),
     }
     return Benchmark(name=NAME, workloads=tuple(workloads[name] for name in chosen(only, tuple(workloads), "workload")))
 

@@ -43,6 +43,12 @@ SPACE = Space(
 """The space of 224 cells. Without Serve, ControlNets have only one placement; it is a knob because other services
 have more."""
 
+SETS = {
+    "largest_batch": "engine.largest_batch", "batch_wait_ms": "engine.batch_wait_ms", "threads": "engine.threads",
+    "exact": "engine.exact", "placement": "engine.controlnet_placement",
+}  # fmt: skip
+"""What its knobs set in a served engine."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWorkload(CellWorkload):

@@ -37,6 +37,12 @@ SPACE = Space(
 )
 """The space of 240 cells. There is only one CN; their number is a knob because other services have more."""
 
+SETS = {
+    "cn_threads": "cn.threads", "hn_threads": "hn.threads", "largest_batch_rows": "cn.largest_batch_rows",
+    "window": "cn.window", "wire": "cn.wire", "cns": "cn.replicas",
+}  # fmt: skip
+"""What its knobs set in a served model."""
+
 _WARM_UP = 16
 
 

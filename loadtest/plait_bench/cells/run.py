@@ -59,6 +59,7 @@ def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
         service=workload.service,
         trials=(),
         units={knob.name: knob.unit for knob in workload.space.knobs},
+        sets=workload.sets,
         workload=workload.features,
         hardware=Hardware(name=str(facts["cpu"]), cpus=cores(), memory_bytes=memory_bytes, price_per_hour=cores()),
         versions={name: version(name) for name in ("plait", "torch", "diffusers")},

@@ -24,12 +24,13 @@ class CellSubject(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellWorkload(ABC):
-    """A service and its load. `slo_ms`: the latency within which an answer is in time; `features` describe both
-    (`LibraryRun`)."""
+    """A service and its load. `slo_ms`: the latency within which an answer is in time; `sets` says what
+    the knobs set and `features` describe both (`LibraryRun`)."""
 
     name: str
     service: str
     space: Space
+    sets: Mapping[str, str]
     slo_ms: float
     features: Mapping[str, float]
 

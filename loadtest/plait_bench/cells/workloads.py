@@ -19,6 +19,7 @@ def _images(
         name=name,
         service="images",
         space=engine.SPACE,
+        sets=engine.SETS,
         slo_ms=slo_ms,
         features={
             "callers": callers, "steps": steps, "lora_sets": loras, "controlled_share": controlled / 4,
@@ -39,6 +40,7 @@ def _rank(
         name=name,
         service="recommend",
         space=rank.SPACE,
+        sets=rank.SETS,
         slo_ms=slo_ms,
         features={"callers": callers, "candidates": candidates, "slo_ms": slo_ms},
         model=model,

@@ -13,7 +13,7 @@ from plait.errors import PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, placement, zoo, models"
+_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, tuning, placement, zoo, models"
 
 
 @app.command()

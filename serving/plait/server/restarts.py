@@ -16,8 +16,9 @@ from enum import StrEnum
 from typing import Any
 
 from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, ServedConfig, worker_name
-from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import RankModelSection
+from plait_serving.images.config import MODEL_CPUS, ImagesSection
+from plait_serving.ranking.config import WORKER_CPUS, RankModelSection
+from plait_serving.sections import INGRESS_CPUS
 
 __all__ = ["DeploymentPlan", "Effect", "effects", "plans", "versions"]
 
@@ -34,18 +35,22 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentPlan:
-    """One deployment as the configuration specifies it. `fixed`: what only a restart changes, as JSON."""
+    """One deployment as the configuration specifies it. `fixed`: what only a restart changes, as JSON; `num_cpus` and
+    `num_gpus`: what Ray reserves for a replica."""
 
     fixed: str
     knobs: Mapping[str, Any]
+    num_cpus: float
     replicas: Any = 1
-    num_cpus: float | None = None
     num_gpus: float = 0.0
 
 
 def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
     """Return the plans of all deployments by name."""
-    found = {INGRESS: DeploymentPlan(fixed=_json(_ingress(config)), knobs={})}
+    ingress = DeploymentPlan(
+        fixed=_json(_ingress(config)), knobs={}, num_cpus=INGRESS_CPUS, replicas=config.server.ingress_replicas
+    )
+    found = {INGRESS: ingress}
     if config.images is not None:
         found |= _images(config.images)
     for name, section in config.ranking_models.items():
@@ -57,7 +62,7 @@ def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
                 fixed=_json({**_package(section), "role": role, **rest}),
                 knobs=part.capped_knobs.model_dump(mode="json"),
                 replicas=replicas,
-                num_cpus=part.num_cpus,
+                num_cpus=part.num_cpus or WORKER_CPUS,
                 num_gpus=rest.get("num_gpus", 0.0),
             )
     return found
@@ -106,7 +111,7 @@ def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
             fixed=_json(fixed),
             knobs=images.capped_knobs.model_dump(mode="json"),
             replicas=images.model_dump(mode="json")["replicas"],
-            num_cpus=images.num_cpus,
+            num_cpus=images.num_cpus or MODEL_CPUS,
             num_gpus=images.num_gpus,
         )
     }
@@ -123,7 +128,7 @@ def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
             fixed=_json(own),
             knobs={"threads": section.thread_cap},
             replicas=section.replicas,
-            num_cpus=section.num_cpus,
+            num_cpus=section.num_cpus or MODEL_CPUS,
             num_gpus=section.num_gpus,
         )
     return found

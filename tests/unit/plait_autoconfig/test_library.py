@@ -60,7 +60,9 @@ def test_only_runs_with_a_measurement_teach():
     assert [(run.run_id, len(run.trials)) for run in used] == [("good", 1)]
     said = str(usable_for(other, GRID, RATE))
     assert (
-        said == "picks (other): 0 of 1 trials can be used; 1 not: threads is no knob of this space; they are cpu, batch"
+        said
+        == "picks (other): 0 of 1 trials can be used; 1 not: threads is no knob of this space; they are cpu, batch; "
+        "the best of them had rate 1, and none is left that kept the limits"
     )
 
 

@@ -82,6 +82,31 @@ def test_wrong_spaces_are_named(knobs, constraints, said):
         Space(knobs, constraints)
 
 
+def test_names_as_people_write_them():
+    """Hyphens and dots in names; in a constraint they belong to the knob that has that name, and to no subtraction."""
+    knobs = (
+        IntKnob(name="max-num-seqs", low=1, high=4), IntKnob(name="max", low=1, high=4),
+        ChoiceKnob(name="kv.dtype", values=("fp-8", "max-num-seqs")),
+    )  # fmt: skip
+    space = Space(knobs, ("max-num-seqs * 2 <= 4", "max - 1 <= 2", "kv.dtype != 'max-num-seqs'"))
+    assert len(space.cells()) == 2 * 3
+    with pytest.raises(OutsideSpace, match="max-num-seqs = 3"):
+        space.check({"max-num-seqs": 3, "max": 1, "kv.dtype": "fp-8"})
+    with pytest.raises(SpaceError, match="names num, which is no knob"):
+        Space(knobs, ("num <= 2",))
+
+
+def test_candidates_are_what_is_proposed_and_no_more_than_that():
+    """In their order and each once; any other configuration of the space is still known to it."""
+    listed = ({"cpu": 3}, {"cpu": 1}, {"cpu": 3})
+    space = Space((CPU,), (), listed)
+    assert space.cells() == ({"cpu": 3}, {"cpu": 1})
+    assert space.exhaustive
+    assert space.check({"cpu": 2}) == {"cpu": 2}
+    with pytest.raises(OutsideSpace, match="candidate 2 is outside of the space: cpu is 99"):
+        Space((CPU,), (), ({"cpu": 1}, {"cpu": 99}))
+
+
 @pytest.mark.parametrize(
     "text",
     [

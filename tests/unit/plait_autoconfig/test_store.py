@@ -20,7 +20,7 @@ TRIALS = (
 )
 RUN = run_of(*TRIALS)
 OTHER = run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), run_id="run-2", goals=())
-NEWER = '{"plait_library":2,"kind":"trial","shape":"unheard of"}'
+NEWER = '{"plait_library":3,"kind":"trial","shape":"unheard of"}'
 
 
 def test_lines_hold_everything():
@@ -49,7 +49,7 @@ def test_lines_of_a_later_version_are_kept():
     """They are marked, and written back as they were."""
     loaded = load_lines([*dump_lines([OTHER]), NEWER])
     assert loaded.runs == (OTHER,)
-    assert loaded.unreadable == (UnreadableLine(text=NEWER, reason="line 3 has format 2, this version reads 1"),)
+    assert loaded.unreadable == (UnreadableLine(text=NEWER, reason="line 3 has format 3, this version reads 2"),)
     assert load_lines(dump_lines(loaded.runs, loaded.unreadable)).unreadable == loaded.unreadable
 
 

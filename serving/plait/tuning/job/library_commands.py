@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,8 @@ def _errors_as_messages() -> Iterator[None]:
         yield
     except TunerError as error:
         raise PlaitError(str(error)) from error
+    except FileExistsError as error:
+        raise PlaitError(f"{error.filename} is there already; choose another --out") from error
 
 
 Library = Annotated[Path, typer.Argument(help="the library: the file that a job names as `library`")]
@@ -80,13 +83,9 @@ def list_command(
 @_errors_as_messages()
 def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="as `list` prints it")]) -> None:
     """Print one run as JSON lines: the run, then its trials."""
-    from plait_autoconfig.errors import LibraryError
     from plait_autoconfig.rows import dump_lines
 
-    runs = {run.run_id: run for run in _existing(library).runs()}
-    if run_id not in runs:
-        raise LibraryError(f"{library} has no run {run_id!r}; it has {', '.join(runs) or 'none'}")
-    typer.echo("\n".join(dump_lines([runs[run_id]])))
+    typer.echo("\n".join(dump_lines([_run(library, run_id)])))
 
 
 @app.command("export")
@@ -103,6 +102,50 @@ def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a
 def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="the library to add")]) -> None:
     """Add all runs of another library; what is there already is not added twice."""
     _add_all(other, into=library)
+
+
+@app.command("job")
+@_errors_as_messages()
+def job_command(
+    library: Library,
+    *,
+    scenario: Annotated[str, typer.Option(help="the load: a built-in scenario of `plait loadtest`, or a YAML file")],
+    run_id: Annotated[str | None, typer.Option("--run", help="which run, as `list` prints it; the last")] = None,
+    out: Annotated[Path, typer.Option(help="the job file to write")] = Path("job.yaml"),
+    only_measured: Annotated[
+        bool, typer.Option("--only-measured", help="propose only configurations that the library has")
+    ] = False,
+) -> None:
+    """Draft a job on the service of a past run: its knobs with the values that were measured, and its goal."""
+    import yaml
+
+    from plait_autoconfig.drafting import draft_job
+    from plait_autoconfig.jobs.job_file import parse_job
+
+    run = _run(library, run_id)
+    where = os.path.relpath(library, out.parent)
+    settings = draft_job(run, app=_app_of(run), scenario=scenario, library=where, only_measured=only_measured)
+    text = yaml.safe_dump(settings, sort_keys=False, width=110)
+    parse_job(text, folder=out.absolute().parent, source=str(out))
+    with out.open("x", encoding="utf-8") as file:
+        file.write(text)
+    typer.echo(f"{out}: {len(settings['knobs'])} knobs; run it with `plait tune run {out}`")
+
+
+def _run(library: Path, run_id: str | None) -> LibraryRun:
+    """Return a run by its id, or the last. Raises `LibraryError` naming those that there are."""
+    from plait_autoconfig.errors import LibraryError
+
+    runs = {run.run_id: run for run in _existing(library).runs()}
+    if not runs or run_id not in {*runs, None}:
+        raise LibraryError(f"{library} has no run {run_id or ''!r}; it has {', '.join(runs) or 'none'}")
+    return runs[run_id or list(runs)[-1]]
+
+
+def _app_of(run: LibraryRun) -> str:
+    """Return what a run tuned, by the deployments that its knobs set."""
+    first = next(iter(run.sets.values()), "")
+    return "images" if first.startswith(("engine.", "controlnet")) else "recommend"
 
 
 def _add_all(source: Path, *, into: Path) -> None:

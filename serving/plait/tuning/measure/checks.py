@@ -33,7 +33,8 @@ _GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
 METRICS = frozenset(
     {
         "attainment", "cost_per_hour", "cpu_cores", "error_rate", "goodput_per_cost", "goodput_per_s", "memory_gib",
-        "offered_per_s", "p50_ms", "p99_ms", "quality_drift",
+        "offered_per_s", "p50_ms", "p99_ms", "quality_drift", "reserved_cores", "reserved_cost_per_hour",
+        "used_cost_per_hour",
     }
 )  # fmt: skip
 """The metrics of a trial of plait's own measurer (`plait.tuning.measure.measurer`)."""
@@ -107,10 +108,10 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
         scenario = load_scenario(source, {})
         if spec.rate_per_s is not None:
             scenario = at_rate(scenario, spec.rate_per_s, scenario.duration_s)
-        elif spec.offered == "capacity":
+        elif spec.is_capacity_search:
             at_rate(scenario, 1.0, scenario.duration_s)
     except LoadtestError as error:
-        raise JobRefused(f"scenarios: {error}") from error
+        raise JobRefused(f"scenarios: {error}{_hint(spec)}") from error
     wanted = _API[spec.target.app]
     if scenario.target.api != wanted:
         raise JobRefused(
@@ -118,8 +119,8 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
         )
     rate = getattr(scenario.arrivals, "rate_per_s", None)
     slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
-    if spec.offered == "capacity" and not any(slo for _, slo in slos):
-        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs")
+    if spec.is_capacity_search and not any(slo for _, slo in slos):
+        raise JobRefused(f"scenarios: {scenario.name} has no slo, which a search for capacity needs{_hint(spec)}")
     needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
     if rate is not None and rate * scenario.duration_s < needed:
         raise JobRefused(
@@ -127,6 +128,11 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
             f"{scenario.duration_s:g} s; its SLO needs {needed} to be judged: duration_s: {math.ceil(needed / rate)}"
         )
     return scenario
+
+
+def _hint(spec: JobSpec) -> str:
+    """Say how to keep the scenario's load, where the job did not ask for another."""
+    return "; `offered: given` measures at the scenario's own rate" if spec.is_capacity_search else ""
 
 
 def guard_of(spec: JobSpec) -> GuardLimits | None:

@@ -1,9 +1,9 @@
-"""The hourly cost of a configuration: the prices of a job times what the configuration *reserves*.
+"""The hourly cost of a configuration: the prices of a job times what the configuration *reserves*, or what it *used*.
 
-The reserved amount is what a machine must have for it, used or not: the cores of a replica are its budget, `num_cpus`;
-without one, it keeps as many busy as it has `threads` (0: all of the machine). The ingress has one; a replica's GPUs
-are its `num_gpus`. Memory has no reservation in plait, so it is the maximum that was measured. An autoscaling
-deployment reserves its maximum count.
+Reserved is what Ray sets aside for it, used or not: `num_cpus` and `num_gpus` of all replicas, the ingress included,
+as fractions. `threads` are a cap and cost nothing. Used are the processor-seconds per second that the replicas were
+seen to take. Memory is the maximum that was measured and GPUs are those reserved, in both: Ray reserves no memory for
+plait, and nothing measures shares of GPUs. An autoscaling deployment reserves its maximum count.
 """
 
 from __future__ import annotations
@@ -16,12 +16,11 @@ from plait.config import INGRESS, PlaitConfig, ServedConfig
 from plait.errors import PlaitError
 from plait.server.restarts import plans
 from plait.tuning.measure.knobs import apply_knobs
-from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.spec import JobSpec, Prices
+from plait_autoconfig.objective import COST_PER_HOUR
 from plait_serving.cores import HostCores
 
-__all__ = ["ReservedResources", "cost_per_hour", "host_cores_of", "known_costs", "reserved"]
-
-_INGRESS_CORES = 1.0
+__all__ = ["ReservedResources", "cost_metrics", "host_cores_of", "known_costs", "reserved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,15 +31,13 @@ class ReservedResources:
     gpus: float
 
 
-def reserved(config: ServedConfig, *, machine_cores: int) -> ReservedResources:
-    """Return the cores and GPUs that the deployments reserve."""
-    cores, gpus = _INGRESS_CORES, 0.0
-    for name, plan in plans(config).items():
-        if name != INGRESS:
-            count = max_count(plan.replicas)
-            cores += count * (plan.num_cpus or int(plan.knobs.get("threads", 1)) or machine_cores)
-            gpus += count * plan.num_gpus
-    return ReservedResources(cores=cores, gpus=gpus)
+def reserved(config: ServedConfig) -> ReservedResources:
+    """Return the cores and GPUs that Ray reserves for the deployments."""
+    found = plans(config).values()
+    return ReservedResources(
+        cores=sum(max_count(plan.replicas) * plan.num_cpus for plan in found),
+        gpus=sum(max_count(plan.replicas) * plan.num_gpus for plan in found),
+    )
 
 
 def host_cores_of(config: ServedConfig, *, machine_cores: int) -> HostCores:
@@ -57,27 +54,34 @@ def max_count(replicas: Any) -> int:
     return int(replicas["max"] if isinstance(replicas, Mapping) else replicas)
 
 
-def cost_per_hour(
-    what: ReservedResources, *, memory_gib: float, core_hour: float, gpu_hour: float = 0.0, gib_hour: float = 0.0
-) -> float:
-    """Return the cost per hour in the currency of the prices."""
-    return what.cores * core_hour + what.gpus * gpu_hour + memory_gib * gib_hour
+def cost_metrics(prices: Prices, what: ReservedResources, *, used_cores: float, memory_gib: float) -> dict[str, float]:
+    """Return the metrics that say what a configuration costs: by what it reserves, by what it used, and, as
+    `cost_per_hour`, by the basis of the prices."""
+    rest = what.gpus * prices.gpu + memory_gib * prices.gib
+    by_basis = {"reserved": what.cores * prices.core + rest, "used": used_cores * prices.core + rest}
+    return {
+        "cpu_cores": used_cores,
+        "memory_gib": memory_gib,
+        "reserved_cores": what.cores,
+        **{f"{basis}_cost_per_hour": cost for basis, cost in by_basis.items()},
+        COST_PER_HOUR: by_basis[prices.basis],
+    }
 
 
-def known_costs(spec: JobSpec, config: PlaitConfig, *, machine_cores: int) -> tuple[float, ...]:
+def known_costs(spec: JobSpec, config: PlaitConfig) -> tuple[float, ...]:
     """Return the costs of all cells of the space, without their memory, which only a trial shows.
 
-    Empty unless the goal is a single one that involves the cost, if memory is the only cost of some cell, or if some
-    cell is not a valid configuration, as its trial will report.
+    Empty unless the goal is a single one that involves the cost and what is reserved is priced; also if memory is the
+    only cost of some cell, or if some cell is not a valid configuration, as its trial will report.
     """
     prices = spec.prices
-    if len(spec.goal.goals) > 1 or not spec.goal.goals[0].has_cost:
+    if len(spec.goal.goals) > 1 or not spec.goal.goals[0].has_cost or prices.basis != "reserved":
         return ()
     costs: list[float] = []
     for cell in spec.space.cells():
         try:
-            what = reserved(apply_knobs(config, spec.settings(cell)), machine_cores=machine_cores)
+            what = reserved(apply_knobs(config, spec.settings(cell)))
         except PlaitError:
             return ()
-        costs.append(cost_per_hour(what, memory_gib=0.0, core_hour=prices.core, gpu_hour=prices.gpu))
+        costs.append(cost_metrics(prices, what, used_cores=0.0, memory_gib=0.0)[COST_PER_HOUR])
     return tuple(costs) if all(cost > 0.0 for cost in costs) else ()

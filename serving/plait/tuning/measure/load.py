@@ -1,4 +1,4 @@
-"""One load test of a trial, and its metrics. Open loop, ended early when it cannot meet the SLO.
+"""The load tests of a trial, and their metrics. Open loop, ended early when they cannot meet the SLO.
 
 Metrics, with units in their names: `offered_per_s` (the scenario's nominal rate, not the sampled one),
 `attainment` (the share answered in time; in a run that was ended early, all requests that did not come count as
@@ -9,39 +9,50 @@ early they are lower bounds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from plait.tuning.measure.early_stop import EarlyStop, needs_of
-from plait.tuning.measure.rate_search import RateResult, search_rate
+from plait.tuning.measure.usage import ResourceUsage, UsageSampler
+from plait_autoconfig.looks import Look, LookPlan, best_look, look_for_capacity
 from plait_loadtest.histogram import of_ns
-from plait_loadtest.judging import judge_records
+from plait_loadtest.judging import judge_records, percentile_of, slo_of
+from plait_loadtest.measure import min_requests
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, at_rate, run_scenario
 from plait_loadtest.values import OnProgress, RunProgress, StopWhen
 from plait_loadtest.values import RequestOutcome as Ended
 
-__all__ = ["LoadResult", "Watch", "metrics_of", "run_given", "run_search"]
+__all__ = ["LoadResult", "Watch", "joined", "look_s", "metrics_of", "rate_of", "run_given", "run_search"]
 
 _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sent"})
 """Reasons why the numbers describe the load generator rather than the configuration."""
+_LOOK = 0.25
+"""The length of a short look as a share of the scenario's."""
+_AGAIN_S = 0.5
+"""The warm-up of all runs of a trial but the first: only queues have to fill again."""
+_MIN_LOOK_S = 1.0
+_NOTHING_USED = ResourceUsage(cpu_s=0.0, memory_bytes=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watch:
-    """Callbacks during the load: `show` receives its progress, `stop` may end it."""
+    """Callbacks during the load: `show` receives its progress, `stop` may end it. `pids`: whose use is measured."""
 
     show: OnProgress = lambda _: None
     stop: Sequence[StopWhen] = ()
     limit_s: float = float("inf")
+    pids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadResult:
     """The result of a load: metrics; empty if no request finished. `invalid`: why the numbers reflect the load
-    generator instead. `ended_early`: why it was. `errors` by kind."""
+    generator instead. `ended_early`: why it was. `errors` by kind. `sessions`: all that ran; `used`: while those ran
+    that count, for `counted_s`."""
 
     metrics: Mapping[str, float]
     invalid: str = ""
@@ -50,6 +61,8 @@ class LoadResult:
     errors: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     sessions: tuple[FinishedRun, ...] = field(default=(), repr=False)
+    used: ResourceUsage = _NOTHING_USED
+    counted_s: float = 0.0
 
 
 def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
@@ -66,72 +79,147 @@ def run_given(scenario: Scenario, watch: Watch) -> LoadResult:
             return f"the trial's time limit left the load {watch.limit_s:.0f} s"
         return next((why for each in stops if (why := each(progress))), None)
 
-    session = run_scenario(scenario, on_progress=watch.show, stop_when=stop)
+    with UsageSampler(lambda: watch.pids) as sampler:
+        session = run_scenario(scenario, on_progress=watch.show, stop_when=stop)
+        used = sampler.used()
     summary, early = session.summary, session.result.abandoned
     invalid = [reason.text for reason in summary.reasons if reason.code in _OWN_FAULT]
     return LoadResult(
-        metrics=metrics_of(session),
+        metrics=metrics_of((session,)),
         invalid="; ".join(invalid),
         ended_early=early,
         timed_out=hit_limit,
         errors=summary.total.errors,
         notes=(f"ended early: {early}",) if early else (),
         sessions=(session,),
+        used=used,
+        counted_s=session.result.wall_s,
     )
 
 
-def run_search(scenario: Scenario, watch: Watch, *, runs: int = 5) -> LoadResult:
-    """Search briefly, from the scenario's rate, for the highest goodput of the configuration while it holds the SLO.
+def joined(look: LoadResult, rest: LoadResult) -> LoadResult:
+    """Return a look and the rest of its run as one load."""
+    sessions = (*look.sessions, *rest.sessions)
+    errors = {name: look.errors.get(name, 0) + rest.errors.get(name, 0) for name in (*look.errors, *rest.errors)}
+    used = ResourceUsage(
+        cpu_s=look.used.cpu_s + rest.used.cpu_s,
+        memory_bytes=max(look.used.memory_bytes, rest.used.memory_bytes),
+        gpu_memory_bytes=max(look.used.gpu_memory_bytes, rest.used.gpu_memory_bytes),
+    )
+    return LoadResult(
+        metrics=metrics_of(sessions),
+        invalid="; ".join(filter(None, (look.invalid, rest.invalid))),
+        ended_early=rest.ended_early,
+        timed_out=rest.timed_out,
+        errors=errors,
+        notes=rest.notes,
+        sessions=sessions,
+        used=used,
+        counted_s=look.counted_s + rest.counted_s,
+    )
 
-    Raises `ScenarioError` if the arrivals have no single rate.
+
+def rate_of(scenario: Scenario) -> float | None:
+    """Return the scenario's single rate per second; None if it has none."""
+    return getattr(scenario.arrivals, "rate_per_s", None) if scenario.arrivals.kind != "ramp" else None
+
+
+def look_s(scenario: Scenario, rate_per_s: float) -> float:
+    """Return how long a short look takes: long enough for its requests to judge the SLO, if the scenario is."""
+    slos = [(item, slo_of(scenario, item.name)) for item in scenario.mix]
+    needed = max((min_requests(percentile_of(slo, item.api)) for item, slo in slos if slo is not None), default=1)
+    return min(scenario.duration_s, max(_LOOK * scenario.duration_s, needed / rate_per_s, _MIN_LOOK_S))
+
+
+def run_search(
+    scenario: Scenario,
+    watch: Watch,
+    *,
+    expected_per_s: float = 0.0,
+    needed: Callable[[LoadResult], float] = lambda _: 0.0,
+    whole: bool = False,
+) -> LoadResult:
+    """Look for the highest rate at which the configuration holds the SLO, and return its load at that rate.
+
+    `expected_per_s`: what similar configurations reached; without, it starts from the scenario's rate. `needed`: the
+    goodput with which this one would tie with the best so far, by a look at it. `whole`: once it is known where to
+    look, no run is a short one, for measurements that others are compared with. Raises `ScenarioError` if the arrivals
+    have no single rate.
     """
     loads: list[LoadResult] = []
+    started_s = time.monotonic()
 
-    def run(rate_per_s: float) -> RateResult:
-        trial = at_rate(scenario, rate_per_s, scenario.duration_s).model_copy(
-            update={"seed": scenario.seed + len(loads)}
+    def run(rate_per_s: float, duration_s: float) -> Look:
+        trial = at_rate(scenario, rate_per_s, max(duration_s, look_s(scenario, rate_per_s))).model_copy(
+            update={"seed": scenario.seed + len(loads), "warm_up_s": _warm_up_s(scenario, again=bool(loads))}
         )
-        loads.append(run_given(trial, watch))
-        metrics = loads[-1].metrics
-        good = metrics.get("goodput_per_s", 0.0)
-        held = not loads[-1].ended_early and bool(loads[-1].sessions[0].summary.total.slo_met)
-        return RateResult(rate_per_s=rate_per_s, held=held, goodput_per_s=good)
+        left_s = watch.limit_s - (time.monotonic() - started_s)
+        loads.append(load := run_given(trial, replace(watch, limit_s=left_s)))
+        result = load.sessions[0].result
+        return Look(
+            rate_per_s=rate_per_s,
+            duration_s=duration_s,
+            held=not load.ended_early and bool(load.sessions[0].summary.total.slo_met),
+            answered_per_s=int((result.records["outcome"] == Ended.OK).sum()) / max(result.wall_s, 1e-3),
+            needed_per_s=needed(load),
+        )
 
-    tried = search_rate(run, getattr(scenario.arrivals, "rate_per_s", 1.0), runs=runs)
-    held = [index for index, each in enumerate(tried) if each.held]
-    best = max(held, key=lambda index: tried[index].goodput_per_s, default=len(tried) - 1)
-    rates = ", ".join(f"{each.rate_per_s:.3g}/s {'held' if each.held else 'missed'}" for each in tried)
-    chosen = loads[best]
+    given_per_s = rate_of(scenario) or 1.0
+    plan = LookPlan.of(
+        given_per_s,
+        expected_per_s=expected_per_s,
+        short_s=look_s(scenario, expected_per_s or given_per_s),
+        long_s=scenario.duration_s,
+        whole=whole,
+    )
+    looks = look_for_capacity(run, plan)
+    chosen = loads[best_look(looks)]
+    said = [f"{each.rate_per_s:.3g}/s {'held' if each.held else 'missed'} ({each.duration_s:.3g} s)" for each in looks]
     return LoadResult(
         metrics=chosen.metrics,
         invalid=chosen.invalid,
         ended_early=chosen.ended_early,
         timed_out=chosen.timed_out,
         errors=chosen.errors,
-        notes=(f"rates: {rates}",),
+        notes=(f"rates: {', '.join(said)}",),
         sessions=tuple(session for load in loads for session in load.sessions),
+        used=chosen.used,
+        counted_s=chosen.counted_s,
     )
 
 
-def metrics_of(session: FinishedRun) -> dict[str, float]:
-    """Return the metrics of a run; empty if no request finished, since then there is nothing to report."""
-    total = session.summary.total
-    judged = judge_records(session.result, session.scenario)
-    unanswered = judged.judged & (judged.records["outcome"] == Ended.INTERRUPTED)
-    waited_ns = judged.waited_ns[(judged.answered | unanswered) & (judged.records["done_ns"] >= 0)]
-    if not total.judged or not waited_ns.size:
+def _warm_up_s(scenario: Scenario, *, again: bool) -> float:
+    return min(scenario.warm_up_s, _AGAIN_S) if again else scenario.warm_up_s
+
+
+def metrics_of(sessions: Sequence[FinishedRun]) -> dict[str, float]:
+    """Return the metrics of runs at one rate, taken together; empty if no request finished, since then there is nothing
+    to report."""
+    judged, good, expected, failed = 0, 0, 0, 0
+    waited_ns: list[np.ndarray] = []
+    for session in sessions:
+        seen, total = judge_records(session.result, session.scenario), session.summary.total
+        unanswered = seen.judged & (seen.records["outcome"] == Ended.INTERRUPTED)
+        ended = (seen.answered | unanswered) & (seen.records["done_ns"] >= 0)
+        waited_ns.append(np.asarray(seen.waited_ns[ended]))
+        judged, good = judged + total.judged, good + total.good
+        if session.result.abandoned:  # what we broke off is late, but no error of the server's
+            expected += int((~seen.records["warm_up"]).sum())
+            failed += int((seen.failed & ~unanswered).sum())
+        else:
+            expected += total.judged
+            failed += round(total.error_rate * total.judged)
+    waited = np.concatenate(waited_ns) if waited_ns else np.array([])
+    if not judged or not waited.size:
         return {}
-    p50_ms, p99_ms = (value / 1e6 for value in of_ns(np.asarray(waited_ns)).percentiles_ns((50.0, 99.0)))
-    attainment, error_rate = total.good / total.judged, total.error_rate
-    if session.result.abandoned:  # what we broke off is late, but no error of the server's
-        attainment = total.good / int((~judged.records["warm_up"]).sum())
-        error_rate = int((judged.failed & ~unanswered).sum()) / total.judged
-    offered_per_s = getattr(session.scenario.arrivals, "rate_per_s", total.offered_per_s)
+    p50_ms, p99_ms = (value / 1e6 for value in of_ns(waited).percentiles_ns((50.0, 99.0)))
+    attainment, scenario = good / expected, sessions[0].scenario
+    offered_per_s = getattr(scenario.arrivals, "rate_per_s", sessions[0].summary.total.offered_per_s)
     return {
         "offered_per_s": offered_per_s,
         "goodput_per_s": offered_per_s * attainment,
         "attainment": attainment,
         "p50_ms": float(p50_ms),
         "p99_ms": float(p99_ms),
-        "error_rate": error_rate,
+        "error_rate": failed / judged,
     }

@@ -107,16 +107,18 @@ class PlaitMeasurer:
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="no answer to a probe")
         plan = LoadPlan(
             scenarios=prepared.scenarios,
-            search=spec.offered == "capacity",
+            search=spec.is_capacity_search,
             seed=task.seed,
             limit_s=task.limit_s - _SPARE_S - (time.monotonic() - started_s),
+            prices=spec.prices,
+            goal=spec.goal.goals[0] if len(spec.goal.goals) == 1 else None,
+            to_beat=task.to_beat,
+            expected_per_s=task.expected_per_s,
             guard=None if prepared.guard is None else partial(Guard, prepared.guard),
         )
         shown = run_loads(
             application.running,
             plan,
-            prices=spec.prices,
-            machine_cores=_cores(),
             folder=task.folder,
             log_path=self._folder / "clone.log",
             say=say,
@@ -203,7 +205,7 @@ def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
         workload=workload,
         hardware=hardware,
         versions=versions | {"python": platform.python_version()},
-        costs=known_costs(spec, config, machine_cores=_cores()),
+        costs=known_costs(spec, config),
     )
 
 

@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.config import PlaitConfig
 from plait.server.restarts import plans
 from plait.tuning.measure.application import RunningApplication
-from plait.tuning.measure.cost import cost_per_hour, reserved
+from plait.tuning.measure.cost import cost_metrics, reserved
 from plait.tuning.measure.failures import Evidence, of_load
-from plait.tuning.measure.load import LoadResult, Watch, run_given, run_search
-from plait.tuning.measure.usage import ResourceUsage, UsageSampler
+from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
 from plait_autoconfig.jobs.spec import Prices
+from plait_autoconfig.looks import surely_loses
+from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S, Goal
 from plait_autoconfig.values import TrialOutcome
 from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs
 from plait_loadtest.scenario import Scenario
+from plait_loadtest.session import FinishedRun, at_rate
 from plait_loadtest.values import RunProgress, StopWhen
 
 __all__ = ["LoadPlan", "TrialMetrics", "run_loads", "with_address", "worst_metrics"]
@@ -31,12 +32,20 @@ _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """The load to run: scenarios without an address, each at its rate or, if `search`, in search of the highest one."""
+    """The load to run: scenarios without an address, each at its rate or, if `search`, in search of the highest one.
+
+    `goal`: the only one of the job, if there is one; `to_beat`: its metric for the best configuration so far, None if
+    this measurement is to be complete; `expected_per_s`: the goodput that similar configurations reached, 0 if unknown.
+    """
 
     scenarios: tuple[Scenario, ...]
     search: bool
     seed: int
     limit_s: float
+    prices: Prices
+    goal: Goal | None = None
+    to_beat: float | None = None
+    expected_per_s: float = 0.0
     guard: Callable[[], StopWhen] | None = None
 
 
@@ -56,8 +65,6 @@ def run_loads(
     running: RunningApplication,
     plan: LoadPlan,
     *,
-    prices: Prices,
-    machine_cores: int,
     folder: Path,
     log_path: Path | None,
     say: Callable[[str], None],
@@ -67,40 +74,122 @@ def run_loads(
 
     Raises `ScenarioError`.
     """
-    assert running.config is not None, "a trial needs an application that runs"
     before, kills, said_bytes = running.pids(), count_kills(), _size(log_path)
-    started_s = time.monotonic()
-    breached: list[str] = []
-    loads: list[LoadResult] = []
-    with UsageSampler(lambda: before) as sampler:
-        for scenario in plan.scenarios:
-            there = with_address(scenario, running.url, running.prefix).model_copy(update={"seed": plan.seed})
-            watch = Watch(
-                show=_ProgressTicker(there, say),
-                stop=() if plan.guard is None else (_noted(plan.guard(), breached),),
-                limit_s=plan.limit_s - (time.monotonic() - started_s),
-            )
-            loads.append((run_search if plan.search else run_given)(there, watch))
-            if breached:
-                break
-        used, seconds = sampler.used(), time.monotonic() - started_s
+    loading = _TrialLoads(running, plan, say, tuple(before))
+    loads = loading.searched() if plan.search else loading.given()
     evidence = Evidence(
         died=_died(running, before), oom_kills=count_kills() - kills, log=_read_from(log_path, said_bytes)
     )
-    samples = Samples(
-        cpu_cores=used.cpu_s / seconds, memory_bytes=used.memory_bytes, gpu_memory_bytes=used.gpu_memory_bytes
-    )
-    failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=bool(breached)))), None)
-    metrics = {**known, **worst_metrics([load.metrics for load in loads])} | _costs(
-        running.config, used, prices, machine_cores
-    )
+    breached = bool(loading.breached)
+    failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=breached))), None)
+    sessions = [session for load in loads for session in load.sessions]
     return TrialMetrics(
-        outcome=failed or TrialOutcome(metrics=_with_ratios(metrics, samples)),
-        load_s=sum(session.result.wall_s for load in loads for session in load.sessions),
-        samples=samples,
-        notes=tuple(note for load in loads for note in load.notes),
-        artefacts=_written(loads, folder),
-        guard_breached=bool(breached),
+        outcome=failed or TrialOutcome(metrics={**known, **loading.metrics(loads)}),
+        load_s=sum(session.result.wall_s for session in sessions),
+        samples=_samples(loads),
+        notes=(*loading.notes, *(note for load in loads for note in load.notes)),
+        artefacts=_written(sessions, folder),
+        guard_breached=breached,
+    )
+
+
+class _TrialLoads:
+    """The loads of one trial. `breached`: why a guard broke in; `notes`: what was decided on the way."""
+
+    def __init__(
+        self, running: RunningApplication, plan: LoadPlan, say: Callable[[str], None], pids: tuple[int, ...]
+    ) -> None:
+        assert running.config is not None, "a trial needs an application that runs"
+        self._running, self._plan, self._say, self._pids = running, plan, say, pids
+        self._reserved = reserved(running.config)
+        self._started_s = time.monotonic()
+        self.breached: list[str] = []
+        self.notes: list[str] = []
+
+    def searched(self) -> list[LoadResult]:
+        """Search for the highest rate of each scenario."""
+        whole = self._plan.to_beat is None
+        return self._each(
+            lambda scenario, watch: run_search(
+                scenario, watch, expected_per_s=self._plan.expected_per_s, needed=self._needed, whole=whole
+            )
+        )
+
+    def given(self) -> list[LoadResult]:
+        """Run each scenario at its rate: first a short look, and the rest unless the look surely loses."""
+        plan = self._plan
+        if plan.to_beat is None or plan.goal is None or not all(map(_is_divisible, plan.scenarios)):
+            return self._each(run_given)
+        looks = self._each(lambda scenario, watch: run_given(_part(scenario, first=True), watch))
+        seen = self.metrics(looks).get(plan.goal.metric)
+        if self.breached or seen is None or any(look.ended_early for look in looks):
+            return looks
+        if surely_loses(plan.goal, seen, plan.to_beat):
+            self.notes.append(f"short: {plan.goal.metric} {seen:.4g} will not beat the best's {plan.to_beat:.4g}")
+            return looks
+        rests = self._each(lambda scenario, watch: run_given(_part(scenario, first=False), watch))
+        return [joined(look, rest) for look, rest in zip(looks, rests, strict=False)]
+
+    def metrics(self, loads: Sequence[LoadResult]) -> dict[str, float]:
+        """Return the metrics of all scenarios together, and what they cost."""
+        samples = _samples(loads)
+        found = worst_metrics([load.metrics for load in loads]) | cost_metrics(
+            self._plan.prices,
+            self._reserved,
+            used_cores=samples.cpu_cores,
+            memory_gib=samples.memory_bytes / _GIB,
+        )
+        return _with_ratio(found)
+
+    def _needed(self, load: LoadResult) -> float:
+        """Return the goodput with which this configuration would tie with the best one; 0 if that is unknown."""
+        plan = self._plan
+        if plan.to_beat is None or plan.goal is None or plan.goal.direction != "max":
+            return 0.0
+        if plan.goal.metric == GOODPUT_PER_S:
+            return plan.to_beat
+        return plan.to_beat * self.metrics([load])[COST_PER_HOUR] / 3600.0 if plan.goal.has_cost else 0.0
+
+    def _each(self, run: Callable[[Scenario, Watch], LoadResult]) -> list[LoadResult]:
+        plan, loads = self._plan, list[LoadResult]()
+        for scenario in plan.scenarios:
+            there = with_address(scenario, self._running.url, self._running.prefix)
+            watch = Watch(
+                show=_ProgressTicker(there, self._say),
+                stop=() if plan.guard is None else (_noted(plan.guard(), self.breached),),
+                limit_s=plan.limit_s - (time.monotonic() - self._started_s),
+                pids=self._pids,
+            )
+            loads.append(run(there.model_copy(update={"seed": plan.seed}), watch))
+            if self.breached:
+                break
+        return loads
+
+
+def _is_divisible(scenario: Scenario) -> bool:
+    """Return whether a look at the scenario's rate spares anything."""
+    rate_per_s = rate_of(scenario)
+    return rate_per_s is not None and not scenario.count and look_s(scenario, rate_per_s) < scenario.duration_s / 2
+
+
+def _part(scenario: Scenario, *, first: bool) -> Scenario:
+    """Return a short look at the scenario's rate, or the rest of its duration, with other arrivals."""
+    rate_per_s = rate_of(scenario)
+    assert rate_per_s is not None
+    short_s = look_s(scenario, rate_per_s)
+    if first:
+        return at_rate(scenario, rate_per_s, short_s)
+    rest = at_rate(scenario, rate_per_s, max(scenario.duration_s - short_s, 1.0))
+    return rest.model_copy(update={"seed": scenario.seed + 1, "warm_up_s": min(scenario.warm_up_s, 0.5)})
+
+
+def _samples(loads: Sequence[LoadResult]) -> Samples:
+    """Return what the replicas used while those runs lasted that count."""
+    seconds = sum(load.counted_s for load in loads)
+    return Samples(
+        cpu_cores=sum(load.used.cpu_s for load in loads) / max(seconds, 1e-3),
+        memory_bytes=max((load.used.memory_bytes for load in loads), default=0),
+        gpu_memory_bytes=max((load.used.gpu_memory_bytes for load in loads), default=0),
     )
 
 
@@ -123,24 +212,12 @@ def count_kills() -> int:
     return count_oom_kills(vmstat=Path("/proc/vmstat"), memory_events=Path("/sys/fs/cgroup/memory.events"))
 
 
-def _costs(config: PlaitConfig, used: ResourceUsage, prices: Prices, machine_cores: int) -> dict[str, float]:
-    memory_gib = used.memory_bytes / _GIB
-    cost = cost_per_hour(
-        reserved(config, machine_cores=machine_cores),
-        memory_gib=memory_gib,
-        core_hour=prices.core,
-        gpu_hour=prices.gpu,
-        gib_hour=prices.gib,
-    )
-    return {"memory_gib": memory_gib, "cost_per_hour": cost}
-
-
-def _with_ratios(metrics: Mapping[str, float], samples: Samples) -> dict[str, float]:
+def _with_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Add how many responses in time one unit of money buys."""
     cost = metrics["cost_per_hour"]
-    own = {"cpu_cores": samples.cpu_cores}
-    if cost > 0 and "goodput_per_s" in metrics:
-        own["goodput_per_cost"] = metrics["goodput_per_s"] * 3600.0 / cost
-    return {**metrics, **own}
+    if cost <= 0 or "goodput_per_s" not in metrics:
+        return dict(metrics)
+    return {**metrics, "goodput_per_cost": metrics["goodput_per_s"] * 3600.0 / cost}
 
 
 def _died(running: RunningApplication, before: Mapping[int, str]) -> tuple[str, ...]:
@@ -151,9 +228,9 @@ def _died(running: RunningApplication, before: Mapping[int, str]) -> tuple[str, 
     return tuple(name for pid, name in before.items() if pid not in there and name not in scaling)
 
 
-def _written(loads: Sequence[LoadResult], folder: Path) -> tuple[str, ...]:
+def _written(sessions: Sequence[FinishedRun], folder: Path) -> tuple[str, ...]:
     names: list[str] = []
-    for session in (session for load in loads for session in load.sessions):
+    for session in sessions:
         names.append(f"load-{len(names)}.json")
         Outputs(json=str(folder / names[-1])).write_files(session)
     return tuple(names)

@@ -173,13 +173,14 @@ def library_of(path, **changes):
 
 
 def test_a_library_of_another_space_is_told_and_not_used(tmp_path):
-    """A job learns nothing from trials with other knobs, and says which and why."""
-    library_of(tmp_path / "past.journal", window=3)
+    """A job learns nothing from trials with values of another space, and says which, why and what is lost with them."""
+    library_of(tmp_path / "past.journal", replicas=9)
     state = run_directly(tmp_path / "job", job(library=str(tmp_path / "past.journal")))
     assert state.phase == "finished"
     (warning,) = state.warnings
     assert "old (old): 0 of 1 trials can be used" in warning
-    assert "window is no knob of this space" in warning
+    assert "replicas is 9, but must be a whole number from 1 to 4" in warning
+    assert "the best of them had goodput_per_cost 3, and none is left" in warning
 
 
 def test_lines_of_a_later_version_are_kept_and_told(tmp_path):

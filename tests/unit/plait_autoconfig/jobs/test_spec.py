@@ -86,7 +86,7 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
         ({"limits": ["p99_ms < 50"]}, "the limit 'p99_ms < 50' cannot be read"),
         ({"limits": ["p99_ms <= 50", "p99_ms >= 60"]}, "contradict each other"),
         ({"objective": "most goodput"}, "the goal 'most goodput' cannot be read"),
-        ({"objective": "min cost at rate 5", "offered": "capacity"}, "cannot be combined with offered: capacity"),
+        ({"objective": "min cost at rate 5", "offered": "capacity"}, "asks for a given rate, not for the capacity"),
         ({"reference": {"config": {"batch": 4}}}, "reference.config lacks replicas"),
         ({"target": {"live": {"guard": ["p99 <="]}}}, "the limit 'p99 <=' cannot be read"),
         ({"target": {"live": True}}, "target.live"),

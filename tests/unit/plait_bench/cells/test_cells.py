@@ -34,7 +34,7 @@ class Toy(CellWorkload):
 
 
 def toy() -> Toy:
-    return Toy(name="toy", service="toys", space=SPACE, slo_ms=20.0, features={"size": 1.0})
+    return Toy(name="toy", service="toys", space=SPACE, sets={}, slo_ms=20.0, features={"size": 1.0})
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

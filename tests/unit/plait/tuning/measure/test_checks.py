@@ -142,7 +142,7 @@ def test_the_examples_are_sound_jobs(name: str) -> None:
         (lambda job: job["scenarios"][0]["mix"][0]["inputs"].pop(), "lacks the input 'popularity' of picks"),
         (lambda job: job["scenarios"][0]["mix"][0].update(outputs=["nosuch"]), "an output 'nosuch'; picks has score"),
         (lambda job: job["scenarios"][0]["mix"][0].pop("inputs"), "an input 'dense'; picks has"),
-        (lambda job: job.update(trial_limit_s=18), "trial_limit_s: 18 s end before the loads, which take 18 s"),
+        (lambda job: job.update(trial_limit_s=14), "trial_limit_s: 14 s end before the loads, which take 14 s"),
     ],
     ids=["model", "input", "missing", "output", "no-inputs", "limit"],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.errors import PlaitError
 from plait.server.restarts import Effect, effects, plans, versions
-from plait.tuning.measure.cost import ReservedResources, cost_per_hour, host_cores_of, known_costs, reserved
+from plait.tuning.measure.cost import ReservedResources, cost_metrics, host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
+from plait_autoconfig.jobs.spec import Prices
 from plait_serving.cores import HostCores
 from support.tune_jobs import job
 
@@ -113,11 +115,24 @@ def test_versions_follow_what_only_a_restart_changes(config: PlaitConfig) -> Non
 
 
 def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
-    """Cores are replicas times threads, 0 meaning all; GPUs as asked for; one core for the ingress."""
+    """What Ray sets aside, in fractions: threads cost nothing, the ingress its tenth."""
     knobs = {"engine.threads": 0, "cn-shop.replicas": 3, "hn-shop.threads": 2, "hn-shop.num_gpus": 0.5}
-    what = reserved(apply_knobs(config, knobs), machine_cores=8)
-    assert what == ReservedResources(cores=1 + 8 + 1 + 3 + 2, gpus=0.5)
-    assert cost_per_hour(what, memory_gib=2.0, core_hour=0.1, gpu_hour=4.0, gib_hour=0.01) == pytest.approx(3.52)
+    what = reserved(apply_knobs(config, knobs))
+    assert what.cores == pytest.approx(0.1 + 0.4 + 0.4 + 3 * 0.2 + 0.2)
+    assert what.gpus == 0.5
+    assert math.ceil(what.cores) == apply_knobs(config, knobs).logical_cpus
+
+
+@pytest.mark.parametrize(("basis", "cost"), [("reserved", 2.17), ("used", 2.27)])
+def test_a_job_prices_what_is_reserved_or_what_was_used(basis: str, cost: float) -> None:
+    """Both are shown; `basis` says which of them is the cost. Memory is as measured, GPUs as reserved."""
+    prices = Prices.model_validate({"basis": basis, "core": 0.1, "gpu": 4.0, "gib": 0.01})
+    what = ReservedResources(cores=1.5, gpus=0.5)
+    found = cost_metrics(prices, what, used_cores=2.5, memory_gib=2.0)
+    assert found["cost_per_hour"] == pytest.approx(cost)
+    assert found["reserved_cost_per_hour"] == pytest.approx(2.17)
+    assert found["used_cost_per_hour"] == pytest.approx(2.27)
+    assert (found["reserved_cores"], found["cpu_cores"]) == (1.5, 2.5)
 
 
 def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: PlaitConfig) -> None:
@@ -131,7 +146,7 @@ def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: Plait
         "hn-shop.num_cpus": 0.5,
     }
     tuned = apply_knobs(config, budgets)
-    assert reserved(tuned, machine_cores=8).cores == 1 + 1.5 + 0.25 + 2.0 + 2 * 0.5
+    assert reserved(tuned).cores == pytest.approx(0.1 + 1.5 + 0.25 + 2.0 + 2 * 0.5)
     caps = {name: plan.knobs.get("threads") for name, plan in plans(tuned).items() if "threads" in plan.knobs}
     assert caps == {"engine": 2, "controlnet-edges": 1, "cn-shop": 4, "hn-shop": 1}
     assert caps == {name: knobs["threads"] for name, knobs in tuned.knobs().items()}
@@ -142,25 +157,26 @@ def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: Plait
 
 def test_the_cost_of_every_cell_is_known_beforehand(config: PlaitConfig) -> None:
     """In the order of the cells, without their memory; nothing where memory is all that is paid for."""
-    costs = known_costs(job(prices={"core": 0.1, "gib": 0.01}), config, machine_cores=8)
+    costs = known_costs(job(prices={"core": 0.1, "gib": 0.01}), config)
     cells = job().space.cells()
     alone = costs[cells.index({"replicas": 1, "batch": 1})]
     assert len(costs) == len(cells)
-    assert costs[cells.index({"replicas": 3, "batch": 4})] - alone == pytest.approx(2 * 0.1 * 8)
+    assert costs[cells.index({"replicas": 3, "batch": 4})] - alone == pytest.approx(2 * 0.1 * 0.4)
     assert costs[cells.index({"replicas": 1, "batch": 8})] == alone
-    assert known_costs(job(prices={"core": 0.0, "gpu": 0.0}), config, machine_cores=8) == ()
+    assert known_costs(job(prices={"core": 0.0, "gpu": 0.0}), config) == ()
+    assert known_costs(job(prices={"basis": "used"}), config) == ()
 
 
 def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the goal has none; and a cell that is no configuration is a matter of its trial."""
-    assert known_costs(job(objective="min p99_ms"), config, machine_cores=8) == ()
-    assert known_costs(job(objective="min cost_per_hour"), config, machine_cores=8)
+    assert known_costs(job(objective="min p99_ms"), config) == ()
+    assert known_costs(job(objective="min cost_per_hour"), config)
 
     def refuse(*_: object) -> None:
         raise PlaitError("no such configuration")
 
     monkeypatch.setattr("plait.tuning.measure.cost.apply_knobs", refuse)
-    assert known_costs(job(), config, machine_cores=8) == ()
+    assert known_costs(job(), config) == ()
 
 
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:

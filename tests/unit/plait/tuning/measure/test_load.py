@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from plait.tuning.measure.load import Watch, metrics_of, run_given, run_search
+from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
+from plait_autoconfig.looks import Look, LookPlan
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Scenario
@@ -21,7 +22,7 @@ from support.stub_server import server_process
 def test_metrics_are_those_of_the_rate_that_was_asked_for() -> None:
     """Chance made 90 requests of 100 a second for a second; 80 in time of 90 are 88.9 a second, not 80."""
     rows = records(np.linspace(0, 0.99, 90), np.where(np.arange(90) < 80, 50.0, 200.0))
-    found = metrics_of(session(rows, scenario(duration_s=1.0)))
+    found = metrics_of([session(rows, scenario(duration_s=1.0))])
     assert found["offered_per_s"] == 100.0
     assert found["attainment"] == pytest.approx(80 / 90)
     assert found["goodput_per_s"] == pytest.approx(100 * 80 / 90)
@@ -38,7 +39,7 @@ def test_what_a_run_left_unanswered_counts_as_late() -> None:
     rows["done_ns"][8:] = -1
     run = replace(result(rows, interrupted=True, wall_s=1.0), abandoned="no hope")
     chosen = scenario(duration_s=10.0)
-    found = metrics_of(replace(session(rows, chosen), result=run, summary=summarise(run, chosen)))
+    found = metrics_of([replace(session(rows, chosen), result=run, summary=summarise(run, chosen))])
     assert found["attainment"] == pytest.approx(0.4)
     assert found["error_rate"] == 0.0
     assert found["p99_ms"] == pytest.approx(600.0, rel=0.02)  # between the largest two, as percentiles are
@@ -48,7 +49,7 @@ def test_a_run_without_answers_has_no_metrics() -> None:
     """No number is made up."""
     rows = records(np.arange(5) / 10, 50.0, outcome=RequestOutcome.CONNECT)
     rows["done_ns"] = -1
-    assert metrics_of(session(rows, scenario(duration_s=1.0))) == {}
+    assert metrics_of([session(rows, scenario(duration_s=1.0))]) == {}
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +89,34 @@ def test_a_guard_ends_the_load(url: str) -> None:
     assert loaded.ended_early == "guard: enough"
 
 
-def test_a_search_tries_several_rates(url: str) -> None:
-    """From the scenario's rate up while it holds; the notes say what was tried."""
-    loaded = run_search(small(url), Watch(), runs=2)
+def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate that held, with its own metrics and use; the sessions of all runs are kept."""
+    planned: list[LookPlan] = []
+
+    def two_looks(run: Callable[[float, float], Look], plan: LookPlan) -> list[Look]:
+        planned.append(plan)
+        return [replace(run(40.0, 1.0), held=True), replace(run(80.0, 1.0), held=False)]
+
+    monkeypatch.setattr("plait.tuning.measure.load.look_for_capacity", two_looks)
+    loaded = run_search(small(url, duration_s=4.0), Watch(), expected_per_s=40.0)
+    assert (planned[0].first_per_s, planned[0].short_s, planned[0].long_s) == (40.0, 1.0, 4.0)
+    assert loaded.metrics["offered_per_s"] == 40.0
     assert len(loaded.sessions) == 2
-    assert loaded.notes[0].startswith("rates: 50/s")
+    assert loaded.counted_s == loaded.sessions[0].result.wall_s
+    assert loaded.notes == ("rates: 40/s held (1 s), 80/s missed (1 s)",)
+
+
+def test_a_look_and_the_rest_are_one_load(url: str) -> None:
+    """Their requests are counted together, at the one rate."""
+    look, rest = run_given(small(url), Watch()), run_given(small(url, seed=7), Watch())
+    both = joined(look, rest)
+    assert both.metrics["offered_per_s"] == 50.0
+    assert len(both.sessions) == 2
+    assert both.counted_s == pytest.approx(look.counted_s + rest.counted_s)
+    low, high = sorted([look.metrics["attainment"], rest.metrics["attainment"]])
+    assert low <= both.metrics["attainment"] <= high
 
 
 def test_a_scenario_is_aimed_at_the_application(url: str) -> None:

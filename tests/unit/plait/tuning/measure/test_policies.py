@@ -1,17 +1,14 @@
-"""When a load is given up, when a guard breaks in, how rates are searched, how failures are told apart."""
+"""When a load is given up, when a guard breaks in, how failures are told apart."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits, SloTarget
 from plait.tuning.measure.failures import Evidence, of_load, of_start
 from plait.tuning.measure.load import LoadResult
-from plait.tuning.measure.rate_search import RateResult, search_rate
 from plait.tuning.measure.trial import worst_metrics
 from plait.tuning.measure.usage import _parse_gpu
 from plait_autoconfig.values import FailureKind
@@ -116,18 +113,6 @@ def test_a_guard_looks_as_often_as_it_is_told() -> None:
 def test_a_guard_without_limits_says_nothing() -> None:
     """None is not watched."""
     assert Guard(GuardLimits())(progress(100.0, 1000, 5, errors=5, recent_p95_ms=1e6)) is None
-
-
-@given(capacity=st.floats(0.5, 400.0), first=st.floats(1.0, 50.0))
-def test_a_short_search_brackets_the_capacity(capacity: float, first: float) -> None:
-    """Whatever held is below the capacity, and with enough runs the best of it is within a factor of two."""
-    tried = search_rate(
-        lambda rate: RateResult(rate_per_s=rate, held=rate <= capacity, goodput_per_s=rate), first, runs=12
-    )
-    held = [each.rate_per_s for each in tried if each.held]
-    assert len(tried) <= 12
-    assert held
-    assert capacity / 2 < max(held) <= capacity
 
 
 @pytest.mark.parametrize(

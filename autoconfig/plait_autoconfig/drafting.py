@@ -1,0 +1,69 @@
+"""A job file drafted from past runs: their knobs with the values that were measured, and their goal."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from plait_autoconfig.errors import LibraryError
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.values import Value, cells_of
+
+__all__ = ["draft_job"]
+
+
+def draft_job(run: LibraryRun, *, app: str, scenario: str, library: str, only_measured: bool) -> dict[str, Any]:
+    """Return the settings of a job on the service of a past run, which learns from the library that holds it.
+
+    The reference is the configuration that was measured most often, or the first. `only_measured`: the job proposes
+    nothing that was not measured before. Raises `LibraryError` for a run without a measurement or without a knob that
+    varied.
+    """
+    ran = [trial for trial in run.trials if trial.outcome.failure is None]
+    if not ran:
+        raise LibraryError(f"{run.run_id} has no measurement that a job could start from")
+    values = _values([trial.config for trial in run.trials])
+    varied = {name: seen for name, seen in values.items() if len(seen) > 1}
+    if not varied:
+        raise LibraryError(f"{run.run_id} measured one configuration only: there is nothing to choose between")
+    usual = max(cells_of(ran), key=lambda cell: len(cell.trials))
+    settings: dict[str, Any] = {
+        "name": "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run.service)[:64],
+        "target": {"app": app},
+        "knobs": {name: _knob(run, name, values[name]) for name in varied},
+        "scenarios": [scenario],
+        "objective": run.goals[0] if run.goals else "max goodput_per_cost",
+        "library": library,
+        "reference": {
+            "config": {name: value for name, value in usual.config.items() if name in varied},
+            "why": f"measured {len(usual.trials)} times before" if len(usual.trials) > 1 else "measured before",
+        },
+    }
+    return settings | ({"candidates": "measured"} if only_measured else {})
+
+
+def _values(configs: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:
+    """Return the values that each knob was seen with, the numbers in order."""
+    counted: dict[str, Counter[Value]] = {}
+    for config in configs:
+        for name, value in config.items():
+            counted.setdefault(name, Counter())[value] += 1
+    return {name: _ordered(list(seen)) for name, seen in counted.items()}
+
+
+def _ordered(values: list[Value]) -> list[Value]:
+    return sorted(values) if _are_numbers(values) else values
+
+
+def _are_numbers(values: Sequence[Value]) -> bool:
+    return all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+
+
+def _knob(run: LibraryRun, name: str, values: list[Value]) -> dict[str, Any]:
+    knob: dict[str, Any] = {"kind": "choice", "values": values}
+    if _are_numbers(values):
+        knob["ordered"] = True
+    if run.units.get(name):
+        knob["unit"] = run.units[name]
+    return knob | ({"sets": run.sets[name]} if name in run.sets else {})

@@ -1,0 +1,41 @@
+"""What a measurement is told of those before it."""
+
+from __future__ import annotations
+
+from plait_autoconfig.jobs.hints import expected_per_s, to_beat
+from plait_autoconfig.jobs.measurer import MeasurementKind
+from support.tune_jobs import job, record
+
+SPEC = job()
+
+
+def goodput(per_s: float) -> dict[str, float]:
+    """What a trial measured."""
+    return {"goodput_per_s": per_s, "goodput_per_cost": 10.0 * per_s}
+
+
+def test_neighbours_say_how_much_to_expect():
+    """The nearest decide, its own earlier measurements alone if there are any, and nothing without any."""
+    records = [
+        record(0, {"replicas": 1, "batch": 1}, goodput(10.0)),
+        record(1, {"replicas": 4, "batch": 4}, goodput(40.0)),
+    ]
+    assert expected_per_s(SPEC, [], {"replicas": 1, "batch": 2}) == 0.0
+    assert 10.0 <= expected_per_s(SPEC, records, {"replicas": 1, "batch": 2}) < 13.0
+    assert 33.0 < expected_per_s(SPEC, records, {"replicas": 3, "batch": 4}) <= 40.0
+    assert expected_per_s(SPEC, records, {"replicas": 4, "batch": 4}) == 40.0
+
+
+def test_a_trial_is_told_what_it_has_to_beat_as_the_host_is_now():
+    """The best so far; where the host has slowed down, so has what is to be beaten. Others run to their end."""
+    default = {"replicas": 1, "batch": 4}
+    records = [
+        record(0, default, goodput(10.0), kind=MeasurementKind.REFERENCE),
+        record(1, {"replicas": 2, "batch": 4}, goodput(20.0)),
+    ]
+    assert to_beat(SPEC, records, MeasurementKind.TRIAL) == 200.0
+    slowed = [*records, record(2, default, goodput(5.0), kind=MeasurementKind.REFERENCE)]
+    assert to_beat(SPEC, slowed, MeasurementKind.TRIAL) == 100.0
+    assert to_beat(SPEC, records, MeasurementKind.CONFIRM) is None
+    assert to_beat(SPEC, [], MeasurementKind.TRIAL) is None
+    assert to_beat(job(objective="max goodput_per_s, min p99_ms"), [], MeasurementKind.TRIAL) is None

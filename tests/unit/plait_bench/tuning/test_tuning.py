@@ -1,0 +1,42 @@
+"""The shipped jobs as a benchmark: `plait` as a process, and what it promised tried by somebody else's load test."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from plait_bench.benchmark import Benchmark
+from plait_bench.errors import BenchError, SystemFailed
+from plait_bench.runner import RunPlan, run
+from plait_bench.tuning import JOBS, TunedJob, benchmark, promise_of
+from support import fake_plait
+
+
+def test_a_promise_is_held_below_it_and_not_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that does 1.05 times what was promised holds 0.9 of it in every round and 1.1 in none."""
+    monkeypatch.setenv("PYTHONPATH", str(fake_plait.__file__).rpartition("/support/")[0])
+    job = TunedJob("picks", "recommend", command=(sys.executable, "-m", "support.fake_plait"))
+    (result,) = run(Benchmark(name="tuning", workloads=(job,)), RunPlan(rounds=2, settles=False), say=lambda _: None)
+    rows = {row.metric: row for row in result.rows}
+    assert rows["held_at_0.9"].rounds == (1.0, 1.0)
+    assert rows["held_at_1.1"].rounds == (0.0, 0.0)
+    assert rows["attainment_at_1.1"].value == 0.4
+    assert (rows["gain"].p20, rows["gain"].value, rows["gain"].p80) == (1.3, 1.4, 1.5)
+    assert rows["promised_per_s"].value == fake_plait.PROMISED_PER_S
+    assert rows["beyond_load_s"].value == 1.5
+
+
+def test_a_job_without_an_answer_is_a_failure_of_plait() -> None:
+    """The reason is the job's own."""
+    with pytest.raises(SystemFailed, match="no configuration keeps p99"):
+        promise_of({"answers": [], "binding": "no configuration keeps p99", "reason": ""})
+
+
+def test_the_workloads_are_the_shipped_jobs() -> None:
+    """By name; their files are there."""
+    assert all(workload.job.is_file() for workload in benchmark().workloads if isinstance(workload, TunedJob))
+    assert [workload.name for workload in benchmark(only=["images"]).workloads] == ["images"]
+    assert set(JOBS) == {"picks", "images"}
+    with pytest.raises(BenchError, match="there is no workload 'demo'"):
+        benchmark(only=["demo"])
