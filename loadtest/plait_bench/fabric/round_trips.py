@@ -1,6 +1,7 @@
 """Round-trip time of 64 bytes to another process over shared memory, with both sides spinning and with both asleep.
 
-Processes are placed by the scheduler: pinned to a core each, sleepers pay for waking an idle core.
+Beside each stands the least that Python can do (`bare.py`): shared memory, and an eventfd where both sleep. Processes
+are placed by the scheduler: pinned to a core each, sleepers pay for waking an idle core.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from plait_bench.benchmark import Metric, Reading, Subject, Workload
+from plait_bench.fabric.bare import bare_round_trips_us
 from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, listen, new_secret
@@ -23,19 +25,22 @@ WORKLOAD = "round-trip-64b"
 _BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
 _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
 """How long each system spins: "spinning" spins for longer than any answer takes, so that neither side ever sleeps."""
+_BARE: Mapping[str, str] = {f"bare_{name}": name for name in _SPIN_S}
+"""The ping-pong beside each system."""
 
 
 class RoundTrips(Workload):
     """The median round trip of a run of messages."""
 
     name = WORKLOAD
-    systems = tuple(_SPIN_S)
+    systems = (*_SPIN_S, *_BARE)
+    pairs = tuple((name, bare) for bare, name in _BARE.items())
     metrics: Mapping[str, Metric] = {"round_trip_us": Metric(unit="us", better="lower")}
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open a channel for each round."""
-        yield CallSubject(lambda: [Reading(metric="round_trip_us", value=_median_us(_SPIN_S[system]))])
+        """Open a channel, or start a bare peer, for each round."""
+        yield CallSubject(lambda: [Reading(metric="round_trip_us", value=_round_trip_us(system))])
 
 
 def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
@@ -48,6 +53,14 @@ def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
         channel.recv(WAIT_S).release()
         times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
     return times_us
+
+
+def _round_trip_us(system: str) -> float:
+    """Return the median of a run. Whatever starts with the peer belongs to the warm-up."""
+    if system in _SPIN_S:
+        return _median_us(_SPIN_S[system])
+    times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
+    return percentile(times_us[_WARM_UP:], 0.5)
 
 
 def _median_us(spin_s: float) -> float:

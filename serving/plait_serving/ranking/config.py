@@ -17,6 +17,7 @@ from plait_serving.starter.manifest import WEIGHTS
 __all__ = [
     "STARTER_RANKING_MODEL",
     "WORKER_CPUS",
+    "BetweenHosts",
     "CnKnobs",
     "CnSection",
     "HnKnobs",
@@ -47,6 +48,7 @@ MAX_SHARDS = 64
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn", "shard"]
 RankExecutor = Literal["auto", "torch"]
+BetweenHosts = Literal["tcp", "nixl"]
 OmpWait = Literal["default", "active", "passive"]
 
 
@@ -166,6 +168,9 @@ class RankModelSection(Section):
     executor: Annotated[
         RankExecutor, Field(description="what runs the dense half on a CPU; auto: openvino where it is faster")
     ] = "auto"
+    between_hosts: Annotated[
+        BetweenHosts, Field(description="how its processes reach each other on other machines; nixl: the extra `nixl`")
+    ] = "tcp"
     cn: CnSection = CnSection()
     hn: HnSection = HnSection()
     whole: WholeSection = WholeSection()

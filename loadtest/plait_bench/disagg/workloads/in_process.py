@@ -1,7 +1,8 @@
 """Throughput of whole and split without HTTP: callers in this process, on the same cores.
 
 As in `one_by_one`, the split's dense half is in a child process, over shared memory. A round is a block of requests,
-and its value the block's throughput with `CALLERS` requests in flight.
+and its value the block's throughput with `CALLERS` requests in flight. `ideal_split` is what a split can be
+(`systems/ideal.py`): the same halves, the same processes and as many requests in flight, and nothing else.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
 from plait_bench.disagg.load.asking import Asked, asked, requests_of
 from plait_bench.disagg.load.packages import packaged
+from plait_bench.disagg.systems.ideal import IdealSplit, ideal_split
 from plait_bench.host import cores
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import Ranker
@@ -23,7 +25,7 @@ from plait_disagg.values import RankRequest
 __all__ = ["InProcess"]
 
 METRIC = "in_process_per_s"
-WHOLE, SPLIT = "plait", "plait_split"
+WHOLE, SPLIT, IDEAL = "plait", "plait_split", "ideal_split"
 CALLERS = 8
 _BLOCK_S = 2.0
 _REQUESTS = 24
@@ -32,9 +34,9 @@ _REQUESTS = 24
 class InProcess(Workload):
     """Requests of that many candidates for a model with that share of its rows."""
 
-    systems = (WHOLE, SPLIT)
+    systems = (WHOLE, SPLIT, IDEAL)
     ours = WHOLE
-    pairs = ((SPLIT, WHOLE),)
+    pairs = ((SPLIT, WHOLE), (SPLIT, IDEAL))
     deciding = METRIC
     metrics: Mapping[str, Metric] = {METRIC: Metric(unit="requests/s", better="higher")}
 
@@ -51,11 +53,15 @@ class InProcess(Workload):
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the thread counts."""
-        return list(_layouts(system))
+        return list(_ideal_layouts()) if system == IDEAL else list(_layouts(system))
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the model here; for the split, with its dense half in children."""
+        if system == IDEAL:
+            with _ideal(self._package, self._requests, *_ideal_layouts()[layout]) as subject:
+                yield subject
+            return
         threads, hns = _layouts(system)[layout]
         with asked(lambda: _open(self._package, threads, hns)) as ranker:
             yield _InProcessBlock(ranker, self._requests)
@@ -74,6 +80,37 @@ class _InProcessBlock:
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         per_s = self.asked.runner.run(_throughput_per_s(self.asked.ranker, self.requests))
         return [Reading(metric=METRIC, value=per_s)]
+
+
+@dataclass(frozen=True)
+class _IdealBlock:
+    """Implements `Subject`."""
+
+    split: IdealSplit
+    size: int
+
+    def warm_up(self) -> None:
+        self.measure(0)
+
+    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
+        began_s = time.perf_counter()
+        answered = self.size * self.split.answers_for(_BLOCK_S)
+        return [Reading(metric=METRIC, value=answered / (time.perf_counter() - began_s))]
+
+
+def _ideal_layouts() -> dict[str, tuple[int, int]]:
+    """Map names to the threads of each half and the size of batches: two at once, or single requests, on a thread each;
+    or one on all cores, which the halves then take in turn."""
+    counts = dict.fromkeys([1, cores()])
+    found = [(count, size) for count in counts for size in ((CALLERS // 2, 1) if count == 1 else (CALLERS,))]
+    return {f"{count}+{count} threads, batches of {size}": (count, size) for count, size in found}
+
+
+@contextmanager
+def _ideal(package: Package, requests: Sequence[RankRequest], threads: int, size: int) -> Iterator[Subject]:
+    batches = [requests[first : first + size] for first in range(0, len(requests) - size + 1, size)]
+    with ideal_split(package, batches, threads=threads, hn_threads=threads, slots=CALLERS // size) as split:
+        yield _IdealBlock(split, size)
 
 
 def _layouts(system: str) -> dict[str, tuple[int, tuple[int, ...]]]:

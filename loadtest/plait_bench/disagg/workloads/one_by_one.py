@@ -1,7 +1,7 @@
 """The cost of the cut for a single request: whole against split, in process, without HTTP.
 
 The split's dense half is in a child process, over shared memory. A round is a block of requests, and its value the
-block's median.
+block's median. `ideal_split` is what a split can be (`systems/ideal.py`).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload
 from plait_bench.disagg.load.asking import Asked, asked, requests_of, wait_until_ready
 from plait_bench.disagg.load.packages import packaged
+from plait_bench.disagg.systems.ideal import IdealSplit, ideal_split
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import Ranker
 from plait_disagg.values import RankRequest
@@ -25,7 +26,7 @@ from plait_disagg.workers.whole import WholeRanker
 __all__ = ["OneByOne"]
 
 METRIC, ADDED = "latency_p50_us", "added_p50_us"
-WHOLE, SPLIT = "plait", "plait_split"
+WHOLE, SPLIT, IDEAL = "plait", "plait_split", "ideal_split"
 
 _MODEL, _SCALE = "rm1", 0.125
 _BLOCK, _REQUESTS = 60, 24
@@ -34,9 +35,9 @@ _BLOCK, _REQUESTS = 60, 24
 class OneByOne(Workload):
     """Sequential requests with that many candidates."""
 
-    systems = (WHOLE, SPLIT)
+    systems = (WHOLE, SPLIT, IDEAL)
     ours = WHOLE
-    pairs = ((SPLIT, WHOLE),)
+    pairs = ((SPLIT, WHOLE), (SPLIT, IDEAL))
     metrics: Mapping[str, Metric] = {
         METRIC: Metric(unit="us", better="lower"),
         ADDED: Metric(unit="us", better="lower"),
@@ -56,15 +57,21 @@ class OneByOne(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the model here, whole or with its dense half in a child."""
+        if system == IDEAL:
+            batches = [[request] for request in self._requests]
+            with ideal_split(self._package, batches, threads=1, hn_threads=1, slots=1) as split:
+                yield _IdealBlock(split)
+            return
         with asked(lambda: _whole(self._package) if system == WHOLE else _split(self._package)) as ranker:
             yield _SequentialBlock(ranker, self._requests)
 
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
-        """Subtract whole from split: the cost of the cut."""
-        if not {WHOLE, SPLIT} <= readings.keys():
+        """Subtract whole from the splits: the cost of the cut."""
+        if WHOLE not in readings:
             return ()
-        added = readings[SPLIT][0].value - readings[WHOLE][0].value
-        return [Reading(system=SPLIT, metric=ADDED, value=added)]
+        whole_us = readings[WHOLE][0].value
+        cuts = {system: readings[system][0].value for system in (SPLIT, IDEAL) if system in readings}
+        return [Reading(system=system, metric=ADDED, value=us - whole_us) for system, us in cuts.items()]
 
 
 @dataclass(frozen=True)
@@ -79,6 +86,24 @@ class _SequentialBlock:
 
     def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
         return [Reading(metric=METRIC, value=self.asked.runner.run(block_us(self.asked.ranker, self.requests)))]
+
+
+@dataclass(frozen=True)
+class _IdealBlock:
+    """Implements `Subject`."""
+
+    split: IdealSplit
+
+    def warm_up(self) -> None:
+        self.measure(0)
+
+    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
+        taken_us = []
+        for index in range(_BLOCK):
+            started_s = time.perf_counter()
+            self.split.answers(index)
+            taken_us.append((time.perf_counter() - started_s) * 1e6)
+        return [Reading(metric=METRIC, value=statistics.median(taken_us))]
 
 
 def _whole(package: Package) -> Ranker:
