@@ -49,8 +49,8 @@ class HandleImageService:
         """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
         self._handle = handle
         self._stream = handle.options(stream=True)
-        self._engines = AllReplicas(lambda: handle)
-        self._controlnets = [AllReplicas(lambda it=it: it) for it in controlnets]
+        self._engines = _replicas_of(handle)
+        self._controlnets = [_replicas_of(it) for it in controlnets]
         self._outages = Outages()
         self._suspects = Suspects()
         self._catalogs: Together[Catalog] = Together(self._catalog, patience_s=_CATALOG_PATIENCE_S)
@@ -185,6 +185,10 @@ class HandleImageService:
         self._outages.lost()
         message = f"no engine replica answered within {seconds:g} s"
         return EngineStopped(message, retry_after_s=self._outages.back_in_s())
+
+
+def _replicas_of(handle: Any) -> AllReplicas:
+    return AllReplicas(lambda: handle)
 
 
 class _ReplicaDied(EngineStopped):
