@@ -99,6 +99,7 @@ class Auditor:
         self._pending_bytes = 0
         self._worker: threading.Thread | None = None
         self._statistics = AuditStatistics()
+        self._audited: set[AuditedProgram] = set()
         self._written = 0
 
     def watch(
@@ -157,10 +158,13 @@ class Auditor:
             time.sleep(_POLL_S)
         with self._lock:
             if background.is_ending() or not self._pending:
+                while self._audited:
+                    self._audited.pop().release()
                 self._worker = None
                 return None
             sample = self._pending.popleft()
             self._pending_bytes -= sample.nbytes
+            self._audited.add(sample.program)
             return sample
 
     def _is_quiet(self) -> bool:
@@ -285,6 +289,12 @@ class AuditedProgram:
             if self._reference is None:
                 self._reference = self._make_reference()
             return self._reference
+
+    def release(self) -> None:
+        """Let go of what defines the program, and of its weights' pages, unless calls are run by it."""
+        with self._making:
+            if not self._off:
+                self._reference = None
 
     def switch_off(self, key: Hashable) -> None:
         """Let the reference run calls of this key's shapes from now on."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -143,6 +145,24 @@ def test_an_audit_stops_when_a_request_comes():
     auditor.wait()
     assert auditor.statistics().checked == 1
     assert list(idle) == []
+
+
+@pytest.mark.parametrize("error", [0.0, 1.0])
+def test_the_reference_is_let_go_once_nothing_waits(error):
+    """With the pages of its weights; it stays where it runs a shape that drifted."""
+    made: list[weakref.ref[TorchProgram]] = []
+
+    def make() -> TorchProgram:
+        one = reference()
+        made.append(weakref.ref(one))
+        return one
+
+    auditor = auditor_in()
+    audited = auditor.watch("block", WrongSomewhere(lambda _: True, error), make, tolerance=TOLERANCE)
+    audited.run(small_inputs(1, 4, 4))
+    auditor.wait()
+    gc.collect()
+    assert [one() is not None for one in made] == [error > 0]
 
 
 def test_a_reference_that_fails_stops_nothing(caplog):
