@@ -7,6 +7,7 @@ The frontend is called directly: `openvino.convert_model` would trace a second t
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
 
 def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
     try:
-        twin = Twin(computation)
+        twin = Twin(replace(computation, module=computation.faster or computation.module))
         specs = list(computation.inputs)
         example = [
             value.float() if value.is_floating_point() else value.detach().clone() for value in computation.example
