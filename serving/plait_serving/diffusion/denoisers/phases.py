@@ -35,7 +35,7 @@ class PhasedUpsample(nn.Module):
 
     def forward(self, x: torch.Tensor, *_: object) -> torch.Tensor:
         """Convolve the small image once for all places, and put each place's pixels where they belong."""
-        rows, _, high, wide = x.shape
+        rows, (high, wide) = len(x), x.shape[2:]
         every = self.conv(x)  # one more row and column than x has: places see different pixels
         places = [
             every[:, (2 * a + b) * self.width : (2 * a + b + 1) * self.width, a : a + high, b : b + wide]
