@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait_serving.diffusion import assemble, memory
+from plait_serving.diffusion import memory
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
@@ -20,6 +20,7 @@ from plait_serving.diffusion.memory import (
     check_memory,
     pixels_that_fit,
 )
+from plait_serving.diffusion.residents import base_model
 from plait_serving.diffusion.weight_files import find_weights
 
 CPU = torch.device("cpu")
@@ -76,12 +77,12 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     bundle = load_bundle(tiny_sd_folder)
     per_pixel = 4 * 2 * bundle.vae.config.block_out_channels[0] * 4
     assert bundle.decoding_bytes_per_pixel == per_pixel
-    monkeypatch.setattr(assemble, "available_bytes", lambda _: 5000 * per_pixel)
+    monkeypatch.setattr(base_model, "available_bytes", lambda _: 5000 * per_pixel)
     with caplog.at_level(logging.INFO):
-        assert assemble._limits(bundle, ImageLimits()).max_pixels == 5000
+        assert base_model._limits(bundle, ImageLimits(), 0).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
-    monkeypatch.setattr(assemble, "available_bytes", lambda _: 1 << 50)
-    assert assemble._limits(bundle, ImageLimits()).max_pixels == ImageLimits().max_pixels
+    monkeypatch.setattr(base_model, "available_bytes", lambda _: 1 << 50)
+    assert base_model._limits(bundle, ImageLimits(), 0).max_pixels == ImageLimits().max_pixels
 
 
 def test_this_host_has_some_memory():
