@@ -33,14 +33,20 @@ from plait_fabric import Buffer, Lease, Pool
 from plait_fabric.rpc.fields import WireError
 
 __all__ = [
+    "LEASE_FROM_BYTES",
+    "MAX_LAYOUT_CHARS",
+    "BufferSection",
     "LayoutError",
     "MessageLayout",
     "Part",
     "RowCounts",
+    "bytes_of",
     "decode",
     "describe",
+    "describe_shapes",
     "encode",
     "layout_of_inputs",
+    "numbers_of",
     "parse_layout",
 ]
 
@@ -61,7 +67,7 @@ _NARROWEST_INT8 = 16
 _NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
 MAX_LAYOUT_CHARS = 60_000
 _MAX_SIZE = 1 << 24
-_LEASE_FROM_BYTES = 32_768
+LEASE_FROM_BYTES = 32_768
 """Smaller sections fit inside the control packet of a shared-memory channel (`FabricOptions.inline_bytes`)."""
 
 
@@ -184,19 +190,21 @@ def describe(
     Raises `LayoutError`.
     """
     values = tensors.values()
-    shapes, dtypes = tuple([it.shape for it in values]), tuple([it.dtype for it in values])
-    return _describe(tuple(tensors), shapes, dtypes, users, items, wire)
+    return describe_shapes(
+        tuple(tensors), [it.shape for it in values], [it.dtype for it in values], users=users, items=items, wire=wire
+    )
 
 
-@lru_cache(maxsize=1024)
-def _describe(  # noqa: PLR0917  # a cache's key
-    names: tuple[str, ...],
-    shapes: tuple[torch.Size, ...],
-    dtypes: tuple[torch.dtype, ...],
+def describe_shapes(
+    names: Sequence[str],
+    shapes: Sequence[torch.Size],
+    dtypes: Sequence[torch.dtype],
+    *,
     users: int,
     items: int,
     wire: WireFormat,
 ) -> tuple[MessageLayout, RowCounts]:
+    """Return what `describe` does for tensors of these names, shapes and dtypes. Raises `LayoutError`."""
     entries: list[str] = []
     flat: list[int] = []
     for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
@@ -245,22 +253,22 @@ def encode(layout: MessageLayout, tensors: Mapping[str, torch.Tensor], pool: Poo
 def _quantised(section: BufferSection, groups: Sequence[Sequence[torch.Tensor]]) -> Buffer:
     rows = torch.cat([torch.cat(list(pieces)).reshape(-1, section.width) for pieces in groups])
     packed: torch.Tensor = torch.ops.quantized.embedding_bag_byte_prepack(rows)
-    return _bytes_of(packed.reshape(-1))
+    return bytes_of(packed.reshape(-1))
 
 
 def _join(section: BufferSection, groups: Sequence[list[torch.Tensor]], pool: Pool, *, timeout_s: float) -> Buffer:
     first = groups[0][0]
     if len(groups) == len(groups[0]) == 1 and first.dtype is section.dtype:
-        return _bytes_of(first.contiguous())  # the channel makes the one copy
+        return bytes_of(first.contiguous())  # the channel makes the one copy
     heights = [sum([piece.shape[0] for piece in pieces]) for pieces in groups]
     counts = [height * group.numbers for height, group in zip(heights, section.groups, strict=True)]
     if counts != [sum([piece.numel() for piece in pieces]) for pieces in groups]:
         raise LayoutError(f"the tensors of section {section.code} have other shapes than the layout")
     count = sum(counts)
-    if count * section.dtype.itemsize < _LEASE_FROM_BYTES:
+    if count * section.dtype.itemsize < LEASE_FROM_BYTES:
         target = torch.empty(count, dtype=section.dtype)
         _fill(target, section, groups, heights)
-        return _bytes_of(target)
+        return bytes_of(target)
     lease = pool.acquire(count * section.dtype.itemsize, timeout_s)
     try:
         _fill(torch.frombuffer(lease.memory, dtype=section.dtype), section, groups, heights)
@@ -307,7 +315,7 @@ def decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCoun
         ]
         totals = [sum(mine) for mine in heights]
         sizes = [total * group.numbers for total, group in zip(totals, section.groups, strict=True)]
-        chunks = _numbers(section, buffer, sum(sizes)).split_with_sizes(sizes)
+        chunks = numbers_of(section, buffer, sum(sizes)).split_with_sizes(sizes)
         for group, mine, total, chunk in zip(section.groups, heights, totals, chunks, strict=True):
             pieces = chunk.view(total, *group.tail).split_with_sizes(mine)
             for part, piece in zip(group.parts, pieces, strict=True):
@@ -315,7 +323,7 @@ def decode(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCoun
     return tensors
 
 
-def _numbers(section: BufferSection, buffer: memoryview, count: int) -> torch.Tensor:
+def numbers_of(section: BufferSection, buffer: memoryview, count: int) -> torch.Tensor:
     """Return all numbers of a section, flat, of which there must be `count`."""
     dtype, width = section.dtype, section.width
     stored = count if not width else count // width * (width + _SCALE_BYTES)
@@ -332,6 +340,7 @@ def _numbers(section: BufferSection, buffer: memoryview, count: int) -> torch.Te
     return unpacked.view(-1)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return a contiguous tensor's memory."""
     array: Any = tensor.numpy()
     return memoryview(array)

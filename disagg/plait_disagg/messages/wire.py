@@ -29,11 +29,10 @@ from plait_disagg.messages.layout import (
     MAX_LAYOUT_CHARS,
     MessageLayout,
     RowCounts,
-    decode,
-    describe,
     encode,
     parse_layout,
 )
+from plait_disagg.messages.packing import pack, plan_of, unpack
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
@@ -162,7 +161,7 @@ def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, l
         request_id=fields.text(header, "id"),
         model=card.name,
         candidates=counts.items,
-        tensors=decode(layout, buffers, counts),
+        tensors=unpack(layout, buffers, counts),
         deadline_s=None if left_s is None else time.monotonic() + left_s,
     )
 
@@ -208,16 +207,16 @@ def answers_message(
     one = len(answers) == 1
     outputs = names if one else {name: torch.cat([it.outputs[name] for _, it in answers]) for name in names}
     rows = [next(iter(it.outputs.values())).shape[0] for _, it in answers]
-    layout, counts = describe(outputs, users=sum(rows), items=sum(rows))
+    plan = plan_of(outputs, users=sum(rows), items=sum(rows))
     header |= {
         "numbers": [number for number, _ in answers],
         "n": rows,
         "ms": [_times(it.timings) for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
         "versions": [it.version for _, it in answers],
-        **_tensor_fields(layout, counts),
+        **plan.fields,
     }
-    return header, encode(layout, outputs, pool, timeout_s=SEND_S)
+    return header, pack(plan, outputs, pool, timeout_s=SEND_S)
 
 
 def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
@@ -257,13 +256,13 @@ def dense_message(
     If a number does not fit float16, the whole batch travels as float32.
     """
     items = sum(candidates)
-    layout, counts = describe(crossing, users=len(candidates), items=items, wire=wire)
+    plan = plan_of(crossing, users=len(candidates), items=items, wire=wire)
     try:
-        buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
+        buffers = pack(plan, crossing, pool, timeout_s=SEND_S)
     except OverflowError:
-        layout, counts = describe(crossing, users=len(candidates), items=items)
-        buffers = encode(layout, crossing, pool, timeout_s=SEND_S)
-    header = {"kind": "dense", "number": number, "n": list(candidates), **_tensor_fields(layout, counts)}
+        plan = plan_of(crossing, users=len(candidates), items=items)
+        buffers = pack(plan, crossing, pool, timeout_s=SEND_S)
+    header = {"kind": "dense", "number": number, "n": list(candidates), **plan.fields}
     if hot is not None:
         header["hot"] = hot.to_json()
     if dense_version:
@@ -296,11 +295,11 @@ def done_message(
 ) -> tuple[dict[str, Any], list[Buffer]]:
     """Pack a batch's outputs, (N, ...) each. `metrics`: the HN's counters, from time to time."""
     items = next(iter(outputs.values())).shape[0]
-    layout, counts = describe(outputs, users=items, items=items)
-    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **_tensor_fields(layout, counts)}
+    plan = plan_of(outputs, users=items, items=items)
+    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **plan.fields}
     if metrics is not None:
         header["metrics"] = dict(metrics)
-    return header, encode(layout, outputs, pool, timeout_s=SEND_S)
+    return header, pack(plan, outputs, pool, timeout_s=SEND_S)
 
 
 def failed_header(number: int, error: RankError) -> dict[str, Any]:
@@ -328,16 +327,12 @@ def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [memoryview(bytearray(buffer)) for buffer in buffers]
 
 
-def _tensor_fields(layout: MessageLayout, counts: RowCounts) -> Header:
-    return {"layout": layout.text, "flat": list(counts.flat)}
-
-
 def _parse_tensors(
     header: Header, buffers: Sequence[memoryview], *, users: int, items: int
 ) -> tuple[MessageLayout, dict[str, torch.Tensor]]:
     layout = parse_layout(fields.text(header, "layout", MAX_LAYOUT_CHARS))
     counts = RowCounts(users=users, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
-    return layout, decode(layout, buffers, counts)
+    return layout, unpack(layout, buffers, counts)
 
 
 def _times(timings: RankTimings) -> list[float]:

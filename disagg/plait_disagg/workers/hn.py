@@ -28,6 +28,7 @@ from plait_disagg.messages.wire import (
     parse_dense,
 )
 from plait_disagg.protocols import DenseHalf
+from plait_disagg.queue.batch import cut
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
@@ -234,10 +235,9 @@ class HnWorker:
             outputs = dense.run(_end_to_end(items), candidates)
         seconds = self._clock() - began_s
         self._busy_s += seconds
-        sizes = [item.rows for item in items]
-        parts = {name: output.detach().cpu().split_with_sizes(sizes) for name, output in outputs.items()}
-        for i, item in enumerate(items):
-            self._answer(item, {name: part[i] for name, part in parts.items()}, began_s, seconds)
+        on_cpu = {name: output.detach().cpu() for name, output in outputs.items()}
+        for item, mine in zip(items, cut(on_cpu, [item.rows for item in items]), strict=True):
+            self._answer(item, mine, began_s, seconds)
             item.message.release()  # only now: an output may be a view of what crossed
 
     def _work_alone(self, item: _Dense) -> None:

@@ -21,6 +21,7 @@ from plait_disagg.messages.layout import (
     layout_of_inputs,
     parse_layout,
 )
+from plait_disagg.messages.packing import unpack
 from plait_disagg.messages.wire import (
     VERSION,
     answers_message,
@@ -155,10 +156,11 @@ def test_buffers_must_be_what_the_layout_says(counts: RowCounts) -> None:
     """Neither more nor less, and as many sections."""
     layout = parse_layout("f4:i:2:a;i8:u::b")
     right = [memoryview(bytearray(16)), memoryview(bytearray(8))]
-    assert decode(layout, right, RowCounts(users=1, items=2))["a"].shape == (2, 2)
-    for buffers in (right, right[:1], [right[1], right[0]], [*right, right[0]]):
-        with pytest.raises(LayoutError):
-            decode(layout, buffers, counts)
+    for read in (decode, unpack):
+        assert read(layout, right, RowCounts(users=1, items=2))["a"].shape == (2, 2)
+        for buffers in (right, right[:1], [right[1], right[0]], [*right, right[0]]):
+            with pytest.raises(LayoutError):
+                read(layout, buffers, counts)
 
 
 def test_what_has_no_rows_or_no_code_does_not_travel() -> None:
