@@ -5,12 +5,13 @@ CONFIG ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup setup-kernels serve test test-slow demo check bench starter clean
+.PHONY: setup setup-kernels setup-nixl serve test test-slow demo check bench starter clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make setup   .venv with everything in it (says first what it downloads)"
 	@echo "make setup-kernels  Triton, too (190 MB): with it 'make test' runs the GPU kernels in an interpreter"
+	@echo "make setup-nixl  NIXL, too (69 MB; 240 MB on disk): one-sided transfers between hosts, nixl://"
 	@echo "make serve   set up, then the server on 127.0.0.1:8000   [CONFIG=plait.yaml]"
 	@echo "make demo    set up, start, make images into out/demo, stop"
 	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
@@ -27,6 +28,10 @@ setup: .venv/.ready
 setup-kernels: setup
 	$(BIN)/python -c "import triton" 2>/dev/null || \
 	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e ".[dev,kernels]"
+
+setup-nixl: setup
+	$(BIN)/python -c "import nixl_cu12" 2>/dev/null || \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $(PIP_ARGS) -e ".[dev,nixl]"
 
 serve: setup
 	$(BIN)/plait serve $(CONFIG)

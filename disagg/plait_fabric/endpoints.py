@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait_fabric.errors import FabricError, Unreachable
 from plait_fabric.protocols import Channel, Listener
-from plait_fabric.transport import inproc, rendezvous, tcp
+from plait_fabric.transport import inproc, nixl, rendezvous, tcp
 from plait_fabric.transport.base import Deadline
 from plait_fabric.values import Address, FabricOptions, check_secret
 
@@ -25,6 +25,8 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
             return inproc.connect(parsed, secret, options)
         if parsed.scheme == "tcp":
             return tcp.connect(parsed, secret, options, deadline)
+        if parsed.scheme == "nixl":
+            return nixl.connect(parsed, secret, options, deadline)
         return rendezvous.connect(parsed, secret, options, deadline)
     except FabricError:
         raise
@@ -33,7 +35,7 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
 
 
 def listen(address: str, *, secret: bytes, options: FabricOptions | None = None) -> Listener:
-    """Listen at `inproc://name`, `shm:///path/of/socket` or `tcp://host:port` (0: any free port).
+    """Listen at `inproc://name`, `shm:///path/of/socket`, `tcp://host:port` or `nixl://host:port` (0: any free port).
 
     The folder of an shm socket is created with mode 0700 if it is missing, and must be private to
     this user if it exists. Raises `BadAddress`, `WeakSecret`, `AddressInUse`, `Unsupported`.
@@ -44,4 +46,6 @@ def listen(address: str, *, secret: bytes, options: FabricOptions | None = None)
         return inproc.InprocListener(parsed, secret, options)
     if parsed.scheme == "tcp":
         return tcp.listen(parsed, secret, options)
+    if parsed.scheme == "nixl":
+        return nixl.listen(parsed, secret, options)
     return rendezvous.listen(parsed, secret, options)

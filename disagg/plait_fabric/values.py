@@ -22,7 +22,7 @@ __all__ = [
     "check_secret",
 ]
 
-Scheme = Literal["inproc", "shm", "tcp"]
+Scheme = Literal["inproc", "shm", "tcp", "nixl"]
 
 MIN_SECRET_BYTES = 16
 MAX_INLINE_BYTES = 32_768
@@ -31,7 +31,7 @@ MAX_INLINE_BYTES = 32_768
 
 @dataclass(frozen=True, kw_only=True)
 class Address:
-    """The address of a listener. `target` is a name (inproc), a socket path (shm) or a host (tcp)."""
+    """The address of a listener. `target` is a name (inproc), a socket path (shm) or a host (tcp, nixl)."""
 
     scheme: Scheme
     target: str
@@ -39,24 +39,29 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Parse `inproc://name`, `shm:///path/of/socket` or `tcp://host:port`. Raises `BadAddress`."""
+        """Parse `inproc://name`, `shm:///path/of/socket`, `tcp://host:port` or `nixl://host:port`.
+
+        Raises `BadAddress`.
+        """
         scheme, separator, target = text.partition("://")
         if not separator or not target:
-            raise BadAddress(f"{text!r} is not an address; use inproc://name, shm:///path or tcp://host:port")
+            raise BadAddress(
+                f"{text!r} is not an address; use inproc://name, shm:///path, tcp://host:port or nixl://host:port"
+            )
         if scheme == "inproc":
             return cls(scheme="inproc", target=target)
         if scheme == "shm":
             return cls(scheme="shm", target=target)
-        if scheme == "tcp":
+        if scheme in ("tcp", "nixl"):
             host, port = _split_host_port(text, target)
-            return cls(scheme="tcp", target=host, port=port)
-        raise BadAddress(f"{text!r} has the unknown scheme {scheme!r}; use inproc, shm or tcp")
+            return cls(scheme="tcp" if scheme == "tcp" else "nixl", target=host, port=port)
+        raise BadAddress(f"{text!r} has the unknown scheme {scheme!r}; use inproc, shm, tcp or nixl")
 
     def __str__(self) -> str:
-        if self.scheme != "tcp":
+        if self.scheme not in ("tcp", "nixl"):
             return f"{self.scheme}://{self.target}"
         host = f"[{self.target}]" if ":" in self.target else self.target
-        return f"tcp://{host}:{self.port}"
+        return f"{self.scheme}://{host}:{self.port}"
 
 
 def _split_host_port(text: str, target: str) -> tuple[str, int]:
@@ -107,7 +112,9 @@ class FabricOptions:
     is faster for small ones than a slot and its acknowledgement. A peer that sends part of a frame and then nothing
     for `stall_timeout_s` is disconnected; a host that does not answer for `tcp_keepalive_idle_s` and three probes is
     lost (tcp). A `recv` that finds nothing polls for `spin_s` before it sleeps (shm and tcp): waking up costs more
-    than a small message, but a polling core does nothing else.
+    than a small message, but a polling core does nothing else. Messages from `one_sided_from_bytes` on are written into
+    the peer's memory, smaller ones go over the socket (nixl); `nixl_transports` is what UCX may use for that, as in its
+    UCX_TLS ("tcp,self"; it needs "tcp" in any case), or "" for the best that it finds.
     """
 
     limits: MessageLimits = field(default_factory=MessageLimits)
@@ -119,9 +126,13 @@ class FabricOptions:
     stall_timeout_s: float = 10.0
     spin_s: float = 0.0
     tcp_keepalive_idle_s: int = 5
+    one_sided_from_bytes: int = 524_288
+    nixl_transports: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("pool_bytes", "in_flight_messages", "pending_handshakes", "tcp_keepalive_idle_s"):
+        for name in (
+            "pool_bytes", "in_flight_messages", "pending_handshakes", "tcp_keepalive_idle_s", "one_sided_from_bytes"
+        ):  # fmt: skip
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.in_flight_messages > 256:

@@ -185,13 +185,13 @@ TABLES: Mapping[str, TableSpec] = {
         bench="disagg",
         metrics={"in_process_per_s": "requests/s"},
         ratio="in_process_per_s",
-        ratio_title="split by whole",
+        ratio_title="split by it",
     ),
     "one-by-one": TableSpec(
         bench="disagg",
         metrics={"latency_p50_us": "us, median", "added_p50_us": "us more than whole"},
         ratio="latency_p50_us",
-        ratio_title="split by whole",
+        ratio_title="split by it",
     ),
     "dense": TableSpec(bench="disagg", metrics={"dense_p50_us": "us, median"}, ratio="dense_p50_us", ratio_title=_OURS),
     "serve-one-by-one": TableSpec(
@@ -226,6 +226,12 @@ TABLES: Mapping[str, TableSpec] = {
         long=True,
         ratio="*",
         ratio_title=_OURS,
+    ),
+    "transports": TableSpec(
+        bench="fabric",
+        metrics={"there_and_back_us": "us there and back"},
+        ratio="there_and_back_us",
+        ratio_title="a TCP socket's time by it",
     ),
     "zoo": TableSpec(
         bench="zoo",

@@ -274,7 +274,15 @@ def _rank_workers(
     knobs = part.capped_knobs.model_dump(mode="json")
     return deploy(
         serve.deployment(LazyRankWorker),
-        lambda made: made.bind(name=name, source=source, role=role, knobs=knobs, omp_wait=part.omp_wait, **more),
+        lambda made: made.bind(
+            name=name,
+            source=source,
+            role=role,
+            knobs=knobs,
+            omp_wait=part.omp_wait,
+            between_hosts=section.between_hosts,
+            **more,
+        ),
         name=worker_name(name, role),
         replicas=part.replicas,
         num_cpus=part.num_cpus or WORKER_CPUS,

@@ -21,7 +21,7 @@ from plait_fabric.errors import FabricError, LeaseMisuse, PoolExhausted
 from plait_fabric.memory.extents import Extents
 from plait_fabric.values import PoolStatistics
 
-__all__ = ["ConditionGate", "Gate", "Lease", "Pool", "copy_bytes", "release_all"]
+__all__ = ["ConditionGate", "Gate", "Lease", "Pool", "anonymous_memory", "copy_bytes", "release_all"]
 
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE (asm-generic/mman.h; Python 3.11's `mmap` lacks it): unused address space is not accounted."""
@@ -35,6 +35,12 @@ def copy_bytes(target: memoryview, source: memoryview | bytes | bytearray) -> No
         target[:] = source
     else:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+
+
+def anonymous_memory(nbytes: int) -> mmap.mmap:
+    """Map at least so many bytes of this process's own memory, in whole pages, which are allocated on first use."""
+    rounded = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return mmap.mmap(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
 
 
 class Gate(Protocol):
@@ -141,8 +147,7 @@ class Pool:
     @classmethod
     def anonymous(cls, capacity_bytes: int) -> Pool:
         """Create a pool in this process's own memory; pages are allocated on first use."""
-        rounded = -(-capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        return cls(memoryview(mmap.mmap(-1, rounded, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)))
+        return cls(memoryview(anonymous_memory(capacity_bytes)))
 
     @property
     def capacity_bytes(self) -> int:

@@ -39,12 +39,20 @@ class ReplicaLink:
     start_s: float | None = None
 
 
+_PREFERRED = ("shm", "nixl")
+
+
+def _preference(address: str) -> int:
+    scheme = address.partition(":")[0]
+    return _PREFERRED.index(scheme) if scheme in _PREFERRED else len(_PREFERRED)
+
+
 def in_order(
     replicas: Sequence[Replica], left_out: frozenset[str], *, host: str, chance: random.Random
 ) -> list[tuple[Replica, str]]:
     """Return the candidates, best first: fewest clients, then the same machine, then at random.
 
-    Shared memory needs the same machine.
+    Shared memory needs the same machine, and comes first; then one-sided transfers, then TCP.
     """
     candidates = [replica for replica in replicas if replica.name not in left_out]
     chance.shuffle(candidates)
@@ -52,7 +60,7 @@ def in_order(
     return [
         (replica, address)
         for replica in candidates
-        for address in sorted(replica.addresses, key=lambda address: not address.startswith("shm:"))
+        for address in sorted(replica.addresses, key=_preference)
         if replica.host == host or not address.startswith("shm:")
     ]
 

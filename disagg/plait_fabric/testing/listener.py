@@ -278,7 +278,7 @@ class _mute_listener:  # noqa: N801  # reads as a function at the call
 
     def __enter__(self) -> str:
         name = self._sock.getsockname()
-        return f"shm://{name}" if self._scheme == "shm" else f"tcp://{name[0]}:{name[1]}"
+        return f"shm://{name}" if self._scheme == "shm" else f"{self._scheme}://{name[0]}:{name[1]}"
 
     def __exit__(self, *exc_info: object) -> None:
         self._sock.close()

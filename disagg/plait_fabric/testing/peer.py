@@ -6,7 +6,7 @@ one line. It exits when the channel ends, or when stdin does.
 Modes: `echo` sends every message back; `bounce` sends a lease of the same size back without writing
 to it, and whether the message was late; `drain` reads all bytes of all messages, and answers one
 with `end` in its header with what it has read; `hold` connects, sends `{"ready": true}` and never
-receives; `flood` sends messages of 1 MiB until it is killed. SETTINGS is a JSON object: `spin_s`,
+receives; `flood` sends messages of 1 MiB until it is killed. SETTINGS is a JSON object: fields of `FabricOptions`,
 and `links` (a file) with `link` (a name in it) to model.
 """
 
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
     mode, address, *rest = arguments
     settings: dict[str, Any] = json.loads(rest[0]) if rest else {}
     secret = bytes.fromhex(sys.stdin.readline().strip())
-    options = FabricOptions(spin_s=settings.get("spin_s", 0.0))
+    options = FabricOptions(**{name: value for name, value in settings.items() if name not in ("links", "link")})
     with connect(address, secret=secret, options=options) as plain:
         channel: Channel = plain
         if "link" in settings:

@@ -13,7 +13,6 @@ import errno
 import socket
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from plait_fabric.errors import (
     AddressInUse,
@@ -32,7 +31,7 @@ from plait_fabric.errors import (
 )
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.acceptor import Arrival, SocketListener
 from plait_fabric.transport.auth import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -42,21 +41,13 @@ from plait_fabric.transport.auth import (
     ServerHandshake,
 )
 from plait_fabric.transport.base import ChannelBase, Deadline
-from plait_fabric.transport.frames import (
-    PREFIX_BYTES,
-    FrameKind,
-    Prefix,
-    decode_header,
-    pack_head,
-    pack_lengths,
-    unpack_lengths,
-    unpack_prefix,
-)
-from plait_fabric.transport.staging import Part, align, leases_of, part_view
+from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_lengths
+from plait_fabric.transport.staging import Part, leases_of, part_view
+from plait_fabric.transport.stream import Frame, FrameReader
 from plait_fabric.transport.waiting import POLL_IN, POLL_OUT, Waiter, finish_connect, recv_exactly
-from plait_fabric.values import Address, FabricOptions, Message, MessageLimits
+from plait_fabric.values import Address, FabricOptions, Message, Scheme
 
-__all__ = ["TcpChannel", "connect", "listen"]
+__all__ = ["TcpArrival", "TcpChannel", "connect", "dial", "listen", "listen_with"]
 
 _GATHER = 512
 """Max buffers per `sendmsg`; IOV_MAX is 1024 on Linux."""
@@ -65,86 +56,23 @@ _SURELY_FITS = 8_192
 _KEEPALIVE_PROBES = 3
 
 
-class _Frame(NamedTuple):
-    kind: FrameKind
-    header: bytes
-    views: list[memoryview]
-    lease: Lease | None
-
-
-class FrameReader:
-    """Splits a byte stream into frames. Sans-I/O and resumable: fill `wanted`, then call `step`."""
-
-    def __init__(self, limits: MessageLimits) -> None:
-        self._limits = limits
-        self._begin()
-
-    def _begin(self) -> None:
-        self._prefix: Prefix | None = None
-        self._laid_out = False
-        self._lease: Lease | None = None
-        self._views: list[memoryview] = []
-        self._unfilled: list[memoryview] = []
-        self._bytes = bytearray(PREFIX_BYTES)
-        self.wanted = memoryview(self._bytes)
-
-    @property
-    def lease(self) -> Lease | None:
-        """The lease of a partially received message."""
-        return self._lease
-
-    @property
-    def begun(self) -> bool:
-        """Whether part of a frame has arrived."""
-        return self._prefix is not None or len(self.wanted) < PREFIX_BYTES
-
-    def filled(self, nbytes: int) -> None:
-        """Record that the first `nbytes` of `wanted` have arrived."""
-        self.wanted = self.wanted[nbytes:]
-
-    def step(self, acquire: Callable[[int], Lease]) -> _Frame | None:
-        """Advance when `wanted` is empty: set the next `wanted`, or return a complete frame.
-
-        Raises what `acquire` raises (call again later, nothing is lost), `ProtocolViolation`, `FrameTooLarge`.
-        """
-        if self._prefix is None:
-            self._prefix = unpack_prefix(self._bytes, self._limits)
-            if self._prefix.kind is FrameKind.SHARED:
-                raise ProtocolViolation("the peer announced shared memory on a stream")
-            self._bytes = bytearray(self._prefix.header_bytes + self._prefix.table_bytes)
-            self.wanted = memoryview(self._bytes)
-            if self.wanted:
-                return None
-        if not self._laid_out:
-            self._lay_out(self._prefix, acquire)
-        if self._unfilled:
-            self.wanted = self._unfilled.pop()
-            return None
-        frame = _Frame(self._prefix.kind, bytes(self._bytes[: self._prefix.header_bytes]), self._views, self._lease)
-        self._begin()
-        return frame
-
-    def _lay_out(self, prefix: Prefix, acquire: Callable[[int], Lease]) -> None:
-        lengths = unpack_lengths(memoryview(self._bytes)[prefix.header_bytes :], prefix)
-        if prefix.payload_bytes:
-            self._lease = acquire(sum(map(align, lengths)))
-        start = 0
-        for nbytes in lengths:
-            memory = self._lease.memory if self._lease else memoryview(bytearray(0))
-            self._views.append(memory[start : start + nbytes])
-            start += align(nbytes)
-        self._unfilled = [view for view in reversed(self._views) if view.nbytes]
-        self._laid_out = True
-
-
 class TcpChannel(ChannelBase):
     """One connected, authenticated stream."""
 
-    def __init__(self, sock: socket.socket, peer: str, options: FabricOptions) -> None:
-        super().__init__(pool=Pool.anonymous(options.pool_bytes), peer=peer, limits=options.limits)
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        options: FabricOptions,
+        *,
+        pool: Pool | None = None,
+        announces: bool = False,
+    ) -> None:
+        """Take ownership of the socket. A subclass may have a `pool` of its own, and frames that only announce."""
+        super().__init__(pool=pool or Pool.anonymous(options.pool_bytes), peer=peer, limits=options.limits)
         self._sock = sock
         self._inbound_pool = Pool.anonymous(options.pool_bytes)
-        self._reader = FrameReader(options.limits)
+        self._reader = FrameReader(options.limits, announces=announces)
         self._stall_timeout_s = options.stall_timeout_s
         self._spin_s = options.spin_s
         self._heard_s = time.monotonic()
@@ -205,7 +133,7 @@ class TcpChannel(ChannelBase):
             self._raise_if_unusable()
         try:
             frame = self._read_frame(deadline)
-            if frame.kind is FrameKind.GOODBYE:
+            if frame.prefix.kind is FrameKind.GOODBYE:
                 raise self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
             header = decode_header(frame.header)
         except FabricError as error:
@@ -214,9 +142,9 @@ class TcpChannel(ChannelBase):
                 self._hang_up()
             raise
         nbytes = sum(view.nbytes for view in frame.views)
-        return Message(header, frame.views, self._releaser(frame.lease)), nbytes
+        return Message(header, frame.views, self._releaser(frame)), nbytes
 
-    def _read_frame(self, deadline: Deadline) -> _Frame:
+    def _read_frame(self, deadline: Deadline) -> Frame:
         reader = self._reader
         waited = False
         while True:
@@ -245,6 +173,9 @@ class TcpChannel(ChannelBase):
     def _wait_for_bytes(self, deadline: Deadline) -> None:
         """Wait until the socket is readable, or until it is time to check again."""
         left_s = deadline.left_s()
+        nap_s = self._longest_nap_s()
+        if nap_s is not None:
+            left_s = nap_s if left_s is None else min(left_s, nap_s)
         if self._reader.begun:
             patience_s = self._heard_s + self._stall_timeout_s - time.monotonic()
             if patience_s <= 0:
@@ -253,12 +184,18 @@ class TcpChannel(ChannelBase):
         if not self._readable.wait(left_s, spin_s=self._spin_s) and deadline.passed:
             raise RecvTimeout(f"no message within {deadline.timeout_s} s")
 
+    def _longest_nap_s(self) -> float | None:
+        """Return how long a receiver may sleep before it looks again without being woken."""
+        return None
+
     def _room(self, nbytes: int, deadline: Deadline) -> Lease:
         if not self._inbound_pool.can_ever_lease(nbytes):
             raise FrameTooLarge(f"the peer sends {nbytes} bytes; our pool has {self._inbound_pool.capacity_bytes}")
         return self._inbound_pool.acquire(nbytes, deadline.left_s())
 
-    def _releaser(self, lease: Lease | None) -> Callable[[], None]:
+    def _releaser(self, frame: Frame) -> Callable[[], None]:
+        lease = frame.lease
+
         def release() -> None:
             self._count_release()
             if lease is not None:
@@ -320,7 +257,17 @@ def _tune(sock: socket.socket, options: FabricOptions) -> None:
 
 def connect(address: Address, secret: bytes, options: FabricOptions, deadline: Deadline) -> TcpChannel:
     """Connect and authenticate; see `endpoints.connect`."""
-    handshake = ClientHandshake(secret, "tcp")
+    sock = dial(address, secret, deadline)
+    try:
+        return TcpChannel(sock, str(address), options)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def dial(address: Address, secret: bytes, deadline: Deadline) -> socket.socket:
+    """Return a socket whose two ends have authenticated each other for the channels of the address's scheme."""
+    handshake = ClientHandshake(secret, address.scheme)
     try:
         sock = socket.create_connection((address.target, address.port), timeout=deadline.left_s())
     except TimeoutError as error:
@@ -331,46 +278,62 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
         response = handshake.respond(recv_exactly(sock, CHALLENGE_BYTES, deadline))
         finish_connect(sock, deadline, lambda: sock.sendall(response))
         handshake.verify(recv_exactly(sock, PROOF_BYTES, deadline))
-        return TcpChannel(sock, str(address), options)
+        return sock
     except BaseException:
         sock.close()
         raise
 
 
-class _TcpArrival:
+class TcpArrival:
     """An `Arrival` on a TCP socket."""
 
-    def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions) -> None:
+    def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions, *, scheme: Scheme = "tcp") -> None:
         self.sock = sock
-        self._handshake = ServerHandshake(secret, "tcp")
+        self._handshake = ServerHandshake(secret, scheme)
         self._options = options
         self._response = b""
 
     def start(self) -> None:
+        """Send the challenge."""
         self.sock.send(self._handshake.challenge)
 
     def advance(self) -> Channel | None:
+        """Return the channel once the peer has authenticated itself."""
+        return TcpChannel(self.sock, self.peer("tcp"), self._options) if self.proven() else None
+
+    def proven(self) -> bool:
+        """Read on; return whether the peer has authenticated itself by now, and so have we."""
         data = self.sock.recv(RESPONSE_BYTES - len(self._response))
         if not data:
             raise PeerLost("it hung up during the handshake")
         self._response += data
         if len(self._response) < RESPONSE_BYTES:
-            return None
+            return False
         try:
             proof = self._handshake.prove(self._response)
         except AuthFailed:
             self.sock.send(REFUSED)
             raise
         self.sock.send(proof)
+        return True
+
+    def peer(self, scheme: Scheme) -> str:
+        """Return the address of the other end."""
         host, port, *_ = self.sock.getpeername()
-        return TcpChannel(self.sock, str(Address(scheme="tcp", target=host, port=port)), self._options)
+        return str(Address(scheme=scheme, target=host, port=port))
 
     def abandon(self) -> None:
+        """Close the socket."""
         self.sock.close()
 
 
 def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
+    return listen_with(address, options, lambda peer: TcpArrival(peer, secret, options))
+
+
+def listen_with(address: Address, options: FabricOptions, arrive: Callable[[socket.socket], Arrival]) -> SocketListener:
+    """Listen for connections that arrive so. Raises `BadAddress`, `AddressInUse`."""
     family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -387,8 +350,8 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
     host, port, *_ = sock.getsockname()
     return SocketListener(
         sock,
-        address=str(Address(scheme="tcp", target=host, port=port)),
+        address=str(Address(scheme=address.scheme, target=host, port=port)),
         options=options,
-        arrive=lambda peer: _TcpArrival(peer, secret, options),
+        arrive=arrive,
         on_close=lambda: None,
     )

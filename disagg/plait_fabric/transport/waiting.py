@@ -13,12 +13,13 @@ from typing import TypeVar
 from plait_fabric.errors import ConnectTimeout, PeerLost
 from plait_fabric.transport.base import Deadline
 
-__all__ = ["POLL_IN", "POLL_OUT", "Waiter", "finish_connect", "recv_exactly"]
+__all__ = ["POLL_IN", "POLL_OUT", "Waiter", "finish_connect", "has_hung_up", "recv_exactly"]
 
 T = TypeVar("T")
 
 POLL_IN = select.POLLIN
 POLL_OUT = select.POLLOUT
+_HANG_UP = getattr(select, "POLLRDHUP", 0)
 
 
 class Waiter:
@@ -37,6 +38,16 @@ class Waiter:
                 if self._poll.poll(0):
                     return True
         return bool(self._poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+
+
+def has_hung_up(sock: socket.socket) -> bool:
+    """Return whether the peer has closed its end, even if bytes that it sent before are still unread, or we have."""
+    try:
+        poll = select.poll()
+        poll.register(sock.fileno(), _HANG_UP)
+        return bool(poll.poll(0))
+    except ValueError:  # closed meanwhile
+        return True
 
 
 def recv_exactly(sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:

@@ -107,10 +107,13 @@ def socket_folder() -> Path:
     return Path(tempfile.gettempdir()) / f"plait-{os.geteuid()}"
 
 
-def open_listeners(secret: bytes, *, kind: str, ip_address: str, folder: Path) -> list[Listener]:
+def open_listeners(
+    secret: bytes, *, kind: str, ip_address: str, folder: Path, between_hosts: str = "tcp"
+) -> list[Listener]:
     """Listen on shared memory for clients on this machine (where that works) and on TCP for all others.
 
-    `kind`: lower-case letters, the first word of the socket's name.
+    `kind`: lower-case letters, the first word of the socket's name. `between_hosts` "nixl": on that too, for clients
+    that have NIXL. Raises `Unsupported` if this process lacks it.
     """
     remove_stale_sockets(folder)
     listeners: list[Listener] = []
@@ -120,7 +123,14 @@ def open_listeners(secret: bytes, *, kind: str, ip_address: str, folder: Path) -
     except FabricError as error:
         _log.warning("no shared memory for %s clients, TCP only: %s", kind, error)
     host = f"[{ip_address}]" if ":" in ip_address else ip_address
-    listeners.append(listen(f"tcp://{host}:0", secret=secret, options=FABRIC))
+    schemes = ("nixl", "tcp") if between_hosts == "nixl" else ("tcp",)
+    try:
+        for scheme in schemes:
+            listeners.append(listen(f"{scheme}://{host}:0", secret=secret, options=FABRIC))  # noqa: PERF401
+    except FabricError:
+        for listener in listeners:
+            listener.close()
+        raise
     return listeners
 
 

@@ -17,6 +17,7 @@ from plait_serving.starter.manifest import WEIGHTS
 __all__ = [
     "STARTER_RANKING_MODEL",
     "WORKER_CPUS",
+    "BetweenHosts",
     "CnKnobs",
     "CnSection",
     "HnKnobs",
@@ -44,6 +45,7 @@ MAX_WORKERS = 64
 Mode = Literal["whole", "split"]
 RankRole = Literal["whole", "cn", "hn"]
 RankExecutor = Literal["auto", "torch"]
+BetweenHosts = Literal["tcp", "nixl"]
 OmpWait = Literal["default", "active", "passive"]
 
 
@@ -142,6 +144,9 @@ class RankModelSection(Section):
     executor: Annotated[
         RankExecutor, Field(description="what runs the dense half on a CPU; auto: openvino where it is faster")
     ] = "auto"
+    between_hosts: Annotated[
+        BetweenHosts, Field(description="how its processes reach each other on other machines; nixl: the extra `nixl`")
+    ] = "tcp"
     cn: CnSection = CnSection()
     hn: HnSection = HnSection()
     whole: WholeSection = WholeSection()

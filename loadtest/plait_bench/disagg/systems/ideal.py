@@ -52,36 +52,39 @@ class IdealSplit:
     ) -> None:
         self._sparse, self._batches, self._slots = sparse, batches, slots
         self._asked, self._done = asked, done
+        self._sent = self._received = 0
 
     def answers(self, number: int) -> list[torch.Tensor]:
-        """Return the outputs of one batch, with nothing else at the child."""
-        self._put(number, self._slots[0])
-        return self._get(self._slots[0])
+        """Return the outputs of batch `number`, with nothing else at the child."""
+        self._put(number)
+        return self._get()
 
     def answers_for(self, seconds: float) -> int:
         """Run batches for so long, each looked up while the child computes those before it; return how many were
         answered."""
-        sent = received = 0
+        first = self._sent
         until_s = time.perf_counter() + seconds
         while time.perf_counter() < until_s:
-            self._put(sent, self._slots[sent % len(self._slots)])
-            sent += 1
-            if sent - received == len(self._slots):
-                self._get(self._slots[received % len(self._slots)])
-                received += 1
-        for number in range(received, sent):
-            self._get(self._slots[number % len(self._slots)])
-        return sent
+            self._put(self._sent)
+            if self._sent - self._received == len(self._slots):
+                self._get()
+        while self._received < self._sent:
+            self._get()
+        return self._sent - first
 
-    def _put(self, number: int, slot: _Slot) -> None:
+    def _put(self, number: int) -> None:
+        slot = self._slots[self._sent % len(self._slots)]  # the child takes them in turn
         with torch.inference_mode():
             crossing = self._sparse.run(self._batches[number % len(self._batches)])
             for name, tensor in slot.crossing.items():
                 tensor.copy_(crossing[name])
         os.eventfd_write(self._asked, 1)
+        self._sent += 1
 
-    def _get(self, slot: _Slot) -> list[torch.Tensor]:
+    def _get(self) -> list[torch.Tensor]:
         os.eventfd_read(self._done)
+        slot = self._slots[self._received % len(self._slots)]
+        self._received += 1
         return [output.clone() for output in slot.outputs.values()]
 
 

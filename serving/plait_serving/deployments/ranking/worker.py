@@ -41,7 +41,7 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking.scaling import PRESSURE
 from plait_serving.deployments.ranking.source import OpenedPackage, RankSource
 from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.ranking.config import CnKnobs, HnKnobs, RankRole
+from plait_serving.ranking.config import BetweenHosts, CnKnobs, HnKnobs, RankRole
 
 __all__ = ["RankWorker", "remote_ranker"]
 
@@ -65,6 +65,7 @@ class RankWorker:
         hns: Any = None,
         hn_count: int = 1,
         max_hns: int | None = None,
+        between_hosts: BetweenHosts = "tcp",
     ) -> None:
         """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment, which has
         `hn_count` replicas, or as many as are found up to `max_hns`.
@@ -85,7 +86,11 @@ class RankWorker:
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
         plain = self._plain(knobs)
         listeners = open_listeners(
-            self._secret, kind="rank", ip_address=ray.util.get_node_ip_address(), folder=socket_folder()
+            self._secret,
+            kind="rank",
+            ip_address=ray.util.get_node_ip_address(),
+            folder=socket_folder(),
+            between_hosts=between_hosts,
         )
         self._refresher: Refresher | None = None
         self._core: CnCore | WholeCore | HnWorker

@@ -12,7 +12,7 @@ import pytest
 from plait_bench import fabric
 from plait_bench.benchmark import Benchmark, Metric, Reading, Workload
 from plait_bench.errors import BenchError
-from plait_bench.fabric import links, round_trips, throughput
+from plait_bench.fabric import links, round_trips, throughput, transports
 from plait_bench.fabric.values import CallSubject
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 from plait_fabric import connect, listen, new_secret
@@ -67,9 +67,13 @@ def test_small_runs_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_SECONDS", 0.05)
     monkeypatch.setattr(links, "_LINKS", (links.FAR,))
     monkeypatch.setattr(links, "SIZES_BYTES", {"64B": 64, "4MiB": 1 << 22})
+    monkeypatch.setattr(transports, "SIZES_BYTES", {"64KiB": 1 << 16})
+    monkeypatch.setattr(transports, "_SECONDS", 0.05)
+    monkeypatch.setattr(transports, "_NIXL", {"nixl_tcp": "tcp,self"})
     results = [measured(workload()) for workload in fabric.WORKLOADS.values()]
     rows = [row for result in results for row in result.rows]
-    assert {row.system for row in rows} == {"plait", "memcpy", "spinning", "blocking", "model"}
+    systems = {"plait", "memcpy", "spinning", "blocking", "bare_spinning", "bare_blocking", "model", "tcp", "shm"}
+    assert systems <= {row.system for row in rows} <= systems | {"nixl_tcp"}  # an extra
     assert {row.kind for row in rows if row.system == "model"} == {"modelled"}
     assert {row.kind for row in rows if row.system != "model"} == {"measured"}
     assert all(row.value > 0 for row in rows)

@@ -42,7 +42,7 @@ from plait_fabric.transport.frames import (
     unpack_places,
     unpack_prefix,
 )
-from plait_fabric.transport.tcp import FrameReader
+from plait_fabric.transport.stream import FrameReader
 from plait_fabric.values import Address, Message
 
 LIMITS = MessageLimits(header_bytes=2_000, buffers=8, message_bytes=10_000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import random
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from plait_fabric import connect, listen, new_secret
+from plait_fabric import Unsupported, connect, listen, new_secret
 from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.fabric_endpoints import host_id, open_listeners, remove_stale_sockets
 from plait_serving.deployments.images.controlnet import ControlNetKnobs, ServeConnect
@@ -27,6 +28,19 @@ def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
     for listener in listeners:
         with listener, connect(listener.address, secret=secret), listener.accept(5):
             pass
+
+
+def test_listens_on_nixl_where_that_is_wanted(tmp_path: Path) -> None:
+    """With it and, for clients that lack it, on TCP; a replica that lacks it does not come up with less."""
+    folder = tmp_path / "sockets"
+    if importlib.util.find_spec("nixl_cu12") is None:
+        with pytest.raises(Unsupported, match="nixl"):
+            open_listeners(new_secret(), kind="rank", ip_address="127.0.0.1", folder=folder, between_hosts="nixl")
+        return
+    listeners = open_listeners(new_secret(), kind="rank", ip_address="127.0.0.1", folder=folder, between_hosts="nixl")
+    assert [listener.address.partition(":")[0] for listener in listeners] == ["shm", "nixl", "tcp"]
+    for listener in listeners:
+        listener.close()
 
 
 def test_without_shared_memory_tcp_is_enough(tmp_path: Path) -> None:

@@ -377,6 +377,15 @@ def test_replicas_with_fewest_clients_first_then_near_ones() -> None:
     assert tried == ["tcp://1.2.3.6:1", "shm:///s", "tcp://1.2.3.4:1", "tcp://1.2.3.5:1"]
 
 
+def test_shared_memory_then_one_sided_then_tcp() -> None:
+    """Of one replica's addresses the fastest that this machine may use is tried first, and the others after it."""
+    addresses = ("tcp://1.2.3.4:1", "nixl://1.2.3.4:2", "shm:///s")
+    replica = Replica(name="near", host="me", addresses=addresses, secret=b"1")
+    for host, expected in (("me", addresses[::-1]), ("you", addresses[1::-1])):
+        tried = in_order([replica], frozenset(), host=host, chance=random.Random(0))
+        assert tuple(address for _, address in tried) == expected
+
+
 def test_equal_replicas_are_spread_by_lot() -> None:
     """Clients that start together do not all pick the same replica."""
     equal = [Replica(name=str(i), host="me", addresses=(f"shm:///{i}",), secret=b"") for i in range(3)]
