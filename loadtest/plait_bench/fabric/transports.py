@@ -1,7 +1,7 @@
 """What carries a large message: the time to another process of this machine and back, by transport and size.
 
 The peer sends a lease of the same size back (`bounce`), and so does this side, so that only the way is timed. `tcp` is
-plait's channel over a TCP socket, which copies nothing of its own. `nixl_cma` and `nixl_tcp` name what UCX was told to
+plait's channel over a TCP socket, which copies nothing of its own. `nixl_cma` and `nixl_tcp` name what UCX may
 use (`_NIXL`); where NIXL is not installed, these two are left out with the reason.
 """
 

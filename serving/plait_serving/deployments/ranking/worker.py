@@ -85,12 +85,9 @@ class RankWorker:
         opened = run_on_own_thread(lambda: source.open(role))
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
         plain = self._plain(knobs)
+        host, folder = ray.util.get_node_ip_address(), socket_folder()
         listeners = open_listeners(
-            self._secret,
-            kind="rank",
-            ip_address=ray.util.get_node_ip_address(),
-            folder=socket_folder(),
-            between_hosts=between_hosts,
+            self._secret, kind="rank", ip_address=host, folder=folder, between_hosts=between_hosts
         )
         self._refresher: Refresher | None = None
         self._core: CnCore | WholeCore | HnWorker
