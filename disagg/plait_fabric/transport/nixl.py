@@ -281,7 +281,7 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
     sock = dial(address, secret, deadline)
     endpoint = None
     try:
-        endpoint = NixlEndpoint(options.pool_bytes, transports=options.nixl_transports)
+        endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
         description = endpoint.description()
         finish_connect(sock, deadline, lambda: sock.sendall(description))
         head = recv_exactly(sock, DESCRIPTION_HEAD_BYTES, deadline)
@@ -317,7 +317,7 @@ class _NixlArrival(TcpArrival):
         return DESCRIPTION_HEAD_BYTES + (description_bytes(head) if len(head) == DESCRIPTION_HEAD_BYTES else 0)
 
     def _joined(self) -> NixlChannel:
-        endpoint = NixlEndpoint(self._options.pool_bytes, transports=self._options.nixl_transports)
+        endpoint = NixlEndpoint(self._options.pool_bytes, transports=self._options.nixl_transport)
         try:
             endpoint.join(self._theirs)
             self.sock.send(endpoint.description())

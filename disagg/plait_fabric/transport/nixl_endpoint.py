@@ -65,8 +65,8 @@ def description_bytes(head: bytes) -> int:
 class NixlEndpoint:
     """Memory to send from and memory that the peer writes to, of `nbytes` each. Any thread may call."""
 
-    def __init__(self, nbytes: int, *, transports: str) -> None:
-        """Register the memory. `transports`: what UCX may use (its UCX_TLS), "" for the best there is.
+    def __init__(self, nbytes: int, *, transport: str) -> None:
+        """Register the memory. `transport`: the only one that UCX may use ("tcp"), "" for the best that it finds.
 
         Raises `Unsupported`.
         """
@@ -79,12 +79,12 @@ class NixlEndpoint:
             agent = library.nixl_agent(
                 f"plait-{uuid.uuid4().hex}", library.nixl_agent_config(enable_prog_thread=False, backends=[])
             )
-            agent.create_backend("UCX", {"engine_config": f"TLS={transports}"} if transports else {})
+            agent.create_backend("UCX", {"engine_config": f"TLS={transport}"} if transport else {})
             regions = [(_address(it), nbytes, 0, "") for it in (self._outgoing, self._incoming)]
             self._registered = agent.register_memory(regions, "DRAM")
         except Exception as error:  # the library's errors have no common base
             raise Unsupported(
-                f"NIXL cannot start with the transports {transports or 'of its choice'}: {error}"
+                f"NIXL cannot start with the transport {transport or 'of its choice'}: {error}"
             ) from error
         self._agent: Any = agent
 
