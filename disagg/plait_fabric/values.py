@@ -113,8 +113,8 @@ class FabricOptions:
     for `stall_timeout_s` is disconnected; a host that does not answer for `tcp_keepalive_idle_s` and three probes is
     lost (tcp). A `recv` that finds nothing polls for `spin_s` before it sleeps (shm and tcp): waking up costs more
     than a small message, but a polling core does nothing else. Messages from `one_sided_from_bytes` on are written into
-    the peer's memory, smaller ones go over the socket (nixl); `nixl_transports` is what UCX may use for that, as in its
-    UCX_TLS ("tcp,self"; it needs "tcp" in any case), or "" for the best that it finds.
+    the peer's memory, smaller ones go over the socket (nixl); `nixl_transport` is the only one that UCX may use for
+    that ("tcp"), or "" for the best that it finds.
     """
 
     limits: MessageLimits = field(default_factory=MessageLimits)
@@ -127,7 +127,7 @@ class FabricOptions:
     spin_s: float = 0.0
     tcp_keepalive_idle_s: int = 5
     one_sided_from_bytes: int = 524_288
-    nixl_transports: str = ""
+    nixl_transport: str = ""
 
     def __post_init__(self) -> None:
         for name in (

@@ -31,7 +31,7 @@ from plait_fabric.transport.frames import FrameKind, pack_head, pack_places
 
 ADDRESS = "nixl://127.0.0.1:0"
 ONE_SIDED = replace(SMALL, one_sided_from_bytes=1)
-TRANSPORTS = {"tcp": "tcp,self", "best": ""}
+TRANSPORTS = {"tcp": "tcp", "best": ""}
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ class TestNixl(ChannelConformance, TensorConformance, ListenerConformance, Proce
 
     def test_transports_that_do_not_exist(self) -> None:
         """Transports that UCX cannot start with are an error that names them."""
-        options = FabricOptions(nixl_transports="carrier_pigeon")
+        options = FabricOptions(nixl_transport="carrier_pigeon")
         with listen(ADDRESS, secret=SECRET) as listener, pytest.raises(Unsupported, match="carrier_pigeon"):
             connect(listener.address, secret=SECRET, options=options)
 
@@ -67,7 +67,7 @@ class TestNixl(ChannelConformance, TensorConformance, ListenerConformance, Proce
 @pytest.fixture(params=TRANSPORTS)
 def ends(library: None, request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
     """Two ends that write every message, over TCP and over the best that there is."""
-    options = replace(ONE_SIDED, nixl_transports=TRANSPORTS[request.param])
+    options = replace(ONE_SIDED, nixl_transport=TRANSPORTS[request.param])
     with (
         listen(ADDRESS, secret=SECRET, options=options) as listener,
         connect(listener.address, secret=SECRET, options=options) as client,

@@ -27,7 +27,7 @@ from plait_fabric.transport.base import Deadline
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_places, unpack_places
 from plait_fabric.transport.nixl_endpoint import DESCRIPTION_HEAD_BYTES, NixlEndpoint, description_bytes, load_nixl
 from plait_fabric.transport.staging import Part, stage
-from plait_fabric.transport.stream import Frame
+from plait_fabric.transport.stream import StreamFrame
 from plait_fabric.transport.tcp import TcpArrival, TcpChannel, dial, listen_with
 from plait_fabric.transport.waiting import finish_connect, has_hung_up, recv_exactly
 from plait_fabric.values import Address, FabricOptions
@@ -43,7 +43,7 @@ _ATTENTIVE_S, _NAP_S, _LONG_NAP_S = 1.0, 1e-3, 0.05
 """How often a receiver that waits for a message lets the library work: a note that could not leave at once, because the
 peers have just met, leaves only then. Often for so long after the last note, else rarely."""
 _LAST_NOTE_S = 0.2
-"""How long a note may be under way from a peer that has hung up meanwhile."""
+"""How long a note may be in flight from a peer that has hung up meanwhile."""
 
 
 def _pauses() -> Iterator[None]:
@@ -69,7 +69,7 @@ class _Notes:
         self._written: set[int] = set()
         self._last_id = self._openings = 0
         self.failure: FabricError | None = None
-        self.told_s = time.monotonic()
+        self.noted_s = time.monotonic()
 
     @property
     def in_flight(self) -> int:
@@ -91,7 +91,7 @@ class _Notes:
 
     def acknowledge(self, message_id: int) -> None:
         """Tell the peer that its message was released."""
-        self.told_s = time.monotonic()
+        self.noted_s = time.monotonic()
         self._endpoint.tell(_NOTE.pack(_RELEASED, message_id))
 
     def take_written(self, message_id: int) -> bool:
@@ -166,7 +166,7 @@ class NixlChannel(TcpChannel):
         self._arrivals = endpoint.incoming
         self._from_bytes = options.one_sided_from_bytes
         self._in_flight_messages = options.in_flight_messages
-        self._announced: Frame | None = None
+        self._announced: StreamFrame | None = None
 
     def _deliver(self, header: bytes, parts: list[Part], deadline: Deadline) -> None:
         if self._notes.failure is not None:
@@ -225,7 +225,7 @@ class NixlChannel(TcpChannel):
             self._hang_up()
             raise
 
-    def _read_frame(self, deadline: Deadline) -> Frame:
+    def _read_frame(self, deadline: Deadline) -> StreamFrame:
         frame = self._announced
         if frame is None:
             frame = super()._read_frame(deadline)
@@ -240,7 +240,7 @@ class NixlChannel(TcpChannel):
 
     def _longest_nap_s(self) -> float | None:
         self._notes.read()
-        return _NAP_S if time.monotonic() - self._notes.told_s < _ATTENTIVE_S else _LONG_NAP_S
+        return _NAP_S if time.monotonic() - self._notes.noted_s < _ATTENTIVE_S else _LONG_NAP_S
 
     def _wait_until_written(self, message_id: int, deadline: Deadline) -> None:
         lost: Deadline | None = None
@@ -258,7 +258,7 @@ class NixlChannel(TcpChannel):
             if deadline.passed:
                 raise RecvTimeout(f"no message within {deadline.timeout_s} s")
 
-    def _releaser(self, frame: Frame) -> Callable[[], None]:
+    def _releaser(self, frame: StreamFrame) -> Callable[[], None]:
         if frame.prefix.kind is not FrameKind.SHARED:
             return super()._releaser(frame)
         message_id, _ = unpack_places(frame.table, frame.prefix, len(self._arrivals))
@@ -281,7 +281,7 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
     sock = dial(address, secret, deadline)
     endpoint = None
     try:
-        endpoint = NixlEndpoint(options.pool_bytes, transports=options.nixl_transports)
+        endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
         description = endpoint.description()
         finish_connect(sock, deadline, lambda: sock.sendall(description))
         head = recv_exactly(sock, DESCRIPTION_HEAD_BYTES, deadline)
@@ -317,7 +317,7 @@ class _NixlArrival(TcpArrival):
         return DESCRIPTION_HEAD_BYTES + (description_bytes(head) if len(head) == DESCRIPTION_HEAD_BYTES else 0)
 
     def _joined(self) -> NixlChannel:
-        endpoint = NixlEndpoint(self._options.pool_bytes, transports=self._options.nixl_transports)
+        endpoint = NixlEndpoint(self._options.pool_bytes, transports=self._options.nixl_transport)
         try:
             endpoint.join(self._theirs)
             self.sock.send(endpoint.description())

@@ -3,9 +3,9 @@
 NIXL (`pip install plait[nixl]`) moves bytes over whatever UCX finds: RDMA where the machine has a card, copies between
 address spaces (CMA) on one host, else TCP. It makes progress only inside its calls, and only one thread may call an
 agent at a time; so each channel has an agent of its own, all calls hold its lock, and whoever waits calls `poll`. Its
-own progress thread stays off: on two cores it made a round trip of 64 KB take 28 ms instead of 30 us.
+own progress thread stays off: where cores are scarce it makes a round trip a thousand times longer (1.5.1, two cores).
 
-Where a peer may write is told as an address and a length. NIXL can also pass on serialised descriptors, but those are
+Where a peer may write travels as an address and a length. NIXL can also pass on serialised descriptors, but those are
 pickles.
 """
 
@@ -65,8 +65,8 @@ def description_bytes(head: bytes) -> int:
 class NixlEndpoint:
     """Memory to send from and memory that the peer writes to, of `nbytes` each. Any thread may call."""
 
-    def __init__(self, nbytes: int, *, transports: str) -> None:
-        """Register the memory. `transports`: what UCX may use (its UCX_TLS), "" for the best there is.
+    def __init__(self, nbytes: int, *, transport: str) -> None:
+        """Register the memory. `transport`: the only one that UCX may use ("tcp"), "" for the best that it finds.
 
         Raises `Unsupported`.
         """
@@ -79,12 +79,12 @@ class NixlEndpoint:
             agent = library.nixl_agent(
                 f"plait-{uuid.uuid4().hex}", library.nixl_agent_config(enable_prog_thread=False, backends=[])
             )
-            agent.create_backend("UCX", {"engine_config": f"TLS={transports}"} if transports else {})
+            agent.create_backend("UCX", {"engine_config": f"TLS={transport}"} if transport else {})
             regions = [(_address(it), nbytes, 0, "") for it in (self._outgoing, self._incoming)]
             self._registered = agent.register_memory(regions, "DRAM")
         except Exception as error:  # the library's errors have no common base
             raise Unsupported(
-                f"NIXL cannot start with the transports {transports or 'of its choice'}: {error}"
+                f"NIXL cannot start with the transport {transport or 'of its choice'}: {error}"
             ) from error
         self._agent: Any = agent
 
@@ -161,12 +161,10 @@ class NixlEndpoint:
             agent, self._agent = self._agent, None
             if agent is None:
                 return
-            for call in (
-                lambda: agent.remove_remote_agent(self._peer),
-                lambda: agent.deregister_memory(self._registered),
-            ):
-                with contextlib.suppress(Exception):  # of a peer that is gone
-                    call()
+            with contextlib.suppress(Exception):  # of a peer that is gone
+                agent.remove_remote_agent(self._peer)
+            with contextlib.suppress(Exception):
+                agent.deregister_memory(self._registered)
         now_s = time.monotonic()
         while _quarantine and now_s - _quarantine[0][0] > _QUARANTINE_S:
             _quarantine.popleft()

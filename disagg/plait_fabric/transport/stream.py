@@ -11,10 +11,10 @@ from plait_fabric.transport.frames import PREFIX_BYTES, FrameKind, Prefix, unpac
 from plait_fabric.transport.staging import align
 from plait_fabric.values import MessageLimits
 
-__all__ = ["Frame", "FrameReader"]
+__all__ = ["FrameReader", "StreamFrame"]
 
 
-class Frame(NamedTuple):
+class StreamFrame(NamedTuple):
     """A frame that has arrived. SHARED: its payload has not, and `table` says where it will be."""
 
     prefix: Prefix
@@ -56,7 +56,7 @@ class FrameReader:
         """Record that the first `nbytes` of `wanted` have arrived."""
         self.wanted = self.wanted[nbytes:]
 
-    def step(self, acquire: Callable[[int], Lease]) -> Frame | None:
+    def step(self, acquire: Callable[[int], Lease]) -> StreamFrame | None:
         """Advance when `wanted` is empty: set the next `wanted`, or return a complete frame.
 
         Raises what `acquire` raises (call again later, nothing is lost), `ProtocolViolation`, `FrameTooLarge`.
@@ -75,7 +75,7 @@ class FrameReader:
             self.wanted = self._unfilled.pop()
             return None
         header, table = self._bytes[: self._prefix.header_bytes], self._bytes[self._prefix.header_bytes :]
-        frame = Frame(self._prefix, bytes(header), bytes(table), self._views, self._lease)
+        frame = StreamFrame(self._prefix, bytes(header), bytes(table), self._views, self._lease)
         self._begin()
         return frame
 

@@ -43,7 +43,7 @@ from plait_fabric.transport.auth import (
 from plait_fabric.transport.base import ChannelBase, Deadline
 from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_lengths
 from plait_fabric.transport.staging import Part, leases_of, part_view
-from plait_fabric.transport.stream import Frame, FrameReader
+from plait_fabric.transport.stream import FrameReader, StreamFrame
 from plait_fabric.transport.waiting import POLL_IN, POLL_OUT, Waiter, finish_connect, recv_exactly
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
 
@@ -144,7 +144,7 @@ class TcpChannel(ChannelBase):
         nbytes = sum(view.nbytes for view in frame.views)
         return Message(header, frame.views, self._releaser(frame)), nbytes
 
-    def _read_frame(self, deadline: Deadline) -> Frame:
+    def _read_frame(self, deadline: Deadline) -> StreamFrame:
         reader = self._reader
         waited = False
         while True:
@@ -193,7 +193,7 @@ class TcpChannel(ChannelBase):
             raise FrameTooLarge(f"the peer sends {nbytes} bytes; our pool has {self._inbound_pool.capacity_bytes}")
         return self._inbound_pool.acquire(nbytes, deadline.left_s())
 
-    def _releaser(self, frame: Frame) -> Callable[[], None]:
+    def _releaser(self, frame: StreamFrame) -> Callable[[], None]:
         lease = frame.lease
 
         def release() -> None:

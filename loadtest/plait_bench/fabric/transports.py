@@ -1,16 +1,19 @@
 """What carries a large message: the time to another process of this machine and back, by transport and size.
 
 The peer sends a lease of the same size back (`bounce`), and so does this side, so that only the way is timed. `tcp` is
-plait's channel over a TCP socket, which copies nothing of its own. `nixl_cma` and `nixl_tcp` name what UCX was told to
-use (`_NIXL`); where NIXL is not installed, these two are left out with the reason.
+plait's channel over a TCP socket, which copies nothing of its own. `nixl` uses what UCX finds, which the row says: RDMA
+if there is a device, else copies between address spaces; `nixl_tcp` may use TCP alone. Where NIXL is not installed, the
+two are left out with the reason.
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from plait_bench.benchmark import Metric, Reading, Subject, Workload
 from plait_bench.errors import SystemUnavailable
@@ -26,7 +29,8 @@ WORKLOAD = "large-messages"
 SIZES_BYTES = {"64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20, "13MB": 13_312_000}
 """13 MB: what crosses for a thousand candidates of MLPerf's DLRM-DCNv2 in float32, 13,312 bytes each."""
 _SECONDS, _MIN_TRIPS, _WARM_UP = 0.5, 15, 5
-_NIXL: Mapping[str, str] = {"nixl_cma": "cma,posix,sysv,tcp,self", "nixl_tcp": "tcp,self"}
+_NIXL: Mapping[str, str] = {"nixl": "", "nixl_tcp": "tcp"}
+_RDMA = Path("/sys/class/infiniband")
 
 
 class Transports(Workload):
@@ -46,7 +50,7 @@ class Transports(Workload):
             if scheme == "nixl":
                 _require_nixl()
             address = f"shm://{folder}/socket" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
-            options = FabricOptions(one_sided_from_bytes=1, nixl_transports=_NIXL.get(system, ""))
+            options = FabricOptions(one_sided_from_bytes=1, nixl_transport=_NIXL.get(system, ""))
             yield CallSubject(lambda: _measured(address, options))
 
 
@@ -59,7 +63,7 @@ def _require_nixl() -> None:
 
 def _measured(address: str, options: FabricOptions) -> list[Reading]:
     secret = new_secret()
-    settings = {"one_sided_from_bytes": options.one_sided_from_bytes, "nixl_transports": options.nixl_transports}
+    settings = {"one_sided_from_bytes": options.one_sided_from_bytes, "nixl_transport": options.nixl_transport}
     with (
         listen(address, secret=secret, options=options) as listener,
         spawned_peer("bounce", listener.address, secret, settings),
@@ -70,10 +74,21 @@ def _measured(address: str, options: FabricOptions) -> list[Reading]:
                 workload=f"{WORKLOAD}-{size}",
                 metric="there_and_back_us",
                 value=_trip_us(channel, nbytes),
-                layout=options.nixl_transports and f"UCX_TLS={options.nixl_transports}",
+                layout=_carrier(address, options),
             )
             for size, nbytes in SIZES_BYTES.items()
         ]
+
+
+def _carrier(address: str, options: FabricOptions) -> str:
+    """Name what carries a message of this channel."""
+    scheme = address.partition(":")[0]
+    if scheme != "nixl":
+        return scheme
+    if options.nixl_transport:
+        return f"UCX over {options.nixl_transport}"
+    allowed = os.environ.get("UCX_TLS", "all")
+    return f"UCX_TLS={allowed}, {'an RDMA device' if _RDMA.is_dir() and any(_RDMA.iterdir()) else 'no RDMA device'}"
 
 
 def _trip_us(channel: Channel, nbytes: int) -> float:

@@ -124,6 +124,8 @@ def open_listeners(
         _log.warning("no shared memory for %s clients, TCP only: %s", kind, error)
     host = f"[{ip_address}]" if ":" in ip_address else ip_address
     schemes = ("nixl", "tcp") if between_hosts == "nixl" else ("tcp",)
+    if "nixl" in schemes:
+        _log.info("NIXL for %s clients; UCX_TLS is %s", kind, os.environ.get("UCX_TLS", "unset: the best there is"))
     try:
         for scheme in schemes:
             listeners.append(listen(f"{scheme}://{host}:0", secret=secret, options=FABRIC))  # noqa: PERF401

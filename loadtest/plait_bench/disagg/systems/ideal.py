@@ -103,7 +103,8 @@ class _Slot:
 
 
 def _room(dtype_name: str, shape: Sequence[int]) -> int:
-    nbytes = math.prod(shape) * getattr(torch, dtype_name).itemsize
+    dtype: torch.dtype = getattr(torch, dtype_name)
+    nbytes = math.prod(shape) * dtype.itemsize
     return -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
@@ -137,8 +138,8 @@ def ideal_split(
         )
         assert child.stdin is not None
         assert child.stdout is not None
-        told = {"candidates": candidates, "crossing": crossing, "outputs": outputs, "slots": slots}
-        child.stdin.write(json.dumps(told) + "\n")
+        given = {"candidates": candidates, "crossing": crossing, "outputs": outputs, "slots": slots}
+        child.stdin.write(json.dumps(given) + "\n")
         child.stdin.flush()
         if child.stdout.readline().strip() != "ready":
             raise SystemFailed("the child with the dense half ended")
@@ -154,16 +155,16 @@ def ideal_split(
 
 def main(folder: str, threads: str, memory: str, asked: str, done: str) -> None:
     """Run the dense half on every batch that is announced, until killed."""
-    told: dict[str, Any] = json.loads(sys.stdin.readline())
+    given: dict[str, Any] = json.loads(sys.stdin.readline())
     set_threads(int(threads))
     dense = open_package(Path(folder)).dense(prepares=True)
-    slots = _slots(mmap.mmap(int(memory), 0), told["slots"], told["crossing"], told["outputs"])
+    slots = _slots(mmap.mmap(int(memory), 0), given["slots"], given["crossing"], given["outputs"])
     print("ready", flush=True)
     with torch.inference_mode():
         while True:
             for slot in slots:
                 os.eventfd_read(int(asked))
-                made = dense.run(slot.crossing, told["candidates"])
+                made = dense.run(slot.crossing, given["candidates"])
                 for name, output in slot.outputs.items():
                     output.copy_(made[name])
                 os.eventfd_write(int(done), 1)

@@ -83,7 +83,7 @@ class _InProcessBlock:
 
 
 @dataclass(frozen=True)
-class _IdealBlock:
+class _IdealFlowBlock:
     """Implements `Subject`."""
 
     split: IdealSplit
@@ -110,7 +110,7 @@ def _ideal_layouts() -> dict[str, tuple[int, int]]:
 def _ideal(package: Package, requests: Sequence[RankRequest], threads: int, size: int) -> Iterator[Subject]:
     batches = [requests[first : first + size] for first in range(0, len(requests) - size + 1, size)]
     with ideal_split(package, batches, threads=threads, hn_threads=threads, slots=CALLERS // size) as split:
-        yield _IdealBlock(split, size)
+        yield _IdealFlowBlock(split, size)
 
 
 def _layouts(system: str) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -60,7 +60,7 @@ class OneByOne(Workload):
         if system == IDEAL:
             batches = [[request] for request in self._requests]
             with ideal_split(self._package, batches, threads=1, hn_threads=1, slots=1) as split:
-                yield _IdealBlock(split)
+                yield _IdealSequence(split)
             return
         with asked(lambda: _whole(self._package) if system == WHOLE else _split(self._package)) as ranker:
             yield _SequentialBlock(ranker, self._requests)
@@ -89,7 +89,7 @@ class _SequentialBlock:
 
 
 @dataclass(frozen=True)
-class _IdealBlock:
+class _IdealSequence:
     """Implements `Subject`."""
 
     split: IdealSplit

@@ -103,12 +103,9 @@ class RankWorker:
         opened = run_on_own_thread(lambda: source.open(role) if sharded is None else source.open(role, sharded))
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
         plain = self._plain(knobs)
+        host, folder = ray.util.get_node_ip_address(), socket_folder()
         listeners = open_listeners(
-            self._secret,
-            kind="rank",
-            ip_address=ray.util.get_node_ip_address(),
-            folder=socket_folder(),
-            between_hosts=between_hosts,
+            self._secret, kind="rank", ip_address=host, folder=folder, between_hosts=between_hosts
         )
         self._refresher: Refresher | None = None
         behind = {"connect": ServeReplicas(f"the HNs of {name}", hns).connect, "hns": hn_count, "max_hns": max_hns}

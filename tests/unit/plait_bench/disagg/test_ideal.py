@@ -11,7 +11,7 @@ from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 
 
 def test_the_bare_halves_give_the_scores_of_the_model() -> None:
-    """Batch for batch, one at a time and with several under way, whose number is as it was asked for."""
+    """Batch for batch, one at a time and with several in flight, whose number is as it was asked for."""
     package = open_package(STARTER_RANKING_FOLDER)
     manifest = package.manifest
     requests = [
