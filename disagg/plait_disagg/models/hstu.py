@@ -12,6 +12,8 @@ id 0 is padding: histories of any length up to T. The history's layers are the u
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
@@ -46,7 +48,8 @@ class _Layer(nn.Module):
         a = nn.functional.silu(q @ k.transpose(2, 3) * self._scale(q)) * is_step
         own = nn.functional.silu((q * own_k).sum(3, keepdim=True) * self._scale(q)) / (k.shape[2] + 1)
         attended = (a @ v + own * own_v).transpose(1, 2).flatten(1)
-        return x + self.out(self.norm_attended(attended) * u.squeeze(1))
+        added: torch.Tensor = self.out(self.norm_attended(attended) * u.squeeze(1))
+        return x + added
 
     def _split(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return u (rows, T, W), and v, q, k by head (rows, heads, T, W / heads)."""
@@ -54,10 +57,11 @@ class _Layer(nn.Module):
         return u, self._by_head(v), self._by_head(q), self._by_head(k)
 
     def _by_head(self, x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(2, (self.heads, x.shape[2] // self.heads)).transpose(1, 2)
+        heads: torch.Tensor = x.unflatten(2, (self.heads, x.shape[2] // self.heads))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
 
     def _scale(self, q: torch.Tensor) -> float:
-        return float(q.shape[3]) ** -0.5
+        return 1.0 / math.sqrt(q.shape[3])
 
 
 class Hstu(nn.Module):
@@ -82,6 +86,7 @@ class Hstu(nn.Module):
         is_step = (history != 0).to(steps.dtype).unsqueeze(1).unsqueeze(1) / (length + 1)
         seen = is_step * torch.ones(length, length).tril()
         for layer in self.layers:
+            assert isinstance(layer, _Layer)
             steps, k, v = layer.history(steps, seen)
             x = layer.candidate(x, k, v, is_step)
         made: torch.Tensor = self.top(x)

@@ -54,7 +54,7 @@ def _is_taken_apart(target: torch._ops.OpOverload) -> bool:
 @functools.cache
 def _table() -> Mapping[Any, Callable[..., Any]]:
     """Return what computes each operator that a program does not hold, as far as that is known."""
-    made = {target: how for target, how in default_decompositions().items() if _is_unknown(str(target))}
+    made = {target: how for target, how in dict(default_decompositions()).items() if _is_unknown(str(target))}
     for name in (*_RECURRENT, *_OURS):
         packet, which = name.removeprefix("aten.").split(".")
         target = getattr(getattr(torch.ops.aten, packet), which)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,12 +29,15 @@ class _PickMaking(Making, Protocol):
 
 def picked_by(node: fx.Node, counting: _Counting) -> tuple[fx.Node, fx.Node] | None:
     """Return source and steps of a call that picks a step of every row, or None for any other operator."""
-    if str(node.target) != "aten.index.Tensor" or len(node.args[1]) != 2:  # type: ignore[arg-type]
+    if str(node.target) != "aten.index.Tensor":
         return None
-    source, (row, step) = node.args
-    if not all(isinstance(one, fx.Node) for one in (source, row, step)) or not _is_every_row(row, counting):
+    source, places = node.args
+    if not isinstance(places, Sequence) or len(places) != 2:
         return None
-    return source, step  # type: ignore[return-value]
+    row, step = places
+    if not isinstance(source, fx.Node) or not isinstance(row, fx.Node) or not isinstance(step, fx.Node):
+        return None
+    return (source, step) if _is_every_row(row, counting) else None
 
 
 def _is_every_row(node: fx.Node, counting: _Counting) -> bool:

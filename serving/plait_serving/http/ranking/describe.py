@@ -41,7 +41,7 @@ def metadata(name: str, card: ModelCard) -> dict[str, Any]:
 def _inputs(item: Input) -> list[dict[str, Any]]:
     rows = 1 if item.side == "user" else -1
     first, last = range_of(item)
-    about = {"kind": item.kind, "side": item.side}
+    about: dict[str, Any] = {"kind": item.kind, "side": item.side}
     about |= {name: end for name, end in (("minimum", first), ("maximum", last)) if end is not None}
     if isinstance(item, Bag):
         offsets = _tensor(item.name + OFFSETS, "INT64", (2 if item.side == "user" else -1,))
