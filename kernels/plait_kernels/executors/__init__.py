@@ -70,15 +70,13 @@ class RowFactors:
 class Computation:
     """A module to prepare. `module(*inputs)` returns a tuple of tensors; `example` has a tensor for each input.
 
-    `takes_factors`: whether its linear layers and convolutions become adapted layers. `faster` computes what `module`
-    does in another way, which executors may compile; without adapted layers only.
+    `takes_factors`: whether its linear layers and convolutions become adapted layers.
     """
 
     module: nn.Module
     inputs: tuple[InputSpec, ...]
     example: tuple[torch.Tensor, ...]
     takes_factors: bool = False
-    faster: nn.Module | None = None
 
 
 class PreparedProgram(Protocol):

@@ -7,7 +7,6 @@ The frontend is called directly: `openvino.convert_model` would trace a second t
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
 
 def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
     try:
-        twin = Twin(replace(computation, module=computation.faster or computation.module))
+        twin = Twin(computation)
         specs = list(computation.inputs)
         example = [
             value.float() if value.is_floating_point() else value.detach().clone() for value in computation.example

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 4
+FORMAT = 3
 """The layout of an entry; entries of another one are converted again."""
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}

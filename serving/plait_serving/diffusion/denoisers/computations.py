@@ -12,7 +12,6 @@ from torch import nn
 from plait_kernels.executors import Computation, InputSpec
 from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.denoisers.halves import EncoderOutput, decoder_half, encoder_half
-from plait_serving.diffusion.denoisers.phases import phased
 
 _ENCODER_PARTS = ("conv_in", "down_blocks", "mid_block")
 _DECODER_PARTS = ("up_blocks", "conv_norm_out", "conv_act", "conv_out")
@@ -86,7 +85,6 @@ def vae_computation(vae: Any) -> Computation:
     channels = int(vae.config.latent_channels)
     return Computation(
         module=VaeDecoder(vae).eval(),
-        faster=VaeDecoder(phased(vae)).eval(),
         inputs=(InputSpec(name="latents", shape=(1, channels, None, None)),),
         example=(_draw(1, channels, _SIDE, _SIDE, seed=3),),
     )
