@@ -18,7 +18,7 @@ def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> t
     `ids_per_bag`: ids in one row of each bag (1 for a bag that is not named).
     """
     sizes = value_bytes(cn, candidates=candidates, ids_per_bag=ids_per_bag)
-    values: dict[str, Port | Node] = {value.name: value for value in (*cn.inputs, *cn.nodes)}
+    values: dict[str, Port | Node] = {port.name: port for port in cn.inputs} | {node.name: node for node in cn.nodes}
     crossing = [ref.name for _, ref in cn.outputs]
     read = reads(cn)
     sentences = []
@@ -57,7 +57,8 @@ def _users_in(name: str, values: Mapping[str, Port | Node], read: Mapping[str, t
 
 def _joined_at(name: str, values: Mapping[str, Port | Node], read: Mapping[str, tuple[str, ...]]) -> str:
     """Return the operator, with its place, that reads what was repeated over the candidates."""
-    left, seen = [name], set()
+    left = [name]
+    seen: set[str] = set()
     while left:
         one = left.pop(0)
         tiled = [
