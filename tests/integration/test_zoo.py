@@ -15,7 +15,7 @@ EIGHT = (
     "deepctr-autoint",
     "rechub-bst",
     "rechub-din",
-    "recbole-deepfm",
+    "recbole-stamp",
     "recbole-sasrec",
     "torchrec-dlrm",
 )

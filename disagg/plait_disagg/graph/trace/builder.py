@@ -21,7 +21,7 @@ from plait_disagg.graph.trace.exported import Exported
 from plait_disagg.graph.trace.lookups import Lookups
 from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
 from plait_disagg.graph.trace.moved import MAKERS, MovedCall, Mover
-from plait_disagg.graph.trace.picks import Picks, picked_by
+from plait_disagg.graph.trace.picks import StepPicks, picked_by
 from plait_disagg.graph.trace.source import module_hint, source_line
 from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
 
@@ -99,7 +99,7 @@ class Builder:
             return None
         picked = picked_by(node, self.exported)
         if picked is not None:
-            self.values[node] = Picks(self, node, where).add(*picked)
+            self.values[node] = StepPicks(self, node, where).add(*picked)
             return None
         arguments, given = self._bound(node, where)
         if not varies(arguments):

@@ -36,7 +36,7 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     """Return the trace with unknown operators taken apart as far as they can be, recurrent layers unrolled, and
     without changes in place that another reader could see. What torch itself cannot take apart stays as it is."""
     nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
-    if not any(_is_taken_apart(node.target) or changes_what_is_seen(node) for node in nodes):
+    if not any(_has_parts(node.target) or changes_what_is_seen(node) for node in nodes):
         return program
     try:
         with torch.no_grad():
@@ -46,7 +46,7 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     return made
 
 
-def _is_taken_apart(target: torch._ops.OpOverload) -> bool:
+def _has_parts(target: torch._ops.OpOverload) -> bool:
     name = str(target)  # the table is large, and most models need none of it
     return (name in _RECURRENT or name in _OURS or _is_unknown(name)) and target in _table()
 

@@ -61,7 +61,7 @@ def _no_fast_path() -> Iterator[None]:
 def _all_frames() -> Iterator[None]:
     """Let every operator of the trace know its own line: torch keeps only frames of functions called `forward`."""
     before = TracerBase._filter_traceback_frames
-    TracerBase._filter_traceback_frames = _authors_frames  # type: ignore[method-assign,assignment]
+    TracerBase._filter_traceback_frames = _authors_frames  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

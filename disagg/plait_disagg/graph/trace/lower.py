@@ -192,7 +192,7 @@ def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where:
 
 
 def is_explained(op: str) -> bool:
-    """Return whether the author of a model is told what to write instead of an operator."""
+    """Return whether the author of a model receives what to write instead of an operator."""
     name, _, which = op.removeprefix("aten.").partition(".")
     return name in _WHY and which == "default"
 

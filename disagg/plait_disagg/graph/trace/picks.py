@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +13,7 @@ from plait_disagg.graph.rows import PER_ROW
 from plait_disagg.graph.trace.appender import Appender, Making
 from plait_disagg.graph.trace.traced import Traced
 
-__all__ = ["Picks", "picked_by"]
+__all__ = ["StepPicks", "picked_by"]
 
 
 class _Counting(Protocol):
@@ -29,15 +28,13 @@ class _PickMaking(Making, Protocol):
 
 def picked_by(node: fx.Node, counting: _Counting) -> tuple[fx.Node, fx.Node] | None:
     """Return source and steps of a call that picks a step of every row, or None for any other operator."""
-    if str(node.target) != "aten.index.Tensor":
+    if str(node.target) != "aten.index.Tensor" or len(node.args[1]) != 2:  # type: ignore[arg-type]
         return None
-    source, places = node.args
-    if not isinstance(places, Sequence) or len(places) != 2:
+    given: Any = node.args
+    source, (row, step) = given
+    if not all(isinstance(one, fx.Node) for one in (source, row, step)) or not _is_every_row(row, counting):
         return None
-    row, step = places
-    if not isinstance(source, fx.Node) or not isinstance(row, fx.Node) or not isinstance(step, fx.Node):
-        return None
-    return (source, step) if _is_every_row(row, counting) else None
+    return source, step
 
 
 def _is_every_row(node: fx.Node, counting: _Counting) -> bool:
@@ -46,13 +43,14 @@ def _is_every_row(node: fx.Node, counting: _Counting) -> bool:
     place = places.get(str(node.target))
     if place is None:
         return False
+    end: Any
     end, others = node.args[place], [node.args[index] for index in range(len(node.args)) if index != place]
     starts = all(value == wanted for value, wanted in zip(others, (0, 1), strict=False))
     return starts and isinstance(end, fx.Node) and counting.is_row_count(end.meta["val"])
 
 
 @dataclass(frozen=True, slots=True)
-class Picks:
+class StepPicks:
     """Adds the calls that one such pick becomes."""
 
     builder: _PickMaking

@@ -80,7 +80,6 @@ class Plain(nn.Module):
         ),
         Plain(lambda x, y: torch.concat([x, y], 1).sum((1, 2))),
         Plain(lambda x, y: (torch.tile(x, [1, 2, 1]) * torch.concatenate([y, y], 1)).sum((1, 2))),
-        Plain(lambda x, y: (x.mT @ y).sum((1, 2))),
         Plain(lambda x, y: (torch.roll(x, 1, dims=1) * y.swapaxes(1, 2).reshape(x.shape)).sum((1, 2))),
     ],
     ids=lambda module: module.function.__name__ if isinstance(module, Plain) else type(module).__name__,
