@@ -317,7 +317,7 @@ class _NixlArrival(TcpArrival):
         return DESCRIPTION_HEAD_BYTES + (description_bytes(head) if len(head) == DESCRIPTION_HEAD_BYTES else 0)
 
     def _joined(self) -> NixlChannel:
-        endpoint = NixlEndpoint(self._options.pool_bytes, transports=self._options.nixl_transport)
+        endpoint = NixlEndpoint(self._options.pool_bytes, transport=self._options.nixl_transport)
         try:
             endpoint.join(self._theirs)
             self.sock.send(endpoint.description())
