@@ -3,51 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["TABLES", "TableSpec"]
+from plait_bench.table_spec import MEDIANS, TableSpec
 
-_MEDIANS = (
-    "Medians of rounds taken in turn; in parentheses the 20th and 80th percentile, or the lowest and highest median "
-    "where there are several runs. Ratios are taken round by round."
-)
+__all__ = ["TABLES"]
+
 _SEEDS = "The mean over the services of a workload, then the median of seeds (slow designers had fewer), with spread."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableSpec:
-    """A table's rows and columns.
-
-    `metrics`: each a column by its title or, if `long`, a line of its own. `ratio`: the metric whose ratio is shown.
-    `workloads`: only those with these prefixes; `endings`: and with one of these; `without`: and with none of these.
-    `counted`: what a row's `n` counts, if not rounds. `digits`: how many figures of a number below 1,000 are shown.
-    """
-
-    bench: str
-    metrics: Mapping[str, str]
-    long: bool = False
-    ratio: str = ""
-    ratio_title: str = "ratio"
-    workloads: tuple[str, ...] = ("",)
-    endings: tuple[str, ...] = ("",)
-    without: tuple[str, ...] = ()
-    counted: str = "rounds"
-    verb: str = "Measured"
-    says: str = _MEDIANS
-    digits: int = 3
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """The titles of the value columns."""
-        return ("value",) if self.long else tuple(self.metrics.values())
-
-    def shows(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the table shows a record."""
-        metrics = {self.ratio} if row["unit"] == "ratio" and self.ratio != "*" else self.metrics
-        workload = row["workload"]
-        is_mine = workload.startswith(self.workloads) and workload.endswith(self.endings)
-        return row["metric"] in metrics and is_mine and not workload.endswith(self.without)
 
 
 _OURS = "plait's ratio to it"
@@ -119,7 +80,7 @@ _FAULTS: Mapping[str, TableSpec] = {
         ratio="goodput_per_s",
         ratio_title="beside by alone",
         workloads=("share", "first-image"),
-        says=_MEDIANS,
+        says=MEDIANS,
     ),
     "refusals": TableSpec(
         bench="faults",
@@ -156,7 +117,7 @@ TABLES: Mapping[str, TableSpec] = {
             ratio_title=_OURS,
             workloads=workloads,
             without=("start",),
-            says=f"{says} {_MEDIANS} {_MEMORY}",
+            says=f"{says} {MEDIANS} {_MEMORY}",
         )
         for name, workloads, says in (
             ("images", _STARTER, "64x64, 20 steps, 12 to 30 in the mixed workloads of 16."),
@@ -170,7 +131,7 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="ready_s",
         ratio_title=f"{_OURS}, ready again",
         endings=("start",),
-        says=f"First: with empty caches; again: with what the first start left there. {_MEDIANS} {_MEMORY}",
+        says=f"First: with empty caches; again: with what the first start left there. {MEDIANS} {_MEMORY}",
     ),
     "loadtest": TableSpec(
         bench="loadtest",
@@ -311,7 +272,7 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="time_us",
         ratio_title="plait's time by its",
         workloads=("geglu", "group-norm", "residual-add", "lora-merge", "int8-lookup", "guided-update"),
-        says=f"Calls go round over inputs that no cache holds. {_MEDIANS}",
+        says=f"Calls go round over inputs that no cache holds. {MEDIANS}",
     ),
     "kernels-tried": TableSpec(
         bench="kernels",
@@ -319,7 +280,7 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="time_us",
         ratio_title="eager's time by its",
         workloads=("tried-",),
-        says=_MEDIANS,
+        says=MEDIANS,
     ),
     "models": TableSpec(
         bench="models",
@@ -343,7 +304,7 @@ TABLES: Mapping[str, TableSpec] = {
         ratio="images_per_s",
         ratio_title="plait by one after another",
         workloads=("sd15-switches",),
-        says=f"Eight images of 256x256 in two steps for four models, with memory for two. {_MEDIANS}",
+        says=f"Eight images of 256x256 in two steps for four models, with memory for two. {MEDIANS}",
     ),
     "placement": TableSpec(
         bench="placement",

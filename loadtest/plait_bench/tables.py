@@ -17,7 +17,8 @@ from typing import Any
 from plait_bench import records
 from plait_bench.errors import BenchError
 from plait_bench.host import PACKAGE_FOLDERS, is_in_history
-from plait_bench.table_specs import TABLES, TableSpec
+from plait_bench.table_spec import TableSpec
+from plait_bench.table_specs import TABLES
 from plait_bench.tabulated import TableLine, lines_of
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from typing import Any
 
 from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US
 from plait_bench.summary import percentile
-from plait_bench.table_specs import TableSpec
+from plait_bench.table_spec import TableSpec
 
 __all__ = ["TableLine", "is_busy_row", "latest_runs", "lines_of", "load_of", "spread_of"]
 

@@ -24,9 +24,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from plait_disagg.graph.edit import live, map_refs
-from plait_disagg.graph.loose import run_nodes
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.reference import run_nodes
 
 __all__ = ["fold", "rows_side"]
 

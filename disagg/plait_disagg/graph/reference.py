@@ -1,9 +1,9 @@
 """The naive counterpart of `execute.py`: one operator after the other. It can also be observed, which is how costs are
-measured."""
+measured; and a value made of constants and the number of rows alone can be computed without a request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -13,7 +13,7 @@ from plait_disagg.graph.program import LOOKUP, TILE, DType, Node, Program, Ref
 from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Watch", "run_reference"]
+__all__ = ["Watch", "run_nodes", "run_reference"]
 
 Watch: TypeAlias = "Callable[[Node, Callable[[], Any]], Any]"
 """Receives a node and the function that computes it; returns the node's value."""
@@ -67,3 +67,39 @@ def _resolved(argument: Any, values: Mapping[str, Any]) -> Any:
     if isinstance(argument, tuple):
         return tuple(_resolved(part, values) for part in argument)
     return argument
+
+
+def run_nodes(
+    nodes: Sequence[Node], constants: Mapping[str, torch.Tensor], wanted: Ref, *, rows: int
+) -> torch.Tensor | None:
+    """Return the value of `wanted` for `rows` rows; None if it depends on a request or on a table."""
+    known = {node.name: node for node in nodes}
+    values: dict[str, Any] = dict(constants)
+
+    def value(argument: Any) -> Any:
+        if isinstance(argument, tuple):
+            return tuple(value(part) for part in argument)
+        if isinstance(argument, DType):
+            return getattr(torch, argument.name)
+        if not isinstance(argument, Ref):
+            return argument
+        if argument.name not in values:
+            node = known[argument.name]
+            if node.op == SIZE:
+                values[argument.name] = rows
+            elif node.op == LOOKUP or node.rows != "none":
+                raise _DependsOnRequest
+            else:
+                kwargs = {key: value(part) for key, part in node.kwargs.items()}
+                values[argument.name] = overload(node.op)(*value(node.args), **kwargs)
+        return values[argument.name]
+
+    try:
+        made: torch.Tensor = value(wanted)
+    except _DependsOnRequest:
+        return None
+    return made
+
+
+class _DependsOnRequest(Exception):
+    """A value depends on the request."""

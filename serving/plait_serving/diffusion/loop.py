@@ -156,9 +156,7 @@ class DenoiseLoop:
         costs = Costs(step_s=self._step_s, switch_s=self._switch_s)
         turn = self._turn(ready, candidates, costs)
         limits = BatchLimits(
-            largest_batch=knobs.largest_batch,
-            overtake_limit=knobs.overtake_limit,
-            is_shared=self._shares.is_shared,
+            largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit, is_shared=self._shares.is_shared
         )
         batch = choose(
             candidates,
@@ -277,8 +275,7 @@ class DenoiseLoop:
         took_part = {unit.job for unit in prepared}
         for job in self._jobs:
             job.runs = job in took_part
-        for job in took_part:
-            job.spent.denoise_s += seconds
+            job.spent.denoise_s += seconds if job.runs else 0.0
         self._residents.stepped(list(took_part), self._jobs, seconds)
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._settle(unit, outcome)
@@ -319,19 +316,15 @@ class DenoiseLoop:
         if job.request.steps_after(unit.step) > job.request.steps_after(unit.step - 1):
             self._registry.send(job, Progress(step=job.steps_done, steps=job.request.run_steps))
         if outcome is not None:
-            preview = partial(
-                self._preview, job, self._decoder(job), job.previews_sent, job.request.steps_after(unit.step)
-            )
+            decoder, step = self._parts(job.request.model).decoder, job.request.steps_after(unit.step)
+            preview = partial(self._preview, job, decoder, job.previews_sent, step)
             self._decodes.submit(job.request.tenant.name, outcome[:1].clone(), preview)
             job.previews_sent += 1
         if all(part.step == part.steps for part in job.units):
             self._finish(job)
 
-    def _decoder(self, job: ImageJob) -> Decoder:
-        return self._parts(job.request.model).decoder
-
     def _finish(self, job: ImageJob) -> None:
-        decoder = self._decoder(job)
+        decoder = self._parts(job.request.model).decoder
         self._let_go(job)
         job.advance(RequestPhase.DECODING)
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
