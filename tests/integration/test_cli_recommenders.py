@@ -132,7 +132,7 @@ def test_a_named_configuration_can_be_cut(capsys):
 @pytest.mark.parametrize(
     ("target", "says"),
     [
-        ("refused", "fft_fft"),
+        ("refused", "torch.fft.fft(x)"),
         ("only_the_module", "must return (module, inputs)"),
         ("no_module", "no torch.nn.Module"),
         ("no_inputs", "Dense, Ids and Bag"),

@@ -39,6 +39,8 @@ class Deployed:
     def __init__(self, shared: SharedServe, parts: Package) -> None:
         self._shared = shared
         self.parts = parts
+        self.served = parts
+        """The package in one process, as it is served now: tests come in any order, and one publishes an update."""
 
     def replica(self, deployment: str) -> Replica | None:
         """The one that answers now, if any."""
@@ -100,12 +102,12 @@ async def test_shards_give_the_scores_of_one_process(deployed: Deployed) -> None
     for seed in range(20):
         asked = refresh_kit.request(deployed.parts, seed, candidates=1 + seed)
         answer = await ranker.rank(asked)
-        assert torch.equal(answer.outputs["score"], refresh_kit.scores(deployed.parts, asked))
+        assert torch.equal(answer.outputs["score"], refresh_kit.scores(deployed.served, asked))
     await ranker.close(drain_s=1)
     asked = refresh_kit.request(deployed.parts, 3)
     _, _, text = await asyncio.to_thread(deployed.infer, asked)
     scores = json.loads(text)["outputs"][0]["data"]
-    assert torch.equal(torch.tensor(scores), refresh_kit.scores(deployed.parts, asked))
+    assert torch.equal(torch.tensor(scores), refresh_kit.scores(deployed.served, asked))
 
 
 def test_only_shards_have_rows_in_memory(deployed: Deployed) -> None:
@@ -136,7 +138,7 @@ def test_a_lost_shard_is_told_and_comes_back(deployed: Deployed) -> None:
             lost.append(text)
         assert time.monotonic() < until_s, "it never came back"
         time.sleep(0.05)
-    assert torch.equal(torch.tensor(json.loads(text)["outputs"][0]["data"]), refresh_kit.scores(deployed.parts, asked))
+    assert torch.equal(torch.tensor(json.loads(text)["outputs"][0]["data"]), refresh_kit.scores(deployed.served, asked))
     new = deployed.replica("shard1-parts")
     assert new is not None
     assert new.pid != old.pid
@@ -157,7 +159,7 @@ async def test_an_update_reaches_shards_and_cns_together(deployed: Deployed, tmp
     assert loading.result()[0] == 200, loading.result()[2]
     answers.append(await ranker.rank(refresh_kit.request(parts, 0)))
     assert answers[-1].version == "2"
-    twin = refresh_kit.twin(parts.folder, tmp_path / "twin")
+    twin = deployed.served = refresh_kit.twin(parts.folder, tmp_path / "twin")
     scores = {
         version: refresh_kit.scores(it, refresh_kit.request(it, 0)) for version, it in (("1", parts), ("2", twin))
     }

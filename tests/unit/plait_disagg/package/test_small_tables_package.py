@@ -33,7 +33,7 @@ def hstu(tmp_path_factory: pytest.TempPathFactory) -> Package:
     """The packaged model, exact."""
     module, inputs = _module()
     folder = tmp_path_factory.mktemp("hstu") / "hstu"
-    write_package(folder, module, inputs, name="hstu", options=PackageOptions(tile=False))
+    write_package(folder, module, inputs, name="hstu", options=PackageOptions(tile=False, largest_candidates=500))
     return open_package(folder)
 
 
