@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import os
 import sys
 import threading
 import time
@@ -134,6 +135,8 @@ def whereabouts(serve: Any, deployment: str) -> list[str]:
 
 def main() -> None:
     """Attaches, deploys, and obeys."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what Ray prints belongs to the log
     import ray
     from ray import serve
     from ray.serve.schema import ServeDeploySchema
@@ -143,7 +146,7 @@ def main() -> None:
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": 8000})
     serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
     load: Load | None = None
-    print(json.dumps("there"), flush=True)
+    print(json.dumps("there"), file=answers, flush=True)
     for line in sys.stdin:
         command, *words = line.split()
         answer: Any = None
@@ -164,7 +167,7 @@ def main() -> None:
             }
         elif command == "stop" and load is not None:
             load.stop()
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

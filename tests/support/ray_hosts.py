@@ -42,6 +42,7 @@ class RayHosts:
         self.hosts = made
         self._folder = folder
         self._started: list[subprocess.Popen[str]] = []
+        self._token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": uuid.uuid4().hex}
         (folder / "ray").mkdir()
 
     @property
@@ -74,7 +75,7 @@ class RayHosts:
         common = self._folder / "ray"
         enter = ["ip", "netns", "exec", self.hosts.name(host), "sh", "-c", _ENTER, str(own), str(common)]
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | _ENVIRONMENT | {"TMPDIR": str(common / "tmp"), "PYTHONPATH": path}
+        environment = os.environ | _ENVIRONMENT | self._token | {"TMPDIR": str(common / "tmp"), "PYTHONPATH": path}
         with (own / "log").open("a") as log:
             pipe = subprocess.PIPE if pipes else subprocess.DEVNULL
             made = subprocess.Popen(
