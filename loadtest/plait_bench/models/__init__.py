@@ -2,7 +2,8 @@
 
 `sd15-switches` is measured (`switching.py`), all others are modelled: a round is a window of the trace, and both
 systems play the same one with equal memory. Time is in steps of one image, and a workload's name says how many of them
-a load takes: `load8` as Stable Diffusion 1.5 at 256x256 on two CPU cores, `load100` as on a GPU that reads from a disk.
+a load takes: few where steps are slow, as on a CPU (`load8`), many where they are fast and files come from a disk
+(`load100`). Both numbers are assumptions; `sd15-switches` measures what a load takes here.
 A request is good if it ends within five times its own work and two loads.
 """
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 __all__ = ["PATIENCE", "ModelDemand", "Switch", "next_switch"]
 
 PATIENCE = 2.0
-"""`plait bench models` on the public trace: less loads more often than it computes, more makes rare models wait."""
+"""A compromise: less loads more often than it computes, more makes rare models wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
