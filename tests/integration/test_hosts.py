@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.cluster,
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    # Six hosts on two cores: of its first two runs one passed, and one waited for a recovery that never came.
+    # Of its first two runs one passed; in the other, hosts came before Ray's head. Six hosts on two cores want more.
     pytest.mark.skipif("PLAIT_HOSTS" not in os.environ, reason="a run by hand: set PLAIT_HOSTS"),
 ]
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from support.fabric_hosts import Hosts, hosts
 
 _PORT = 6379
 _OBJECTS_BYTES = 80 << 20
+_HEAD_S = 60.0
+"""Nodes that come before the head give up."""
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -65,6 +68,10 @@ class RayHosts:
             f"--labels={named}",
             f"--object-store-memory={_OBJECTS_BYTES}",
         )
+        until_s = time.monotonic() + _HEAD_S
+        while host == 1 and "Ray runtime started" not in self.log(1):
+            assert time.monotonic() < until_s, f"Ray's head did not start\n{self.log(1)}"
+            time.sleep(0.2)
 
     def run(self, host: int, *command: str, pipes: bool = False) -> subprocess.Popen[str]:
         """Starts a program on a host."""
