@@ -99,12 +99,15 @@ def _family(config: Mapping[str, Any]) -> str:
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
 
 
+_PEFT_PARTS = (".lora_A.", ".lora.down.", ".lora_down.", ".hada_w", ".lokr_w")
+
+
 def lora_format(header: Mapping[str, Any]) -> str:
     """Return the format according to the tensor names: kohya, peft (diffusers writes it too), or unknown."""
     names = [name for name in header if name != "__metadata__"]
     if any(name.startswith(("lora_unet_", "lora_te")) for name in names):
         return "kohya"
-    if any(".lora_A." in name or ".lora.down." in name or ".lora_down." in name for name in names):
+    if any(part in name for name in names for part in _PEFT_PARTS):
         return "peft"
     return "unknown"
 
