@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftMixedModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.lora.formats import LoadedLora, parse
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.values import LoraRef
-from support.loras import snapshot, write
+from plait_serving.diffusion.values import ImageRequest, LoraRef, LoraSet, RgbImage, Scheduler
+from support.loras import lycoris_tensors, snapshot, write
 
 torch.set_num_threads(1)
 
@@ -165,3 +169,43 @@ def test_a_dora_beside_others(tmp_path, order):
     folders = {name: adapter(made[name][0], tmp_path / name, made[name][1]) for name in order}
     scales = dict(zip(order, (0.7, 1.1), strict=True))
     check(ours({name: read(folder) for name, folder in folders.items()}, scales), theirs(folders, scales))
+
+
+def test_a_request_with_several_kinds(tmp_path, tiny_sd_folder):
+    """Through the engine: the image of a DoRA, a LoHa and a LoKr in one set is that of a model with PEFT's weights, and
+    a request without them then gets the bare model's."""
+    unet = UNet2DConditionModel.from_pretrained(tiny_sd_folder, subfolder="unet")
+    kinds = ("dora", "loha", "lokr")
+    for seed, kind in enumerate(kinds):
+        write(tmp_path / "loras" / f"{kind}.safetensors", lycoris_tensors(unet, kind, seed=seed, strength=0.3))
+    scales = {"dora": 0.6, "loha": 0.9, "lokr": -0.7}
+    chosen = tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items())
+    targets = LoraTargets.of({"unet": unet})
+    files = {name: parse(name, tmp_path / "loras" / f"{name}.safetensors", targets) for name in kinds}
+    merged = Path(shutil.copytree(tiny_sd_folder, tmp_path / "merged"))
+    Merger({"unet": unet}).switch(chosen, files)
+    unet.save_pretrained(merged / "unet")
+    source = FolderSource(tmp_path / "loras")
+    found = images_of(tiny_sd_folder, source, [chosen, ()])
+    wanted = images_of(merged, source, [()]) + images_of(tiny_sd_folder, source, [()])
+    for ours, other in zip(found, wanted, strict=True):
+        assert np.abs(ours.astype(int) - other.astype(int)).max() <= 1
+    assert np.abs(found[0].astype(int) - found[1].astype(int)).max() > 20
+
+
+def images_of(folder: Path, source: FolderSource, sets: list[LoraSet]) -> list[RgbImage]:
+    """An engine's images of one prompt, with each set in turn."""
+    assembled = build_engine(EngineSettings(model=folder, lora_source=source, converts=False))
+    try:
+        return [
+            assembled.engine.generate(
+                ImageRequest(
+                    request_id="r", prompt="red apple", width=32, height=32, steps=3, guidance_scale=4.0, seed=3,
+                    scheduler=Scheduler.EULER, loras=loras,
+                ),
+                timeout_s=60,
+            ).images[0]
+            for loras in sets
+        ]  # fmt: skip
+    finally:
+        assembled.engine.stop(drain_s=0)

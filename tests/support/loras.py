@@ -92,12 +92,12 @@ def kohya_tensors(made: Mapping[str, TinyFactor], component: str = "unet") -> di
     return tensors
 
 
-def lycoris_tensors(root: nn.Module, kind: str, *, seed: int = 1) -> dict[str, torch.Tensor]:
+def lycoris_tensors(root: nn.Module, kind: str, *, seed: int = 1, strength: float = 0.4) -> dict[str, torch.Tensor]:
     """A "loha", "lokr" or "dora" file of all layers in kohya's layout, with random numbers."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator) * 0.4
+        return torch.randn(*shape, generator=generator) * strength
 
     tensors = {}
     for module, (rows, columns, *kernel) in shapes_of(root).items():
@@ -113,7 +113,8 @@ def lycoris_tensors(root: nn.Module, kind: str, *, seed: int = 1) -> dict[str, t
             }
         else:
             parts = {"lora_down.weight": draw(2, columns, *kernel), "lora_up.weight": draw(rows, 2, *[1] * len(kernel))}
-            parts["dora_scale"] = draw(rows, 1, *[1] * len(kernel)).abs() + 0.5
+            norms = root.get_submodule(module).weight.detach().flatten(1).norm(dim=1)
+            parts["dora_scale"] = (norms * (1 + draw(rows))).reshape(rows, 1, *[1] * len(kernel))
         tensors |= {f"{name}.{part}": value for part, value in parts.items()}
         tensors[f"{name}.alpha"] = torch.tensor(1.0)
     return tensors

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.residents.model_folder import ModelFolder
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
@@ -49,7 +50,9 @@ def _package(section: RankModelSection) -> str:
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    bases = [_base(name, base) for name, base in images.base_models.items()]
+    more = {} if images.models_folder is None else ModelFolder(images.models_folder).list()
+    found = {name: BaseSource(model=str(each.folder)) for name, each in more.items()} | images.base_models
+    bases = [_base(name, found[name]) for name in (*images.base_models, *(found.keys() - images.base_models.keys()))]
     controlnets = [
         ModelEntry(
             name=name,

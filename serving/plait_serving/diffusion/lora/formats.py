@@ -17,13 +17,11 @@ from plait_serving.diffusion.lora import container, reading
 from plait_serving.diffusion.lora.keys import LoraFormat, TensorRole, meaning, reject_unsupported
 from plait_serving.diffusion.lora.kinds import AnyFactor
 from plait_serving.diffusion.lora.metadata import AlphaRules
+from plait_serving.diffusion.lora.source import ADAPTER_FILE
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 MAX_FILE_BYTES = 4 << 30
 """A rank-256 LoRA of every SDXL layer has some 1.7 GB."""
-
-ADAPTER_FILE = "adapter_model.safetensors"
-"""The file name that PEFT's `save_pretrained` uses in its folder."""
 
 _LISTED = 8
 _tokens = itertools.count(1)

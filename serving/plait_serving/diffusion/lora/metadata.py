@@ -17,11 +17,11 @@ from typing import Any
 
 from plait_fabric.bounded import load_json
 from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.source import CONFIG_FILE
 from plait_serving.diffusion.lora.targets import ModuleRef
 
 KEY = "lora_adapter_metadata"
 
-CONFIG_FILE = "adapter_config.json"
 _MAX_CONFIG_BYTES = 1 << 20
 _PEFT_KINDS = ("LORA", "LOHA", "LOKR")
 

@@ -14,8 +14,6 @@ from types import MappingProxyType
 from typing import Protocol
 
 from plait_serving.diffusion.errors import NotFound
-from plait_serving.diffusion.lora.formats import ADAPTER_FILE
-from plait_serving.diffusion.lora.metadata import CONFIG_FILE
 from plait_serving.diffusion.values import NAME_PATTERN
 
 _log = logging.getLogger(__name__)
@@ -23,6 +21,8 @@ _log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' `save_lora_weights` uses in its folder."""
+ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""The file names that PEFT's `save_pretrained` uses in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
