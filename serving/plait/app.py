@@ -251,7 +251,7 @@ def _engine(images: ImagesSection, source: EngineSource, deploy: _Deploying, *, 
 
 def _routing(images: ImagesSection) -> dict[str, Any]:
     """Return the options by which requests go to replicas that have their model, if there are several."""
-    if len(images.base_models) == 1:
+    if not images.has_several_models:
         return {}
     return {
         "request_router_config": RequestRouterConfig(

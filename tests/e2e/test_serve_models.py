@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import base64
 import io
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,6 +29,7 @@ server: {drain_s: 30}
 recommend: null
 images:
   models: {one: ./one, two: ./two, large: ./large}
+  models_folder: ./more
   aliases: {two-noto: {model: two, loras: {noto: 0.5}}}
   memory_bytes: %d
   dtype: float32
@@ -45,6 +49,7 @@ def root(tmp_path_factory) -> Path:
     one = tiny_sd(root / "one", seed=1)
     tiny_sd(root / "two", seed=2)
     tiny_sdxl(root / "large", seed=3)
+    tiny_sd(root / "late", seed=4)
     tiny_lora(root / "loras" / "noto.safetensors", one, seed=3)
     return root
 
@@ -110,6 +115,47 @@ def test_names_are_listed_and_unknown_ones_get_the_nearest(client, server):
     with pytest.raises(openai.NotFoundError, match="no model 'tow'; did you mean two") as caught:
         drawn(client, "tow")
     assert caught.value.code == "model_not_found"
+
+
+def test_a_model_comes_and_goes_on_both_replicas(client, server, root):
+    """Without a restart: all who ask at once get its images, also from a replica that starts later; what was accepted
+    before it left is finished, and then there is no such model."""
+    wanted = alone(root, "late")
+    assert np.abs(wanted - alone(root, "one")).max() > 10
+    (root / "more").mkdir()
+    (root / "late").rename(root / "more" / "late")
+    assert "late" in [model.id for model in client.models.list()]
+    with ThreadPoolExecutor(8) as threads:
+        for ours in threads.map(lambda _: drawn(client, "late"), range(16)):
+            assert np.abs(ours - wanted).max() <= 1
+    victim, other = server.replica_pids("engine")
+    os.kill(victim, signal.SIGKILL)
+    until_s = time.monotonic() + WAIT_S
+    while len(pids := server.replica_pids("engine")) < 2 or victim in pids:
+        assert time.monotonic() < until_s
+        time.sleep(0.2)
+    os.kill(other, signal.SIGKILL)  # so that the new one has to know of it
+    assert np.abs(drawn(client, "late") - wanted).max() <= 1
+    with ThreadPoolExecutor(1) as threads:
+        begun = threads.submit(streamed, client, "late", 300, (root / "more" / "late", root / "late"))
+        assert begun.result(WAIT_S) == "image_generation.completed"
+    with pytest.raises(openai.NotFoundError, match="no model 'late'"):
+        drawn(client, "late")
+    assert np.abs(drawn(client, "one") - alone(root, "one")).max() <= 1
+
+
+def streamed(client, model: str, steps: int, move: tuple[Path, Path]) -> str:
+    """Ask for an image with previews, move the model's folder away at the first one; return the last event's type."""
+    last = ""
+    events = client.images.generate(
+        model=model, prompt="red apple", stream=True, partial_images=3, extra_body={"num_inference_steps": steps}
+    )
+    for event in events:
+        if not last:
+            move[0].rename(move[1])
+            assert model not in [each.id for each in client.models.list()]
+        last = event.type
+    return last
 
 
 def test_the_status_says_what_is_in_memory(client, server):

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.kinds import DecomposedFactor
 from plait_serving.diffusion.lora.targets import LoraTargets
-from support.loras import TwoLayers, factors, kohya_tensors, peft_tensors, shapes_of, write
+from support.loras import TwoLayers, factors, kohya_tensors, lycoris_tensors, peft_tensors, shapes_of, write
 
 torch.set_num_threads(1)
 
@@ -31,21 +32,27 @@ def check(folder: Path, content: bytes) -> bool:
     except LoraError:
         return False
     for ref, factor in got.factors.items():
-        assert (factor.up.shape[0], factor.down.shape[1]) == (
-            TARGETS.shapes[ref][0],
-            math.prod(TARGETS.shapes[ref][1:]),
-        )
-        assert torch.isfinite(factor.up).all()
-        assert torch.isfinite(factor.down).all()
+        shape = TARGETS.shapes[ref]
+        assert factor.shape == (shape[0], math.prod(shape[1:]))
+        inner = factor.inner if isinstance(factor, DecomposedFactor) else factor
+        product = inner.product(torch.empty(0, dtype=torch.float64))
+        assert product.shape == factor.shape
+        assert torch.isfinite(product).all()
+        assert float(product.abs().max()) <= inner.bound
         assert math.isfinite(factor.alpha)
     return True
 
 
-@pytest.fixture(scope="module", params=[peft_tensors, kohya_tensors], ids=["peft", "kohya"])
+GOOD = {"peft": peft_tensors(MADE), "kohya": kohya_tensors(MADE)} | {
+    kind: lycoris_tensors(TwoLayers(), kind) for kind in ("loha", "lokr", "dora")
+}
+
+
+@pytest.fixture(scope="module", params=list(GOOD))
 def good(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A sound file's bytes."""
     folder = tmp_path_factory.mktemp("good")
-    content = write(folder / "good.safetensors", request.param(MADE), dtype=torch.float16).read_bytes()
+    content = write(folder / "good.safetensors", GOOD[request.param], dtype=torch.float16).read_bytes()
     assert check(folder, content)
     return content
 

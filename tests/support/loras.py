@@ -92,6 +92,34 @@ def kohya_tensors(made: Mapping[str, TinyFactor], component: str = "unet") -> di
     return tensors
 
 
+def lycoris_tensors(root: nn.Module, kind: str, *, seed: int = 1, strength: float = 0.4) -> dict[str, torch.Tensor]:
+    """A "loha", "lokr" or "dora" file of all layers in kohya's layout, with random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) * strength
+
+    tensors = {}
+    for module, (rows, columns, *kernel) in shapes_of(root).items():
+        name, width = f"lora_unet_{module.replace('.', '_')}", columns * math.prod(kernel)
+        if kind == "loha":
+            parts = {f"hada_w{i}_a": draw(rows, 2) for i in (1, 2)} | {f"hada_w{i}_b": draw(2, width) for i in (1, 2)}
+        elif kind == "lokr":
+            upper = next(n for n in (3, 2, 1) if rows % n == 0)
+            parts = {
+                "lokr_w1": draw(upper, 1),
+                "lokr_w2_a": draw(rows // upper, 2),
+                "lokr_w2_b": draw(2, width),
+            }
+        else:
+            parts = {"lora_down.weight": draw(2, columns, *kernel), "lora_up.weight": draw(rows, 2, *[1] * len(kernel))}
+            norms = root.get_submodule(module).weight.detach().flatten(1).norm(dim=1)
+            parts["dora_scale"] = (norms * (1 + draw(rows))).reshape(rows, 1, *[1] * len(kernel))
+        tensors |= {f"{name}.{part}": value for part, value in parts.items()}
+        tensors[f"{name}.alpha"] = torch.tensor(1.0)
+    return tensors
+
+
 def write(
     path: Path,
     tensors: Mapping[str, torch.Tensor],

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.residents.model_folder import ModelFolder
 from plait_serving.diffusion.sources.layout import family_of_keys
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
@@ -52,7 +53,9 @@ def _package(section: RankModelSection) -> str:
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    bases = [_base(name, base) for name, base in images.base_models.items()]
+    more = {} if images.models_folder is None else ModelFolder(images.models_folder).list()
+    found = {name: BaseSource(model=str(each.folder)) for name, each in more.items()} | images.base_models
+    bases = [_base(name, found[name]) for name in (*images.base_models, *(found.keys() - images.base_models.keys()))]
     controlnets = [
         ModelEntry(
             name=name,
@@ -106,12 +109,15 @@ def _family(config: Mapping[str, Any]) -> str:
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
 
 
+_PEFT_PARTS = (".lora_A.", ".lora.down.", ".lora_down.", ".hada_w", ".lokr_w")
+
+
 def lora_format(header: Mapping[str, Any]) -> str:
     """Return the format according to the tensor names: kohya, peft (diffusers writes it too), or unknown."""
     names = [name for name in header if name != "__metadata__"]
     if any(name.startswith(("lora_unet_", "lora_te")) for name in names):
         return "kohya"
-    if any(".lora_A." in name or ".lora.down." in name or ".lora_down." in name for name in names):
+    if any(part in name for name in names for part in _PEFT_PARTS):
         return "peft"
     return "unknown"
 

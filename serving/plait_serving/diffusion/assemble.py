@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +26,8 @@ from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.residents.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
+from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.residents.roster import Growth, Roster, check_no_twin
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler, Tenant
 
 __all__ = ["Assembled", "EngineSettings", "build_engine", "build_engine_of"]
@@ -42,8 +44,18 @@ class Assembled:
     first model."""
 
     engine: Engine
-    models: Mapping[str, BaseModel]
-    loras: Mapping[str, LoraCache]
+    roster: Roster
+
+    @property
+    def models(self) -> Mapping[str, BaseModel]:
+        """The models that are served now."""
+        return self.roster.models
+
+    @property
+    def loras(self) -> Mapping[str, LoraCache]:
+        """Each model's LoRAs."""
+        found = {name: model.served.loras for name, model in self.models.items()}
+        return {name: cache for name, cache in found.items() if isinstance(cache, LoraCache)}
 
     @property
     def first(self) -> BaseModel:
@@ -122,14 +134,15 @@ def build_engine_of(
     memory_bytes: int | None = None,
     remote: Mapping[str, Callable[[], ControlNetClient]] | None = None,
     costs: StepCosts | None = None,
+    folder: ModelFolder | None = None,
 ) -> Assembled:
     """Build an engine of several models, of which the first is loaded, and start it. Another one that cannot be used is
     left out, with a line in the log; raises `ModelError` if it is the first.
 
     The settings differ in what is a model's own. `memory_bytes`: what the weights in memory may take; None: a share of
-    what is free.
+    what is free. `folder`: more models with the settings of the first, which come and go with their folders.
     """
-    return run_on_own_thread(lambda: _build(models, memory_bytes, remote or {}, costs))
+    return run_on_own_thread(lambda: _build(models, memory_bytes, remote or {}, costs, folder))
 
 
 class _Live:
@@ -138,6 +151,7 @@ class _Live:
     def __init__(self, first: EngineKnobs) -> None:
         self._first = first
         self.engine: Engine | None = None
+        self.roster: Roster | None = None
 
     def knobs(self) -> EngineKnobs:
         """Return the knobs in force."""
@@ -146,6 +160,11 @@ class _Live:
     def idle(self) -> bool:
         """Return whether the engine has no request."""
         return self.engine is not None and self.engine.is_idle
+
+    def look_for_models(self) -> None:
+        """Look what is in the folder of models now."""
+        if self.roster is not None:
+            self.roster.look()
 
     def between_steps(self, function: Callable[[], None]) -> None:
         """Call `function` between two steps."""
@@ -175,9 +194,11 @@ def _build(
     memory_bytes: int | None,
     remote: Mapping[str, Callable[[], ControlNetClient]],
     costs: StepCosts | None,
+    folder: ModelFolder | None,
 ) -> Assembled:
     first = next(iter(settings.values()))
-    live, caches, is_alone = _Live(first.knobs), _LoraCaches(first.knobs.host_lora_bytes), len(settings) == 1
+    live, caches = _Live(first.knobs), _LoraCaches(first.knobs.host_lora_bytes)
+    is_alone = len(settings) == 1 and folder is None
     if not is_alone and memory_bytes is None:
         free = available_bytes(torch.device(resolve_device(first.device))) - PROCESS_BYTES
         memory_bytes = int(_SHARE_FOR_MODELS * max(0, free))
@@ -194,9 +215,7 @@ def _build(
     for name, each in settings.items():
         try:
             model = BaseModel(name, each, around, costs=costs)
-            twin = next((other for other, known in models.items() if known.folder.samefile(model.folder)), None)
-            if twin is not None:
-                raise ModelError(f"{model.folder} is {twin}'s folder; another name for it belongs into images.aliases")
+            check_no_twin(model, models)
             models[name] = model
         except ModelError as error:
             if not models:
@@ -207,10 +226,17 @@ def _build(
         knobs=first.knobs,
         clock=time.monotonic,
         memory_bytes=memory_bytes,
+        look_for_models=live.look_for_models,
     )
     live.engine = engine
     engine.reconfigure(first.knobs)  # the caches share what LoRAs may take
     engine.residents.load_first()
     engine.start()
-    loras = {name: cache for name, model in models.items() if isinstance(cache := model.served.loras, LoraCache)}
-    return Assembled(engine=engine, models=models, loras=loras)
+
+    def make(name: str, found: Path) -> BaseModel:
+        return BaseModel(name, replace(first, model=found, revision=None, config=None), around, costs=costs)
+
+    growth = None if folder is None else Growth(folder=folder, make=make, engine=engine)
+    live.roster = Roster(models, growth)
+    live.roster.look()
+    return Assembled(engine=engine, roster=live.roster)

@@ -62,9 +62,10 @@ class Engine:
         knobs: EngineKnobs,
         clock: Callable[[], float],
         memory_bytes: int | None = None,
+        look_for_models: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the models; the first must be resident when the engine starts. `memory_bytes`: what those that are
-        resident may take; None: no bound."""
+        resident may take; None: no bound. `look_for_models` may `add` some, and is called for one that is unknown."""
         self._knobs = knobs
         self._clock = clock
         self._usage = UsageLedger()
@@ -75,7 +76,9 @@ class Engine:
             budget_bytes=_UNBOUNDED if memory_bytes is None else memory_bytes,
             clock=clock,
             wake=self._registry.wake,
+            open_models=self._registry.open_models,
         )
+        self._look_for_models = look_for_models
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,
@@ -106,6 +109,19 @@ class Engine:
     def residents(self) -> Residents:
         """The models, and which of them are in memory."""
         return self._residents
+
+    def may_add(self, name: str) -> bool:
+        """Return whether a model of that name can be added now: one that was retired has left."""
+        return self._residents.may_add(name)
+
+    def add(self, model: ServedModel) -> None:
+        """Serve one more model."""
+        self._residents.add(model)
+        self.reconfigure(self._knobs)  # caches of LoRAs share what they may take
+
+    def retire(self, name: str) -> None:
+        """Take no more requests for a model; those that were accepted are finished."""
+        self._residents.retire(name)
 
     @property
     def knobs(self) -> EngineKnobs:
@@ -227,6 +243,9 @@ class Engine:
         if not request.model:
             return self._residents.first
         model = self._residents.find(request.model)
+        if model is None:
+            self._look_for_models()
+            model = self._residents.find(request.model)
         if model is None:
             raise NotFound(f"there is no model {request.model!r}", param="model")
         return model

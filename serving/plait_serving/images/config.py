@@ -243,6 +243,10 @@ class ImagesSection(Section):
             "default"
         ),
     ] = None
+    models_folder: Annotated[
+        FolderPath | None,
+        Field(description="more models: every diffusers folder in it, by its name; they come and go without a restart"),
+    ] = None
     memory_bytes: Annotated[
         int | None,
         Field(ge=1, description="what the weights of models in memory may take; unset: most of what is free"),
@@ -317,7 +321,7 @@ class ImagesSection(Section):
         for name, alias in self.aliases.items():
             if name in self.base_models:
                 raise ValueError(f"aliases.{name}: there is a model of that name")
-            if alias.model not in self.base_models:
+            if alias.model not in self.base_models and self.models_folder is None:
                 raise ValueError(
                     f"aliases.{name}.model: there is no model {alias.model!r}{hint(alias.model, self.base_models)}"
                 )
@@ -335,6 +339,11 @@ class ImagesSection(Section):
         return {name: BaseSource.parse(text) for name, text in self.models.items()}
 
     @property
+    def has_several_models(self) -> bool:
+        """Whether requests may be for another model than the first."""
+        return len(self.base_models) > 1 or self.models_folder is not None
+
+    @property
     def starters(self) -> tuple[str, ...]:
         """The names of the model that ships with plait, if it is served."""
         return tuple(name for name, base in self.base_models.items() if base.is_starter)
@@ -348,7 +357,7 @@ class ImagesSection(Section):
         """Return the guidance scale of requests of a model that give none."""
         if self.defaults.guidance_scale is not None:
             return self.defaults.guidance_scale
-        return STARTER_GUIDANCE if self.base_models[name].is_starter else 7.5
+        return STARTER_GUIDANCE if name in self.starters else 7.5
 
     def resolved_controlnets(self) -> dict[str, ControlNetSection]:
         """Return the ControlNets by name; if none are given for the starter model, those in the starter's folder."""

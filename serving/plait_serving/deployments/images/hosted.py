@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraS
 from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.residents.base_model import BaseModel
+from plait_serving.diffusion.residents.model_folder import ModelFolder
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
@@ -89,8 +90,9 @@ def load_images(
         )
         for name, base in images.base_models.items()
     }
-    assembled = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote)
-    return HostedImages(images, assembled, LoraCards(loras, _family(assembled), formats=lora_formats))
+    folder = None if images.models_folder is None else ModelFolder(images.models_folder)
+    assembled = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
+    return HostedImages(images, assembled, LoraCards(loras, lambda: _family(assembled), formats=lora_formats))
 
 
 def _family(assembled: Assembled) -> str:
@@ -169,6 +171,7 @@ class HostedImages:
         self._assembled.engine.stop(drain_s=drain_s)
 
     def _catalog(self) -> Catalog:
+        self._assembled.roster.look(wait=False)
         models, images = self._assembled.models, self._images
         families = self._families
         return Catalog(
@@ -213,7 +216,7 @@ class LoraCards:
     """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes; without `formats`
     none is."""
 
-    def __init__(self, source: LoraSource, family: str, *, formats: bool = True) -> None:
+    def __init__(self, source: LoraSource, family: Callable[[], str], *, formats: bool = True) -> None:
         self._source = source
         self._family = family
         self._reads_formats = formats
@@ -224,7 +227,8 @@ class LoraCards:
         entries = self._source.list()
         known = {(name, entry.stamp): self._formats.get((name, entry.stamp)) for name, entry in entries.items()}
         self._formats = {key: found or self._format(*key) for key, found in known.items()}
-        return tuple(LoraCard(name=name, family=self._family, format=fmt) for (name, _), fmt in self._formats.items())
+        family = self._family()
+        return tuple(LoraCard(name=name, family=family, format=fmt) for (name, _), fmt in self._formats.items())
 
     def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
         """Return the format of a file in a folder; a store's entry is not downloaded for a listing."""

@@ -13,7 +13,8 @@ import torch
 
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
-from plait_serving.diffusion.lora.formats import Factor, LoadedLora
+from plait_serving.diffusion.lora.formats import LoadedLora
+from plait_serving.diffusion.lora.kinds import DecomposedFactor, PlainFactor
 from plait_serving.diffusion.protocols import LoraWeights
 
 LoadedSet: TypeAlias = tuple[tuple[LoraWeights, float], ...]
@@ -70,13 +71,13 @@ class FactorStore:
         self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS)
 
     def takes(self, weights: LoraWeights) -> bool:
-        """Return whether every UNet layer that a file changes is adapted."""
+        """Return whether every UNet layer that a file changes is adapted, by factors that can be inputs."""
         if not isinstance(weights, LoadedLora):
             return False
         known = self._taken.get(weights.token)
         if known is None:
-            refs = [ref for ref in weights.factors if ref.component == _COMPONENT]
-            known = all(str(ref) in self._layers for ref in refs)
+            own = {ref: factor for ref, factor in weights.factors.items() if ref.component == _COMPONENT}
+            known = all(str(ref) in self._layers and factor.row_rank is not None for ref, factor in own.items())
             self._taken[weights.token] = known
         return known
 
@@ -131,14 +132,15 @@ def _token(weights: LoraWeights) -> int:
     return weights.token
 
 
-def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[Factor, float]]]:
-    terms: dict[str, list[tuple[Factor, float]]] = {}
+def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[PlainFactor, float]]]:
+    terms: dict[str, list[tuple[PlainFactor, float]]] = {}
     for weights, scale in one:
         assert isinstance(weights, LoadedLora)
         if scale == 0.0:
             continue
         for ref, factor in weights.factors.items():
             if ref.component == _COMPONENT:
+                assert not isinstance(factor, DecomposedFactor)
                 terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
     return terms
 
@@ -154,7 +156,12 @@ def _by_row(sets: Sequence[LoadedSet], layout: BatchLayout) -> list[SetKey]:
 
 
 def _ranks(one: LoadedSet) -> Ranks:
-    return {path: sum(factor.rank for factor, _ in terms) for path, terms in _by_path(one).items()}
+    return {path: sum(_rank(factor) for factor, _ in terms) for path, terms in _by_path(one).items()}
+
+
+def _rank(factor: PlainFactor) -> int:
+    assert factor.row_rank is not None
+    return factor.row_rank
 
 
 def _padded(ranks: Sequence[Ranks]) -> Ranks:
@@ -163,14 +170,15 @@ def _padded(ranks: Sequence[Ranks]) -> Ranks:
     return {path: -(-max(one.get(path, 0) for one in ranks) // _RANK_STEP) * _RANK_STEP for path in paths}
 
 
-def _pair(layer: AdaptedLayer, terms: Sequence[tuple[Factor, float]], rank: int) -> Factors:
+def _pair(layer: AdaptedLayer, terms: Sequence[tuple[PlainFactor, float]], rank: int) -> Factors:
     first, second = torch.zeros(layer.width_in, rank), torch.zeros(rank, layer.width_out)
     start = 0
     for factor, c in terms:
-        part = slice(start, start + factor.rank)
-        first[:, part] = factor.down.T
-        torch.mul(factor.up.to(torch.float32).T, c, out=second[part])
-        start += factor.rank
+        down, up = factor.pair()
+        part = slice(start, start + len(down))
+        first[:, part] = down.T
+        torch.mul(up.to(torch.float32).T, c, out=second[part])
+        start += len(down)
     return first, second
 
 

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from plait_kernels.lora_merge import MergeOp, NonFiniteMerge, Term
+from plait_kernels.lora_merge import MergeOp, NonFiniteMerge, Term, is_finite
 from plait_kernels.lora_merge.reference import merged
 from plait_kernels.registry import load
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
-from plait_serving.diffusion.lora.formats import Factor, LoadedLora
+from plait_serving.diffusion.lora.formats import LoadedLora
+from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, merged_in_turn
 from plait_serving.diffusion.lora.targets import ModuleRef, is_mergeable, live_weight
 from plait_serving.diffusion.protocols import LoraWeights
 from plait_serving.diffusion.values import LoraRef, LoraSet
@@ -61,7 +62,7 @@ class _Rewrite:
     ref: ModuleRef
     weight: torch.Tensor
     recipe: Recipe
-    factors: tuple[tuple[Factor, float], ...]
+    factors: tuple[tuple[AnyFactor, float], ...]
 
 
 class Merger:
@@ -163,7 +164,7 @@ class Merger:
 
     def _plan(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> list[_Rewrite]:
         """Return the weights whose recipe changes, after taking pristine copies of them."""
-        factors: dict[ModuleRef, list[tuple[Factor, float]]] = {}
+        factors: dict[ModuleRef, list[tuple[AnyFactor, float]]] = {}
         recipes: dict[ModuleRef, Recipe] = {}
         for lora in target:
             if lora.name not in weights:
@@ -182,11 +183,11 @@ class Merger:
             self._keep_pristine(ref)
         return [_Rewrite(ref, self._weight(ref), recipes.get(ref, ()), tuple(factors.get(ref, ()))) for ref in changed]
 
-    def _check_fits(self, name: str, ref: ModuleRef, factor: Factor) -> None:
+    def _check_fits(self, name: str, ref: ModuleRef, factor: AnyFactor) -> None:
         if ref not in self._modules:
             raise LoraError(f"LoRA {name!r} touches {ref}, which this model does not have", param="loras")
         weight = self._weight(ref)
-        if (factor.up.shape[0], factor.down.shape[1]) != (weight.shape[0], weight.shape[1:].numel()):
+        if factor.shape != (weight.shape[0], weight.shape[1:].numel()):
             raise LoraError(f"LoRA {name!r}: its factors for {ref} do not make a {tuple(weight.shape)}", param="loras")
 
     def _keep_pristine(self, ref: ModuleRef) -> None:
@@ -205,11 +206,8 @@ class Merger:
             bound = pristine.largest + sum(abs(c) * factor.bound for factor, c in rewrite.factors)
             if bound < 0.99 * torch.finfo(rewrite.weight.dtype).max:
                 continue
-            try:
-                if rewrite.factors:
-                    merged(pristine.copy, _terms(rewrite))
-            except NonFiniteMerge:
-                raise LoraError(f"{rewrite.ref} would hold NaN or infinity with this LoRA set", param="loras") from None
+            if rewrite.factors and not _stays_finite(rewrite, pristine.copy):
+                raise LoraError(f"{rewrite.ref} would hold NaN or infinity with this LoRA set", param="loras")
 
     # ---- writing ------------------------------------------------------------------------------------------------
 
@@ -235,8 +233,11 @@ class Merger:
             return 0.0
         started_s = self._clock()
         for rewrite in rewrites:
-            op = self._op_for(rewrite.weight)
-            op(rewrite.weight, self._pristine[rewrite.ref].copy, _terms(rewrite), proven_finite=True)
+            pristine, terms = self._pristine[rewrite.ref].copy, _terms(rewrite)
+            if terms is None:
+                rewrite.weight.copy_(merged_in_turn(pristine, rewrite.factors))
+            else:
+                self._op_for(rewrite.weight)(rewrite.weight, pristine, terms, proven_finite=True)
             self._note(rewrite.ref, rewrite.recipe)
         if rewrites[0].weight.is_cuda:
             torch.cuda.synchronize(rewrites[0].weight.device)
@@ -293,8 +294,24 @@ def _largest(weight: torch.Tensor) -> float:
     return float(torch.maximum(low.abs(), high.abs()))
 
 
-def _terms(rewrite: _Rewrite) -> list[Term]:
-    return [Term(up=factor.up, down=factor.down, c=c) for factor, c in rewrite.factors]
+def _terms(rewrite: _Rewrite) -> list[Term] | None:
+    """Return what the merge kernel takes; None: not all of the set are plain LoRAs."""
+    plain = [(factor, c) for factor, c in rewrite.factors if isinstance(factor, Factor)]
+    if len(plain) < len(rewrite.factors):
+        return None
+    return [Term(up=factor.up, down=factor.down, c=c) for factor, c in plain]
+
+
+def _stays_finite(rewrite: _Rewrite, pristine: torch.Tensor) -> bool:
+    """Return whether a merge, tried aside, holds neither NaN nor infinity."""
+    terms = _terms(rewrite)
+    if terms is None:
+        return is_finite(merged_in_turn(pristine, rewrite.factors))
+    try:
+        merged(pristine, terms)
+    except NonFiniteMerge:
+        return False
+    return True
 
 
 def _average(old: float | None, seconds: float, rewrites: list[_Rewrite]) -> float | None:

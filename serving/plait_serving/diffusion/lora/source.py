@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' `save_lora_weights` uses in its folder."""
+ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""The file names that PEFT's `save_pretrained` uses in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +60,8 @@ def not_found(name: str) -> NotFound:
 
 
 class FolderSource:
-    """A folder with `<name>.safetensors` files and `<name>/pytorch_lora_weights.safetensors` sub-folders.
+    """A folder with `<name>.safetensors` files, and with sub-folders `<name>` as diffusers and PEFT save them:
+    `pytorch_lora_weights.safetensors`, or `adapter_model.safetensors` with an `adapter_config.json`.
 
     It is read anew at every call, so new files are seen without a restart; a file wins over a sub-folder of its
     name. Links that lead out of the folder are ignored, and so are names that `NAME_PATTERN` refuses.
@@ -102,21 +105,30 @@ class FolderSource:
             return None
         root = self._folder.resolve()
         for candidate in (self._folder / f"{name}{SUFFIX}", self._folder / name / DIFFUSERS_FILE):
-            try:
-                path = candidate.resolve(strict=True)
-            except (OSError, RuntimeError):
-                continue
-            if path.is_file() and path.is_relative_to(root):
+            if (path := _inside(root, candidate)) is not None:
                 return path
+        path = _inside(root, self._folder / name / ADAPTER_FILE)
+        has_config = path is not None and path.name == ADAPTER_FILE and _inside(root, path.parent / CONFIG_FILE)
+        return path if has_config else None
+
+
+def _inside(root: Path, candidate: Path) -> Path | None:
+    """Return the file that a path leads to, unless there is none or it is outside of the folder."""
+    try:
+        path = candidate.resolve(strict=True)
+    except (OSError, RuntimeError):
         return None
+    return path if path.is_file() and path.is_relative_to(root) else None
 
 
 def _entry(name: str, path: Path) -> LoraEntry | None:
+    read = [path, path.parent / CONFIG_FILE] if path.name == ADAPTER_FILE else [path]
     try:
-        stat = path.stat()
+        stats = [one.stat() for one in read]
     except OSError:
         return None  # removed between two looks
-    return LoraEntry(name=name, nbytes=stat.st_size, stamp=f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}")
+    stamp = "-".join(f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
+    return LoraEntry(name=name, nbytes=stats[0].st_size, stamp=stamp)
 
 
 class ChainSource:

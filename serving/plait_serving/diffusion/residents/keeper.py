@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait_serving.diffusion.errors import EngineError, ModelError
@@ -39,7 +39,8 @@ class ResidencyStatistics:
 
 
 class Residents:
-    """The models of one engine. `of`, `check` and `statistics` are for any thread, the rest is the compute thread's."""
+    """The models of one engine. `of`, `find`, `check`, `add`, `retire` and `statistics` are for any thread, the rest is
+    the compute thread's."""
 
     def __init__(
         self,
@@ -48,12 +49,15 @@ class Residents:
         budget_bytes: int,
         clock: Callable[[], float],
         wake: Callable[[], None],
+        open_models: Callable[[], Collection[str]],
     ) -> None:
-        """Take the models, the first is what requests without a model mean. `wake` is called when one was loaded."""
+        """Take the models, the first is what requests without a model mean. `wake` is called when one was loaded or
+        retired; `open_models` returns those of all requests that have not ended."""
         self._models = {model.name: model for model in models}
         self._budget_bytes = budget_bytes
         self._clock = clock
         self._wake = wake
+        self._open_models = open_models
         self._arrived: deque[tuple[ServedModel, ModelParts | EngineError, float]] = deque()
         self._switch: Switch | None = None
         self._is_loading = False
@@ -66,8 +70,8 @@ class Residents:
 
     @property
     def models(self) -> Sequence[ServedModel]:
-        """All models, resident or not."""
-        return tuple(self._models.values())
+        """All models that take requests, resident or not."""
+        return tuple(model for model in self._models.values() if not model.is_retired)
 
     @property
     def first(self) -> ServedModel:
@@ -75,12 +79,31 @@ class Residents:
         return next(iter(self._models.values()))
 
     def of(self, name: str) -> ServedModel:
-        """Return the model of that name."""
+        """Return the model of that name, also one that was retired."""
         return self._models[name]
 
     def find(self, name: str) -> ServedModel | None:
-        """Return the model of that name, or None."""
-        return self._models.get(name)
+        """Return the model of that name, or None if there is none that takes requests."""
+        model = self._models.get(name)
+        return None if model is None or model.is_retired else model
+
+    def may_add(self, name: str) -> bool:
+        """Return whether there is no model of that name, nor anything left of one that was retired."""
+        old, switch = self._models.get(name), self._switch
+        if old is None:
+            return True
+        is_gone = old.parts is None and (switch is None or switch.load != name) and name not in self._open_models()
+        return old.is_retired and is_gone
+
+    def add(self, model: ServedModel) -> None:
+        """Serve one more model; nothing is loaded yet."""
+        self._load_s.pop(model.name, None)
+        self._models = {**self._models, model.name: model}  # others read the old one meanwhile
+
+    def retire(self, name: str) -> None:
+        """Give no more requests to a model. What was accepted is finished; then its weights leave."""
+        self._models[name].is_retired = True
+        self._wake()
 
     def check(self, model: ServedModel) -> None:
         """Raise `ModelError` for a model that no switch could make room for."""
@@ -109,6 +132,7 @@ class Residents:
     def tend(self, jobs: Sequence[ImageJob]) -> Mapping[str, EngineError]:
         """Take in what was loaded, and switch if that is due; return why models could not be loaded, by name."""
         failed = self._take_in()
+        self._drop_retired()
         if len(self._models) == 1 and not self._needs_first(jobs):
             return failed
         if self._switch is None:
@@ -162,6 +186,13 @@ class Residents:
             _log.info("%s is resident after %.2f s", model.name, seconds)
         return failed
 
+    def _drop_retired(self) -> None:
+        retired = [model for model in self._models.values() if model.is_retired and model.parts is not None]
+        open_models = self._open_models() if retired else ()
+        for model in retired:
+            if model.name not in open_models:
+                self._let_go(model, (), why="takes no requests any more and has left")
+
     def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
         if all(self._models[job.request.model].parts is not None for job in jobs):
             return None
@@ -208,13 +239,13 @@ class Residents:
                 self._let_go(model, begun)
         return all(self._models[name].parts is None for name in switch.leave)
 
-    def _let_go(self, model: ServedModel, begun: Sequence[ImageJob]) -> None:
+    def _let_go(self, model: ServedModel, begun: Sequence[ImageJob], *, why: str = "makes room") -> None:
         for job in begun:
             for unit in job.units:
                 unit.pause()
         model.parts, model.leaves = None, False
         model.leave()
-        _log.info("%s makes room", model.name)
+        _log.info("%s %s", model.name, why)
 
     def _load(self, switch: Switch) -> None:
         model = self._models[switch.load]

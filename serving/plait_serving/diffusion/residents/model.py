@@ -31,7 +31,7 @@ class ServedModel:
     `nbytes`: what they take there. `leave` is called when they have left.
 
     `parts`: None while the model is not resident. `leaves`: it is about to make room, and begins no request any more.
-    Both are the compute thread's.
+    Both are the compute thread's. `is_retired`: it takes no request any more, and leaves for good after the last one.
     """
 
     name: str
@@ -46,3 +46,4 @@ class ServedModel:
     forecast: WorkForecast
     parts: ModelParts | None = None
     leaves: bool = False
+    is_retired: bool = False

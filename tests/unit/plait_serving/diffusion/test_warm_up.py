@@ -7,12 +7,13 @@ from unittest.mock import Mock
 from plait_serving.diffusion.assemble import Assembled
 from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.residents.roster import Roster
 
 
 def assembled(folder, generate, controlnets):
     """An engine that hands its requests to `generate`."""
     model = Mock(outline=load_bundle(folder, outline=True), controlnets=controlnets)
-    return Assembled(engine=Mock(generate=generate), models={"tiny": model}, loras={})
+    return Assembled(engine=Mock(generate=generate), roster=Roster({"tiny": model}))
 
 
 def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):

@@ -9,8 +9,17 @@ from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.denoisers import factors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
 from plait_serving.diffusion.denoisers.factors import FactorStore
-from plait_serving.diffusion.lora.formats import Factor, LoadedLora
+from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.keys import LoraFormat
+from plait_serving.diffusion.lora.kinds import (
+    MAX_ROW_RANK,
+    AnyFactor,
+    DecomposedFactor,
+    Factor,
+    FileMatrix,
+    HadamardFactor,
+    KroneckerFactor,
+)
 from plait_serving.diffusion.lora.targets import ModuleRef
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.testing import FakeWeights
@@ -26,7 +35,7 @@ def factor(inputs: int, outputs: int, rank: int, *, alpha: float, seed: int) -> 
     return Factor(down=down.half(), up=up.half(), alpha=alpha, bound=100.0)
 
 
-def lora(name: str, **changed: Factor) -> LoadedLora:
+def lora(name: str, **changed: AnyFactor) -> LoadedLora:
     """A file of UNet layers; "text" is one of the text encoder."""
     refs = {ModuleRef("text_encoder" if path == "text" else "unet", path): one for path, one in changed.items()}
     return LoadedLora(name=name, format=LoraFormat.PEFT, factors=refs, nbytes=1)
@@ -168,3 +177,43 @@ def test_a_large_batch_is_not_kept_beside_others(store, monkeypatch):
     store.of(small[::-1], layout(1, 1))
     assert store.of(small, layout(1, 1))[0] is kept
     assert store.of(large, layout(1, 40))[0] is not big
+
+
+def matrix(rows: int, columns: int, rank: int, *, seed: int) -> FileMatrix:
+    """A random product."""
+    one = factor(columns, rows, rank, alpha=1.0, seed=seed)
+    return FileMatrix(left=one.up, right=one.down)
+
+
+def whole(rows: int, columns: int, *, seed: int) -> FileMatrix:
+    """A random matrix."""
+    return FileMatrix(right=matrix(rows, columns, 1, seed=seed).made(torch.empty(0)))
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        HadamardFactor(first=matrix(4, 6, 2, seed=1), second=matrix(4, 6, 3, seed=2), alpha=3.0, rank=2, bound=9.0),
+        KroneckerFactor(first=matrix(2, 3, 1, seed=3), second=matrix(2, 2, 1, seed=4), alpha=3.0, rank=1, bound=9.0),
+        KroneckerFactor(first=whole(2, 3, seed=5), second=matrix(2, 2, 1, seed=6), alpha=3.0, rank=1, bound=9.0),
+        KroneckerFactor(first=whole(4, 3, seed=7), second=whole(1, 2, seed=8), alpha=3.0, rank=1, bound=9.0),
+    ],
+    ids=["loha", "lokr of products", "lokr", "lokr of whole"],
+)
+def test_small_lohas_and_lokrs_are_inputs(store, one):
+    """Rows of a LoHa or LoKr get exact low-rank factors of its product, beside those of an ordinary LoRA."""
+    assert store.takes(lora("one", down=one))
+    first, _ = store.of([((lora("one", down=one), 0.5), (lora("two", down=DOWN_A), 2.0))], layout(1))
+    (a, b) = first.by_path["unet.down"]
+    wanted = (0.5 * one.alpha / one.rank * one.product(torch.empty(0))).T + delta(DOWN_A, 2.0)
+    assert torch.allclose(a[0] @ b[0], wanted, atol=1e-5)
+
+
+def test_what_changes_every_number_is_merged(store):
+    """A DoRA, and a LoHa of a high rank, are no inputs."""
+    high = HadamardFactor(
+        first=matrix(4, 6, MAX_ROW_RANK // 2, seed=1), second=matrix(4, 6, 3, seed=2), alpha=1.0, rank=2, bound=9.0
+    )
+    assert not store.takes(lora("high", down=high))
+    dora = DecomposedFactor(inner=DOWN_A, magnitude=torch.ones(4), by_input=False)
+    assert not store.takes(lora("dora", down=dora))

@@ -255,11 +255,6 @@ def refusal(tmp_path, tensors, metadata=None) -> str:
 @pytest.mark.parametrize(
     ("key", "name"),
     [
-        ("lora_unet_lin.hada_w1_a", "LoHa"),
-        ("lora_unet_lin.lokr_w1", "LoKr"),
-        ("unet.lin.lokr_w1", "LoKr"),
-        ("lora_unet_lin.dora_scale", "DoRA"),
-        ("unet.lin.lora_magnitude_vector", "DoRA"),
         ("lora_unet_conv.lora_mid.weight", "Tucker"),
         ("lora_unet_lin.on_input", "IA3"),
         ("lora_unet_lin.oft_blocks", "OFT"),

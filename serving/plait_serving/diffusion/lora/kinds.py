@@ -1,0 +1,235 @@
+"""What a file adds to one weight: LoRA, LoHa, LoKr, and DoRA around any of them.
+
+Symbols: a module's weight is `(o, i)` or `(o, i, kh, kw)`, here always flattened to `(o, D)`, D = i * kh * kw. Every
+kind adds c times its product, c = scale * alpha / rank. Formulas: LoHa is FedPara (arXiv 2108.06098), LoKr is
+LyCORIS (arXiv 2309.14859), DoRA is arXiv 2402.09353; where they leave something open, PEFT decides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+MAX_ROW_RANK = 64
+"""A LoHa or LoKr is an input of a step only up to this rank; beyond, its factors compute as much as the layer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factor:
+    """One module's share of a LoRA: `up @ down`. `down (r, D)` and `up (o, r)` in the file's dtype, finite, on the CPU.
+
+    `bound` is at least every `abs((up @ down)[j, k])` (rows of up times columns of down, Cauchy-Schwarz), so whether
+    a merge can overflow is known without doing it.
+    """
+
+    down: torch.Tensor
+    up: torch.Tensor
+    alpha: float
+    bound: float
+
+    @property
+    def rank(self) -> int:
+        """The rank r."""
+        return self.down.shape[0]
+
+    @property
+    def row_rank(self) -> int | None:
+        """The rank that it has as an input of a step; None: it cannot be one."""
+        return self.rank
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, D)."""
+        return self.up.shape[0], self.down.shape[1]
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return down and up whose product it is."""
+        return self.down, self.up
+
+    def product(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the product `(o, D)` with the dtype and on the device of `like`."""
+        return self.up.to(like) @ self.down.to(like)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FileMatrix:
+    """A matrix as a LoHa or LoKr file has it: `left (o, r) @ right (r, ...)`, or `right` alone, or, with a Tucker `core
+    (r, s, kh, kw)`, of `left (r, o)` and `right (s, i)`."""
+
+    right: torch.Tensor
+    left: torch.Tensor | None = None
+    core: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of what it makes, flattened to two dimensions."""
+        if self.left is None:
+            return self.right.shape[0], math.prod(self.right.shape[1:])
+        if self.core is None:
+            return self.left.shape[0], math.prod(self.right.shape[1:])
+        return self.left.shape[1], self.right.shape[1] * math.prod(self.core.shape[2:])
+
+    @property
+    def rank(self) -> int:
+        """The columns of `pair`'s first matrix."""
+        return min(self.shape) if self.left is None or self.core is not None else self.left.shape[1]
+
+    def made(self, like: torch.Tensor) -> torch.Tensor:
+        """Return it as one matrix with the dtype and on the device of `like`."""
+        right = self.right.to(like)
+        if self.left is None:
+            return right.flatten(1)
+        if self.core is None:
+            return self.left.to(like) @ right.flatten(1)
+        return torch.einsum("abhw,bi,ao->oihw", self.core.to(like), right, self.left.to(like)).flatten(1)
+
+    def pair(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two matrices whose product it is; one of them the identity if it is no product."""
+        if self.left is not None and self.core is None:
+            return self.left.to(like), self.right.to(like).flatten(1)
+        whole = self.made(like)
+        one = torch.eye(self.rank).to(like)
+        return (whole, one) if whole.shape[1] == self.rank else (one, whole)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HadamardFactor:
+    """One module's share of a LoHa: two matrices, multiplied number by number."""
+
+    first: FileMatrix
+    second: FileMatrix
+    alpha: float
+    rank: int
+    bound: float
+
+    @property
+    def row_rank(self) -> int | None:
+        """The product of the ranks: `(A B) * (C D)` has a column for each pair of theirs."""
+        return _row_rank(self.first, self.second)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, D)."""
+        return self.first.shape
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
+        (a, b), (c, d) = self.first.pair(_SINGLE), self.second.pair(_SINGLE)
+        up = (a[:, :, None] * c[:, None, :]).flatten(1)
+        return (b[:, None, :] * d[None, :, :]).flatten(0, 1), up
+
+    def product(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the product `(o, D)`."""
+        return self.first.made(like) * self.second.made(like)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class KroneckerFactor:
+    """One module's share of a LoKr: the Kronecker product of two matrices."""
+
+    first: FileMatrix
+    second: FileMatrix
+    alpha: float
+    rank: int
+    bound: float
+
+    @property
+    def row_rank(self) -> int | None:
+        """The product of the ranks, by the mixed-product rule."""
+        return _row_rank(self.first, self.second)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, D)."""
+        (a, b), (c, d) = self.first.shape, self.second.shape
+        return a * c, b * d
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
+        (a, b), (c, d) = self.first.pair(_SINGLE), self.second.pair(_SINGLE)
+        return torch.kron(b, d), torch.kron(a, c)
+
+    def product(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the product `(o, D)`: a kernel is the last part of the second matrix's columns, as of the weight's."""
+        return torch.kron(self.first.made(like), self.second.made(like).contiguous())
+
+
+PlainFactor: TypeAlias = Factor | HadamardFactor | KroneckerFactor
+"""What adds `c * product` to a weight, whatever else is added."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DecomposedFactor:
+    """One module's share of a DoRA: what is added to, and `magnitude`, the norms that the weight's rows then have.
+
+    `magnitude` has o numbers; or i, if `by_input`: the norms of the input channels (LyCORIS without `wd_on_output`).
+    """
+
+    inner: PlainFactor
+    magnitude: torch.Tensor
+    by_input: bool
+
+    @property
+    def alpha(self) -> float:
+        """Of what is added."""
+        return self.inner.alpha
+
+    @property
+    def rank(self) -> int:
+        """Of what is added."""
+        return self.inner.rank
+
+    @property
+    def bound(self) -> float:
+        """Infinite: a norm may be as small as can be."""
+        return math.inf
+
+    @property
+    def row_rank(self) -> int | None:
+        """None: every number of the weight changes."""
+        return None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, D)."""
+        return self.inner.shape
+
+    def applied(self, total: torch.Tensor, pristine: torch.Tensor, c: float) -> torch.Tensor:
+        """Return `g * (total + c * product)` with g = magnitude / norm(pristine + c * product), as PEFT does: the norm
+        does not see what other LoRAs have added to `total`."""
+        delta = c * self.inner.product(pristine)
+        alone, together = pristine + delta, total + delta
+        magnitude = self.magnitude.to(pristine)
+        if not self.by_input:
+            return (magnitude / alone.square().sum(dim=1).sqrt())[:, None] * together
+        channels = (self.shape[0], len(magnitude), -1)
+        norms = alone.view(channels).square().sum(dim=(0, 2)).sqrt()
+        return ((magnitude / norms)[:, None] * together.view(channels)).flatten(1)
+
+
+AnyFactor: TypeAlias = PlainFactor | DecomposedFactor
+
+_SINGLE = torch.empty(0)
+
+
+def merged_in_turn(pristine: torch.Tensor, factors: Sequence[tuple[AnyFactor, float]]) -> torch.Tensor:
+    """Return a weight with factors of any kinds and their c, one after the other; a new tensor like `pristine`. It may
+    hold NaN or infinity."""
+    wide = torch.promote_types(pristine.dtype, torch.float32)
+    bare = pristine.flatten(1).to(wide)
+    total = bare
+    for factor, c in factors:
+        if isinstance(factor, DecomposedFactor):
+            total = factor.applied(total, bare, c)
+        else:
+            total = total + c * factor.product(bare)
+    return total.to(pristine.dtype, copy=True).view(pristine.shape)
+
+
+def _row_rank(first: FileMatrix, second: FileMatrix) -> int | None:
+    rank = first.rank * second.rank
+    return rank if rank <= MAX_ROW_RANK else None

@@ -1,0 +1,61 @@
+"""A folder of base models, which may come and go while the engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import MappingProxyType
+
+from plait_serving.diffusion.values import NAME_PATTERN
+
+__all__ = ["FoundModel", "ModelFolder"]
+
+_INDEX = "model_index.json"
+_MAX_FILES = 1000  # of one model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model's folder. `stamp` changes when its files may have changed."""
+
+    folder: Path
+    stamp: str
+
+
+class ModelFolder:
+    """Every diffusers folder in it is a base model, by its name. It is read anew at every call. Links that lead out of
+    it are ignored, and so are names that `NAME_PATTERN` refuses."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def list(self) -> Mapping[str, FoundModel]:
+        """Return the models that exist now, in name order; an absent folder counts as empty."""
+        try:
+            names = sorted(path.name for path in self._folder.iterdir() if NAME_PATTERN.fullmatch(path.name))
+            root = self._folder.resolve(strict=True)
+        except (OSError, RuntimeError):
+            return MappingProxyType({})
+        return MappingProxyType({name: found for name in names if (found := _model(root, self._folder / name))})
+
+
+def _model(root: Path, named: Path) -> FoundModel | None:
+    try:
+        folder = named.resolve(strict=True)
+        if not (folder.is_relative_to(root) and folder != root and (folder / _INDEX).is_file()):
+            return None
+        return FoundModel(folder=folder, stamp=_stamp(folder))
+    except (OSError, RuntimeError):
+        return None  # it went away between two looks
+
+
+def _stamp(folder: Path) -> str:
+    """Return what its files are, by name, place, time and size."""
+    marks: list[str] = []
+    for path in islice(folder.rglob("*"), _MAX_FILES):
+        stat = path.stat()
+        if not path.is_dir():
+            marks.append(f"{path.name}-{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}")
+    return " ".join(sorted(marks))

@@ -1,0 +1,96 @@
+"""Which base models an engine serves: those of its configuration, and those that are in a folder now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.residents.base_model import BaseModel
+from plait_serving.diffusion.residents.model_folder import FoundModel, ModelFolder
+
+__all__ = ["Growth", "Roster", "check_no_twin"]
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Growth:
+    """Where more models come from. `make` reads one, without its weights; it raises `ModelError`."""
+
+    folder: ModelFolder
+    make: Callable[[str, Path], BaseModel]
+    engine: Engine
+
+
+class Roster:
+    """The models by name, the first is what requests without one mean. Thread-safe.
+
+    Every replica looks for itself, when it is asked what there is and when a request names a model that it does not
+    know: so all of them serve what is in the folder, also those that start later.
+    """
+
+    def __init__(self, models: Mapping[str, BaseModel], growth: Growth | None = None) -> None:
+        """Take the models of the configuration, which stay."""
+        self._models = MappingProxyType(dict(models))
+        self._growth = growth
+        self._stamps: dict[str, str] = {}
+        self._refused: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def models(self) -> Mapping[str, BaseModel]:
+        """The models now; it does not change any more once it was returned."""
+        return self._models
+
+    def look(self, *, wait: bool = True) -> None:
+        """Take in what came into the folder, and give up what left it. `wait` False: unless somebody is doing so."""
+        if self._growth is None or not self._lock.acquire(blocking=wait):
+            return
+        try:
+            found = self._growth.folder.list()
+            for name in [
+                name for name, stamp in self._stamps.items() if name not in found or found[name].stamp != stamp
+            ]:
+                self._give_up(self._growth, name)
+            self._refused = {name: why for name, why in self._refused.items() if name in found}
+            for name, each in found.items():
+                if name not in self._stamps and self._refused.get(name) != each.stamp:
+                    self._take_in(self._growth, name, each)
+        finally:
+            self._lock.release()
+
+    def _give_up(self, growth: Growth, name: str) -> None:
+        _log.info("%s has left the folder of models, or was replaced: what it has accepted is finished", name)
+        del self._stamps[name]
+        self._models = MappingProxyType({other: model for other, model in self._models.items() if other != name})
+        growth.engine.retire(name)
+
+    def _take_in(self, growth: Growth, name: str, found: FoundModel) -> None:
+        try:
+            if name in self._models:
+                raise ModelError(f"{found.folder}: the configuration has another model of that name")
+            if not growth.engine.may_add(name):
+                return  # requests of the one that it replaces are in work: at the next look
+            model = growth.make(name, found.folder)
+            check_no_twin(model, self._models)
+        except ModelError as error:
+            self._refused[name] = found.stamp
+            _log.error("%s is not served: %s", name, error.message)
+            return
+        growth.engine.add(model.served)
+        self._stamps[name] = found.stamp
+        self._models = MappingProxyType({**self._models, name: model})
+        _log.info("%s is served from now on: %s", name, found.folder)
+
+
+def check_no_twin(model: BaseModel, others: Mapping[str, BaseModel]) -> None:
+    """Raise `ModelError` if a model's folder has another name already."""
+    for name, other in others.items():
+        if other.folder.exists() and other.folder.samefile(model.folder):
+            raise ModelError(f"{model.folder} is {name}'s folder; another name for it belongs into images.aliases")

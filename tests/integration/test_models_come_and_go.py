@@ -1,0 +1,173 @@
+"""Base models that appear in a folder and leave it while the engine runs."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
+from plait_serving.diffusion.errors import EngineError, NotFound
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
+from support.tiny import tiny_sd, tiny_sdxl
+
+WAIT_S = 60.0
+
+
+def asked(model: str, **more) -> ImageRequest:
+    fields = {
+        "request_id": model, "prompt": "red apple", "width": 32, "height": 32, "steps": 4, "guidance_scale": 4.0,
+        "seed": 3, "scheduler": Scheduler.EULER, **more,
+    }  # fmt: skip
+    return ImageRequest(model=model, **fields)
+
+
+def settings(folder) -> EngineSettings:
+    return EngineSettings(model=folder, knobs=EngineKnobs(threads=1), converts=False)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Three models outside of the folder."""
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "first": tiny_sd(root / "first", seed=1),
+        "b": tiny_sd(root / "b", seed=2),
+        "xl": tiny_sdxl(root / "xl", seed=3),
+    }
+
+
+@pytest.fixture
+def serving(models, tmp_path):
+    """An engine of the first model with an empty folder of more."""
+    folder = tmp_path / "more"
+    assembled = build_engine_of({"first": settings(models["first"])}, folder=ModelFolder(folder))
+    folder.mkdir()
+    yield assembled, folder
+    assembled.engine.stop(drain_s=0)
+
+
+def drawn(assembled, model: str):
+    return assembled.engine.generate(asked(model), timeout_s=WAIT_S).images[0]
+
+
+def alone(folder):
+    """The image of an engine that has this model only."""
+    assembled = build_engine(settings(folder))
+    try:
+        return drawn(assembled, "")
+    finally:
+        assembled.engine.stop(drain_s=0)
+
+
+def until(condition) -> None:
+    """Wait for what another thread does."""
+    until_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_models_that_appear_are_served_and_those_that_leave_are_not(serving, models):
+    """A request finds a new one at once, of any family, with the image that it makes alone; the others stay."""
+    assembled, folder = serving
+    with pytest.raises(NotFound):
+        drawn(assembled, "b")
+    for name in ("b", "xl"):
+        shutil.copytree(models[name], folder / name)
+        np.testing.assert_array_equal(drawn(assembled, name), alone(models[name]))
+    assert list(assembled.models) == ["first", "b", "xl"]
+    shutil.rmtree(folder / "b")
+    assembled.roster.look()
+    assert list(assembled.models) == ["first", "xl"]
+    with pytest.raises(NotFound):
+        drawn(assembled, "b")
+    until(lambda: assembled.engine.residents.statistics().resident == ("first", "xl"))
+    np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+
+
+def test_what_was_accepted_is_finished(serving, models):
+    """A model that leaves in the middle of a request makes its image first; its weights leave after that."""
+    assembled, folder = serving
+    shutil.copytree(models["b"], folder / "b")
+    begun, ended, last = threading.Event(), threading.Event(), []
+
+    def sink(event) -> None:
+        last[:] = [event]
+        begun.set() if isinstance(event, Progress) else ended.set()
+
+    assembled.engine.submit(asked("b", steps=300), sink)
+    assert begun.wait(WAIT_S)
+    (folder / "b").rename(folder.parent / "away")
+    assembled.roster.look()
+    with pytest.raises(NotFound):
+        drawn(assembled, "b")
+    assert ended.wait(WAIT_S)
+    assert isinstance(last[0], Finished), last
+    until(lambda: assembled.engine.residents.statistics().resident == ("first",))
+    (folder.parent / "away").rename(folder / "b")
+    np.testing.assert_array_equal(drawn(assembled, "b"), alone(models["b"]))
+
+
+def test_a_model_that_is_replaced_makes_the_new_images(serving, models):
+    """Another folder under the same name is another model, once the old one has gone."""
+    assembled, folder = serving
+    shutil.copytree(models["b"], folder / "one")
+    drawn(assembled, "one")
+    shutil.rmtree(folder / "one")
+    shutil.copytree(models["xl"], folder / "one")
+    assembled.roster.look()
+    until(lambda: assembled.engine.may_add("one") or "one" in assembled.models)
+    np.testing.assert_array_equal(drawn(assembled, "one"), alone(models["xl"]))
+
+
+def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, caplog):
+    """A broken folder, and a name of the configuration, are in the log once; a repaired one is served."""
+    assembled, folder = serving
+    shutil.copytree(models["b"], folder / "first")
+    broken = shutil.copytree(models["b"], folder / "broken")
+    kept = (broken / "unet" / "config.json").rename(folder.parent / "config.json")
+    for _ in range(2):
+        assembled.roster.look()
+    assert list(assembled.models) == ["first"]
+    assert caplog.text.count("broken is not served") == 1
+    assert caplog.text.count("the configuration has another model of that name") == 1
+    np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+    kept.rename(broken / "unet" / "config.json")
+    np.testing.assert_array_equal(drawn(assembled, "broken"), alone(models["b"]))
+
+
+def test_weights_that_vanish_in_use_fail_with_a_sentence(serving, models):
+    """A folder that lost its weights after it was looked at fails its own requests; it is served again when whole."""
+    assembled, folder = serving
+    shutil.copytree(models["b"], folder / "b")
+    assembled.roster.look()
+    kept = (folder / "b" / "unet").rename(folder.parent / "unet")
+    with pytest.raises(EngineError, match="b"):
+        drawn(assembled, "b")
+    kept.rename(folder / "b" / "unet")
+    np.testing.assert_array_equal(drawn(assembled, "b"), alone(models["b"]))
+
+
+def test_only_whole_folders_inside_are_models(tmp_path, models):
+    """No link that leads out, no name that requests cannot have, no folder without an index; stamps follow files."""
+    root = tmp_path / "more"
+    shutil.copytree(models["b"], root / "b")
+    (root / "linked").symlink_to(models["xl"])
+    (root / "twin").symlink_to(root / "b")
+    (root / "itself").symlink_to(root)
+    shutil.copytree(models["b"], root / ".hidden")
+    (root / "empty").mkdir()
+    (root / "file").touch()
+    found = ModelFolder(root).list()
+    assert list(found) == ["b", "twin"]
+    assert found["b"].folder == found["twin"].folder == root / "b"
+    assert ModelFolder(root).list()["b"] == found["b"]
+    (root / "b" / "unet" / "config.json").write_text("{}")
+    assert ModelFolder(root).list()["b"].stamp != found["b"].stamp
+    assert ModelFolder(tmp_path / "none").list() == {}
