@@ -238,10 +238,7 @@ class ImagesSection(Section):
     ] = STARTER_MODEL
     models: Annotated[
         dict[Name, str | SingleFileSection] | None,
-        Field(
-            description="several models by name: 'emoji', a folder, a file, or owner/name@commit; the first is the "
-            "default"
-        ),
+        Field(description="several by name: 'emoji', a folder, a file, or owner/name@commit; the first is the default"),
     ] = None
     models_folder: Annotated[
         FolderPath | None,
