@@ -22,8 +22,8 @@ __all__ = ["merged"]
 MAX_GAP_S = 1.0
 """Between the hosts' starts; beyond it the load was not the one that the scenario describes."""
 
-_OWN = ("name", "processes", "limits", "thresholds")
-"""Settings in which hosts may differ, beside `target.url` and headers."""
+_OWN = ("name", "processes", "thresholds")
+"""Settings in which hosts may differ, beside `target.url`, headers, and how much each has open at once."""
 
 
 def merged(parts: Sequence[FinishedRun], *, thresholds: Sequence[str] = ()) -> FinishedRun:
@@ -59,7 +59,7 @@ def _check(parts: Sequence[FinishedRun]) -> None:
 def _load(scenario: Scenario) -> dict[str, Any]:
     """Return what all hosts must have in common."""
     settings = scenario.model_dump(mode="json", exclude=set(_OWN))
-    del settings["target"]["url"]
+    del settings["target"]["url"], settings["limits"]["connections"], settings["limits"]["in_flight"]
     for holder in (settings["target"], *settings["mix"]):
         holder["headers"] = sorted(holder["headers"])
     return settings
