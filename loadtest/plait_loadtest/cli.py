@@ -1,4 +1,4 @@
-"""`plait loadtest run` and `compare`. Data on stdout, progress on stderr.
+"""`plait loadtest run`, `merge` and `compare`. Data on stdout, progress on stderr.
 
 Exit codes: 0 done, 1 failed (also: not a single request succeeded), 2 wrong usage, 99 a threshold was missed or
 something regressed, 130 interrupted.
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from plait_loadtest.report.outputs import Outputs
     from plait_loadtest.scenario import Scenario
     from plait_loadtest.session import FinishedRun
+    from plait_loadtest.values import HostPart
 
 EXIT_FAILED, EXIT_USAGE, EXIT_THRESHOLD, EXIT_INTERRUPTED = 1, 2, 99, 130
 
@@ -52,6 +53,11 @@ def run(
     raw: Annotated[Path | None, Option(help="write one row a request: .csv, .jsonl or .npz")] = None,
     html: Annotated[Path | None, Option(help="write the report as one page that opens offline")] = None,
     locust: Annotated[Path | None, Option(help="write an equivalent locustfile")] = None,
+    part: Annotated[str | None, Option(metavar="K/N", help="send every N-th request only: the K-th of N hosts")] = None,
+    start_at: Annotated[
+        str | None, Option(help="when all hosts start: 2026-11-24T12:30:00, with +00:00 or in this host's time")
+    ] = None,
+    save: Annotated[Path | None, Option(help="write the run as .npz, for plait loadtest merge")] = None,
     show_config: Annotated[bool, Option("--show-config", help="print every setting as YAML and end")] = False,
     find_capacity: Annotated[
         bool, Option("--find-capacity", help="search the highest rate that holds the SLO")
@@ -73,12 +79,39 @@ def run(
         overrides = {key: value for key, value in flags.items() if value is not None}
         overrides |= dict(map(_setting, settings or ())) | dict(map(_header, header or ()))
         chosen = load_scenario(scenario or {}, overrides)
-        outputs = Outputs(json=json, raw=raw, html=html, locust=locust)
+        outputs = Outputs(json=json, raw=raw, html=html, locust=locust, save=save)
         if show_config:
             typer.echo(as_yaml(chosen), nl=False)
             return
         outputs.check()
-        code = _search(chosen, outputs, confirm=confirm) if find_capacity else _run(chosen, outputs)
+        if find_capacity:
+            _only_alone(part, start_at, save)
+            code = _search(chosen, outputs, confirm=confirm)
+        else:
+            code = _run(chosen, outputs, _part(part), _instant(start_at))
+    raise typer.Exit(code)
+
+
+@app.command()
+def merge(
+    files: Annotated[list[Path], typer.Argument(metavar="PART.npz...", help="the parts of all hosts (run --save)")],
+    *,
+    threshold: Annotated[list[str] | None, Option(help='beside those of the scenario: "p99_ms < 250"')] = None,
+    json: Annotated[str | None, Option(help="write the report as JSON; - is stdout, instead of the table")] = None,
+    raw: Annotated[Path | None, Option(help="write one row a request: .csv, .jsonl or .npz")] = None,
+    html: Annotated[Path | None, Option(help="write the report as one page that opens offline")] = None,
+) -> None:
+    """Report the run that several hosts made together, as if one had sent every request."""
+    from plait_loadtest.merging import merged
+    from plait_loadtest.report import parts
+    from plait_loadtest.report.outputs import Outputs
+
+    with _errors_as_messages():
+        outputs = Outputs(json=json, raw=raw, html=html)
+        outputs.check()
+        whole = merged([parts.read(path) for path in files], thresholds=threshold or ())
+        outputs.write(whole)
+        code = _exit_code(whole)
     raise typer.Exit(code)
 
 
@@ -100,13 +133,47 @@ def compare(
     raise typer.Exit(EXIT_THRESHOLD if outcome.regressed else 0)
 
 
-def _run(scenario: Scenario, outputs: Outputs) -> int:
+def _part(text: str | None) -> HostPart:
+    """Parse `K/N`, counted from 1."""
+    from plait_loadtest.errors import ScenarioError
+    from plait_loadtest.values import HostPart
+
+    if text is None:
+        return HostPart()
+    first, slash, second = text.partition("/")
+    if not slash or not (first.isdecimal() and second.isdecimal()) or not 1 <= int(first) <= int(second):
+        raise ScenarioError(f"--part {text!r}: write K/N, for example 1/3, 2/3 and 3/3")
+    return HostPart(rank=int(first) - 1, hosts=int(second))
+
+
+def _instant(text: str | None) -> float | None:
+    from datetime import datetime
+
+    from plait_loadtest.errors import ScenarioError
+
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError as error:
+        raise ScenarioError(f"--start-at {text!r}: write a date and a time, as 2026-11-24T12:30:00+00:00") from error
+
+
+def _only_alone(*given: object) -> None:
+    """Refuse what tells hosts apart for a capacity search."""
+    from plait_loadtest.errors import ScenarioError
+
+    if any(value is not None for value in given):
+        raise ScenarioError("--find-capacity runs on one host: leave out --part, --start-at and --save")
+
+
+def _run(scenario: Scenario, outputs: Outputs, part: HostPart, start_unix_s: float | None) -> int:
     from plait_loadtest.progress import live_line
     from plait_loadtest.session import run_scenario
 
     total_s = None if scenario.count is not None else scenario.warm_up_s + scenario.duration_s
     with live_line(total_s) as show:
-        session = run_scenario(scenario, on_progress=show)
+        session = run_scenario(scenario, part=part, start_unix_s=start_unix_s, on_progress=show)
     outputs.write(session)
     return _exit_code(session)
 

@@ -113,7 +113,7 @@ def _compare(
         for kind, (a, b) in pairs.items()
         for change in _changes(kind, a, b, level=alpha / max(metrics, 1), least_change=least_change, rng=rng)
     )
-    return Comparison(changes=changes, differences=tuple(_differences(before["scenario"], after["scenario"])))
+    return Comparison(changes=changes, differences=tuple(differences(before["scenario"], after["scenario"])))
 
 
 def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[_ClassParts, _ClassParts]]:
@@ -223,9 +223,9 @@ def _interval(values: Floats, level: float) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def _differences(a: Any, b: Any, prefix: str = "") -> list[str]:
+def differences(a: Any, b: Any, prefix: str = "") -> list[str]:
     """Return the dotted names of the leaves that differ, ignoring the report's own path and name."""
     if isinstance(a, dict) and isinstance(b, dict):
         names = dict.fromkeys([*a, *b])
-        return [found for name in names for found in _differences(a.get(name), b.get(name), f"{prefix}{name}.")]
+        return [found for name in names for found in differences(a.get(name), b.get(name), f"{prefix}{name}.")]
     return [] if a == b else [prefix.rstrip(".")]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,26 +13,33 @@ from plait_loadtest.judging import Ints, percentile_of, slo_of
 from plait_loadtest.measure import RunSummary, summarise
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
-from plait_loadtest.thresholds import Verdict, check, parse_all
-from plait_loadtest.values import Mix, OnProgress, RunResult, StopWhen
+from plait_loadtest.thresholds import Threshold, Verdict, check, parse_all
+from plait_loadtest.values import WHOLE, HostPart, Mix, OnProgress, RunResult, StopWhen
 
 _MAX_COUNTED = 200_000  # requests whose images are counted by asking the mix; more would take seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedRun:
-    """A finished run."""
+    """A finished run, or a host's part of one. `images`: how many each record asked for, if known."""
 
     scenario: Scenario
     result: RunResult
     summary: RunSummary
     verdicts: tuple[Verdict, ...]
+    images: Ints | None = None
+    part: HostPart = WHOLE
 
 
 def run_scenario(
-    scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
+    scenario: Scenario,
+    *,
+    part: HostPart = WHOLE,
+    start_unix_s: float | None = None,
+    on_progress: OnProgress | None = None,
+    stop_when: StopWhen | None = None,
 ) -> FinishedRun:
-    """Run a scenario. Raises `ScenarioError` before anything is sent if it cannot be run.
+    """Run a scenario, or one host's part of it. Raises `ScenarioError` before anything is sent if it cannot be run.
 
     `stop_when` is called with the progress a few times a second; if it returns a text, the run ends early and is
     invalid for that reason.
@@ -41,9 +48,28 @@ def run_scenario(
 
     thresholds = parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
     plan = make_plan(scenario)
-    result = run(plan, scenario, on_progress=on_progress, stop_when=stop_when)
-    summary = summarise(result, scenario, images=images_of(plan.mix, result, scenario))
-    return FinishedRun(scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary))
+    result = run(plan, scenario, host=part, start_unix_s=start_unix_s, on_progress=on_progress, stop_when=stop_when)
+    return finished(result, scenario, thresholds, images=images_of(plan.mix, result, scenario), part=part)
+
+
+def finished(
+    result: RunResult,
+    scenario: Scenario,
+    thresholds: Iterable[Threshold],
+    *,
+    images: Ints | None,
+    part: HostPart = WHOLE,
+) -> FinishedRun:
+    """Return a run with its summary and what its thresholds say."""
+    summary = summarise(result, scenario, images=images)
+    return FinishedRun(
+        scenario=scenario,
+        result=result,
+        summary=summary,
+        verdicts=check(thresholds, summary),
+        images=images,
+        part=part,
+    )
 
 
 def images_of(mix: Mix, result: RunResult, scenario: Scenario) -> Ints | None:

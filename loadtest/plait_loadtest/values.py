@@ -103,6 +103,20 @@ class RequestPlan:
     count: int | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostPart:
+    """One generator host's part of a run: every `hosts`-th request of the plan, from `rank` (0 to `hosts` - 1) on."""
+
+    rank: int = 0
+    hosts: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.rank + 1}/{self.hosts}"
+
+
+WHOLE = HostPart()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Echo:
     """Control requests to the generator's own echo: what this machine adds to every latency.

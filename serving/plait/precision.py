@@ -12,9 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import PlaitError
+from plait.offline.inventory import safetensors_header
 from plait_fabric.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact
+from plait_serving.diffusion.sources.layout import UNET
 from plait_serving.images.config import BaseSource, ImagesSection
 
 __all__ = ["settled"]
@@ -54,6 +56,11 @@ def _unet_bytes(images: ImagesSection) -> int:
 
 def _bytes_of(base: BaseSource) -> int:
     folder = Path(base.folder)
+    if base.is_file:
+        header = safetensors_header(folder)
+        return sum(
+            info["data_offsets"][1] - info["data_offsets"][0] for key, info in header.items() if key.startswith(UNET)
+        )
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.sources.hub import fetch_from_hub
 

@@ -100,7 +100,7 @@ NOT_RUN = {
     "disagg/README.md": 1,
     "autoconfig/README.md": 1,
     "deploy/README.md": 5,
-    "loadtest/README.md": 3,
+    "loadtest/README.md": 4,
     "CONTRIBUTING.md": 1,
 }
 """How many blocks of a document do not run. One more is a decision, not an accident."""

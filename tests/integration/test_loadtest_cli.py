@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -116,6 +117,8 @@ def test_header_values_stay_out_of_reports(url, tmp_path):
         ("run", "--set", "x"),
         ("run", "--header", "nothing"), ("run", "--raw", "rows.parquet"), ("run", "--json", "no/such/folder/a.json"),
         ("run", "--find-capacity"), ("run", "--rate", "fast"), ("compare", "a.json"),
+        ("run", "--part", "0/2"), ("run", "--part", "3/2"), ("run", "--part", "half"), ("run", "--save", "part.json"),
+        ("run", "--start-at", "soon"), ("run", "--find-capacity", "--slo-ms", 9, "--part", "1/2"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_exit_2_and_one_sentence(arguments, tmp_path, monkeypatch):
@@ -148,6 +151,37 @@ def test_compare_ends_with_99_on_a_regression(url, tmp_path):
     same = loadtest("compare", a, a, "--json")
     assert same.exit_code == 0
     assert json.loads(same.stdout)["regressed"] is False
+
+
+def test_parts_of_two_hosts_merge_into_one_report(url, tmp_path, monkeypatch):
+    """Every request of the schedule once. That they ran one after the other, and late, is said and makes it invalid."""
+    monkeypatch.chdir(tmp_path)
+    late = ("--start-at", "2026-01-01T00:00:00+00:00")
+    assert loadtest(*quick(url, "--part", "1/2", "--save", "a.npz", "--json", "a.json", *late)).exit_code == 0
+    assert loadtest(*quick(url, "--part", "2/2", "--save", "b.npz")).exit_code == 0
+    done = loadtest("merge", "b.npz", "a.npz", "--json", "-", "--raw", "all.csv", "--threshold", "p99_ms < 10000")
+    assert done.exit_code == 99
+    whole, part = json.loads(done.stdout), json.loads(Path("a.json").read_text())
+    assert (whole["part"], part["part"]) == ("1/1", "1/2")
+    said = " ".join(reason["text"] for reason in whole["reasons"])
+    assert "s apart (--start-at agrees on a time)" in said
+    assert "part 1/2: it was ready" in said
+    with Path("all.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["index"]) for row in rows] == list(range(whole["requests"]))
+    assert part["requests"] == (whole["requests"] + 1) // 2
+    alone_ = loadtest("merge", "a.npz")
+    assert (alone_.exit_code, "of 2 parts 2 are missing" in alone_.stderr) == (1, True)
+    assert loadtest("merge", "all.csv").exit_code == 1
+
+
+def test_a_run_starts_when_it_was_agreed(url, tmp_path):
+    """By the clock that all hosts have."""
+    start = datetime.now(UTC) + timedelta(seconds=10)
+    done = loadtest(*quick(url, "--start-at", start.isoformat(), "--json", "-"))
+    report = json.loads(done.stdout)
+    if not any("after the agreed start" in reason["text"] for reason in report["reasons"]):  # a host this slow says so
+        assert abs((datetime.fromisoformat(report["started"]) - start).total_seconds()) <= 1.0
 
 
 def test_ctrl_c_writes_what_there_is(url, tmp_path):

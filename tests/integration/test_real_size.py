@@ -15,10 +15,10 @@ import torch
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, Placement
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
-from plait_serving.random_models.architectures import ARCHITECTURES
 from plait_serving.random_models.loras import write_lora
-from plait_serving.random_models.names import DtypeName, FamilyName, LoraSpelling
+from plait_serving.random_models.names import DtypeName, LoraSpelling
 from plait_serving.random_models.write import write_model
 
 pytestmark = pytest.mark.slow  # two minutes and 9 GB: most of them are writing 3 GB of weights and converting them

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from plait_serving.random_models.architectures import ARCHITECTURES, Architecture, ModelPart
-from plait_serving.random_models.names import FamilyName
+from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName, ModelPart
 
 IMAGE_SIZE = 64
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.report import raw
+from plait_loadtest.report import parts, raw
 from plait_loadtest.report.document import document, rounded
 
 if TYPE_CHECKING:
@@ -26,12 +26,15 @@ class Outputs:
     raw: Path | None = None
     html: Path | None = None
     locust: Path | None = None
+    save: Path | None = None
 
     def check(self) -> None:
         """Raise `ScenarioError` if a file cannot be written: before the load, not after it."""
         if self.raw is not None:
             raw.check_path(self.raw)
-        files = [self.raw, self.html, self.locust, Path(self.json) if self.json not in (None, "-") else None]
+        if self.save is not None:
+            parts.check_path(self.save)
+        files = [self.raw, self.save, self.html, self.locust, Path(self.json) if self.json not in (None, "-") else None]
         for path in files:
             if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
                 raise ScenarioError(f"{path} cannot be written: its folder does not exist, or it is a folder itself")
@@ -49,6 +52,8 @@ class Outputs:
             Path(self.json).write_text(text + "\n", encoding="utf-8")
         if self.raw is not None:
             raw.write(self.raw, session.result.records, classes=[item.name for item in session.scenario.mix])
+        if self.save is not None:
+            parts.write(self.save, session)
         if self.html is not None:
             from plait_loadtest.report.html import page
 
@@ -64,6 +69,7 @@ def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, 
     """Return the JSON document of a session, and of the search that it confirmed."""
     found = document(session.summary, session.scenario, session.verdicts, started_unix_s=session.result.started_unix_s)
     found["reconnects"] = session.result.reconnects
+    found["part"] = str(session.part)
     if capacity is not None:
         found["capacity"] = _numbers(asdict(capacity), rounded)
     return found

@@ -18,6 +18,8 @@ from plait_loadtest.run.processes import ctrl_c, fresh_processes, start_ignoring
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import (
     RECORD,
+    WHOLE,
+    HostPart,
     OnProgress,
     Records,
     RequestOutcome,
@@ -34,9 +36,16 @@ _JOIN_S = 5.0
 
 
 def run(
-    plan: RequestPlan, scenario: Scenario, *, on_progress: OnProgress | None = None, stop_when: StopWhen | None = None
+    plan: RequestPlan,
+    scenario: Scenario,
+    *,
+    host: HostPart = WHOLE,
+    start_unix_s: float | None = None,
+    on_progress: OnProgress | None = None,
+    stop_when: StopWhen | None = None,
 ) -> RunResult:
-    """Run the plan and return its records, in order of index; all of the plan's requests are among them.
+    """Run a host's part of the plan and return its records, in order of index; all requests of the part are among them.
+    It starts as soon as it can, or at `start_unix_s`; what is not ready by then is a problem.
 
     Always uses separate processes, even if only one: drawing progress must not delay what is sent. So `plan.mix`
     must be picklable, and scripts need `if __name__ == "__main__"`. Ctrl-C ends the run early and returns the
@@ -44,10 +53,11 @@ def run(
     `LoadtestError` if a request cannot be built, or if no worker survives. `stop_when`: see `StopWhen`; the run then
     counts as interrupted, and `abandoned` says why.
     """
-    planned = None if plan.concurrency else len(plan.scheduled_ns)
+    given = shares(plan, scenario, host)
+    planned = None if plan.concurrency else sum(len(share.scheduled_ns) for share in given)
     with ExitStack() as stack:
         echo = stack.enter_context(EchoClock())
-        crew = _Crew(shares(plan, scenario))
+        crew = _Crew(given)
         stack.callback(crew.close)
         with ctrl_c(crew.stop):
             while crew.is_preparing:
@@ -55,6 +65,7 @@ def run(
                 if on_progress is not None and crew.is_preparing:
                     on_progress(crew.progress(planned, time.perf_counter_ns() + _HEAD_START_NS))
             echo.wait_ready()
+            crew.await_start(start_unix_s)
             start_ns, started_unix_s = time.perf_counter_ns() + _HEAD_START_NS, time.time() + _HEAD_START_NS / 1e9
             crew.tell(start_ns)
             echo.start(start_ns)
@@ -105,6 +116,17 @@ class _Crew:
         """Send to all live workers."""
         for member in self._members:
             member.tell(word)
+
+    def await_start(self, start_unix_s: float | None) -> None:
+        """Wait until the workers are to be told of a start at that time; note it as a problem if it is too late."""
+        if start_unix_s is None:
+            return
+        left_s = start_unix_s - time.time() - _HEAD_START_NS / 1e9
+        if left_s < 0:
+            self.problems.append(f"it was ready {-left_s:.1f} s after the agreed start")
+        while left_s > 0 and not self.is_stopped:
+            time.sleep(min(left_s, _LOOK_S))
+            left_s = start_unix_s - time.time() - _HEAD_START_NS / 1e9
 
     def stop(self) -> None:
         """End the load; workers return what they have."""

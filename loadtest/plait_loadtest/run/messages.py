@@ -8,15 +8,18 @@ import numpy as np
 import numpy.typing as npt
 
 from plait_loadtest.scenario import Scenario
-from plait_loadtest.values import Mix, RequestCounts, RequestPlan
+from plait_loadtest.values import WHOLE, HostPart, Mix, RequestCounts, RequestPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Share:
-    """One process's part of a plan: every `processes`-th request, counted from `rank`."""
+    """One process's part of a plan: every `processes`-th request, counted from `rank`, over all hosts. `room`: of the
+    host's limit on connections and on requests in flight; `beside`: the host's processes, this one included."""
 
     rank: int
     processes: int
+    room: int
+    beside: int
     scenario: Scenario
     mix: Mix
     scheduled_ns: npt.NDArray[np.int64]
@@ -26,12 +29,6 @@ class Share:
     duration_s: float
     callers: int
     count: int | None
-
-    @property
-    def room(self) -> int:
-        """This process's part of the limit on connections and on requests in flight."""
-        limits = self.scenario.limits
-        return part(min(limits.connections, limits.in_flight), self.rank, self.processes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +52,21 @@ def part(whole: int, rank: int, processes: int) -> int:
     return whole // processes + (rank < whole % processes)
 
 
-def shares(plan: RequestPlan, scenario: Scenario) -> list[Share]:
-    """Return one share for each process; no more processes than connections, requests in flight or callers."""
+def shares(plan: RequestPlan, scenario: Scenario, host: HostPart = WHOLE) -> list[Share]:
+    """Return one share for each process of a host; no more processes than connections, requests in flight or callers.
+
+    The limits are each host's own; requests, callers and the count are those of all hosts together.
+    """
     limits = scenario.limits
-    processes = min(scenario.processes, limits.connections, limits.in_flight, plan.concurrency or scenario.processes)
+    room = min(limits.connections, limits.in_flight)
+    here = min(scenario.processes, room, part(plan.concurrency, host.rank, host.hosts) or scenario.processes)
+    processes = here * host.hosts
     return [
         Share(
             rank=rank,
             processes=processes,
+            room=part(room, position, here),
+            beside=here,
             scenario=scenario,
             mix=plan.mix,
             scheduled_ns=plan.scheduled_ns[rank::processes].copy(),
@@ -73,5 +77,6 @@ def shares(plan: RequestPlan, scenario: Scenario) -> list[Share]:
             callers=part(plan.concurrency, rank, processes),
             count=None if plan.count is None else part(plan.count, rank, processes),
         )
-        for rank in range(processes)
+        for position in range(here)
+        for rank in (host.rank + host.hosts * position,)
     ]

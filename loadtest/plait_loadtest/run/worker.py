@@ -60,7 +60,7 @@ class Worker:
             share.mix,
             RequestWriter(self._place, share.scenario.target.headers),
             indices if share.callers == 0 else count(share.rank, share.processes),
-            budget_bytes=BUDGET_BYTES // share.processes,
+            budget_bytes=BUDGET_BYTES // share.beside,
         )
 
     def run(self) -> None:

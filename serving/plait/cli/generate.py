@@ -46,7 +46,9 @@ def generate(
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's own if left out")] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="a model or alias of the configuration, or a diffusers folder; its first model if left out"),
+        typer.Option(
+            help="a model or alias of the configuration, a diffusers folder, or a file; its first model if left out"
+        ),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="plait.yaml with the models to use")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print files, seeds and timings as JSON")] = False,
@@ -88,7 +90,7 @@ def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str 
     images = load_config(config).images
     if images is None:
         raise PlaitError("the configuration says images: null; there is nothing to draw with")
-    is_folder = model is not None and ("/" in model or Path(model).expanduser().is_dir())
+    is_folder = model is not None and ("/" in model or Path(model).expanduser().exists())
     if model is None or not is_folder:
         return images, model
     alone = load_config(config, overrides=["images.models=null", f"images.model={_model_path(model)}"]).images
@@ -109,4 +111,4 @@ def _model_path(model: str) -> str:
     """Resolve a folder against the working directory, not against the configuration file. A JSON string is valid
     YAML."""
     folder = Path(model).expanduser()
-    return json.dumps(str(folder.resolve()) if folder.is_dir() else model)
+    return json.dumps(str(folder.resolve()) if folder.exists() else model)

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from plait_serving.random_models.names import DtypeName, FamilyName, LoraSpelling
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.random_models.names import DtypeName, LoraSpelling
 
 USUAL_RANK = 16
 _MB = 1_000_000

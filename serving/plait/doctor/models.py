@@ -43,6 +43,9 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
         if base.is_starter or base.is_hub_id:
             continue
         folder = Path(base.model)
+        if base.is_file:
+            yield _single_file(folder, key)
+            continue
         parts = [folder / part for part in _PARTS if (folder / part).is_dir()]
         if not parts:
             detail = f"{folder}: no diffusers folder" + ("" if folder.is_dir() else " (there is no such folder)")
@@ -68,6 +71,18 @@ def _twins(images: ImagesSection) -> Iterator[CheckResult]:
             yield finding(
                 "models", False, detail, "leave one out; another name for a model belongs into images.aliases"
             )
+
+
+def _single_file(path: Path, key: str) -> CheckResult:
+    from plait.offline.inventory import safetensors_header
+    from plait_serving.diffusion.sources.layout import family_of_keys
+
+    family = family_of_keys(safetensors_header(path))
+    if family is None:
+        detail = "no checkpoint of Stable Diffusion 1.x, 2.x or XL" if path.is_file() else "there is no such file"
+        return finding("models", False, f"{path}: {detail}", f"{key} names whole checkpoints, or diffusers folders")
+    size = path.stat().st_size / 1e9
+    return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{path}: {family.value}, {size:.2f} GB")
 
 
 def _weights(folder: Path) -> CheckResult:

@@ -11,12 +11,15 @@ from typing import Any, Literal
 
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.sources.layout import family_of_keys
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
 # The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
 HEADER_MAX_BYTES = 100 * 2**20
+_FAMILIES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,10 @@ def _base(name: str, base: BaseSource) -> ModelEntry:
     if base.is_hub_id:
         where = f"{base.model}@{base.revision}"
         return ModelEntry(name=name, kind="base", family="unknown", folder=where, format="diffusers")
+    if base.is_file:
+        found = family_of_keys(safetensors_header(Path(base.folder)))
+        family = "unknown" if found is None else _FAMILIES[found]
+        return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="single file")
     family = _family(_json(Path(base.folder) / "unet" / "config.json"))
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 

@@ -39,7 +39,7 @@ def _base(images: ImagesSection, base: str) -> BaseSource:
     if base in images.base_models:
         return images.base_models[base]
     folder = Path(base).expanduser()
-    chosen = BaseSource.parse(str(folder.resolve()) if folder.is_dir() else base)
+    chosen = BaseSource.parse(str(folder.resolve()) if folder.exists() else base)
     try:
         chosen.check("")
     except ValueError as error:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait_serving.random_models.architectures import ARCHITECTURES
+from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.random_models.loras import write_lora
-from plait_serving.random_models.names import DtypeName, FamilyName, LoraSpelling
+from plait_serving.random_models.names import DtypeName, LoraSpelling
 from plait_serving.random_models.write import Report, write_model
 
 __all__ = ["RandomLora", "write"]

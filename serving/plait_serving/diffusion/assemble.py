@@ -234,7 +234,7 @@ def _build(
     engine.start()
 
     def make(name: str, found: Path) -> BaseModel:
-        return BaseModel(name, replace(first, model=found, revision=None), around, costs=costs)
+        return BaseModel(name, replace(first, model=found, revision=None, config=None), around, costs=costs)
 
     growth = None if folder is None else Growth(folder=folder, make=make, engine=engine)
     live.roster = Roster(models, growth)

@@ -25,6 +25,7 @@ from plait_serving.diffusion.loading import load_module, outline_module, transla
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub
+from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)
@@ -142,13 +143,14 @@ def load_bundle(
     tokenizers: tuple[Any, ...] = (),
     fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
-    """Load a folder, or a hub repository at a commit (`revision`: 40 hex digits). Raises `ModelError`.
+    """Load a folder, a checkpoint in one file, or a hub repository at a commit (`revision`: 40 hex digits). Raises
+    `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`
     leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`). `outline` loads no
     weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
     """
-    folder = resolve_source(source, revision, fetch)
+    folder = resolve_source(source, revision, fetch=fetch)
     index, unet_config, vae_config = _configs(folder)
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
@@ -224,7 +226,7 @@ def load_controlnet(
 
     Raises `ModelError`.
     """
-    folder = resolve_source(source, revision, fetch)
+    folder = resolve_source(source, revision, fetch=fetch)
     check_controlnet(folder, base=base, vae_factor=vae_factor)
     files, target = find_weights(folder), torch.device(device)
     check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
@@ -257,19 +259,6 @@ def map_controlnet(folder: Path) -> nn.Module:
 def _map(kind: Any, folder: Path) -> nn.Module:
     files = find_weights(folder)
     return load_module(kind, files, files.stored_dtype, torch.device("cpu"))
-
-
-def resolve_source(source: str | Path, revision: str | None, fetch: Callable[[str, str], Path]) -> Path:
-    """Return the folder that `source` names, downloading it if it is a hub id. Raises `ModelError`."""
-    folder = Path(source).expanduser()
-    if folder.is_dir():
-        return folder
-    parts = str(source).split("/")
-    if isinstance(source, Path) or len(parts) != 2 or not all(parts) or str(source).startswith((".", "~")):
-        raise ModelError(f"{source}: no such folder")
-    if revision is None:
-        raise ModelError(f"{source}: not a folder here; as a hub id it needs a revision (a commit's 40 hex digits)")
-    return fetch(str(source), revision)
 
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:

@@ -29,7 +29,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.memory import gigabytes
 from plait_serving.diffusion.weight_files import WeightFiles
 
-__all__ = ["load_module", "outline_module", "translate"]
+__all__ = ["load_module", "on_meta", "outline_module", "translate"]
 
 _log = logging.getLogger(__name__)
 
@@ -55,18 +55,18 @@ def load_module(kind: Any, files: WeightFiles, dtype: torch.dtype, device: torch
 def outline_module(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Module:
     """Return a module without weights: its configuration, and the names and shapes of what it would hold. Raises
     `ModelError`."""
-
-    def build(folder: Path) -> nn.Module:
-        with torch.device("meta"):
-            if issubclass(kind, ModelMixin):
-                return cast("nn.Module", kind.from_config(kind.load_config(folder, local_files_only=True)))
-            config = kind.config_class.from_pretrained(folder, local_files_only=True)
-            return cast("nn.Module", kind(config))
-
     with MODULES:
-        module = cast("nn.Module", translate(files.folder, build))
+        module = cast("nn.Module", translate(files.folder, partial(on_meta, kind)))
     # diffusers' own `to` warns of modules that it would keep in float32, of which there are none.
     return nn.Module.to(module, dtype).eval().requires_grad_(False)
+
+
+def on_meta(kind: Any, folder: Path) -> nn.Module:
+    """Build the module that a folder's configuration describes, without memory for its weights."""
+    with torch.device("meta"):
+        if issubclass(kind, ModelMixin):
+            return cast("nn.Module", kind.from_config(kind.load_config(folder, local_files_only=True)))
+        return cast("nn.Module", kind(kind.config_class.from_pretrained(folder, local_files_only=True)))
 
 
 def _assigned(kind: Any, files: WeightFiles, dtype: torch.dtype) -> nn.Module | None:

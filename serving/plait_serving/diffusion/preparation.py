@@ -6,7 +6,6 @@ Converting works on a second, memory-mapped load of the files, so it never sees 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from plait_serving.diffusion.denoisers.computations import decoder_computation, 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.memory import available_bytes, gigabytes
+from plait_serving.diffusion.sources.resolve import cache_folder
 from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ def _check_memory(folder: Path) -> None:
 
 def default_prepared_folder() -> Path:
     """Return where converted models are kept: `plait/prepared` in the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "prepared"
+    return cache_folder() / "prepared"
 
 
 def preparer_for(

@@ -17,13 +17,13 @@ import torch
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
 
-__all__ = ["WeightFiles", "find_weights"]
+__all__ = ["MAX_FILE_BYTES", "WeightFiles", "find_weights"]
 
 _STEMS = ("diffusion_pytorch_model", "model")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
 _STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_MAX_FILE_BYTES = 1 << 40
+MAX_FILE_BYTES = 1 << 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
 
 def _tensors(path: Path) -> Mapping[str, TensorInfo]:
     try:
-        tensors = inspect(path, max_bytes=_MAX_FILE_BYTES).tensors
+        tensors = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
     except LoraError as error:
         raise ModelError(f"{path}: {error.message}") from error
     for name, info in tensors.items():

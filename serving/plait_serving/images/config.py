@@ -15,6 +15,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
+from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
 from plait_serving.sections import FolderPath, Name, Replicas, Section
 from plait_serving.spelling import hint
@@ -152,6 +153,13 @@ class DefaultsSection(Section):
     scheduler: Scheduler = Scheduler.EULER
 
 
+class SingleFileSection(Section):
+    """A checkpoint in one file whose configurations are not the published ones of its family."""
+
+    file: Annotated[FolderPath, Field(description="a .safetensors with UNet, VAE and text encoders")]
+    config: Annotated[FolderPath, Field(description="a diffusers folder; its weights are not needed")]
+
+
 class AliasSection(Section):
     """A name that requests may use for a model with a set of LoRAs."""
 
@@ -161,14 +169,18 @@ class AliasSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseSource:
-    """Where a base model comes from: 'emoji', a diffusers folder, or a hub id with its commit."""
+    """Where a base model comes from: 'emoji', a diffusers folder, a checkpoint in one file (with the folder that its
+    configurations are in, if they are not the published ones), or a hub id with its commit."""
 
     model: str
     revision: str | None = None
+    config: Path | None = None
 
     @classmethod
-    def parse(cls, text: str) -> BaseSource:
-        """Read `owner/name@commit`, a folder, or the name of the starter model."""
+    def parse(cls, text: str | SingleFileSection) -> BaseSource:
+        """Read `owner/name@commit`, a folder, a file, or the name of the starter model."""
+        if isinstance(text, SingleFileSection):
+            return cls(model=str(text.file), config=text.config)
         left, _, right = text.rpartition("@")
         return cls(model=left, revision=right) if left and _HUB_ID.match(left) else cls(model=text)
 
@@ -178,17 +190,26 @@ class BaseSource:
         return self.model == STARTER_MODEL
 
     @property
+    def is_file(self) -> bool:
+        """Whether it is a checkpoint in one file."""
+        return self.model.endswith(SUFFIX)
+
+    @property
     def is_hub_id(self) -> bool:
         """Whether it is named by a hub id."""
-        return bool(_HUB_ID.match(self.model))
+        return not self.is_file and bool(_HUB_ID.match(self.model))
 
     @property
     def folder(self) -> str:
-        """What the engine loads: a folder or a hub id."""
+        """What the engine loads: a folder, a file or a hub id."""
         return str(STARTER_FOLDER / self.model) if self.is_starter else self.model
 
     def check(self, where: str) -> None:
         """Raise ValueError, beginning with `where`, for what could not be loaded."""
+        if is_pickle(self.model):
+            raise ValueError(f"{where}{self.model!r} is {PICKLE}")
+        if self.config is not None and not self.is_file:
+            raise ValueError(f"{where}file: {self.model!r} is no {SUFFIX} file")
         if self.is_hub_id and self.revision is None:
             how = "as owner/name@commit" if where else "as images.revision"
             raise ValueError(f"{where}{self.model!r} is a hub id: give its commit {how}")
@@ -196,7 +217,8 @@ class BaseSource:
             raise ValueError(f"{where}revision belongs to a hub id")
         if not (self.is_hub_id or self.is_starter or Path(self.model).is_absolute()):
             raise ValueError(
-                f"{where}{self.model!r} is neither {STARTER_MODEL!r} nor a path (./folder) nor a hub id (owner/name)"
+                f"{where}{self.model!r} is neither {STARTER_MODEL!r} nor a path (./folder, ./file{SUFFIX}) nor a hub "
+                "id (owner/name)"
             )
 
 
@@ -211,12 +233,12 @@ def _rebased(source: Any, folder: Path) -> Any:
 class ImagesSection(Section):
     """Base models with their ControlNets and LoRAs."""
 
-    model: Annotated[str, Field(description="'emoji' (ships with plait), a diffusers folder, or a hub id")] = (
-        STARTER_MODEL
-    )
+    model: Annotated[
+        str, Field(description="'emoji' (ships with plait), a diffusers folder, a .safetensors file, or a hub id")
+    ] = STARTER_MODEL
     models: Annotated[
-        dict[Name, str] | None,
-        Field(description="several models by name: 'emoji', a folder, or owner/name@commit; the first is the default"),
+        dict[Name, str | SingleFileSection] | None,
+        Field(description="several by name: 'emoji', a folder, a file, or owner/name@commit; the first is the default"),
     ] = None
     models_folder: Annotated[
         FolderPath | None,
@@ -306,7 +328,11 @@ class ImagesSection(Section):
     def base_models(self) -> dict[str, BaseSource]:
         """The base models by the names that requests use; the first is what requests without one mean."""
         if self.models is None:
-            return {self.name or Path(self.model).name: BaseSource(model=self.model, revision=self.revision)}
+            return {
+                self.name or Path(self.model.removesuffix(SUFFIX)).name: BaseSource(
+                    model=self.model, revision=self.revision
+                )
+            }
         return {name: BaseSource.parse(text) for name, text in self.models.items()}
 
     @property

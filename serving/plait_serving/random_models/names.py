@@ -5,16 +5,6 @@ from __future__ import annotations
 from enum import StrEnum
 
 
-class FamilyName(StrEnum):
-    """An architecture that can be written."""
-
-    SD15 = "sd15"
-    SD21 = "sd21"
-    SDXL = "sdxl"
-    SD15_CONTROLNET = "sd15-controlnet"
-    SDXL_CONTROLNET = "sdxl-controlnet"
-
-
 class DtypeName(StrEnum):
     """The dtype that weights are stored in."""
 

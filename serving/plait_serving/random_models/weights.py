@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 import re
 
-import torch
 from torch import nn
 
-from plait_serving.random_models.architectures import ModelPart
+from plait_serving.diffusion.published.architectures import ModelPart
+from plait_serving.diffusion.published.configs import published_name
 from plait_serving.random_models.tensor_file import DrawnTensor
 
 # As CLIP's own initialisation has them.
@@ -26,19 +26,6 @@ _GAINS: tuple[tuple[re.Pattern[str], float], ...] = (
 )
 
 
-def build_on_meta(part: ModelPart) -> nn.Module:
-    """Return the module without memory for its weights."""
-    import diffusers
-    import transformers
-
-    with torch.device("meta"):
-        if part.library == "diffusers":
-            module: nn.Module = getattr(diffusers, part.class_name)(**part.config)
-        else:
-            module = getattr(transformers, part.class_name)(transformers.CLIPTextConfig(**part.config))
-    return module
-
-
 def drawn_weights(part: ModelPart, module: nn.Module) -> list[DrawnTensor]:
     """Return the weights of a module as its file stores them."""
     made: list[DrawnTensor] = []
@@ -48,12 +35,6 @@ def drawn_weights(part: ModelPart, module: nn.Module) -> list[DrawnTensor]:
         label = f"{part.folder or part.class_name}.{key}"
         made.append(DrawnTensor(key=key, label=label, shape=tuple(value.shape), mean=mean, std=std))
     return made
-
-
-def published_name(name: str) -> str:
-    """Return the name of a text encoder's weight or module in files: transformers 5 dropped `text_model.` from the
-    class, files keep it."""
-    return name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
 
 
 def _distribution(key: str, shape: tuple[int, ...]) -> tuple[float, float]:

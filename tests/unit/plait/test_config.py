@@ -66,6 +66,10 @@ def test_defaults_serve_the_starter_on_loopback():
         ),
         ("images: {models: {a: emojy}}", "models.a: 'emojy' is neither 'emoji' nor a path"),
         ("images: {models: {'a+b': ./a}}", "images.models.a+b"),
+        ("images: {model: ./a.ckpt}", "a.ckpt' is a pickle, which can run code when it is loaded"),
+        ("images: {models: {a: {file: a.CKPT, config: b}}}", "models.a: '"),
+        ("images: {models: {a: {file: a, config: b}}}", "is no .safetensors file"),
+        ("images: {models: {a: {file: a.safetensors}}}", "config: field required"),
         ("images: {aliases: {pixel: {model: emoij, loras: {pixel: 1}}}}", "no model 'emoij'; did you mean emoji?"),
         (
             "images: {aliases: {emoji: {model: emoji, loras: {pixel: 1}}}}",
@@ -152,6 +156,19 @@ def test_several_models_are_read_by_name(tmp_path):
     assert (models["hub"].revision, config.images.public_name) == (REVISION, "b")
     assert (config.images.guidance_of("starter"), config.images.guidance_of("b")) == (3.0, 7.5)
     assert config.public_names[:3] == ("b", "starter", "hub")
+    assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
+
+
+def test_a_checkpoint_in_one_file_is_a_model(tmp_path):
+    """Beside the file, with or without the folder of its configuration; requests name it without the suffix."""
+    (alone,) = load_config(write(tmp_path, "images: {model: ./v1.5-pruned.safetensors}")).images.base_models.items()
+    assert (alone[0], alone[1].folder) == ("v1.5-pruned", str(tmp_path / "v1.5-pruned.safetensors"))
+    assert alone[1].is_file
+    text = "images: {models: {a: ./a.safetensors, own: {file: b.safetensors, config: ../c}}}"
+    config = load_config(write(tmp_path, text))
+    own = config.images.base_models["own"]
+    assert (own.folder, own.config.resolve()) == (str(tmp_path / "b.safetensors"), tmp_path.parent / "c")
+    assert config.images.base_models["a"].config is None
     assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
 
 

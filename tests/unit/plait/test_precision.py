@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import struct
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,26 @@ def test_a_machine_with_a_gpu_settles_nothing(tmp_path: Path) -> None:
 def test_the_starter_stays_in_float32(tmp_path: Path) -> None:
     """It is too small to gain."""
     assert dtype_of(ImagesSection(), tmp_path) == "float32"
+
+
+@pytest.mark.parametrize(("nbytes", "dtype"), [(GAINS, "bfloat16"), (TOO_SMALL, "float32")])
+def test_of_a_checkpoint_in_one_file_the_unet_counts(tmp_path: Path, nbytes: int, dtype: str) -> None:
+    """By its header, however large the rest is."""
+    parts = {
+        "model.diffusion_model.a": nbytes // 2,
+        "model.diffusion_model.b": nbytes // 2,
+        "cond_stage_model.c": GAINS,
+    }
+    ends = list(accumulate(parts.values()))
+    header = {
+        name: {"dtype": "F16", "shape": [size // 2], "data_offsets": [end - size, end]}
+        for (name, size), end in zip(parts.items(), ends, strict=True)
+    }
+    raw = json.dumps(header).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + ends[-1])
+    assert dtype_of(section(tmp_path / "model.safetensors"), tmp_path / "dev") == dtype
 
 
 def test_a_folder_without_a_unet_is_left_to_the_loader(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def load_images(
         name: EngineSettings(
             model=base.folder,
             revision=base.revision,
+            config=base.config,
             dtype=images.dtype,
             device=images.device,
             executor=images.executor,

@@ -5,9 +5,8 @@ The merge is the engine's own, in the dtype of the files; everything that no LoR
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,23 +14,22 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from plait_serving.diffusion.bundle import load_bundle, resolve_source
+from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.formats import LoadedLora, parse
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.targets import LoraTargets, components_of, live_weight
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
-from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.staging import new_folder, require_new_folder
+from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.sources.staging import copy_parts, new_folder, require_new_folder
 from plait_serving.diffusion.values import LoraRef
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 __all__ = ["LoraFile", "MergedPart", "write_merged"]
 
 _CPU = torch.device("cpu")
-_PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*")
-_INDEX, _CONFIG = "model_index.json", "config.json"
+_CONFIG = "config.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +62,7 @@ def write_merged(
     does.
     """
     require_new_folder(out)
-    folder = resolve_source(source, revision, fetch_from_hub)
+    folder = resolve_source(source, revision)
     outline = load_bundle(folder, safety_checker=False, outline=True)
     components = components_of(outline.unet, outline.text_encoders)
     targets = LoraTargets.of(components)
@@ -77,7 +75,7 @@ def write_merged(
     merger = Merger(modules)
     merger.switch(tuple(LoraRef(name=lora.name, scale=lora.scale) for lora in loras), loaded)
     with new_folder(out, needed_bytes=_size_bytes(folder)) as staged:
-        _copy_parts(folder, staged, but=files.keys())
+        copy_parts(folder, staged, but=files.keys())
         return tuple(
             _write_part(staged / name, part, modules[name], _changed(name, loaded)) for name, part in files.items()
         )
@@ -119,15 +117,6 @@ def _key(module: str, files: WeightFiles) -> str:
         if name in files.tensors:
             return name
     raise ModelError(f"{files.folder}: has no weight {names[0]}: the files have names of an older time")
-
-
-def _copy_parts(folder: Path, staged: Path, *, but: Collection[str]) -> None:
-    """Copy the parts that the model's index names, but those that are written."""
-    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
-    shutil.copyfile(folder / _INDEX, staged / _INDEX)
-    for part in index:
-        if (folder / part).is_dir() and part not in but:
-            shutil.copytree(folder / part, staged / part, ignore=shutil.ignore_patterns(*_PICKLES))
 
 
 def _size_bytes(folder: Path) -> int:

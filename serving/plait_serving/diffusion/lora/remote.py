@@ -8,14 +8,12 @@ holder, even by kill -9.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -25,6 +23,7 @@ from typing import Any, BinaryIO
 from plait_serving.diffusion.errors import EngineStopped, LoraError
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.source import SUFFIX, LoraEntry, not_found
+from plait_serving.diffusion.sources.staging import locked
 from plait_serving.diffusion.values import NAME_PATTERN
 
 _log = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ class RemoteSource:
         path = self._folder / f"{entry.sha256}{SUFFIX}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self._folder / f"{entry.sha256}.lock"):
+            with locked(self._folder / f"{entry.sha256}.lock"):
                 if not self._is_good(path, entry):
                     self._download(name, entry, path)
         except OSError as error:
@@ -166,14 +165,3 @@ class RemoteSource:
         if self._closed.is_set():
             raise EngineStopped("the engine is shutting down")
         return remote.read(_CHUNK_BYTES)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock across threads and processes; blocks. The file stays, because removing it would race."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

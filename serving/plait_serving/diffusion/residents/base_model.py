@@ -18,7 +18,7 @@ import torch
 
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.bundle import Bundle, check_controlnet, load_bundle, resolve_source
+from plait_serving.diffusion.bundle import Bundle, check_controlnet, load_bundle
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
@@ -48,7 +48,7 @@ from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
-from plait_serving.diffusion.sources.hub import fetch_from_hub
+from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.takeover import Takeover
 from plait_serving.diffusion.values import ImageRequest, Scheduler
@@ -64,6 +64,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 class EngineSettings:
     """What to serve. "auto" as `device` and `dtype` means CUDA in float16 if available, otherwise the CPU in float32.
 
+    `config`: the folder with a single file's configurations, if they are not the published ones.
     `controlnets` maps names to diffusers folders; `safety_checker` False leaves out a folder's checker (logged).
     `limits`: what requests may ask for at most; the multiple that edges have is the model's own.
     `prepared_folder` keeps what executors converted; `converts` False uses what is there and converts nothing.
@@ -72,6 +73,7 @@ class EngineSettings:
 
     model: str | Path
     revision: str | None = None
+    config: Path | None = None
     dtype: str = "auto"
     device: str = "auto"
     safety_checker: bool = True
@@ -109,7 +111,9 @@ class BaseModel:
         times."""
         self._settings = settings
         self._around = around
-        self.folder = resolve_source(settings.model, settings.revision, fetch_from_hub)
+        self.folder = resolve_source(
+            settings.model, settings.revision, config=settings.config, cache=settings.prepared_folder.parent
+        )
         self._device = resolve_device(settings.device)
         self._dtype = resolve_dtype(settings.dtype, self._device)
         self.prepared: set[str] = set()

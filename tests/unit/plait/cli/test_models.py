@@ -38,6 +38,20 @@ def config(tmp_path):
     return path
 
 
+def test_the_list_knows_checkpoints_in_one_file(tmp_path, capsys):
+    """Their family by the names of their tensors."""
+    parts = ("model.diffusion_model.x", "first_stage_model.x", "conditioner.embedders.1.x")
+    write_safetensors(tmp_path / "xl.safetensors", parts)
+    write_safetensors(tmp_path / "no.safetensors", parts[:1])
+    models = {"xl": "./xl.safetensors", "no": "./no.safetensors"}
+    (tmp_path / "plait.yaml").write_text(yaml.safe_dump({"images": {"models": models}, "recommend": None}))
+    assert main(["models", "list", "--json", "--config", str(tmp_path / "plait.yaml")]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(it["name"], it["family"], it["format"]) for it in listed] == [
+        ("no", "unknown", "single file"), ("xl", "sdxl", "single file"),
+    ]  # fmt: skip
+
+
 def test_the_list_names_every_model_with_its_family_and_format(config, tmp_path, capsys):
     """Base, ControlNets, LoRAs and recommenders, each with where it lies."""
     assert main(["models", "list", "--json", "--config", str(config)]) == 0

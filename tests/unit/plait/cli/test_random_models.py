@@ -9,7 +9,7 @@ import yaml
 
 from plait.cli.main import main
 from plait.offline import random_models
-from plait_serving.random_models.names import FamilyName
+from plait_serving.diffusion.published.architectures import FamilyName
 from support.scaled import scaled_down
 
 

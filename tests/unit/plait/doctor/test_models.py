@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from plait.config import load_config
 from plait.doctor import models
@@ -110,6 +113,21 @@ def test_cli_doctor_checks_all_base_models(config):
     assert found == {
         f"b and a are both {config.parent / 'base'}",
         f"gone: {config.parent / 'gone'}: no diffusers folder (there is no such folder)",
+    }
+
+
+def test_cli_doctor_checks_checkpoints_in_one_file(config):
+    """By the names of their tensors; a LoRA is none, and one that is not there is said to be."""
+    save_file(
+        {f"{part}.x": np.zeros(1) for part in ("model.diffusion_model", "first_stage_model", "cond_stage_model.model")},
+        config.parent / "sd21.safetensors",
+    )
+    names = {"a": "./sd21.safetensors", "b": "./loras/noto.safetensors", "c": "./gone.safetensors"}
+    config.write_text(f"images: {{models: {json.dumps(names)}}}\nrecommend: null\n")
+    here = config.parent
+    assert {it.detail for it in problems(config)} == {
+        f"{here / 'loras/noto.safetensors'}: no checkpoint of Stable Diffusion 1.x, 2.x or XL",
+        f"{here / 'gone.safetensors'}: there is no such file",
     }
 
 

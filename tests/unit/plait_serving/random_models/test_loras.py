@@ -9,8 +9,9 @@ from diffusers import DiffusionPipeline
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.random_models.loras import write_lora
-from plait_serving.random_models.names import DtypeName, FamilyName, LoraSpelling
+from plait_serving.random_models.names import DtypeName, LoraSpelling
 from plait_serving.random_models.write import write_model
 from support.scaled import scaled_down
 

@@ -9,10 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any, Literal
 
-from plait_serving.random_models.names import FamilyName
+
+class FamilyName(StrEnum):
+    """A published architecture."""
+
+    SD15 = "sd15"
+    SD21 = "sd21"
+    SDXL = "sdxl"
+    SD15_CONTROLNET = "sd15-controlnet"
+    SDXL_CONTROLNET = "sdxl-controlnet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

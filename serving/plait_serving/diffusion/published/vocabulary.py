@@ -1,22 +1,16 @@
-"""A CLIP tokenizer's files without a download: byte pairs by rule instead of by counting a corpus.
-
-As in CLIP's own vocabulary, the first 512 ids are the 256 bytes, alone and at the end of a word, the last two are the
-special tokens, and there are 49,408. Between them lie all pairs and triples of letters, inside and at the end of a
-word, and the first quadruples that fill the rest. English words take a token for two to three letters.
-"""
+"""The tokenizer that all published models share: CLIP's, as files. The list of merges is OpenAI's (see NOTICE)."""
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Iterator
-from itertools import islice, product
+from functools import cache
 from pathlib import Path
-from string import ascii_lowercase
 
-SIZE = 49_408
 LENGTH = 77
 START, END = "<|startoftext|>", "<|endoftext|>"
 _WORD_END = "</w>"
+_MERGES = Path(__file__).with_name("clip_merges.txt.gz")
 
 
 def byte_symbols() -> list[str]:
@@ -25,17 +19,11 @@ def byte_symbols() -> list[str]:
     return [chr(code) for code in plain] + [chr(256 + i) for i in range(256 - len(plain))]
 
 
-def merges() -> list[tuple[str, str]]:
-    """Return the pairs to merge, by priority: as many as make `SIZE` tokens."""
-    return list(islice(_pairs(), SIZE - 2 * 256 - 2))
-
-
-def _pairs() -> Iterator[tuple[str, str]]:
-    for end in ("", _WORD_END):
-        yield from ((a, b + end) for a, b in product(ascii_lowercase, repeat=2))
-    for end in ("", _WORD_END):
-        yield from ((a + b, c + end) for a, b, c in product(ascii_lowercase, repeat=3))
-    yield from ((a + b, c + d + _WORD_END) for a, b, c, d in product(ascii_lowercase, repeat=4))
+@cache
+def merges() -> tuple[tuple[str, str], ...]:
+    """Return the pairs to merge, by priority."""
+    lines = gzip.decompress(_MERGES.read_bytes()).decode().strip().split("\n")
+    return tuple((left, right) for left, right in map(str.split, lines))
 
 
 def vocabulary() -> dict[str, int]:

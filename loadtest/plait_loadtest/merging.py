@@ -1,0 +1,94 @@
+"""Several hosts' parts of one run as the run that one generator would have made: record by record, so exactly.
+
+Every host draws the same plan and sends every n-th request of it, so the parts have no request in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from plait_loadtest.compare import differences
+from plait_loadtest.errors import ReportError
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.session import FinishedRun, finished
+from plait_loadtest.thresholds import parse_all
+from plait_loadtest.values import Echo, RunResult
+
+__all__ = ["merged"]
+
+MAX_GAP_S = 1.0
+"""Between the hosts' starts; beyond it the load was not the one that the scenario describes."""
+
+_OWN = ("name", "processes", "thresholds")
+"""Settings in which hosts may differ, beside `target.url`, headers, and how much each has open at once."""
+
+
+def merged(parts: Sequence[FinishedRun], *, thresholds: Sequence[str] = ()) -> FinishedRun:
+    """Return the whole run, judged anew; `thresholds` come beside those of the first part's scenario. Raises
+    `ReportError` unless these are all the parts of one scenario, each once."""
+    _check(parts)
+    scenario = parts[0].scenario.model_copy(update={"thresholds": (*parts[0].scenario.thresholds, *thresholds)})
+    order = np.argsort(np.concatenate([np.sort(each.result.records["index"]) for each in parts]), kind="stable")
+    counts = [each.images for each in parts if each.images is not None]
+    images = np.concatenate(counts)[order] if len(counts) == len(parts) else None
+    asked = parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
+    return finished(_result(parts), scenario, asked, images=images)
+
+
+def _check(parts: Sequence[FinishedRun]) -> None:
+    if not parts:
+        raise ReportError("there is nothing to merge")
+    hosts = parts[0].part.hosts
+    for each in parts[1:]:
+        if each.part.hosts != hosts:
+            raise ReportError(f"part {each.part} is none of {hosts} parts")
+        if differing := differences(_load(parts[0].scenario), _load(each.scenario)):
+            raise ReportError(f"part {each.part} is of another scenario: {', '.join(differing)}")
+    ranks = [each.part.rank for each in parts]
+    twice = sorted({rank + 1 for rank in ranks if ranks.count(rank) > 1})
+    if twice:
+        raise ReportError(f"part {twice[0]}/{hosts} is there twice (--part tells generators apart)")
+    missing = [str(rank + 1) for rank in range(hosts) if rank not in ranks]
+    if missing:
+        raise ReportError(f"of {hosts} parts {', '.join(missing)} are missing")
+
+
+def _load(scenario: Scenario) -> dict[str, Any]:
+    """Return what all hosts must have in common."""
+    settings = scenario.model_dump(mode="json", exclude=set(_OWN))
+    del settings["target"]["url"], settings["limits"]["connections"], settings["limits"]["in_flight"]
+    for holder in (settings["target"], *settings["mix"]):
+        holder["headers"] = sorted(holder["headers"])
+    return settings
+
+
+def _result(parts: Sequence[FinishedRun]) -> RunResult:
+    results = [each.result for each in parts]
+    records = np.concatenate([result.records for result in results])
+    started = [result.started_unix_s for result in results]
+    # Once a host was interrupted the load is not whole any more.
+    ends = [result.wall_s for result in results if result.interrupted]
+    problems = [
+        f"part {each.part}: {problem}" if len(parts) > 1 else problem
+        for each in parts
+        for problem in each.result.problems
+    ]
+    if (gap_s := max(started) - min(started)) > MAX_GAP_S:
+        problems.append(f"the hosts started {gap_s:.1f} s apart (--start-at agrees on a time)")
+    return RunResult(
+        records=records[np.argsort(records["index"], kind="stable")],
+        echo=Echo(
+            scheduled_ns=np.concatenate([result.echo.scheduled_ns for result in results]),
+            latency_ns=np.concatenate([result.echo.latency_ns for result in results]),
+        ),
+        started_unix_s=min(started),
+        wall_s=min(ends) if ends else max(result.wall_s for result in results),
+        cpu_s=sum(result.cpu_s for result in results),
+        interrupted=bool(ends),
+        reconnects=sum(result.reconnects for result in results),
+        problems=tuple(problems),
+        abandoned=next((result.abandoned for result in results if result.abandoned), ""),
+    )

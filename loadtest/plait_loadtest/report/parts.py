@@ -1,0 +1,73 @@
+"""`--save`: a host's part of a run as a file with every record, to be merged. No header values are in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from plait_loadtest.errors import ReportError, ScenarioError
+from plait_loadtest.report.document import shown
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.session import FinishedRun, finished
+from plait_loadtest.values import RECORD, Echo, HostPart, RunResult
+
+FORMAT = "plait-loadtest-part/1"
+SUFFIX = ".npz"
+_ABOUT = ("started_unix_s", "wall_s", "cpu_s", "interrupted", "reconnects", "problems", "abandoned")
+
+
+def check_path(path: Path) -> None:
+    """Raise `ScenarioError` if the suffix is another: before the load, not after it."""
+    if path.suffix != SUFFIX:
+        raise ScenarioError(f"--save {path}: the name must end in {SUFFIX}")
+
+
+def write(path: Path, session: FinishedRun) -> None:
+    """Write the part. Raises OSError."""
+    result = session.result
+    about: dict[str, Any] = {
+        "format": FORMAT,
+        "part": asdict(session.part),
+        "scenario": shown(session.scenario),
+        "result": {name: getattr(result, name) for name in _ABOUT},
+    }
+    arrays: dict[str, Any] = {
+        "records": result.records,
+        "echo": np.stack([result.echo.scheduled_ns, result.echo.latency_ns]),
+    }
+    if session.images is not None:
+        arrays["images"] = session.images
+    with path.open("wb") as file:
+        np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
+
+
+def read(path: Path) -> FinishedRun:
+    """Return a part that `write` wrote. Raises `ReportError`."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            if about["format"] != FORMAT:
+                raise ReportError(f"{path} is of another version")
+            records, echo = file["records"], file["echo"]
+            images = file.get("images")
+        if records.dtype != RECORD or echo.shape[0] != 2 or (images is not None and images.shape != records.shape):
+            raise ReportError(f"{path} is damaged")
+        result = about["result"]
+        return finished(
+            RunResult(
+                records=records,
+                echo=Echo(scheduled_ns=echo[0], latency_ns=echo[1]),
+                **{**result, "problems": tuple(result["problems"])},
+            ),
+            Scenario.model_validate(about["scenario"]),
+            (),
+            images=images,
+            part=HostPart(**about["part"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, ValidationError, EOFError) as error:
+        raise ReportError(f"{path} is no part of a run (plait loadtest run --save): {error}") from error

@@ -1,0 +1,1 @@
+"""What the published models consist of, as data: architectures, configurations, vocabulary."""

@@ -1,0 +1,84 @@
+"""Everything of a model's folder but its weights: configurations, tokenizers, scheduler and index, as data says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import nn
+
+from plait_serving.diffusion.published.architectures import Architecture, ModelPart, SchedulerPart
+from plait_serving.diffusion.published.vocabulary import write_tokenizer
+
+__all__ = ["build_on_meta", "published_name", "write_configs"]
+
+
+def build_on_meta(part: ModelPart) -> nn.Module:
+    """Return the module without memory for its weights."""
+    import diffusers
+    import transformers
+
+    with torch.device("meta"):
+        if part.library == "diffusers":
+            module: nn.Module = getattr(diffusers, part.class_name)(**part.config)
+        else:
+            module = getattr(transformers, part.class_name)(transformers.CLIPTextConfig(**part.config))
+    return module
+
+
+def published_name(name: str) -> str:
+    """Return the name of a text encoder's weight or module in files: transformers 5 dropped `text_model.` from the
+    class, files keep it."""
+    return name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
+
+
+def write_configs(architecture: Architecture, folder: Path, modules: Mapping[str, nn.Module]) -> None:
+    """Write them into a folder that exists; `modules`: each part's, by its folder."""
+    for part in architecture.parts:
+        place = folder / part.folder
+        place.mkdir(exist_ok=True)
+        _write_config(place, part, modules[part.folder])
+    for name, pad_token in architecture.pad_tokens.items():
+        write_tokenizer(folder / name, pad_token=pad_token)
+    if architecture.scheduler is not None:
+        _write_scheduler(folder / "scheduler", architecture.scheduler)
+    if architecture.pipeline is not None:
+        _write_json(folder / "model_index.json", _index(architecture))
+
+
+def _write_config(place: Path, part: ModelPart, module: nn.Module) -> None:
+    """Write `config.json` as the part's own library does, with the defaults filled in."""
+    config: Any = module.config
+    if part.library == "diffusers":
+        module.save_config(place)  # type: ignore[operator]
+        return
+    # float32 is what to compute in if nothing else is asked for: Stable Diffusion 1's own file says so, too.
+    config.update({"architectures": [part.class_name], "dtype": "float32"})
+    config.save_pretrained(place)
+
+
+def _write_scheduler(place: Path, part: SchedulerPart) -> None:
+    scheduler = getattr(diffusers, part.class_name).from_config(dict(part.config))
+    scheduler.save_pretrained(place)
+
+
+def _index(architecture: Architecture) -> dict[str, Any]:
+    assert architecture.scheduler is not None
+    parts = {part.folder: [part.library, part.class_name] for part in architecture.parts}
+    tokenizers = {name: ["transformers", "CLIPTokenizer"] for name in architecture.pad_tokens}
+    return {
+        "_class_name": architecture.pipeline,
+        "_diffusers_version": diffusers.__version__,
+        **architecture.index,
+        **parts,
+        **tokenizers,
+        "scheduler": ["diffusers", architecture.scheduler.class_name],
+    }
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

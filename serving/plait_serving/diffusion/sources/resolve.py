@@ -1,0 +1,48 @@
+"""From what a configuration calls a model to its folder: a folder, a checkpoint in one file, or a hub id."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.sources.hub import fetch_from_hub
+from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle
+from plait_serving.diffusion.sources.single_file import converted
+
+__all__ = ["cache_folder", "resolve_source"]
+
+
+def cache_folder() -> Path:
+    """Return plait's folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait"
+
+
+def resolve_source(
+    source: str | Path,
+    revision: str | None = None,
+    *,
+    config: Path | None = None,
+    cache: Path | None = None,
+    fetch: Callable[[str, str], Path] = fetch_from_hub,
+) -> Path:
+    """Return the folder that `source` names: a file is converted the first time, a hub id is downloaded. Raises
+    `ModelError`.
+
+    `config`: the folder that a file's configurations and tokenizers are in, if they are not the published ones; `cache`
+    keeps what is converted.
+    """
+    place = Path(source).expanduser()
+    if place.is_dir():
+        return place
+    if is_pickle(str(source)):
+        raise ModelError(f"{source}: {PICKLE}")
+    if place.suffix == SUFFIX:
+        return converted(place, config=config, cache=(cache or cache_folder()) / "converted")
+    parts = str(source).split("/")
+    if isinstance(source, Path) or len(parts) != 2 or not all(parts) or str(source).startswith((".", "~")):
+        raise ModelError(f"{source}: no such folder")
+    if revision is None:
+        raise ModelError(f"{source}: not a folder here; as a hub id it needs a revision (a commit's 40 hex digits)")
+    return fetch(str(source), revision)

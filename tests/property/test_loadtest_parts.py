@@ -1,0 +1,167 @@
+"""A run of several generator hosts, merged, is the run of one that sent every request: all numbers, not nearly."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait_loadtest.merging import merged
+from plait_loadtest.report import parts
+from plait_loadtest.report.document import document
+from plait_loadtest.run.messages import shares
+from plait_loadtest.scenario import GeneratorLimits, ImageClass, Slo
+from plait_loadtest.session import finished
+from plait_loadtest.thresholds import parse_all
+from plait_loadtest.values import Echo, HostPart, RequestOutcome, RequestPlan
+from support import loadtest_records as made
+
+SCENARIO = made.scenario(
+    duration_s=4.0,
+    warm_up_s=1.0,
+    mix=(ImageClass(name="a"), ImageClass(name="b", weight=2.0)),
+    slos={"a": Slo(latency_ms=50.0, percentile=90.0)},
+    thresholds=("p99_ms < 250", "a.attainment > 0.5"),
+)
+
+
+@st.composite
+def runs(draw):
+    """Records of a run with every outcome, of both classes, some of the warm-up; and how many hosts sent them."""
+    count = draw(st.integers(1, 120))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    outcome = rng.choice([outcome.value for outcome in RequestOutcome], count, p=_mostly_ok())
+    scheduled_s = np.sort(rng.uniform(0.0, 5.0, count))
+    records = made.records(
+        scheduled_s, rng.exponential(60.0, count), outcome=outcome, lag_ms=rng.exponential(1.0, count)
+    )
+    records["kind"] = rng.integers(0, 2, count)
+    records["warm_up"] = scheduled_s < 1.0
+    records["server_ms"] = np.where(rng.random(count) < 0.3, np.nan, rng.exponential(40.0, count))
+    return records, rng.integers(1, 5, count), draw(st.integers(1, 5))
+
+
+def _mostly_ok():
+    weights = np.full(len(RequestOutcome), 0.02)
+    weights[RequestOutcome.OK] += 1.0 - weights.sum()
+    return weights
+
+
+def session(records, images, part, *, interrupted=False):
+    """What a host kept of its part; its echo answered at other times than the others'."""
+    result = replace(
+        made.result(records, wall_s=6.0, interrupted=interrupted),
+        echo=Echo(scheduled_ns=np.array([part.rank * 10**9]), latency_ns=np.array([10**5 * (part.rank + 1)])),
+    )
+    asked = parse_all(SCENARIO.thresholds, kinds=["a", "b"])
+    return finished(result, SCENARIO, asked, images=images, part=part)
+
+
+def told(run):
+    """Everything that is reported but the host, whose load changes meanwhile."""
+    found = document(run.summary, run.scenario, run.verdicts, started_unix_s=run.result.started_unix_s)
+    del found["host"]
+    return found
+
+
+@given(runs(), st.booleans())
+def test_parts_merged_are_the_whole(run, interrupted):
+    """Percentiles, rates, errors, verdicts, histograms and their parts by time, whatever the number of hosts."""
+    records, images, hosts = run
+    pieces = [
+        session(records[rank::hosts], images[rank::hosts], HostPart(rank=rank, hosts=hosts), interrupted=interrupted)
+        for rank in range(hosts)
+    ]
+    random.Random(0).shuffle(pieces)
+    found = merged(pieces)
+    whole = session(records, images, HostPart(), interrupted=interrupted)
+    echo = Echo(
+        scheduled_ns=np.concatenate([piece.result.echo.scheduled_ns for piece in pieces]),
+        latency_ns=np.concatenate([piece.result.echo.latency_ns for piece in pieces]),
+    )
+    expected = finished(
+        replace(whole.result, echo=echo, cpu_s=float(hosts)), SCENARIO,
+        parse_all(SCENARIO.thresholds, kinds=["a", "b"]), images=images,
+    )  # fmt: skip
+    assert told(found) == told(expected)
+    assert found.result.records.tobytes() == expected.result.records.tobytes()
+
+
+@given(st.integers(0, 60), st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 7))
+def test_hosts_send_every_request_once(count, connections, processes, callers):
+    """Hosts with other numbers of processes too; callers add up, and no host has less room for the others."""
+    hosts = len(processes)
+    planned = 0 if callers else count
+    plan = RequestPlan(
+        scheduled_ns=np.arange(planned),
+        warm_up=0,
+        duration_s=1.0,
+        mix=None,  # type: ignore[arg-type]
+        cancelled=np.zeros(planned, dtype=bool),
+        cancel_after_s=1.0,
+        concurrency=callers,
+    )
+    limits = GeneratorLimits(connections=connections)
+    given_ = [
+        shares(
+            plan, SCENARIO.model_copy(update={"processes": here, "limits": limits}), HostPart(rank=rank, hosts=hosts)
+        )
+        for rank, here in enumerate(processes)
+    ]
+    sent = [
+        share.rank + share.processes * slot
+        for host in given_
+        for share in host
+        for slot in range(len(share.scheduled_ns))
+    ]
+    assert sorted(sent) == list(range(planned))
+    assert sum(share.callers for host in given_ for share in host) == callers
+    assert [sum(share.room for share in host) for host in given_] == [connections] * hosts
+
+
+@given(runs())
+def test_a_part_comes_back_from_its_file(tmp_path_factory, run):
+    """Record for record, with everything that is reported of it."""
+    records, images, _ = run
+    path = tmp_path_factory.mktemp("part") / "one.npz"
+    kept = session(records, images, HostPart(rank=1, hosts=3))
+    parts.write(path, kept)
+    back = parts.read(path)
+    assert back.result.records.tobytes() == records.tobytes()
+    assert back.part == kept.part
+    assert np.array_equal(back.images, images)
+    kept = replace(kept, verdicts=())
+    assert told(back) == told(kept)
+
+
+@pytest.mark.parametrize("hosts", [2, 3])
+def test_what_are_not_all_parts_is_refused(hosts):
+    """A part that is missing, one that is there twice, one of another division or scenario; each is named."""
+    from plait_loadtest.errors import ReportError
+
+    records = made.records(np.arange(6) / 2.0, 10.0)
+    pieces = [session(records[rank::hosts], None, HostPart(rank=rank, hosts=hosts)) for rank in range(hosts)]
+    other = replace(pieces[0], scenario=SCENARIO.model_copy(update={"seed": 7}))
+    for given_, says in (
+        ((), "nothing to merge"),
+        (pieces[1:], f"of {hosts} parts 1 are missing"),
+        ([*pieces, pieces[0]], f"part 1/{hosts} is there twice"),
+        ([*pieces, replace(pieces[0], part=HostPart(rank=0, hosts=4))], f"part 1/4 is none of {hosts} parts"),
+        ([*pieces[1:], other], "is of another scenario: seed"),
+    ):
+        with pytest.raises(ReportError, match=says):
+            merged(given_)
+
+
+def test_hosts_that_started_apart_make_an_invalid_run():
+    """Their load was not the one that the scenario describes."""
+    records = made.records(np.arange(8) / 2.0, 10.0)
+    first, second = (session(records[rank::2], None, HostPart(rank=rank, hosts=2)) for rank in range(2))
+    assert merged([first, second]).summary.valid
+    late = replace(second, result=replace(second.result, started_unix_s=second.result.started_unix_s + 2.5))
+    (reason,) = merged([first, late]).summary.reasons
+    assert reason.text == "the hosts started 2.5 s apart (--start-at agrees on a time)"

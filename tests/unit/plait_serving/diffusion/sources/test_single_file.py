@@ -1,0 +1,211 @@
+"""Checkpoints in one file: the weights, configurations and images of the folder that they were written from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.bundle import load_bundle
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.knobs import EngineKnobs, Placement
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.sources import single_file
+from plait_serving.diffusion.sources.layout import family_of_keys
+from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.values import ImageRequest, Scheduler
+from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models.write import write_model
+from support.ldm import write_ldm
+from support.scaled import scaled_down
+from support.tiny import tiny_lora, tiny_sd
+
+FAMILIES = (FamilyName.SD15, FamilyName.SD21, FamilyName.SDXL)
+NOTED = {"_name_or_path", "_diffusers_version", "transformers_version", "dtype", "architectures"}
+
+
+@pytest.fixture(autouse=True)
+def scaled(monkeypatch):
+    """The published architectures in small."""
+    monkeypatch.setattr(single_file, "ARCHITECTURES", {family: scaled_down(family) for family in FAMILIES})
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A model of each family as a folder, and as a file beside it."""
+    root = tmp_path_factory.mktemp("single")
+    for family in FAMILIES:
+        dtype = DtypeName.FLOAT16 if family is FamilyName.SD15 else DtypeName.FLOAT32
+        write_model(scaled_down(family), root / family, seed=1, dtype=dtype, report=lambda *_: None)
+        write_ldm(root / family, root / f"{family}.safetensors")
+    return root
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    """Every tensor of a folder; newer classes leave out what the names of published text encoders begin with."""
+    return {
+        f"{path.parent.name}.{name.removeprefix('text_model.')}": tensor
+        for path in folder.glob("*/*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+
+
+def image(model, cache, **more) -> np.ndarray:
+    """What an engine makes of a model."""
+    settings = EngineSettings(
+        model=model, device="cpu", dtype="float32", prepared_folder=cache / "prepared", converts=False,
+        knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL), **more,
+    )  # fmt: skip
+    engine = build_engine(settings).engine
+    request = ImageRequest(
+        request_id="one", prompt="red apple, größe", width=32, height=32, steps=2, guidance_scale=4.0, seed=3,
+        scheduler=Scheduler.EULER,
+    )  # fmt: skip
+    try:
+        return engine.generate(request, timeout_s=60.0).images[0]
+    finally:
+        engine.stop(drain_s=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_is_the_folder_that_it_was_written_from(family, folders, tmp_path):
+    """Every weight with its bits and dtype, every configuration, and the image (a level apart at most: where a weight
+    lies in a file decides how it is multiplied)."""
+    found = resolve_source(folders / f"{family}.safetensors", cache=tmp_path)
+    expected, ours = weights(folders / family), weights(found)
+    assert ours.keys() == expected.keys()
+    assert [key for key, tensor in expected.items() if not _same(ours[key], tensor)] == []
+    for path in (folders / family).rglob("*.json"):
+        if path.name.endswith("config.json"):
+            before, after = (
+                {key: value for key, value in json.loads(each.read_text()).items() if key not in NOTED}
+                for each in (path, found / path.relative_to(folders / family))
+            )
+            assert after == before, path
+    ours, theirs = (image(folders / name, tmp_path).astype(int) for name in (f"{family}.safetensors", family))
+    assert np.abs(ours - theirs).max() <= 1
+
+
+def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.dtype is right.dtype and torch.equal(left, right)
+
+
+def test_it_is_converted_once_and_again_when_it_changed(folders, tmp_path, monkeypatch):
+    """Two starts share a folder; a file of that name with other content has another."""
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((folders / "sd15.safetensors").read_bytes())
+    first = resolve_source(path, cache=tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(single_file, "_convert", None)
+        assert resolve_source(str(path), cache=tmp_path) == first
+    path.write_bytes((folders / "sd21.safetensors").read_bytes())
+    second = resolve_source(path, cache=tmp_path)
+    assert second != first
+    assert sorted(entry.name for entry in (tmp_path / "converted").iterdir() if entry.is_dir()) == sorted(
+        [first.name, second.name]
+    )
+
+
+def test_another_architecture_needs_a_folder_with_its_configuration(tmp_path):
+    """With it, the image is the folder's, by the folder's own tokenizer; without it, the refusal says so."""
+    base = tiny_sd(tmp_path / "base")
+    path = write_ldm(base, tmp_path / "own.safetensors")
+    with pytest.raises(ModelError, match=r"own.safetensors: .*name a folder with its"):
+        resolve_source(path, cache=tmp_path)
+    assert not [entry for entry in (tmp_path / "converted").iterdir() if entry.is_dir()]
+    config = shutil.copytree(base, tmp_path / "config", ignore=shutil.ignore_patterns("*.safetensors"))
+    assert np.array_equal(image(path, tmp_path, config=config), image(base, tmp_path))
+    with pytest.raises(ModelError, match=r"model_index.json: missing: a checkpoint's config is a diffusers folder"):
+        resolve_source(path, config=tmp_path, cache=tmp_path / "other")
+
+
+def test_an_inpainting_file_is_known_by_its_channels(tmp_path):
+    """Nine of them, without a configuration."""
+    small = scaled_down(FamilyName.SD15)
+    parts = [
+        replace(part, config={**part.config, "in_channels": 9}) if part.folder == "unet" else part
+        for part in small.parts
+    ]
+    write_model(
+        replace(small, parts=tuple(parts)), tmp_path / "base", seed=1, dtype=DtypeName.FLOAT32, report=lambda *_: None
+    )
+    path = write_ldm(tmp_path / "base", tmp_path / "inpainting.safetensors")
+    assert load_bundle(resolve_source(path, cache=tmp_path), outline=True).inpaints
+
+
+@pytest.mark.parametrize(
+    ("family", "yaml", "marks", "expected"),
+    [
+        ("sd15", None, (), "epsilon"),
+        ("sd15", "v", (), "v_prediction"),
+        ("sd21", None, (), "v_prediction"),
+        ("sd21", "eps", (), "epsilon"),
+        ("sdxl", None, (), "epsilon"),
+        ("sdxl", None, ("v_pred", "ztsnr"), "v_prediction"),
+    ],
+)
+def test_what_the_unet_predicts_is_told_by_a_mark_or_a_yaml(family, yaml, marks, expected, folders, tmp_path):
+    """A1111's .yaml beside the file, or the tensors that files of SDXL carry for it."""
+    path = write_ldm(folders / family, tmp_path / "model.safetensors", **{mark: torch.zeros(1) for mark in marks})
+    if yaml is not None:
+        path.with_suffix(".yaml").write_text(f"model: {{params: {{parameterization: {yaml}}}}}")
+    found = resolve_source(path, cache=tmp_path)
+    scheduler = json.loads((found / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler.get("prediction_type", "epsilon") == expected
+    assert scheduler.get("rescale_betas_zero_snr", False) == ("ztsnr" in marks)
+
+
+def _without(folders, tmp_path, prefix):
+    tensors = load_file(folders / "sd15.safetensors")
+    path = tmp_path / "model.safetensors"
+    save_file({key: value for key, value in tensors.items() if not key.startswith(prefix)}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("prefix", "says"),
+    [
+        ("first_stage_model.", "holds no VAE; only whole checkpoints are read"),
+        ("cond_stage_model.", "holds no text encoder; only"),
+        ("first_stage_model.decoder.conv_in.", "vae lacks 2 weights, for example decoder.conv_in.bias"),
+        ("model.diffusion_model.out.2", "unet lacks 2 weights, for example conv_out.bias"),
+    ],
+)
+def test_a_file_that_lacks_something_is_refused(prefix, says, folders, tmp_path):
+    """By the name of what is missing, and nothing is left in the cache."""
+    with pytest.raises(ModelError, match=says):
+        resolve_source(_without(folders, tmp_path, prefix), cache=tmp_path)
+    assert not list(tmp_path.glob("converted/*/*"))
+
+
+def test_what_is_no_checkpoint_is_refused(folders, tmp_path):
+    """Pickles under any name, LoRAs, refiners, files that are not there, more weights than the architecture has."""
+    (tmp_path / "old.ckpt").write_bytes(b"\x80\x02}")
+    (tmp_path / "disguised.safetensors").write_bytes(b"PK\x03\x04" + bytes(64))
+    tiny_lora(tmp_path / "lora.safetensors", folders / "sd15")
+    refiner = {f"{key}.x": torch.zeros(1) for key in ("model.diffusion_model", "first_stage_model")}
+    save_file({**refiner, "conditioner.embedders.0.model.x": torch.zeros(1)}, tmp_path / "refiner.safetensors")
+    write_ldm(folders / "sd15", tmp_path / "more.safetensors", **{"model.diffusion_model.extra.x": torch.zeros(1)})
+    for name, says in {
+        "old.ckpt": "a pickle, which can run code",
+        "disguised.safetensors": "a pickle, which can run code",
+        "lora.safetensors": "no Stable Diffusion 1.x, 2.x or XL checkpoint in the original layout",
+        "refiner.safetensors": "an SDXL refiner is not supported",
+        "absent.safetensors": "No such file",
+        "more.safetensors": "of the UNet's .* weights, 1 have no place",
+    }.items():
+        with pytest.raises(ModelError, match=says):
+            resolve_source(tmp_path / name, cache=tmp_path)
+
+
+def test_the_family_is_told_by_names_alone(folders):
+    """As `plait models list` and `plait doctor` do it."""
+    for family in FAMILIES:
+        assert family_of_keys(load_file(folders / f"{family}.safetensors")) is family
+    assert family_of_keys(["model.diffusion_model.x", "first_stage_model.y"]) is None
