@@ -53,7 +53,7 @@ _MAKERS = ("aten.zeros.default", "aten.ones.default", "aten.full.default")
 class Compiled:
     """A program that can be called, with its constants on its device.
 
-    Not thread-safe if it has lookups (`Tables` is not). `bags_apart`: the bags that it takes as tuples, too, of each
+    Not thread-safe if it has lookups (`Tables` is not). `separate_bags`: the bags that it takes as tuples, too, of each
     request's ids and of its offsets (`LookupBags`).
     """
 
@@ -62,10 +62,10 @@ class Compiled:
         program: Program,
         module: fx.GraphModule,
         constants: Sequence[torch.Tensor],
-        bags_apart: frozenset[str] = frozenset(),
+        separate_bags: frozenset[str] = frozenset(),
     ) -> None:
         self.program = program
-        self.bags_apart = bags_apart
+        self.separate_bags = separate_bags
         self._inputs = tuple(port.name for port in program.inputs)
         self._outputs = tuple(name for name, _ in program.outputs)
         self._module = module
@@ -217,7 +217,7 @@ class _Stage(nn.Module):
         pooled = iter(self._tables.lookup_bags(bags))
         others = iter(self._tables.lookup(requests) if requests else ())
         are_bags = [isinstance(ids, tuple) for ids in asked[::3]]
-        return [next(pooled if apart else others) for apart in are_bags]
+        return [next(pooled if is_bag else others) for is_bag in are_bags]
 
 
 def _row_count(x: torch.Tensor, dim: int) -> int:

@@ -23,8 +23,8 @@ __all__ = ["RankBatch", "cut", "join", "user_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """The tensors of several requests, in their order; by name of a bag left apart, and of its offsets, a tuple of each
-    request's own."""
+    """The tensors of several requests, in their order. By the name of a separate bag, and by that of its offsets: a
+    tuple of each request's own."""
 
     tensors: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]]
     candidates: tuple[int, ...]
@@ -36,16 +36,16 @@ class RankBatch:
 
 
 def join(
-    inputs: Sequence[Input], requests: Sequence[RankRequest], *, apart: Collection[str] = frozenset()
+    inputs: Sequence[Input], requests: Sequence[RankRequest], *, separate: Collection[str] = frozenset()
 ) -> RankBatch:
-    """Join requests into one batch, without the bags to leave `apart`. The tensors of a single request are passed on
+    """Join requests into one batch, without the bags to leave `separate`. The tensors of a single request are passed on
     unchanged, others are copied."""
     candidates = tuple(request.candidates for request in requests)
     if len(requests) == 1:
         return RankBatch(tensors=requests[0].tensors, candidates=candidates)
     tensors: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {}
     for item in inputs:
-        if item.name in apart:
+        if item.name in separate:
             for name in (item.name, item.name + OFFSETS):
                 tensors[name] = tuple([request.tensors[name] for request in requests])
             continue

@@ -81,12 +81,12 @@ def test_bags_of_several_requests_are_pooled_where_they_lie(requests: int):
         ]
         kinds = list(zip(("t0", "t3", "t1", "t0"), ("sum", "mean", "sum", "max"), drawn, strict=True))
         joined = [make_ask(table, mode, [bag for bags in parts for bag in bags]) for table, mode, parts in kinds]
-        apart = []
+        separate = []
         for one, (table, mode, parts) in zip(joined, kinds, strict=True):
             asks = [make_ask(table, mode, bags) for bags in parts]
             ids, offsets = tuple(ask.ids for ask in asks), tuple(ask.offsets for ask in asks)
-            apart.append(LookupBags(lookup=one.lookup, ids=ids, offsets=offsets))
-        for value, twin in zip(tables.lookup_bags(apart), SeparateTables(WEIGHTS).lookup(joined), strict=True):
+            separate.append(LookupBags(lookup=one.lookup, ids=ids, offsets=offsets))
+        for value, twin in zip(tables.lookup_bags(separate), SeparateTables(WEIGHTS).lookup(joined), strict=True):
             assert torch.equal(value, twin)
 
 
