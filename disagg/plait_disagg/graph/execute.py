@@ -15,9 +15,10 @@ import torch
 from torch import fx, nn
 
 from plait_disagg.graph.errors import BadProgram
+from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, TILE, Arg, DType, Node, Program, Ref
-from plait_disagg.tables.protocols import LookupRequest, Tables
+from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables, TablesOfBags
 from plait_disagg.tables.values import Lookup
 
 __all__ = ["Compiled", "compile_program", "resolve", "stages", "tile_rows"]
@@ -52,18 +53,26 @@ _MAKERS = ("aten.zeros.default", "aten.ones.default", "aten.full.default")
 class Compiled:
     """A program that can be called, with its constants on its device.
 
-    Not thread-safe if it has lookups (`Tables` is not).
+    Not thread-safe if it has lookups (`Tables` is not). `separate_bags`: the bags that it takes as tuples, too, of each
+    request's ids and of its offsets (`LookupBags`).
     """
 
-    def __init__(self, program: Program, module: fx.GraphModule, constants: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        module: fx.GraphModule,
+        constants: Sequence[torch.Tensor],
+        separate_bags: frozenset[str] = frozenset(),
+    ) -> None:
         self.program = program
+        self.separate_bags = separate_bags
         self._inputs = tuple(port.name for port in program.inputs)
         self._outputs = tuple(name for name, _ in program.outputs)
         self._module = module
         self._forward = module.forward
         self._constants = tuple(constants)
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, tensors: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]]) -> dict[str, torch.Tensor]:
         """Return the outputs by name. `tensors`: all inputs of the program by name, on its device. Raises `BadId`."""
         with torch.inference_mode():
             made = self._forward(*[tensors[name] for name in self._inputs], *self._constants)
@@ -124,7 +133,24 @@ def compile_program(
             for index, node in enumerate(lookups):
                 values[node.name] = graph.call_function(getitem, (made, index))
     graph.output(tuple(values[ref.name] for _, ref in program.outputs))
-    return Compiled(program, fx.GraphModule(root, graph), held)
+    bags = _looked_up_only(program) if isinstance(tables, TablesOfBags) else frozenset()
+    return Compiled(program, fx.GraphModule(root, graph), held, bags)
+
+
+def _looked_up_only(program: Program) -> frozenset[str]:
+    """Return the bags, without weights, whose ids and offsets go into pooled lookups and nowhere else."""
+    together: dict[str, set[tuple[str, ...]]] = {}
+    for node in program.nodes:
+        pooled = node.op == LOOKUP and node.kwargs["mode"] != "rows"
+        read = tuple(node.inputs)
+        for name in read:
+            together.setdefault(name, set()).add(read if pooled else ())
+    for _, ref in program.outputs:
+        together.setdefault(ref.name, set()).add(())
+    names = [port.name for port in program.inputs if port.name + OFFSETS in together]
+    return frozenset(
+        name for name in names if together.get(name) == together[name + OFFSETS] == {(name, name + OFFSETS)}
+    )
 
 
 def stages(program: Program) -> list[tuple[list[Node], list[Node]]]:
@@ -170,17 +196,28 @@ class _Stage(nn.Module):
         self._lookups = [_lookup_of(node) for node in nodes]
         self._tables = tables
 
-    def forward(self, *asked: torch.Tensor | None) -> list[torch.Tensor]:
+    def forward(self, *asked: torch.Tensor | tuple[torch.Tensor, ...] | None) -> list[torch.Tensor]:
         """Run the stage's lookups. `asked`: ids, offsets and weights of each lookup in turn."""
-        requests = []
+        requests, bags = [], []
         for index, lookup in enumerate(self._lookups):
             ids, offsets, weights = asked[3 * index : 3 * index + 3]
-            assert ids is not None
+            if isinstance(ids, tuple) and isinstance(offsets, tuple):
+                bags.append(LookupBags(lookup=lookup, ids=ids, offsets=offsets))
+                continue
+            assert isinstance(ids, torch.Tensor)
+            assert not isinstance(offsets, tuple)
+            assert not isinstance(weights, tuple)
             if lookup.mode != "rows" and offsets is None:
                 offsets = torch.arange(0, ids.numel() + 1, ids.shape[1], device=ids.device)
                 ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
             requests.append(LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights))
-        return self._tables.lookup(requests)
+        if not bags:
+            return self._tables.lookup(requests)
+        assert isinstance(self._tables, TablesOfBags)
+        pooled = iter(self._tables.lookup_bags(bags))
+        others = iter(self._tables.lookup(requests) if requests else ())
+        are_bags = [isinstance(ids, tuple) for ids in asked[::3]]
+        return [next(pooled if is_bag else others) for is_bag in are_bags]
 
 
 def _row_count(x: torch.Tensor, dim: int) -> int:

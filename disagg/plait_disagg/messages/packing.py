@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,16 +30,19 @@ from plait_disagg.messages.layout import (
 )
 from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
+from plait_fabric.memory.pool import copy_bytes
 
 __all__ = ["PackPlan", "pack", "plan_of", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:
-    """Tensors that lie end to end: their names and heights, and the shape of all of them."""
+    """Tensors that lie end to end: their names, heights and first bytes, and the shape and bytes of all of them."""
 
     names: tuple[str, ...]
     heights: list[int]
+    starts: tuple[int, ...]
+    nbytes: int
     shape: tuple[int, ...]
 
 
@@ -93,7 +97,9 @@ def _sections(layout: MessageLayout, counts: RowCounts) -> tuple[_SectionPlan, .
         groups, sizes = [], []
         for group in section.groups:
             heights = [flat_rows[it.name] if it.rows == "f" else rows[it.rows] for it in group.parts]
-            groups.append(_GroupPlan(tuple([it.name for it in group.parts]), heights, (sum(heights), *group.tail)))
+            names, row_bytes = tuple([it.name for it in group.parts]), group.numbers * section.dtype.itemsize
+            *starts, nbytes = accumulate([height * row_bytes for height in heights], initial=0)
+            groups.append(_GroupPlan(names, heights, tuple(starts), nbytes, (sum(heights), *group.tail)))
             sizes.append(sum(heights) * group.numbers)
         made.append(_SectionPlan(section, sum(sizes), sizes, tuple(groups)))
     return tuple(made)
@@ -118,28 +124,45 @@ def pack(plan: PackPlan, tensors: Mapping[str, torch.Tensor], pool: Pool, *, tim
 def _packed(plan: _SectionPlan, tensors: Mapping[str, torch.Tensor], pool: Pool, timeout_s: float) -> Buffer:
     if len(plan.groups) == len(plan.groups[0].names) == 1:
         return bytes_of(tensors[plan.groups[0].names[0]].contiguous())  # the channel makes the one copy
-    dtype = plan.section.dtype
-    nbytes = plan.count * dtype.itemsize
+    nbytes = plan.count * plan.section.dtype.itemsize
     if nbytes < LEASE_FROM_BYTES:
-        target = torch.empty(plan.count, dtype=dtype)
-        _fill(target, plan, tensors)
-        return bytes_of(target)
+        target = bytearray(nbytes)
+        _fill(memoryview(target), plan, tensors)
+        return target
     lease = pool.acquire(nbytes, timeout_s)
     try:
-        _fill(torch.frombuffer(lease.memory, dtype=dtype), plan, tensors)
+        _fill(lease.memory, plan, tensors)
     except BaseException:
         lease.release()
         raise
     return lease
 
 
-def _fill(target: torch.Tensor, plan: _SectionPlan, tensors: Mapping[str, torch.Tensor]) -> None:
-    chunks = (target,) if len(plan.sizes) == 1 else target.split_with_sizes(plan.sizes)
-    for chunk, group in zip(chunks, plan.groups, strict=True):
-        if len(group.names) == 1:
-            chunk.view(group.shape).copy_(tensors[group.names[0]])
-        else:
-            torch.cat([tensors[name] for name in group.names], out=chunk.view(group.shape))
+def _fill(target: memoryview, plan: _SectionPlan, tensors: Mapping[str, torch.Tensor]) -> None:
+    start = 0
+    for group in plan.groups:
+        stop = start + group.nbytes
+        pieces = [tensors[name] for name in group.names]
+        there = _end_to_end(pieces, group)
+        if there is not None:
+            copy_bytes(target[start:stop], there)
+        elif group.nbytes:
+            torch.cat(pieces, out=torch.frombuffer(target[start:stop], dtype=plan.section.dtype).view(group.shape))
+        start = stop
+
+
+def _end_to_end(pieces: Sequence[torch.Tensor], group: _GroupPlan) -> memoryview | None:
+    """Return the bytes of tensors that lie end to end in one memory, as pooled rows do; None for any others."""
+    first = pieces[0]
+    begin = first.data_ptr()
+    for piece, start in zip(pieces, group.starts, strict=True):
+        if piece.data_ptr() != begin + start or not piece.is_contiguous():
+            return None
+    left = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
+    if not 0 < group.nbytes <= left:  # or it is chance that they are neighbours
+        return None
+    flat = first if len(pieces) == 1 else first.as_strided((group.nbytes // first.itemsize,), (1,))
+    return bytes_of(flat).cast("B")
 
 
 def unpack(layout: MessageLayout, buffers: Sequence[memoryview], counts: RowCounts) -> dict[str, torch.Tensor]:

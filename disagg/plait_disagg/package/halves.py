@@ -84,7 +84,7 @@ class CompiledSparse:
         return CompiledSparse(self._program.with_constants(constants), self._inputs, bare)
 
     def _run(self, program: Compiled, requests: Sequence[RankRequest]) -> dict[str, torch.Tensor]:
-        batch = join(self._inputs, requests)
+        batch = join(self._inputs, requests, separate=program.separate_bags)
         if self._needs_user_of:
             return program({**batch.tensors, USER_OF: batch.user_of})
         return program(batch.tensors)

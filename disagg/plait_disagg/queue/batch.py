@@ -7,7 +7,7 @@ Symbols: R requests; N_r candidates of request r, N their sum. In a batch, user 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -23,9 +23,10 @@ __all__ = ["RankBatch", "cut", "join", "user_of"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:
-    """The tensors of several requests, in their order."""
+    """The tensors of several requests, in their order. By the name of a separate bag, and by that of its offsets: a
+    tuple of each request's own."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor | tuple[torch.Tensor, ...]]
     candidates: tuple[int, ...]
 
     @property
@@ -34,13 +35,20 @@ class RankBatch:
         return user_of(self.candidates)
 
 
-def join(inputs: Sequence[Input], requests: Sequence[RankRequest]) -> RankBatch:
-    """Join requests into one batch. The tensors of a single request are passed on unchanged, others are copied."""
+def join(
+    inputs: Sequence[Input], requests: Sequence[RankRequest], *, separate: Collection[str] = frozenset()
+) -> RankBatch:
+    """Join requests into one batch, without the bags to leave `separate`. The tensors of a single request are passed on
+    unchanged, others are copied."""
     candidates = tuple(request.candidates for request in requests)
     if len(requests) == 1:
         return RankBatch(tensors=requests[0].tensors, candidates=candidates)
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | tuple[torch.Tensor, ...]] = {}
     for item in inputs:
+        if item.name in separate:
+            for name in (item.name, item.name + OFFSETS):
+                tensors[name] = tuple([request.tensors[name] for request in requests])
+            continue
         tensors[item.name] = torch.cat([request.tensors[item.name] for request in requests])
         if isinstance(item, Bag):
             name = item.name + OFFSETS

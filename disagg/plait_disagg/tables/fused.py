@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from plait_disagg.tables.ids import settle_ids
 from plait_disagg.tables.pooling import pool, take
-from plait_disagg.tables.protocols import LookupRequest
+from plait_disagg.tables.protocols import LookupBags, LookupRequest
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import Lookup, Mode, Table, TableGroup
 
@@ -48,14 +48,16 @@ class _Place:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FusedLayout:
-    """What follows from the number of ids and offsets of each request: n ids and m offsets in all, end to end, ids
-    first.
+    """What follows from the number of ids and offsets of each part: n ids and m offsets in all, end to end, ids
+    first. A request has `parts` of them, one after the other.
 
-    `starts`: where the ids of the requests `some`, which have any, start; `rows`: rows of their tables. `ends`:
-    where the first and last offsets of every request are, whose bytes must be `expected`. `shift` (n + m,): what
-    turns ids into rows of the matrix and offsets into those of all ids. `kept`: all offsets but the last of each
-    request, and the very last. `bags`: by request.
+    `starts`: where the ids of the parts `some`, which have any, start; `rows`: rows of their tables. `ends`: where
+    the first and last offsets of every part are, whose bytes must be `expected`. `shift` (n + m,): what turns ids into
+    rows of the matrix and offsets into those of all ids. `kept`: all offsets but the last of each part, and the very
+    last. `bags`: by request.
     """
+
+    parts: int
 
     ids: int
     some: Ids
@@ -83,7 +85,7 @@ class _LookupBatch:
     kept_numbers: int = 0
 
     def layout(self, sizes: tuple[int, ...], lengths: tuple[int, ...]) -> _FusedLayout:
-        """Return the layout for requests of `sizes` ids and `lengths` offsets (none in mode rows)."""
+        """Return the layout for parts of `sizes` ids and `lengths` offsets (none in mode rows)."""
         key = sizes + lengths
         found = self.layouts.get(key)
         if found is None:
@@ -132,13 +134,27 @@ class FusedTables:
         found: dict[int, torch.Tensor] = {}
         for batch in self._plan(requests).batches:
             some = [requests[position] for position in batch.positions]
-            values = self._rows(some, batch) if batch.mode == "rows" else self._pooled(some, batch)
+            if batch.mode == "rows":
+                values = self._rows(some, batch)
+            else:
+                ids, offsets = [one.ids for one in some], [_offsets(one) for one in some]
+                values = self._pooled(ids, offsets, _weights(some, batch), some, batch)
             if len(values) == len(requests):
                 return values
             found.update(zip(batch.positions, values, strict=True))
         return [found[position] for position in range(len(requests))]
 
-    def _plan(self, requests: Sequence[LookupRequest]) -> _LookupPlan:
+    def lookup_bags(self, requests: Sequence[LookupBags]) -> list[torch.Tensor]:
+        """Pool the bags of several requests where they lie (`TablesOfBags`): they are laid end to end only once."""
+        found: dict[int, torch.Tensor] = {}
+        for batch in self._plan(requests).batches:
+            some = [requests[position] for position in batch.positions]
+            ids = [part for one in some for part in one.ids]
+            offsets = [part for one in some for part in one.offsets]
+            found.update(zip(batch.positions, self._pooled(ids, offsets, None, some, batch), strict=True))
+        return [found[position] for position in range(len(requests))]
+
+    def _plan(self, requests: Sequence[LookupRequest | LookupBags]) -> _LookupPlan:
         key = tuple([id(request.lookup) for request in requests])
         plan = self._plans.get(key)
         if plan is None:
@@ -181,11 +197,19 @@ class FusedTables:
             for part, request in zip(gathered.split_with_sizes(list(sizes)), requests, strict=True)
         ]
 
-    def _pooled(self, requests: Sequence[LookupRequest], batch: _LookupBatch) -> list[torch.Tensor]:
+    def _pooled(
+        self,
+        ids: list[torch.Tensor],
+        offsets: list[torch.Tensor],
+        weights: torch.Tensor | None,
+        requests: Sequence[LookupRequest | LookupBags],
+        batch: _LookupBatch,
+    ) -> list[torch.Tensor]:
         """Pool the bags of a batch at once; the results are views of the pooled rows."""
-        ids = [request.ids for request in requests]
-        offsets = [_offsets(request) for request in requests]
-        layout = batch.layout(tuple([part.numel() for part in ids]), tuple([part.numel() for part in offsets]))
+        lengths = tuple([part.numel() for part in offsets])
+        if 0 in lengths:
+            raise ValueError(f"lookup {requests[0].lookup.name} or its like: bags without offsets")
+        layout = batch.layout(tuple([part.numel() for part in ids]), lengths)
         flat = _laid_out(ids + offsets, requests, batch, layout)
         pooled = pool(
             self._stored.matrices[batch.group.name],
@@ -193,7 +217,7 @@ class FusedTables:
             torch.from_numpy(flat[: layout.ids]),
             torch.from_numpy(_fused_offsets(flat, requests, layout)),
             mode=batch.mode,
-            weights=_weights(requests, batch),
+            weights=weights,
         )
         return list(pooled.split_with_sizes(layout.bags))
 
@@ -203,23 +227,28 @@ def _make_layout(batch: _LookupBatch, sizes: Ids, lengths: Ids) -> _FusedLayout:
     ids = int(sizes.sum())
     some = np.flatnonzero(sizes)
     ends = ids + lengths.cumsum()
+    parts = sizes.size // batch.rows.size
     is_kept = np.ones(int(lengths.sum()), dtype=bool)
     is_kept[ends[:-1] - 1 - ids] = False
     return _FusedLayout(
+        parts=parts,
         ids=ids,
         some=some,
         starts=before[some],
-        rows=batch.rows[some],
+        rows=batch.rows[some // parts],
         ends=np.concatenate([ends - lengths, ends - 1]),
         expected=np.concatenate([np.zeros_like(lengths), sizes[: lengths.size]]).tobytes(),
-        shift=np.concatenate([batch.first.repeat(sizes), before[: lengths.size].repeat(lengths)]),
+        shift=np.concatenate([batch.first.repeat(parts).repeat(sizes), before[: lengths.size].repeat(lengths)]),
         kept=ids + np.flatnonzero(is_kept),
-        bags=(lengths - 1).tolist(),
+        bags=(lengths - 1).reshape(-1, parts).sum(axis=1).tolist(),
     )
 
 
 def _laid_out(
-    parts: list[torch.Tensor], requests: Sequence[LookupRequest], batch: _LookupBatch, layout: _FusedLayout
+    parts: list[torch.Tensor],
+    requests: Sequence[LookupRequest | LookupBags],
+    batch: _LookupBatch,
+    layout: _FusedLayout,
 ) -> Ids:
     """Return ids as rows of the group's matrix, each by its table's policy, followed by offsets.
 
@@ -246,7 +275,7 @@ def _laid_out(
     return numbers
 
 
-def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest], layout: _FusedLayout) -> Ids:
+def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest | LookupBags], layout: _FusedLayout) -> Ids:
     """Return the offsets of all bags.
 
     Decreasing ones are rejected even if already checked: the kernel would read beyond the ids.
@@ -259,11 +288,11 @@ def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest], layout: _FusedL
 
 
 def _settle(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outside: NDArray[np.bool_]) -> None:
-    """Apply the policies in place, to the requests that need it. Raises `BadId`."""
+    """Apply the policies in place, to the parts that need it. Raises `BadId`."""
     stops = np.append(layout.starts[1:], ids.size)
     for place in np.flatnonzero(is_outside):
         part = ids[layout.starts[place] : stops[place]]
-        part[:] = settle_ids(part, batch.tables[layout.some[place]])
+        part[:] = settle_ids(part, batch.tables[layout.some[place] // layout.parts])
 
 
 def _offsets(request: LookupRequest) -> torch.Tensor:

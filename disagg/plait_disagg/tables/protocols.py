@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["BadId", "LookupRequest", "PendingLookup", "ShardTables", "Tables"]
+__all__ = ["BadId", "LookupBags", "LookupRequest", "PendingLookup", "ShardTables", "Tables", "TablesOfBags"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,15 @@ class LookupRequest:
     ids: torch.Tensor
     offsets: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookupBags:
+    """One pooled lookup of a batch whose bags lie where its requests have them: `ids` and `offsets` of each request."""
+
+    lookup: Lookup
+    ids: tuple[torch.Tensor, ...]
+    offsets: tuple[torch.Tensor, ...]
 
 
 class BadId(Exception):
@@ -45,6 +54,14 @@ class Tables(Protocol):
 
         An empty bag is zeros. Ids outside a table follow its policy. Raises `BadId`.
         """
+
+
+@runtime_checkable
+class TablesOfBags(Tables, Protocol):
+    """Tables that need no joined batches."""
+
+    def lookup_bags(self, requests: Sequence[LookupBags]) -> list[torch.Tensor]:
+        """Pool as `lookup` does for the same bags joined. All have parts of the same requests. Raises `BadId`."""
 
 
 class PendingLookup(Protocol):

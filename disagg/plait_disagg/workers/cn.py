@@ -62,6 +62,7 @@ class _SentBatch:
     wire: WireFormat
     version: str
     looked_up_s: float = 0.0
+    packed_s: float = 0.0
     nbytes: int = 0
 
 
@@ -278,13 +279,12 @@ class CnCore:
         header, buffers = dense_message(
             number, tensors, candidates, pool, wire=batch.wire, hot=hot, dense_version=self._dense_version
         )
-        batch.nbytes = sum(
-            buffer.nbytes if not isinstance(buffer, bytes | bytearray) else len(buffer) for buffer in buffers
-        )
+        batch.nbytes = sum(len(it) if isinstance(it, bytes | bytearray) else it.nbytes for it in buffers)
         self._bytes += batch.nbytes
         due_s, lost_s = due_of(job.due_s for job in batch.jobs)
         flow = Flow(window=connection.window, open=connection.open_calls, due_s=due_s, lost_s=lost_s)
-        header["flow"] = flow_field(flow, self._clock())
+        batch.packed_s = self._clock()
+        header["flow"] = flow_field(flow, batch.packed_s)
         return header, buffers
 
     # On a connection's thread.
@@ -316,14 +316,15 @@ class CnCore:
             self._wake()
             self._failed(connection, batch, outcome)
         else:
-            self._adapt(connection, queued_s=queued_s, dense_s=outcome[1] / 1e3, open_now=open_now)
+            self._adapt(connection, batch, queued_s=queued_s, dense_s=outcome[1] / 1e3, open_now=open_now)
             self._wake()
             self._answered(batch, *outcome)
 
-    def _adapt(self, connection: Connection[_SentBatch], *, queued_s: float, dense_s: float, open_now: int) -> None:
+    def _adapt(self, connection: Connection[_SentBatch], batch: _SentBatch, **at_hn: Any) -> None:
         window, knobs = self._windows[connection], self._knobs
         window.max_size, window.adapts = knobs.window, knobs.adapt_window
-        window.answered(queued_s=queued_s, dense_s=dense_s, open_now=open_now)
+        made_s, away_s = batch.packed_s - batch.began_s, self._clock() - batch.packed_s
+        window.answered(made_s=made_s, away_s=away_s, **at_hn)
         connection.window = window.size
 
     def _answered(self, batch: _SentBatch, outputs: dict[str, torch.Tensor], dense_ms: float) -> None:

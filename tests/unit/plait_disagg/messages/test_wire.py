@@ -21,7 +21,7 @@ from plait_disagg.messages.layout import (
     layout_of_inputs,
     parse_layout,
 )
-from plait_disagg.messages.packing import unpack
+from plait_disagg.messages.packing import pack, plan_of, unpack
 from plait_disagg.messages.wire import (
     VERSION,
     answers_message,
@@ -53,6 +53,26 @@ POOL = Pool.anonymous(1 << 22)
 
 def _views(buffers: Any) -> list[memoryview]:
     return [memoryview(bytearray(buffer.memory if hasattr(buffer, "memory") else buffer)) for buffer in buffers]
+
+
+@pytest.mark.parametrize("rows", [2, 400])
+def test_tensors_that_lie_end_to_end_are_packed_as_any_others(rows: int) -> None:
+    """The naive twin's bytes, whether neighbours in memory, out of order, apart, cut off, not contiguous or empty."""
+    memory = torch.randn(8 * rows, 32)
+    first, second, third, _ = memory.split([rows, 2 * rows, rows, 4 * rows])
+    empty, crosswise = memory[:0], torch.randn(32, rows).t()
+    alone = torch.randn(rows, 7)
+    for tensors in (
+        [first, second, third], [second, first], [first, third], [first, crosswise], [crosswise], [empty, first],
+        [first, second, alone], [memory[1:][:rows], first], [first[:, :7], alone], [empty],
+    ):  # fmt: skip
+        named = {f"t{index}": tensor for index, tensor in enumerate(tensors)}
+        layout, counts = describe(named, users=rows, items=2 * rows)
+        plan = plan_of(named, users=rows, items=2 * rows)
+        assert plan.layout == layout
+        mine, twin = _views(pack(plan, named, POOL, timeout_s=1)), _views(encode(layout, named, POOL, timeout_s=1))
+        assert [bytes(view) for view in mine] == [bytes(view) for view in twin]
+        assert all(torch.equal(value, named[name]) for name, value in unpack(layout, mine, counts).items())
 
 
 def test_a_card_survives_the_wire() -> None:

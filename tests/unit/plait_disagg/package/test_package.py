@@ -83,6 +83,18 @@ class TestRoundTrip:
         found = scores(open_package(folder), *requests)
         torch.testing.assert_close(found, wanted(*requests, candidates=sizes), rtol=1e-5, atol=1e-6)
 
+    def test_bags_are_pooled_where_requests_have_them(self, folder, monkeypatch):
+        """With the bits of a joined batch, whatever is empty; bags that only lookups read stay separate."""
+        package, requests = open_package(folder), [some_request(size, size) for size in (3, 1, 64)]
+        asked = [check_request(package.card(), request, request_id="r") for request in requests]
+        half = package.sparse()
+        assert half._program.separate_bags == {"liked", "genres"}
+        separate = half.run(asked)
+        monkeypatch.setattr(half._program, "separate_bags", frozenset())
+        joined = half.run(asked)
+        assert separate.keys() == joined.keys()
+        assert all(torch.equal(value, joined[name]) for name, value in separate.items())
+
     @pytest.mark.parametrize("candidates", [1, 5, 64])
     def test_without_tiling_they_have_its_bits(self, tmp_path, candidates):
         """Bit for bit: a user who must reproduce scores can."""

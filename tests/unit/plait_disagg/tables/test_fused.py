@@ -11,7 +11,7 @@ import torch
 from plait_disagg.tables import fused
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.ids import hash_ids
-from plait_disagg.tables.protocols import LookupRequest
+from plait_disagg.tables.protocols import BadId, LookupBags, LookupRequest
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import Lookup
@@ -65,6 +65,41 @@ def test_the_asks_are_left_as_they_were(mode: str):
     make_tables().lookup([ask])
     assert torch.equal(ask.ids, before[0])
     assert ask.offsets is None or torch.equal(ask.offsets, before[1])
+
+
+@pytest.mark.parametrize("requests", [1, 2, 5])
+def test_bags_of_several_requests_are_pooled_where_they_lie(requests: int):
+    """The bits of the naive twin over joined bags, empty ones among them, in every mode and any number of times."""
+    tables, draw = make_tables(), random.Random(requests)
+    for _ in range(20):
+        drawn = [
+            [
+                [[draw.randrange(7) for _ in range(draw.randrange(3))] for _ in range(draw.randrange(4))]
+                for _ in range(requests)
+            ]
+            for _ in range(4)
+        ]
+        kinds = list(zip(("t0", "t3", "t1", "t0"), ("sum", "mean", "sum", "max"), drawn, strict=True))
+        joined = [make_ask(table, mode, [bag for bags in parts for bag in bags]) for table, mode, parts in kinds]
+        separate = []
+        for one, (table, mode, parts) in zip(joined, kinds, strict=True):
+            asks = [make_ask(table, mode, bags) for bags in parts]
+            ids, offsets = tuple(ask.ids for ask in asks), tuple(ask.offsets for ask in asks)
+            separate.append(LookupBags(lookup=one.lookup, ids=ids, offsets=offsets))
+        for value, twin in zip(tables.lookup_bags(separate), SeparateTables(WEIGHTS).lookup(joined), strict=True):
+            assert torch.equal(value, twin)
+
+
+def test_a_bad_id_of_a_later_request_is_named():
+    """Where it stands in its own request, by the table's policy; offsets of each request are judged alone."""
+    good, bad = make_ask("t1", "sum", [[1]]), make_ask("t1", "sum", [[1], [2, 19]])
+    ids, offsets = (good.ids, bad.ids), (good.offsets, bad.offsets)
+    with pytest.raises(BadId, match="id 19 at position 2"):
+        make_tables().lookup_bags([LookupBags(lookup=good.lookup, ids=ids, offsets=offsets)])
+    for broken in (torch.tensor([0, 2]), torch.tensor([], dtype=torch.int64)):
+        with pytest.raises(ValueError, match="offsets"):
+            parts = LookupBags(lookup=good.lookup, ids=(good.ids, good.ids), offsets=(good.offsets, broken))
+            make_tables().lookup_bags([parts])
 
 
 def test_answers_stay_when_the_next_is_asked():
