@@ -55,7 +55,7 @@ def _unet_bytes(images: ImagesSection) -> int:
 def _bytes_of(base: BaseSource) -> int:
     folder = Path(base.folder)
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
-        from plait_serving.diffusion.hub import fetch_from_hub
+        from plait_serving.diffusion.sources.hub import fetch_from_hub
 
         try:
             folder = fetch_from_hub(base.model, base.revision)

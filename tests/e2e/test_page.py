@@ -22,10 +22,8 @@ from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
 from support.app_server import wait_for
 from support.browser import chromium, needs_browser
-from support.cluster import shared_serve
 
 pytestmark = [pytest.mark.cluster, *needs_browser]
-__all__ = ["shared_serve"]
 
 ESCAPE = "\ue00c"
 APP = "page"

@@ -14,7 +14,7 @@ import pytest
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import EngineError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
 from support.tiny import tiny_sd, tiny_sdxl
 
@@ -48,7 +48,7 @@ def models(tmp_path_factory):
 def serving(models, tmp_path):
     """An engine of the first model with an empty folder of more."""
     folder = tmp_path / "more"
-    assembled = build_engine_of({"first": settings(models["first"])}, folder=ModelFolder(folder))
+    assembled = build_engine_of({"first": settings(models["first"])}, folder=FolderOfModels(folder))
     folder.mkdir()
     yield assembled, folder
     assembled.engine.stop(drain_s=0)
@@ -166,13 +166,13 @@ def test_only_whole_folders_inside_are_models(tmp_path, models):
     shutil.copytree(models["b"], root / ".hidden")
     (root / "empty").mkdir()
     (root / "file").touch()
-    found = ModelFolder(root).list()
+    found = FolderOfModels(root).list()
     assert list(found) == ["b", "twin"]
     assert found["b"].folder == found["twin"].folder == root / "b"
-    assert ModelFolder(root).list()["b"] == found["b"]
+    assert FolderOfModels(root).list()["b"] == found["b"]
     (root / "b" / "unet" / "config.json").write_text("{}")
-    assert ModelFolder(root).list()["b"].stamp != found["b"].stamp
-    assert ModelFolder(tmp_path / "none").list() == {}
+    assert FolderOfModels(root).list()["b"].stamp != found["b"].stamp
+    assert FolderOfModels(tmp_path / "none").list() == {}
 
 
 # ---- sleep and wake ------------------------------------------------------------------------------------------------

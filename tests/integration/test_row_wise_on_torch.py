@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from plait_serving.diffusion.knobs import Exact, ExecutorName
+from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
 from support.denoise import max_difference
 from support.engine_probe import Probe
-from support.prepared import CLOSE, CONTROLLED, PLAIN, Models, dressed, write_models
+from support.prepared import CLOSE, CONTROLLED, PLAIN, SETS, Models, asked, dressed, write_models
 from support.tiny import tiny_sd
 
 
@@ -73,3 +75,22 @@ def test_a_layer_that_takes_no_factors_is_merged_beside_others(models, probe):
     assert sorted(probe.batches) == [1, 1, 2, 2]
     for ours, one in zip(found, requests, strict=True):
         assert max_difference(ours, models.reference(one)) < CLOSE
+
+
+def test_a_model_with_a_set_in_its_weights_gives_the_images_of_the_set_as_an_input(models, probe, tmp_path):
+    """`plait models merge` on float32 files: two LoRAs, convolutions, text encoders."""
+    names = ("both", "conv", "text")
+    row_wise = probe.latents(*map(dressed, names))
+    assert probe.batches == [3, 3]
+    for name, expected in zip(names, row_wise, strict=True):
+        files = [
+            LoraFile(name=lora.name, path=models.folder / "loras" / f"{lora.name}.safetensors", scale=lora.scale)
+            for lora in SETS[name]
+        ]
+        write_merged(models.base, files, tmp_path / name)
+        merged = replace(models, base=tmp_path / name).build(executor=ExecutorName.TORCH)
+        try:
+            (found,) = merged.latents(asked(f"dressed {name}"))
+        finally:
+            merged.engine.stop(drain_s=0)
+        assert max_difference(found, expected) < CLOSE

@@ -9,7 +9,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.values import (
@@ -77,7 +76,7 @@ def test_every_spacing_equals_diffusers(sd, scheduler, sigmas):
         (ours,) = probe.latents(asked)
         assert difference(ours, reference(asked)) <= ALONE
     (plain,) = probe.latents(ask(22, scheduler=scheduler, sigmas=Sigmas.NORMAL, edit=IMG2IMG))
-    assert (sigmas is Sigmas.NORMAL) == torch.equal(plain, ours)
+    assert (sigmas is Sigmas.NORMAL) == (difference(plain, ours) <= ALONE)
 
 
 @pytest.mark.parametrize("options", RANDOM, ids=RANDOM_IDS)
@@ -88,7 +87,7 @@ def test_random_samplers_equal_diffusers_and_repeat(sd, options):
     (ours,) = probe.latents(asked)
     assert difference(ours, reference(asked)) <= ALONE
     (again,) = probe.latents(asked)
-    assert torch.equal(again, ours)
+    assert difference(again, ours) <= ALONE  # not to the bit: a program may have been compiled meanwhile
     (second,) = probe.latents(replace(asked, n=1, seed=32))
     assert difference(ours[1:], second) <= IN_COMPANY
     (other,) = probe.latents(replace(asked, n=1, seed=33))

@@ -27,12 +27,19 @@ class SharedServe:
 
 @pytest.fixture(scope="session")
 def shared_serve() -> Iterator[SharedServe]:
-    """The session's one Ray in the tests' own process. Starting it takes ten seconds."""
+    """The session's one Ray in the tests' own process. Starting it takes ten seconds.
+
+    conftest offers it. A module that imports it makes another fixture of it, whose Ray would end the first one.
+    """
+    global _is_started
+    assert not _is_started, "a test module imports shared_serve: take it as an argument only"
+    _is_started = True
     yield _STARTED.enter_context(_local_serve())
     stop_shared()
 
 
 _STARTED = ExitStack()
+_is_started = False
 
 
 def stop_shared() -> None:

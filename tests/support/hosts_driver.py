@@ -58,7 +58,7 @@ class Load:
         """Waits for the last ones."""
         self._stopped.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(120)
 
 
 def post(path: str, body: Any) -> tuple[int, Any]:
@@ -66,7 +66,7 @@ def post(path: str, body: Any) -> tuple[int, Any]:
     headers = {"content-type": "application/json"}
     request = urllib.request.Request(URL + path, data=json.dumps(body).encode(), headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=120) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -134,7 +134,7 @@ def whereabouts(serve: Any, deployment: str) -> list[str]:
 
 
 def main() -> None:
-    """Attaches, deploys, and obeys."""
+    """Attaches, starts Serve, and obeys."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what Ray prints belongs to the log
     import ray
@@ -144,13 +144,15 @@ def main() -> None:
     address, application, requests = sys.argv[1], yaml.safe_load(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     ray.init(address=address, log_to_driver=False, logging_level="error", _node_ip_address=address.split(":")[0])
     serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": 8000})
-    serve.context._get_global_client().deploy_apps(ServeDeploySchema.model_validate({"applications": [application]}))
     load: Load | None = None
     print(json.dumps("there"), file=answers, flush=True)
     for line in sys.stdin:
         command, *words = line.split()
         answer: Any = None
-        if command == "probe":
+        if command == "deploy":
+            schema = ServeDeploySchema.model_validate({"applications": [application]})
+            serve.context._get_global_client().deploy_apps(schema)
+        elif command == "probe":
             answer = {"ranking": ranking(0, requests)(), "image": image()()}
         elif command == "load":
             load = Load({"ranking a": ranking(0, requests), "ranking b": ranking(1, requests), "image": image()})

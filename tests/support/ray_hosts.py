@@ -20,20 +20,24 @@ from support.fabric_hosts import Hosts, hosts
 
 _PORT = 6379
 _OBJECTS_BYTES = 80 << 20
-_HEAD_S = 60.0
-"""Nodes that come before the head give up."""
+_PATIENCE_S = 120.0
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
-    # A host that is cut off is given up after some seconds; by default it takes half a minute and more.
+    # For busy machines: Serve gives its proxy 5 s to begin and 10 s to answer, Ray its processes 30 and 60.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
+    "RAY_agent_register_timeout_ms": "240000",
+    "RAY_worker_register_timeout_seconds": "240",
+    # A dead host is given up after some seconds, one that is only slow not before half a minute.
     "RAY_health_check_initial_delay_ms": "2000",
     "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "2000",
-    "RAY_health_check_failure_threshold": "5",
+    "RAY_health_check_timeout_ms": "5000",
+    "RAY_health_check_failure_threshold": "6",
 }
+_STARTED = "Ray runtime started"
 _ENTER = 'mount --bind "$0" "$1" && mount --bind "$1/boot_id" /proc/sys/kernel/random/boot_id && shift && exec "$@"'
 """Its own folder at the path that all hosts know, and a boot id, by which plait tells hosts apart."""
 
@@ -54,24 +58,33 @@ class RayHosts:
         return f"{self.hosts.address(1)}:{_PORT}"
 
     def join(self, host: int, *, cpus: int, gpus: int = 0, labels: Mapping[str, str]) -> None:
-        """Starts a host's node; it attaches by itself. Host 1 first."""
-        where = ["--head", f"--port={_PORT}", "--include-dashboard=false", f"--temp-dir={self._folder / 'ray'}"]
+        """Starts a host's node and waits until it is there. Host 1 first; one at a time, since Ray gives a node 30 s to
+        come up, and a second chance, since that may be too little on a very busy machine."""
+        head = ["--head", f"--port={_PORT}", "--include-dashboard=false", "--no-monitor"]
         ray = [str(Path(sys.executable).with_name("ray")), "start", "--block", "--disable-usage-stats"]
-        named = ",".join(f"{key}={value}" for key, value in labels.items())
-        self.run(
-            host,
+        command = [
             *ray,
-            *(where if host == 1 else [f"--address={self.address}"]),
+            *([*head, f"--temp-dir={self._folder / 'ray'}"] if host == 1 else [f"--address={self.address}"]),
             f"--node-ip-address={self.hosts.address(host)}",
             f"--num-cpus={cpus}",
             f"--num-gpus={gpus}",
-            f"--labels={named}",
+            f"--labels={','.join(f'{key}={value}' for key, value in labels.items())}",
             f"--object-store-memory={_OBJECTS_BYTES}",
-        )
-        until_s = time.monotonic() + _HEAD_S
-        while host == 1 and "Ray runtime started" not in self.log(1):
-            assert time.monotonic() < until_s, f"Ray's head did not start\n{self.log(1)}"
+            "--include-log-monitor=false",
+        ]
+        if not (self._comes_up(host, command) or self._comes_up(host, command)):
+            raise AssertionError(f"Ray did not start on host {host}\n{self.log(host)}")
+
+    def _comes_up(self, host: int, command: list[str]) -> bool:
+        before = self.log(host, 1 << 30).count(_STARTED)
+        node = self.run(host, *command)
+        until_s = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until_s and node.poll() is None:
+            if self.log(host, 1 << 30).count(_STARTED) > before:
+                return True
             time.sleep(0.2)
+        self.kill(host)
+        return False
 
     def run(self, host: int, *command: str, pipes: bool = False) -> subprocess.Popen[str]:
         """Starts a program on a host."""
@@ -97,28 +110,31 @@ class RayHosts:
         self._started.append(made)
         return made
 
-    def log(self, host: int) -> str:
+    def log(self, host: int, characters: int = 4_000) -> str:
         """What the programs of a host printed last."""
         path = self._folder / str(host) / "log"
-        return path.read_text(errors="replace")[-4_000:] if path.exists() else ""
+        return path.read_text(errors="replace")[-characters:] if path.exists() else ""
 
     def kill(self, host: int) -> None:
         """Kills all processes of a host, as a machine dies that loses power."""
-        found = subprocess.run(
-            ["ip", "netns", "pids", self.hosts.name(host)], capture_output=True, text=True, check=False
-        )
-        for pid in map(int, found.stdout.split()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        while found := self._processes(host):  # some may be starting others
+            for pid in found:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            time.sleep(0.05)
+
+    def _processes(self, host: int) -> list[int]:
+        command = ["ip", "netns", "pids", self.hosts.name(host)]
+        return [int(pid) for pid in subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()]
 
     def stop(self, count: int) -> None:
         """Kills everything."""
         for host in range(1, count + 1):
             self.kill(host)
         for process in self._started:
-            process.wait(30)
+            process.wait(_PATIENCE_S)
 
 
 @contextmanager

@@ -74,6 +74,51 @@ def verify_models(
         raise typer.Exit(99)
 
 
+@app.command("merge")
+def merge_loras(
+    base: Annotated[str, typer.Argument(help="a model of the configuration, a diffusers folder, or owner/name@commit")],
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", help="an empty or new folder")],
+    lora: Annotated[
+        list[str],
+        typer.Option(metavar="NAME[:SCALE]", help="of the configuration, or a .safetensors file; may be repeated"),
+    ],
+    config: Config = None,
+) -> None:
+    """Write a base model with LoRAs in its weights: for who always wants them, at no cost in any step.
+
+    The folder has the dtype of the model's files, and everything that the LoRAs leave alone as it is.
+    """
+    from plait.config import load_config
+    from plait.errors import PlaitError
+    from plait.offline.images import OrderError, parse_lora
+    from plait_serving.diffusion.sources.staging import require_new_folder
+
+    images = load_config(config).images
+    if images is None:
+        raise PlaitError("the configuration says images: null; there is nothing to merge into")
+    require_new_folder(out)
+    try:
+        wanted = [(name, 1.0 if scale is None else scale) for name, scale in map(parse_lora, lora)]
+    except OrderError as error:
+        print(f"plait models merge: {error}", file=sys.stderr)
+        raise typer.Exit(2) from error
+    scales = dict(wanted)
+    if len(scales) < len(wanted):
+        raise typer.BadParameter("names a LoRA twice", param_hint="--lora")
+    print("loading the model classes ...", file=sys.stderr, flush=True)
+    from plait.offline.merging import merge
+
+    for part in merge(images, base, scales, out):
+        print(
+            f"{part.component}: {part.changed} of {part.weights} weights changed, rounded to {part.dtype} "
+            f"(at most {part.tolerance:.1e} of each)",
+            file=sys.stderr,
+        )
+    print(f"serve it: images: {{model: {out.absolute()}}} in plait.yaml", file=sys.stderr)
+    print(out)
+
+
 app.command("random")(random_model)
 app.command("package")(package_model)
 app.command("explain")(explain_model)

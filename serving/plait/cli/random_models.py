@@ -48,7 +48,7 @@ def random_model(
 
 def _require_new(out: Path, *, file: bool) -> None:
     """Refuse what is there already, before the libraries are loaded."""
-    from plait_serving.random_models.staging import require_new_file, require_new_folder
+    from plait_serving.diffusion.sources.staging import require_new_file, require_new_folder
 
     (require_new_file if file else require_new_folder)(out)
 

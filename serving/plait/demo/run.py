@@ -1,10 +1,12 @@
-"""`plait demo`: its own server, images over HTTP, a contact sheet with timings, films ranked for two people, a short
-load test, and then a tuning job of three trials on a clone."""
+"""`plait demo`: a second base model, its own server, images over HTTP, a contact sheet with timings, films ranked for
+two people, a short load test, and then a tuning job of three trials on a clone."""
 
 from __future__ import annotations
 
 import base64
 import io
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,14 +21,19 @@ from typing import TYPE_CHECKING, Any, Protocol
 from plait.demo.ranking import offers_ranking, post_rank, rank_for_everybody
 from plait.errors import ServeError
 from plait.server import processes
+from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from PIL.Image import Image
 
+_PLAIT = (sys.executable, "-m", "plait.cli.main")
 _STOP_TIMEOUT_S = 60.0
 _THUMBNAIL_PX, _CAPTION_PX, _GAP_PX = 192, 34, 8
+
+SECOND, ITS_LORA = "sketchbook", "sketch"
+"""The second base model: the starter with this LoRA in its weights."""
 
 
 class PostsImages(Protocol):
@@ -38,15 +45,19 @@ class PostsImages(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scene:
-    """One image of the demo. `control`: (ControlNet, file name of the earlier scene that guides it); `source`: (file
-    name of the earlier scene that it starts from, strength)."""
+    """One image of the demo. `control`: (ControlNet, file name of the earlier scene that guides it); `source`: file
+    name of the earlier scene that it starts from, by `strength`, or of which the upper share `anew` is made anew;
+    `model`: another than the starter."""
 
     name: str
     prompt: str
     seed: int = 1
     loras: tuple[tuple[str, float], ...] = ()
     control: tuple[str, str] | None = None
-    source: tuple[str, float] | None = None
+    source: str | None = None
+    anew: float | None = None
+    strength: float | None = None
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +77,10 @@ ALONE = (
     Scene(name="controlnet-colors", prompt="red apple", control=("colors", "guide")),
     Scene(name="lora-noto", prompt="red apple", loras=(("noto", 1.0),)),
     Scene(name="lora-sketch", prompt="red apple", loras=(("sketch", 1.0),)),
-    Scene(name="edit", prompt="red apple", source=("guide", 0.7)),
+    Scene(name="edit", prompt="rose", seed=2, source="guide", anew=0.72),
     Scene(name="both", prompt="red apple", loras=(("noto", 1.0),), control=("edges", "guide")),
+    Scene(name="second-model", prompt="umbrella", model=SECOND),
+    Scene(name="second-model-edit", prompt="sunflower", seed=2, model=SECOND, source="guide", strength=0.3),
 )
 TOGETHER = (
     Scene(name="together-1", prompt="pizza", seed=3),
@@ -76,13 +89,17 @@ TOGETHER = (
 
 
 def run(out: Path, *, say: Callable[[str], None]) -> Path:
-    """Start a server, make every scene, rank films, write a load report into `out`, stop the server and tune a clone.
+    """Make a second base model, start a server, make every scene, rank films, write a load report into `out`, stop the
+    server and tune a clone.
 
     Return the path of the contact sheet.
     """
     out.mkdir(parents=True, exist_ok=True)
     started_s = time.monotonic()
-    with own_server() as url:
+    folder = second_model(out)
+    say(f"  {folder}  a base model: the starter with {ITS_LORA} in its weights, {time.monotonic() - started_s:.1f} s")
+    started_s = time.monotonic()
+    with own_server(folder) as url:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
         images = play(lambda body: post(url, body), out, say=say)
         if ranks := offers_ranking(url):
@@ -125,8 +142,13 @@ def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
         name, guide = scene.control
         body["controlnets"] = [{"name": name, "image": _encoded(out, guide), "preprocess": True}]
     if scene.source is not None:
-        earlier, strength = scene.source
-        body |= {"image": _encoded(out, earlier), "strength": strength}
+        body["image"] = _encoded(out, scene.source)
+    if scene.source is not None and scene.anew is not None:
+        body["mask"] = _mask(out / f"{scene.source}.png", scene.anew)
+    if scene.strength is not None:
+        body["strength"] = scene.strength
+    if scene.model is not None:
+        body |= {"model": scene.model, "guidance_scale": STARTER_GUIDANCE}
     started_s = time.monotonic()
     answer = ask(body)
     seconds = time.monotonic() - started_s
@@ -138,6 +160,19 @@ def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
 def _encoded(out: Path, name: str) -> str:
     """Return an earlier scene's image as base64."""
     return base64.b64encode((out / f"{name}.png").read_bytes()).decode()
+
+
+def _mask(image: Path, anew: float) -> str:
+    """Return a mask for an image as base64: white, which is to be made anew, in its upper share."""
+    from PIL import Image as Images
+
+    with Images.open(image) as source:
+        width, height = source.size
+    mask = Images.new("L", (width, height))
+    mask.paste(255, (0, 0, width, round(height * anew)))
+    file = io.BytesIO()
+    mask.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def smoke(url: str, page: Path) -> str:
@@ -183,10 +218,23 @@ def contact_sheet(images: Sequence[DemoImage]) -> Image:
     return sheet
 
 
+def second_model(out: Path) -> Path:
+    """Write the second base model anew, as the command does, and return its folder."""
+    folder = out / SECOND
+    if (folder / "model_index.json").is_file():  # of an earlier demo
+        shutil.rmtree(folder)
+    command = [*_PLAIT, "models", "merge", STARTER_MODEL, "--lora", ITS_LORA, "--out", str(folder)]
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+        raise ServeError(f"plait models merge ended with exit code {code}; what it said is above")
+    return folder
+
+
 @contextmanager
-def own_server() -> Iterator[str]:
-    """Run `plait serve` on a free port for the duration of the block, its progress on our stderr; yield its URL."""
-    command = [sys.executable, "-m", "plait.cli.main", "serve", "--port", "0"]
+def own_server(second: Path) -> Iterator[str]:
+    """Run `plait serve` on a free port for the duration of the block, with the starter and a `second` model, its
+    progress on our stderr; yield its URL."""
+    models = json.dumps({STARTER_MODEL: STARTER_MODEL, second.name: str(second.resolve())})
+    command = [*_PLAIT, "serve", "--port", "0", "--set", f"images.models={models}"]
     # A session of its own: Ctrl-C reaches us alone, and we then stop it in the ordinary way. SIGTERM to us does the
     # same, and if we are killed the kernel tells the server to stop.
     process = subprocess.Popen(

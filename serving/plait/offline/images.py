@@ -158,9 +158,15 @@ def option_of(param: str | None) -> str:
     return names.get(field, f"--{field}" if field else "the request")
 
 
-def _lora(text: str) -> dict[str, Any]:
+def parse_lora(text: str) -> tuple[str, float | None]:
+    """Read `NAME[:SCALE]`; None: no scale was given. Raises `OrderError`."""
     name, colon, scale = text.partition(":")
-    return {"name": name, **({"scale": _number(scale, "--lora", text)} if colon else {})}
+    return name, _number(scale, "--lora", text) if colon else None
+
+
+def _lora(text: str) -> dict[str, Any]:
+    name, scale = parse_lora(text)
+    return {"name": name, **({} if scale is None else {"scale": scale})}
 
 
 def _controlnet(text: str, preprocess: bool) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.hub import fetch_from_hub
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
+from plait_serving.diffusion.sources.hub import fetch_from_hub
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)

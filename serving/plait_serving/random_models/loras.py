@@ -16,9 +16,9 @@ from pathlib import Path
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+from plait_serving.diffusion.sources.staging import new_file
 from plait_serving.random_models.architectures import Architecture
 from plait_serving.random_models.names import DtypeName, LoraSpelling
-from plait_serving.random_models.staging import new_file
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.weights import build_on_meta, published_name
 from plait_serving.random_models.write import Report

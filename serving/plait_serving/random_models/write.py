@@ -10,9 +10,9 @@ from typing import Any
 import diffusers
 from torch import nn
 
+from plait_serving.diffusion.sources.staging import new_folder
 from plait_serving.random_models.architectures import Architecture, ModelPart, SchedulerPart
 from plait_serving.random_models.names import DtypeName
-from plait_serving.random_models.staging import new_folder
 from plait_serving.random_models.tensor_file import write_tensors
 from plait_serving.random_models.vocabulary import write_tokenizer
 from plait_serving.random_models.weights import build_on_meta, drawn_weights

@@ -8,8 +8,8 @@ import pytest
 
 from plait.errors import PlaitError
 from plait.precision import settled
-from plait_serving.diffusion import hub
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.sources import hub
 from plait_serving.images.config import ImagesSection
 
 GAINS, TOO_SMALL = 300_000_000, 100_000_000

@@ -93,8 +93,8 @@ class HandleImageService:
 
     def _tell_all(self, model: str, asleep: bool) -> list[Any]:
         try:
-            told = self._handle.broadcast("rest", model, asleep)
-            return list(told.results(timeout_s=_REST_TIMEOUT_S, return_exceptions=True))
+            answers = self._handle.broadcast("rest", model, asleep)
+            return list(answers.results(timeout_s=_REST_TIMEOUT_S, return_exceptions=True))
         except (RayError, RayServeException) as error:
             raise self._translated(error) from error
 

@@ -9,7 +9,7 @@ in the table matches nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -75,6 +75,12 @@ class LoraTargets:
         dotted = {name: ref for ref in shapes for name in _dotted_names(ref)}
         kohya = {name: ref for ref in shapes for name in _kohya_names(ref, blocks)}
         return cls(shapes=MappingProxyType(shapes), dotted=MappingProxyType(dotted), kohya=MappingProxyType(kohya))
+
+
+def components_of(unet: nn.Module, text_encoders: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return the modules that LoRAs change, by component."""
+    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(text_encoders)}
+    return {"unet": unet, **texts}
 
 
 def is_mergeable(module: nn.Module) -> bool:

@@ -28,11 +28,10 @@ from plait_serving.diffusion.denoisers.graphed import graphed_halves
 from plait_serving.diffusion.denoisers.row_wise import row_wise_halves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.hub import fetch_from_hub
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
-from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.lora.targets import LoraTargets, components_of
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
 from plait_serving.diffusion.preparation import (
     Preparer,
@@ -49,6 +48,7 @@ from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
 from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.sources.hub import fetch_from_hub
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.takeover import Takeover
 from plait_serving.diffusion.values import ImageRequest, Scheduler
@@ -125,7 +125,9 @@ class BaseModel:
         self.served = ServedModel(
             name=name,
             limits=_limits(self.outline, settings.limits, around.memory_bytes or 0),
-            loras=around.loras(LoraTargets.of(_components(self.outline)), settings.lora_source),
+            loras=around.loras(
+                LoraTargets.of(components_of(self.outline.unet, self.outline.text_encoders)), settings.lora_source
+            ),
             controlnets=self.controlnets,
             measure=PromptEncoder(self.outline, tokens=self._tokens).size,
             load=self._load,
@@ -152,7 +154,7 @@ class BaseModel:
         takeover, bundle = self._ready or self._read()
         self._ready = None
         weights = takeover.unet_weights(bundle)
-        components = _components(bundle)
+        components = components_of(bundle.unet, bundle.text_encoders)
         texts = {name: part for name, part in components.items() if name != "unet"}
         merger, text_merger = Merger({"unet": bundle.unet}, before_write=weights.take), Merger(texts)
         denoiser = UNetDenoiser(
@@ -256,12 +258,6 @@ class BaseModel:
             )
             client = self._around.local[folder] = LocalControlNetClient(name, runner)
         return client
-
-
-def _components(bundle: Bundle) -> dict[str, torch.nn.Module]:
-    """Return the modules that LoRAs change, by component."""
-    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
-    return {"unet": bundle.unet, **texts}
 
 
 def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:

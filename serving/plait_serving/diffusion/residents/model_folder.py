@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from plait_serving.diffusion.values import NAME_PATTERN
 
-__all__ = ["FoundModel", "ModelFolder"]
+__all__ = ["FoundModel", "FolderOfModels"]
 
 _INDEX = "model_index.json"
 _MAX_FILES = 1000  # of one model
@@ -24,7 +24,7 @@ class FoundModel:
     stamp: str
 
 
-class ModelFolder:
+class FolderOfModels:
     """Every diffusers folder in it is a base model, by its name. It is read anew at every call. Links that lead out of
     it are ignored, and so are names that `NAME_PATTERN` refuses."""
 

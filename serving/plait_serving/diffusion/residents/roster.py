@@ -14,7 +14,7 @@ from types import MappingProxyType
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.residents.base_model import BaseModel
-from plait_serving.diffusion.residents.model_folder import FoundModel, ModelFolder
+from plait_serving.diffusion.residents.model_folder import FoundModel, FolderOfModels
 
 __all__ = ["Growth", "Roster", "check_no_twin"]
 
@@ -28,7 +28,7 @@ _PERIOD_S = 1.0
 class Growth:
     """Where more models come from. `make` reads one, without its weights; it raises `ModelError`."""
 
-    folder: ModelFolder
+    folder: FolderOfModels
     make: Callable[[str, Path], BaseModel]
     engine: Engine
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import base64
 import io
 import json
+import subprocess
 import threading
 
+import pytest
 from PIL import Image
 
 from plait.demo import run as demo
+from plait.errors import ServeError
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 from support import loadtest_records
 
@@ -51,7 +54,11 @@ def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     controlled = [body for body in ask.bodies if "controlnets" in body]
     assert controlled
     assert all(body["controlnets"][0]["image"] == guide for body in controlled)
-    assert [body["image"] for body in ask.bodies if "image" in body] == [guide]
+    edits = [body for body in ask.bodies if "image" in body]
+    assert {edit["image"] for edit in edits} == {guide}
+    (masked,) = [edit["mask"] for edit in edits if "mask" in edit]
+    mask = Image.open(io.BytesIO(base64.b64decode(masked)))
+    assert [mask.getpixel((0, y)) for y in (0, 11, 12, 15)] == [255, 255, 0, 0]  # of 16 lines
     assert len(images) == len(demo.ALONE) + len(demo.TOGETHER)
     assert all(image.path.is_file() for image in images)
     assert all(any(str(image.path) in line for line in said) for image in images)
@@ -64,6 +71,26 @@ def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
     ask = Asked()
     demo.play(ask, tmp_path, say=lambda _: None)
     assert ask.max_at_once == len(demo.TOGETHER) >= 2
+
+
+def test_cli_demo_asks_a_second_model(tmp_path, monkeypatch):
+    """It is made anew by the command; it makes an image, and edits one."""
+    ask, commands = Asked(), []
+    demo.play(ask, tmp_path, say=lambda _: None)
+    assert ["image" in body for body in ask.bodies if body.get("model") == demo.SECOND] == [False, True]
+    (tmp_path / demo.SECOND).mkdir()
+    (tmp_path / demo.SECOND / "model_index.json").write_text("{}")
+
+    def run(command, **_):
+        commands.append(command)
+        assert not (tmp_path / demo.SECOND).exists()
+        return subprocess.CompletedProcess(command, len(commands) - 1)
+
+    monkeypatch.setattr(demo.subprocess, "run", run)
+    assert demo.second_model(tmp_path) == tmp_path / demo.SECOND
+    assert commands[0][-6:] == ["merge", "emoji", "--lora", "sketch", "--out", str(tmp_path / demo.SECOND)]
+    with pytest.raises(ServeError, match="ended with exit code 1"):
+        demo.second_model(tmp_path)
 
 
 def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):

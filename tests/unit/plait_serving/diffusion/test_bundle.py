@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.model_config import Family, check_controlnet_config
 from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request
 from support.tiny import tiny_sd

@@ -16,7 +16,8 @@ from transformers import CLIPTokenizer
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.model_config import family_of
-from plait_serving.random_models import staging, tensor_file
+from plait_serving.diffusion.sources import staging
+from plait_serving.random_models import tensor_file
 from plait_serving.random_models.architectures import ARCHITECTURES
 from plait_serving.random_models.names import DtypeName, FamilyName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors

@@ -1,0 +1,134 @@
+"""A base model with a LoRA set in its weights, as a folder: what most published checkpoints are.
+
+The merge is the engine's own, in the dtype of the files; everything that no LoRA changes is copied as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from plait_serving.diffusion.bundle import load_bundle, resolve_source
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.loading import load_module
+from plait_serving.diffusion.lora.formats import LoadedLora, parse
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.targets import LoraTargets, components_of, live_weight
+from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.sources.hub import fetch_from_hub
+from plait_serving.diffusion.sources.staging import new_folder, require_new_folder
+from plait_serving.diffusion.values import LoraRef
+from plait_serving.diffusion.weight_files import WeightFiles, find_weights
+
+__all__ = ["LoraFile", "MergedPart", "write_merged"]
+
+_CPU = torch.device("cpu")
+_PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*")
+_INDEX, _CONFIG = "model_index.json", "config.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraFile:
+    """A LoRA to merge."""
+
+    name: str
+    path: Path
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedPart:
+    """What was done to one component. `tolerance`: what rounding to the files' dtype may take off a weight, relative to
+    it; with the LoRA as an input of each step nothing is rounded."""
+
+    component: str
+    weights: int
+    changed: int
+    dtype: str
+    tolerance: float
+
+
+def write_merged(
+    source: str | Path, loras: Sequence[LoraFile], out: Path, *, revision: str | None = None
+) -> tuple[MergedPart, ...]:
+    """Write `source` (a folder, or a hub id at `revision`) with the LoRAs in its weights into the new folder `out`.
+
+    Takes memory for twice the parts that change. Raises `ModelError` and `LoraError`, and OSError as the file system
+    does.
+    """
+    require_new_folder(out)
+    folder = resolve_source(source, revision, fetch_from_hub)
+    outline = load_bundle(folder, safety_checker=False, outline=True)
+    components = components_of(outline.unet, outline.text_encoders)
+    targets = LoraTargets.of(components)
+    loaded = {lora.name: parse(lora.name, lora.path, targets) for lora in loras}
+    touched = {ref.component for lora in loaded.values() for ref in lora.factors}
+    files = {name: find_weights(folder / name) for name in components if name in touched}
+    need = MemoryNeed.of([(part, part.stored_dtype) for part in files.values()] * 2)
+    check_memory(str(folder), need, _CPU)
+    modules = {name: load_module(type(components[name]), part, part.stored_dtype, _CPU) for name, part in files.items()}
+    merger = Merger(modules)
+    merger.switch(tuple(LoraRef(name=lora.name, scale=lora.scale) for lora in loras), loaded)
+    with new_folder(out, needed_bytes=_size_bytes(folder)) as staged:
+        _copy_parts(folder, staged, but=files.keys())
+        return tuple(
+            _write_part(staged / name, part, modules[name], _changed(name, loaded)) for name, part in files.items()
+        )
+
+
+def _changed(component: str, loaded: Mapping[str, LoadedLora]) -> list[str]:
+    """Return the modules of a component that the LoRAs change."""
+    refs = {ref: None for lora in loaded.values() for ref in lora.factors if ref.component == component}
+    return [ref.module for ref in refs]
+
+
+def _write_part(place: Path, files: WeightFiles, module: torch.nn.Module, changed: Sequence[str]) -> MergedPart:
+    """Write the weights of one part under the names that its files have, and its configuration as it is."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in files.files:
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name, (holder, _) in files.tensors.items() if holder == path}
+    for name in changed:
+        key = _key(name, files)
+        tensors[key] = live_weight(module.get_submodule(name)).to(tensors[key].dtype).contiguous()
+    place.mkdir()
+    shutil.copyfile(files.folder / _CONFIG, place / _CONFIG)
+    stem = files.files[0].name.split(".")[0].split("-")[0]
+    save_file(tensors, place / f"{stem}.safetensors", metadata={"format": "pt"})
+    return MergedPart(
+        component=place.name,
+        weights=len(tensors),
+        changed=len(changed),
+        dtype=str(files.stored_dtype).removeprefix("torch."),
+        tolerance=torch.finfo(files.stored_dtype).eps / 2,
+    )
+
+
+def _key(module: str, files: WeightFiles) -> str:
+    """Return the name of a module's weight in the files: those of text encoders begin with what newer classes
+    dropped."""
+    names = (f"{module}.weight", f"text_model.{module}.weight")
+    for name in names:
+        if name in files.tensors:
+            return name
+    raise ModelError(f"{files.folder}: has no weight {names[0]}: the files have names of an older time")
+
+
+def _copy_parts(folder: Path, staged: Path, *, but: Collection[str]) -> None:
+    """Copy the parts that the model's index names, but those that are written."""
+    index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))
+    shutil.copyfile(folder / _INDEX, staged / _INDEX)
+    for part in index:
+        if (folder / part).is_dir() and part not in but:
+            shutil.copytree(folder / part, staged / part, ignore=shutil.ignore_patterns(*_PICKLES))
+
+
+def _size_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*/*") if path.is_file())

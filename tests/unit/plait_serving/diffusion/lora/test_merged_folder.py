@@ -1,0 +1,106 @@
+"""A base model with LoRAs in its weights: the files' own names and dtype, sums rounded once, all else as it was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from plait_serving.diffusion.bundle import load_bundle
+from plait_serving.diffusion.errors import LoraError, ModelError
+from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
+from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
+
+UNET = "unet/diffusion_pytorch_model.safetensors"
+TEXT = "text_encoder/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """float16 files; the text encoder's names are those of published files."""
+    folder = tiny_sd(tmp_path_factory.mktemp("merged") / "base", dtype=torch.float16)
+    published = {
+        name if name.startswith("text_model.") else f"text_model.{name}": tensor
+        for name, tensor in load_file(folder / TEXT).items()
+    }
+    save_file(published, folder / TEXT, metadata={"format": "pt"})
+    return folder
+
+
+def lora(base, folder, *, scale=0.7, **options) -> LoraFile:
+    return LoraFile(name="one", path=tiny_lora(folder / "one.safetensors", base, **options), scale=scale)
+
+
+def products(path) -> dict[str, torch.Tensor]:
+    """B @ A of every module of a PEFT file, in float64."""
+    tensors = load_file(path)
+    found = {}
+    for key, down in tensors.items():
+        if "lora_A" in key:
+            up = tensors[key.replace("lora_A", "lora_B")]
+            module = key.removesuffix(".lora_A.weight").replace("text_model.", "")
+            found[module] = up.double().flatten(1) @ down.double().flatten(1)
+    return found
+
+
+def test_weights_are_the_exact_sums_rounded_once(base, tmp_path):
+    """Every weight that the file touches is within the tolerance that is reported; every other has its bits."""
+    file = lora(base, tmp_path, conv=True, with_text_encoder=True)
+    parts = write_merged(base, [file], tmp_path / "out")
+    deltas, seen = products(file.path), 0
+    assert [(part.component, part.dtype) for part in parts] == [("unet", "float16"), ("text_encoder", "float16")]
+    for name, part in zip((UNET, TEXT), parts, strict=True):
+        before, after = load_file(base / name), load_file(tmp_path / "out" / name)
+        assert before.keys() == after.keys()
+        for key, was in before.items():
+            delta = deltas.get(f"{part.component}.{key.removesuffix('.weight').removeprefix('text_model.')}")
+            if delta is None:
+                assert torch.equal(after[key], was)
+                continue
+            seen += 1
+            exact = was.double() + file.scale * delta.reshape(was.shape)
+            off = (after[key].double() - exact).abs()
+            assert bool((off <= exact.abs() * part.tolerance * 1.01 + 2e-7).all())  # sums are made in float32
+            assert not torch.equal(after[key], was)
+    assert seen == sum(part.changed for part in parts) == len(deltas)
+
+
+def test_everything_else_is_copied_and_diffusers_loads_it(base, tmp_path):
+    """Configurations, VAE, tokenizer and scheduler byte for byte, but no pickles and no second whole checkpoint."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in base.iterdir():
+        (source / path.name).symlink_to(path)
+    (source / "whole.safetensors").write_bytes(b"x" * 9)
+    write_merged(source, [lora(base, tmp_path)], tmp_path / "out")
+    before = {str(path.relative_to(base)) for path in base.rglob("*") if path.is_file()}
+    after = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert after == before
+    for name in after - {UNET}:
+        assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
+    from diffusers import StableDiffusionPipeline
+
+    StableDiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
+    with safe_open(tmp_path / "out" / UNET, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_of_sdxl_both_text_encoders(tmp_path):
+    """Three parts are written, and the model loads."""
+    base = tiny_sdxl(tmp_path / "xl")
+    parts = write_merged(base, [lora(base, tmp_path, fmt="kohya", with_text_encoder=True)], tmp_path / "out")
+    assert [part.component for part in parts] == ["unet", "text_encoder", "text_encoder_2"]
+    load_bundle(tmp_path / "out")
+
+
+def test_what_cannot_be_merged_leaves_nothing(base, tmp_path):
+    """A LoRA of another model, a folder that is in use, and a model that is none."""
+    other = tiny_sd(tmp_path / "other", block_out_channels=(8, 16))
+    with pytest.raises(LoraError, match="'one'"):
+        write_merged(other, [lora(base, tmp_path)], tmp_path / "out")
+    with pytest.raises(ModelError, match="not an empty folder"):
+        write_merged(base, [lora(base, tmp_path)], other)
+    with pytest.raises(ModelError, match="no such folder"):
+        write_merged(tmp_path / "absent", [lora(base, tmp_path)], tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "other"]
