@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from plait_serving.diffusion.values import NAME_PATTERN
 
-__all__ = ["FoundModel", "FolderOfModels"]
+__all__ = ["FolderOfModels", "FoundModel"]
 
 _INDEX = "model_index.json"
 _MAX_FILES = 1000  # of one model

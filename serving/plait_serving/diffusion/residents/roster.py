@@ -14,7 +14,7 @@ from types import MappingProxyType
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.residents.base_model import BaseModel
-from plait_serving.diffusion.residents.model_folder import FoundModel, FolderOfModels
+from plait_serving.diffusion.residents.model_folder import FolderOfModels, FoundModel
 
 __all__ = ["Growth", "Roster", "check_no_twin"]
 
