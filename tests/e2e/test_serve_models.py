@@ -158,6 +158,32 @@ def streamed(client, model: str, steps: int, move: tuple[Path, Path]) -> str:
     return last
 
 
+def test_all_replicas_sleep_and_wake(client, server):
+    """No replica holds a model that an administrator put to sleep; a request wakes it, and so does `wake`."""
+    before = drawn(client, "one")
+    assert told(server, "one", "sleep") == (200, True)
+    resident(server, lambda models: "one" not in models)
+    assert np.abs(drawn(client, "one") - before).max() <= 1
+    assert told(server, "one", "sleep") == (200, True)
+    resident(server, lambda models: "one" not in models)
+    assert told(server, "one", "wake") == (200, False)
+    resident(server, lambda models: "one" in models)
+    assert told(server, "two-noto", "sleep")[0] == 404
+
+
+def told(server, model: str, what: str) -> tuple[int, bool | None]:
+    status, answer, _ = server.post(f"/v1/models/{model}/{what}")
+    return status, answer.get("asleep")
+
+
+def resident(server, wanted) -> None:
+    """Wait until the models in memory are as wanted."""
+    until_s = time.monotonic() + WAIT_S
+    while not wanted(found := server.get("/v1/status")[1]["resident"]["models"]):
+        assert time.monotonic() < until_s, found
+        time.sleep(0.2)
+
+
 def test_the_status_says_what_is_in_memory(client, server):
     """At most one model in each replica."""
     drawn(client, "one")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import pytest
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import EngineError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
 from support.tiny import tiny_sd, tiny_sdxl
 
@@ -46,7 +48,7 @@ def models(tmp_path_factory):
 def serving(models, tmp_path):
     """An engine of the first model with an empty folder of more."""
     folder = tmp_path / "more"
-    assembled = build_engine_of({"first": settings(models["first"])}, folder=ModelFolder(folder))
+    assembled = build_engine_of({"first": settings(models["first"])}, folder=FolderOfModels(folder))
     folder.mkdir()
     yield assembled, folder
     assembled.engine.stop(drain_s=0)
@@ -164,10 +166,72 @@ def test_only_whole_folders_inside_are_models(tmp_path, models):
     shutil.copytree(models["b"], root / ".hidden")
     (root / "empty").mkdir()
     (root / "file").touch()
-    found = ModelFolder(root).list()
+    found = FolderOfModels(root).list()
     assert list(found) == ["b", "twin"]
     assert found["b"].folder == found["twin"].folder == root / "b"
-    assert ModelFolder(root).list()["b"] == found["b"]
+    assert FolderOfModels(root).list()["b"] == found["b"]
     (root / "b" / "unet" / "config.json").write_text("{}")
-    assert ModelFolder(root).list()["b"].stamp != found["b"].stamp
-    assert ModelFolder(tmp_path / "none").list() == {}
+    assert FolderOfModels(root).list()["b"].stamp != found["b"].stamp
+    assert FolderOfModels(tmp_path / "none").list() == {}
+
+
+# ---- sleep and wake ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_model_that_sleeps_holds_no_memory_and_wakes_for_a_request(models, is_alone):
+    """Its weights are gone, also those of a server's only model; the next request gets the image that it had."""
+    chosen = {"first": settings(models["first"])} | ({} if is_alone else {"xl": settings(models["xl"])})
+    assembled = build_engine_of(chosen)
+    engine = assembled.engine
+    try:
+        before = drawn(assembled, "first")
+        weights = [weakref.ref(part) for part in (assembled.bundle.unet, assembled.bundle.vae)]
+        engine.rest("first", asleep=True)
+        until(lambda: not engine.residents.statistics().resident)
+        gc.collect()
+        assert [part() for part in weights] == [None, None]
+        np.testing.assert_array_equal(drawn(assembled, "first"), before)
+        assert engine.residents.statistics().resident == ("first",)
+    finally:
+        engine.stop(drain_s=0)
+
+
+def test_waking_loads_a_model_without_a_request(models):
+    """It is resident again, and a model that was never asked for becomes so."""
+    assembled = build_engine_of({"first": settings(models["first"]), "xl": settings(models["xl"])})
+    engine = assembled.engine
+    try:
+        engine.rest("first", asleep=True)
+        until(lambda: not engine.residents.statistics().resident)
+        for name in ("first", "xl"):
+            engine.rest(name, asleep=False)
+        until(lambda: engine.residents.statistics().resident == ("first", "xl"))
+        engine.rest("first", asleep=False)
+        np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+        with pytest.raises(NotFound, match="other"):
+            engine.rest("other", asleep=True)
+    finally:
+        engine.stop(drain_s=0)
+
+
+def test_requests_end_before_a_model_sleeps(serving):
+    """What was accepted is finished; what arrives meanwhile, too."""
+    assembled, _ = serving
+    engine, ended = assembled.engine, []
+    begun, both = threading.Event(), threading.Semaphore(0)
+
+    def sink(event) -> None:
+        begun.set()
+        if not isinstance(event, Progress):
+            ended.append(event)
+            both.release()
+
+    engine.submit(asked("first", steps=200), sink)
+    assert begun.wait(WAIT_S)
+    engine.rest("first", asleep=True)
+    engine.submit(asked("first", steps=3), sink)
+    assert both.acquire(timeout=WAIT_S)
+    assert both.acquire(timeout=WAIT_S)
+    assert [type(event) for event in ended] == [Finished, Finished]
+    until(lambda: not engine.residents.statistics().resident)

@@ -130,6 +130,10 @@ class PlaitServer:
         """GET: status, JSON body, headers."""
         return self._ask(urllib.request.Request(self.url + path), timeout_s)
 
+    def post(self, path: str, *, timeout_s: float = 30) -> tuple[int, Any, Mapping[str, str]]:
+        """POST without a body: status, JSON body, headers."""
+        return self._ask(urllib.request.Request(self.url + path, method="POST"), timeout_s)
+
     def generate(
         self, timeout_s: float = 120, headers: Mapping[str, str] | None = None, url: str | None = None, **body: Any
     ) -> tuple[int, Any, Mapping[str, str]]:

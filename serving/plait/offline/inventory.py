@@ -12,7 +12,7 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.sources.layout import family_of_keys
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
@@ -53,7 +53,7 @@ def _package(section: RankModelSection) -> str:
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    more = {} if images.models_folder is None else ModelFolder(images.models_folder).list()
+    more = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
     found = {name: BaseSource(model=str(each.folder)) for name, each in more.items()} | images.base_models
     bases = [_base(name, found[name]) for name in (*images.base_models, *(found.keys() - images.base_models.keys()))]
     controlnets = [

@@ -111,6 +111,9 @@ class EngineMethods(ReplicaMethods, Protocol):
     async def catalog(self) -> Any:
         """Return what can be requested now."""
 
+    async def rest(self, model: str, asleep: bool) -> None:  # Serve passes arguments by place
+        """Let a model's weights leave memory, or bring them back."""
+
     async def health(self) -> Any:
         """Return whether the replica would answer now."""
 

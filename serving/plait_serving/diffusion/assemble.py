@@ -26,7 +26,7 @@ from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.residents.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
-from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.residents.roster import Growth, Roster, check_no_twin
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler, Tenant
 
@@ -134,7 +134,7 @@ def build_engine_of(
     memory_bytes: int | None = None,
     remote: Mapping[str, Callable[[], ControlNetClient]] | None = None,
     costs: StepCosts | None = None,
-    folder: ModelFolder | None = None,
+    folder: FolderOfModels | None = None,
 ) -> Assembled:
     """Build an engine of several models, of which the first is loaded, and start it. Another one that cannot be used is
     left out, with a line in the log; raises `ModelError` if it is the first.
@@ -194,7 +194,7 @@ def _build(
     memory_bytes: int | None,
     remote: Mapping[str, Callable[[], ControlNetClient]],
     costs: StepCosts | None,
-    folder: ModelFolder | None,
+    folder: FolderOfModels | None,
 ) -> Assembled:
     first = next(iter(settings.values()))
     live, caches = _Live(first.knobs), _LoraCaches(first.knobs.host_lora_bytes)

@@ -119,6 +119,15 @@ class Engine:
         self._residents.add(model)
         self.reconfigure(self._knobs)  # caches of LoRAs share what they may take
 
+    def rest(self, name: str, *, asleep: bool) -> None:
+        """Let a model's weights leave memory once its requests have ended, until it is asked for or woken; or bring
+        them back. Returns at once. Raises `NotFound`, or `ModelError` for one that is too large for memory."""
+        model = self._find(name)
+        if not asleep:
+            self._residents.check(model)
+        change = self._residents.sleep if asleep else self._residents.wake
+        self.between_steps(lambda: change(model.name))
+
     def retire(self, name: str) -> None:
         """Take no more requests for a model; those that were accepted are finished."""
         self._residents.retire(name)
@@ -240,14 +249,15 @@ class Engine:
         return list({id(model.loras): model.loras for model in self._residents.models}.values())
 
     def _model_of(self, request: ImageRequest) -> ServedModel:
-        if not request.model:
-            return self._residents.first
-        model = self._residents.find(request.model)
+        return self._find(request.model) if request.model else self._residents.first
+
+    def _find(self, name: str) -> ServedModel:
+        model = self._residents.find(name)
         if model is None:
             self._look_for_models()
-            model = self._residents.find(request.model)
+            model = self._residents.find(name)
         if model is None:
-            raise NotFound(f"there is no model {request.model!r}", param="model")
+            raise NotFound(f"there is no model {name!r}", param="model")
         return model
 
     def _loaded(self, job: ImageJob) -> None:

@@ -41,6 +41,8 @@ _MORE: Mapping[str, tuple[int, ...]] = {
     "post /v1/images/edits": (400, 404, 422, 503, 504),
     "get /v1/models": (503,),
     "get /v1/models/{model_id}": (404, 503),
+    "post /v1/models/{model_id}/sleep": (404, 503),
+    "post /v1/models/{model_id}/wake": (404, 503),
     "get /v1/loras": (503,),
     "get /v1/controlnets": (503,),
     "post /v1/images/control_maps": (400, 404, 503),

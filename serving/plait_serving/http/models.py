@@ -9,19 +9,21 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Depends
 
 from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.ranking.describe import metadata
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import AliasCard, BaseModelCard
 from plait_serving.spelling import hint
 
 router = APIRouter(prefix="/v1", tags=["models"])
+ADMIN = Depends(require_admin)
 image_router = APIRouter(prefix="/v1", tags=["models"])
 """The routes of the lists that only a server with a base model has."""
 
@@ -101,6 +103,28 @@ async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
         near = hint(model_id, found) or f"; this server has {', '.join(map(repr, found)) or 'none yet'}"
         raise NotFound(f"there is no model {model_id[:100]!r}{near}", param="model")
     return found[model_id]
+
+
+@image_router.post("/models/{model_id}/sleep", summary="Let a model's weights leave memory", dependencies=[ADMIN])
+async def sleep(model_id: str, context: ContextDep) -> dict[str, Any]:
+    """Let the weights of a base model leave the memory of all replicas once its requests have ended. The next request
+    for it, or `wake`, brings them back. Needs a key with the role admin."""
+    return await _rest(model_id, context, asleep=True)
+
+
+@image_router.post("/models/{model_id}/wake", summary="Bring a model's weights into memory", dependencies=[ADMIN])
+async def wake(model_id: str, context: ContextDep) -> dict[str, Any]:
+    """Load a base model on all replicas, beside what runs and as far as memory has room for it. Needs a key with the
+    role admin."""
+    return await _rest(model_id, context, asleep=False)
+
+
+async def _rest(name: str, context: RouteContext, *, asleep: bool) -> dict[str, Any]:
+    names = [card.name for card in (await context.image_service.catalog()).models]
+    if name not in names:
+        raise NotFound(f"there is no base model {name[:100]!r}{hint(name, names)}", param="model")
+    await context.image_service.rest(name, asleep=asleep)
+    return {"id": name, "object": "model", "asleep": asleep}
 
 
 @router.get("/words", summary="The words that models know")

@@ -29,6 +29,9 @@ class ImageEngine(Protocol):
     def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> RequestTicket:
         """Accept a request; `sink` is called from engine threads, last with `Finished` or `Failed`."""
 
+    def rest(self, name: str, *, asleep: bool) -> None:
+        """Let a model's weights leave memory, or bring them back. Raises `NotFound`."""
+
 
 class LocalImageService:
     """An `ImageService` that makes all calls into the engine, none of them on the event loop's thread.
@@ -65,6 +68,10 @@ class LocalImageService:
     async def metrics_text(self) -> str:
         """Call `metrics_text` in a thread."""
         return await asyncio.to_thread(self._metrics_text)
+
+    async def rest(self, model: str, *, asleep: bool) -> None:
+        """Tell the engine."""
+        await asyncio.to_thread(self._engine.rest, model, asleep=asleep)
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
         """Submit the request to the engine and yield its events."""

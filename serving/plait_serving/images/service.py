@@ -119,6 +119,10 @@ class ImageService(Protocol):
         that reads it) before the last event cancels the work within one step.
         """
 
+    async def rest(self, model: str, *, asleep: bool) -> None:
+        """Let the weights of a base model leave the memory of every replica once its requests have ended, until it is
+        asked for or woken; or bring them back. Returns at once. Raises `NotFound` and `EngineStopped`."""
+
     async def health(self) -> Health:
         """Return ready only after a warm-up image was made. Never blocks on the queue."""
 

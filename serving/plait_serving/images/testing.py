@@ -101,6 +101,7 @@ class FakeImageService:
         self.submitted: list[ImageRequest] = []
         self.finished: list[str] = []
         self.cancelled: list[str] = []
+        self.asleep: set[str] = set()
         self.steps_run = 0
         self.state = health or Health(ready=True, warmup_s=0.25)
         self._catalog = catalog
@@ -111,6 +112,10 @@ class FakeImageService:
     async def catalog(self) -> Catalog:
         """Return the fixed catalog."""
         return self._catalog
+
+    async def rest(self, model: str, *, asleep: bool) -> None:
+        """Record it in `asleep`."""
+        (self.asleep.add if asleep else self.asleep.discard)(model)
 
     async def health(self) -> Health:
         """Return the fixed health."""

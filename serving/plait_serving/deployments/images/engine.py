@@ -67,6 +67,10 @@ class EngineReplica:
         """Return what can be requested now."""
         return replace(await self._hosted.service.catalog(), start_s=self._start_s)
 
+    async def rest(self, model: str, asleep: bool) -> None:  # Serve passes arguments by place
+        """Let a model's weights leave memory, or bring them back."""
+        await self._hosted.service.rest(model, asleep=asleep)
+
     async def health(self) -> Health:
         """Return ready while the engine is alive and no stop was requested."""
         if self._stopping:

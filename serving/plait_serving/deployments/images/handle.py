@@ -38,6 +38,9 @@ _CATALOG_PATIENCE_S = 1.0
 
 _PAUSE_S = 0.05
 
+_REST_TIMEOUT_S = 10.0
+"""A replica only takes note of it."""
+
 ACCEPT_TIMEOUT_S = 120.0
 """As long again for a replica that dies between that answer and the request, or with it."""
 
@@ -78,6 +81,22 @@ class HandleImageService:
                 return await self._call(method)
             except _ReplicaDied:
                 await asyncio.sleep(_PAUSE_S)  # for Serve to learn of it too
+
+    async def rest(self, model: str, *, asleep: bool) -> None:
+        """Tell every replica. One that starts later holds what it is asked for, like every other."""
+        answers = await asyncio.to_thread(self._tell_all, model, asleep)
+        if not answers:
+            raise self._none_within(_REST_TIMEOUT_S)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise self._translated(answer) from answer
+
+    def _tell_all(self, model: str, asleep: bool) -> list[Any]:
+        try:
+            answers = self._handle.broadcast("rest", model, asleep)
+            return list(answers.results(timeout_s=_REST_TIMEOUT_S, return_exceptions=True))
+        except (RayError, RayServeException) as error:
+            raise self._translated(error) from error
 
     async def metrics_text(self) -> str:
         """Return the metrics of all replicas as one text. Raises `EngineStopped` if no engine answers."""

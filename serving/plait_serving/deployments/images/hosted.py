@@ -26,7 +26,7 @@ from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraS
 from plait_serving.diffusion.queue.pressure import engine_pressure
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.residents.base_model import BaseModel
-from plait_serving.diffusion.residents.model_folder import ModelFolder
+from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
@@ -90,7 +90,7 @@ def load_images(
         )
         for name, base in images.base_models.items()
     }
-    folder = None if images.models_folder is None else ModelFolder(images.models_folder)
+    folder = None if images.models_folder is None else FolderOfModels(images.models_folder)
     assembled = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
     return HostedImages(images, assembled, LoraCards(loras, lambda: _family(assembled), formats=lora_formats))
 

@@ -119,9 +119,8 @@ class BaseModel:
         self.prepared: set[str] = set()
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=around.is_idle)
         self._preparer = self._make_preparer()
-        # One that has no other beside it never leaves: what is known of it without its weights is no more.
+        self.outline = self._bundle(outline=True)
         self._ready = self._read() if around.is_alone else None
-        self.outline = self._bundle(outline=True) if self._ready is None else self._ready[1]
         self._tokens = PromptTokens(self.outline.tokenizers)
         self._denoiser: UNetDenoiser | None = None
         self._loaded: Bundle | None = None
@@ -157,6 +156,7 @@ class BaseModel:
     def _load(self) -> ModelParts:
         """Bring the weights into memory, with the programs that were prepared before."""
         takeover, bundle = self._ready or self._read()
+        self._ready = None
         weights = takeover.unet_weights(bundle)
         components = components_of(bundle.unet, bundle.text_encoders)
         texts = {name: part for name, part in components.items() if name != "unet"}
@@ -209,7 +209,7 @@ class BaseModel:
             safety_checker=self._settings.safety_checker,
             mapped=mapped,
             outline=outline,
-            tokenizers=() if outline or self._around.is_alone else self.outline.tokenizers,
+            tokenizers=() if outline else self.outline.tokenizers,
         )
 
     def _make_preparer(self) -> Preparer | None:

@@ -63,6 +63,7 @@ class Residents:
         self._is_loading = False
         self._load_s: dict[str, float] = {}
         self._used_s: dict[str, float] = {}
+        self._woken_s: dict[str, float] = {}
         self._overtaken_s: dict[str, float] = {}
         self._loads = 0
         self._gives_way_s = 0.0
@@ -113,6 +114,17 @@ class Residents:
                 f"{gigabytes(self._budget_bytes)} (images.memory_bytes)"
             )
 
+    def sleep(self, name: str) -> None:
+        """Let a model's weights leave once no request for it is open; the next one brings them back."""
+        self._models[name].goes_to_sleep = True
+        self._woken_s.pop(name, None)
+
+    def wake(self, name: str) -> None:
+        """Bring a model's weights into memory as if a request for it had arrived."""
+        self._models[name].goes_to_sleep = False
+        if self._models[name].parts is None:
+            self._woken_s[name] = self._clock()
+
     def may_run(self, job: ImageJob) -> bool:
         """Return whether the next step could be one of this job."""
         model = self._models[job.request.model]
@@ -132,7 +144,7 @@ class Residents:
     def tend(self, jobs: Sequence[ImageJob]) -> Mapping[str, EngineError]:
         """Take in what was loaded, and switch if that is due; return why models could not be loaded, by name."""
         failed = self._take_in()
-        self._drop_retired()
+        self._drop_unwanted()
         if len(self._models) == 1 and not self._needs_first(jobs):
             return failed
         if self._switch is None:
@@ -167,7 +179,7 @@ class Residents:
         self._load_s[model.name] = self._clock() - started_s
 
     def _needs_first(self, jobs: Sequence[ImageJob]) -> bool:
-        return bool(jobs) and self.first.parts is None
+        return self.first.parts is None and bool(jobs or self._woken_s)
 
     def _take_in(self) -> dict[str, EngineError]:
         failed: dict[str, EngineError] = {}
@@ -175,6 +187,7 @@ class Residents:
             model, found, seconds = self._arrived.popleft()
             self._switch, self._is_loading = None, False
             self._overtaken_s.pop(model.name, None)
+            self._woken_s.pop(model.name, None)
             if isinstance(found, EngineError):
                 _log.error("%s could not be loaded: %s", model.name, found.message)
                 failed[model.name] = found
@@ -186,15 +199,19 @@ class Residents:
             _log.info("%s is resident after %.2f s", model.name, seconds)
         return failed
 
-    def _drop_retired(self) -> None:
-        retired = [model for model in self._models.values() if model.is_retired and model.parts is not None]
-        open_models = self._open_models() if retired else ()
-        for model in retired:
+    def _drop_unwanted(self) -> None:
+        unwanted = [model for model in self._models.values() if model.is_retired or model.goes_to_sleep]
+        open_models = self._open_models() if unwanted else ()
+        for model in unwanted:
+            if model.is_retired:
+                self._woken_s.pop(model.name, None)
             if model.name not in open_models:
-                self._let_go(model, (), why="takes no requests any more and has left")
+                model.goes_to_sleep = False
+                if model.parts is not None:
+                    self._let_go(model, (), why="has left" if model.is_retired else "sleeps")
 
     def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
-        if all(self._models[job.request.model].parts is not None for job in jobs):
+        if not self._woken_s and all(self._models[job.request.model].parts is not None for job in jobs):
             return None
         return next_switch(self._demands(jobs), budget_bytes=self._budget_bytes, now_s=self._clock())
 
@@ -213,7 +230,7 @@ class Residents:
                 nbytes=model.nbytes,
                 load_s=self.load_s(model),
                 is_resident=model.parts is not None,
-                oldest_s=oldest.get(name),
+                oldest_s=oldest.get(name, self._woken_s.get(name)),
                 overtaken_s=self._overtaken_s.get(name, 0.0),
                 used_s=self._used_s.get(name, 0.0),
                 is_short=name in short,

@@ -32,6 +32,7 @@ class ServedModel:
 
     `parts`: None while the model is not resident. `leaves`: it is about to make room, and begins no request any more.
     Both are the compute thread's. `is_retired`: it takes no request any more, and leaves for good after the last one.
+    `goes_to_sleep`: it leaves after the last one, until it is asked for again.
     """
 
     name: str
@@ -47,3 +48,4 @@ class ServedModel:
     parts: ModelParts | None = None
     leaves: bool = False
     is_retired: bool = False
+    goes_to_sleep: bool = False

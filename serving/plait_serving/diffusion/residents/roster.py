@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,18 +14,21 @@ from types import MappingProxyType
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.residents.base_model import BaseModel
-from plait_serving.diffusion.residents.model_folder import FoundModel, ModelFolder
+from plait_serving.diffusion.residents.model_folder import FolderOfModels, FoundModel
 
 __all__ = ["Growth", "Roster", "check_no_twin"]
 
 _log = logging.getLogger(__name__)
+
+_PERIOD_S = 1.0
+"""Reading the state of every file of a hundred models takes some milliseconds, and every request asks what there is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Growth:
     """Where more models come from. `make` reads one, without its weights; it raises `ModelError`."""
 
-    folder: ModelFolder
+    folder: FolderOfModels
     make: Callable[[str, Path], BaseModel]
     engine: Engine
 
@@ -41,6 +46,7 @@ class Roster:
         self._growth = growth
         self._stamps: dict[str, str] = {}
         self._refused: dict[str, str] = {}
+        self._looked = (0, -math.inf)
         self._lock = threading.Lock()
 
     @property
@@ -49,14 +55,18 @@ class Roster:
         return self._models
 
     def look(self, *, wait: bool = True) -> None:
-        """Take in what came into the folder, and give up what left it. `wait` False: unless somebody is doing so."""
+        """Take in what came into the folder, and give up what left it. `wait` False: unless somebody is doing so, or
+        did and nothing was moved since; files that change in their place are then seen within `_PERIOD_S`."""
         if self._growth is None or not self._lock.acquire(blocking=wait):
             return
         try:
+            now, looked = (self._growth.folder.changed_ns(), time.monotonic()), self._looked
+            if not wait and now[0] == looked[0] and now[1] < looked[1] + _PERIOD_S:
+                return
+            self._looked = now
             found = self._growth.folder.list()
-            for name in [
-                name for name, stamp in self._stamps.items() if name not in found or found[name].stamp != stamp
-            ]:
+            stamps = {name: each.stamp for name, each in found.items()}
+            for name in [name for name, stamp in self._stamps.items() if stamps.get(name) != stamp]:
                 self._give_up(self._growth, name)
             self._refused = {name: why for name, why in self._refused.items() if name in found}
             for name, each in found.items():
