@@ -143,7 +143,7 @@ def _fill(target: memoryview, plan: _SectionPlan, tensors: Mapping[str, torch.Te
     for group in plan.groups:
         stop = start + group.nbytes
         pieces = [tensors[name] for name in group.names]
-        there = _end_to_end(pieces, group)
+        there = _end_to_end(pieces, group, plan.section.dtype)
         if there is not None:
             copy_bytes(target[start:stop], there)
         elif group.nbytes:
@@ -151,12 +151,12 @@ def _fill(target: memoryview, plan: _SectionPlan, tensors: Mapping[str, torch.Te
         start = stop
 
 
-def _end_to_end(pieces: Sequence[torch.Tensor], group: _GroupPlan) -> memoryview | None:
-    """Return the bytes of tensors that lie end to end in one memory, as pooled rows do; None for any others."""
+def _end_to_end(pieces: Sequence[torch.Tensor], group: _GroupPlan, dtype: torch.dtype) -> memoryview | None:
+    """Return the bytes of tensors of this dtype that lie end to end in one memory, as pooled rows do; None for others."""
     first = pieces[0]
     begin = first.data_ptr()
     for piece, start in zip(pieces, group.starts, strict=True):
-        if piece.data_ptr() != begin + start or not piece.is_contiguous():
+        if piece.data_ptr() != begin + start or piece.dtype != dtype or not piece.is_contiguous():
             return None
     left = first.untyped_storage().nbytes() - first.storage_offset() * first.itemsize
     if not 0 < group.nbytes <= left:  # or it is chance that they are neighbours

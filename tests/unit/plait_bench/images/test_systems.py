@@ -17,7 +17,7 @@ from plait_bench.fleet.values import ProcessLayout
 from plait_bench.fleet.workers import WorkerFleet
 from plait_bench.images import benchmark, definition
 from plait_bench.images.drawings import control_map
-from plait_bench.images.models import FolderOfModels, write_missing
+from plait_bench.images.models import ModelFolder, write_missing
 from plait_bench.images.roster import SYSTEMS, systems
 from plait_bench.images.sizes import SIZES, Variety
 from plait_bench.images.start import StartWorkload
@@ -36,7 +36,7 @@ def models(tmp_path):
     """Folders that exist; nothing is in them."""
     for name in ("base", "edges", "loras"):
         (tmp_path / name).mkdir()
-    return FolderOfModels(
+    return ModelFolder(
         root=tmp_path,
         base=tmp_path / "base",
         controlnets={"edges": tmp_path / "edges"},

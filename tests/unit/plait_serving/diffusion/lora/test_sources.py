@@ -19,6 +19,7 @@ from plait_serving.diffusion.lora import remote
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource
 from plait_serving.diffusion.lora.testing import DelayedSource
+from plait_serving.diffusion.sources.staging import locked
 
 # ---- folder ---------------------------------------------------------------------------------------------------------
 
@@ -260,7 +261,7 @@ def fetch_slowly(url: str, cache: str, log: str) -> None:
 
 def die_with_the_lock(path: Path) -> None:
     """In another process: kill -9 while it holds an entry's lock."""
-    with remote._locked(path):
+    with locked(path):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
