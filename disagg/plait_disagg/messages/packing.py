@@ -152,7 +152,7 @@ def _fill(target: memoryview, plan: _SectionPlan, tensors: Mapping[str, torch.Te
 
 
 def _end_to_end(pieces: Sequence[torch.Tensor], group: _GroupPlan, dtype: torch.dtype) -> memoryview | None:
-    """Return the bytes of tensors of this dtype that lie end to end in one memory, as pooled rows do; None for others."""
+    """Return the bytes of tensors of this dtype that lie end to end in memory, as pooled rows do; None for others."""
     first = pieces[0]
     begin = first.data_ptr()
     for piece, start in zip(pieces, group.starts, strict=True):
