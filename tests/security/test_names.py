@@ -193,6 +193,8 @@ def test_cve_2025_67303_and_cve_2026_22777_installation_over_http(client: TestCl
         ("post", "/v1/images/control_maps"),
         ("post", "/v1/images/edits"),
         ("post", "/v1/images/generations"),
+        ("post", "/v1/models/{model_id}/sleep"),
+        ("post", "/v1/models/{model_id}/wake"),
         ("post", "/v1/recommend"),
         ("post", "/v1/tuning/jobs"),
         ("post", "/v1/tuning/jobs/{job_id}/cancel"),
