@@ -26,6 +26,7 @@ _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",  # a server that a test started in this process may have said 0: one host
     # For busy machines: Serve gives its proxy 5 s to begin and 10 s to answer, Ray its processes 30 and 60.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
