@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait_loadtest.errors import ScenarioError
 from plait_loadtest.merging import merged
 from plait_loadtest.report import parts
 from plait_loadtest.report.document import document
@@ -93,7 +94,8 @@ def test_parts_merged_are_the_whole(run, interrupted):
 
 @given(st.integers(0, 60), st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(0, 7))
 def test_hosts_send_every_request_once(count, connections, processes, callers):
-    """Hosts with other numbers of processes too; callers add up, and no host has less room for the others."""
+    """Hosts with other numbers of processes too; callers add up, and no host has less room for the others. One without
+    a caller is refused: it would send nothing of its part."""
     hosts = len(processes)
     planned = 0 if callers else count
     plan = RequestPlan(
@@ -106,6 +108,10 @@ def test_hosts_send_every_request_once(count, connections, processes, callers):
         concurrency=callers,
     )
     limits = GeneratorLimits(connections=connections)
+    if 0 < callers < hosts:
+        with pytest.raises(ScenarioError, match="callers cannot be shared"):
+            shares(plan, SCENARIO, HostPart(rank=0, hosts=hosts))
+        return
     given_ = [
         shares(
             plan, SCENARIO.model_copy(update={"processes": here, "limits": limits}), HostPart(rank=rank, hosts=hosts)

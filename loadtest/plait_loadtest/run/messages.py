@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import WHOLE, HostPart, Mix, RequestCounts, RequestPlan
 
@@ -55,8 +56,11 @@ def part(whole: int, rank: int, processes: int) -> int:
 def shares(plan: RequestPlan, scenario: Scenario, host: HostPart = WHOLE) -> list[Share]:
     """Return one share for each process of a host; no more processes than connections, requests in flight or callers.
 
-    The limits are each host's own; requests, callers and the count are those of all hosts together.
+    The limits are each host's own; requests, callers and the count are those of all hosts together. Raises
+    `ScenarioError` if there are fewer callers than hosts: one without a caller could not send its part.
     """
+    if 0 < plan.concurrency < host.hosts:
+        raise ScenarioError(f"arrivals.concurrency: {plan.concurrency} callers cannot be shared by {host.hosts} hosts")
     limits = scenario.limits
     room = min(limits.connections, limits.in_flight)
     here = min(scenario.processes, room, part(plan.concurrency, host.rank, host.hosts) or scenario.processes)

@@ -97,8 +97,8 @@ class FileMatrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class HadamardFactor:
-    """One module's share of a LoHa: two matrices, multiplied number by number."""
+class _OfTwoMatrices:
+    """One module's share whose product is made of two matrices."""
 
     first: FileMatrix
     second: FileMatrix
@@ -108,8 +108,19 @@ class HadamardFactor:
 
     @property
     def row_rank(self) -> int | None:
-        """The product of the ranks: `(A B) * (C D)` has a column for each pair of theirs."""
-        return _row_rank(self.first, self.second)
+        """The product of the matrices' ranks: `(A B) * (C D)` has a column for each pair of theirs, and so has their
+        Kronecker product, by the mixed-product rule. None beyond `MAX_ROW_RANK`."""
+        rank = self.first.rank * self.second.rank
+        return rank if rank <= MAX_ROW_RANK else None
+
+    def _pairs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return A `(o, r)`, B, C, D in float32, whose products A B and C D are the matrices."""
+        return *self.first.pair(_SINGLE), *self.second.pair(_SINGLE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HadamardFactor(_OfTwoMatrices):
+    """One module's share of a LoHa: two matrices, multiplied number by number."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -118,7 +129,7 @@ class HadamardFactor:
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
-        (a, b), (c, d) = self.first.pair(_SINGLE), self.second.pair(_SINGLE)
+        a, b, c, d = self._pairs()
         up = (a[:, :, None] * c[:, None, :]).flatten(1)
         return (b[:, None, :] * d[None, :, :]).flatten(0, 1), up
 
@@ -128,19 +139,8 @@ class HadamardFactor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class KroneckerFactor:
+class KroneckerFactor(_OfTwoMatrices):
     """One module's share of a LoKr: the Kronecker product of two matrices."""
-
-    first: FileMatrix
-    second: FileMatrix
-    alpha: float
-    rank: int
-    bound: float
-
-    @property
-    def row_rank(self) -> int | None:
-        """The product of the ranks, by the mixed-product rule."""
-        return _row_rank(self.first, self.second)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class KroneckerFactor:
 
     def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
-        (a, b), (c, d) = self.first.pair(_SINGLE), self.second.pair(_SINGLE)
+        a, b, c, d = self._pairs()
         return torch.kron(b, d), torch.kron(a, c)
 
     def product(self, like: torch.Tensor) -> torch.Tensor:
@@ -228,8 +228,3 @@ def merged_in_turn(pristine: torch.Tensor, factors: Sequence[tuple[AnyFactor, fl
         else:
             total = total + c * factor.product(bare)
     return total.to(pristine.dtype, copy=True).view(pristine.shape)
-
-
-def _row_rank(first: FileMatrix, second: FileMatrix) -> int | None:
-    rank = first.rank * second.rank
-    return rank if rank <= MAX_ROW_RANK else None
