@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 
 from plait_serving.diffusion.values import NAME_PATTERN
 
-__all__ = ["INGRESS_CPUS", "MAX_REPLICAS", "FolderPath", "Name", "Replicas", "Section"]
+__all__ = ["INGRESS_CPUS", "MAX_REPLICAS", "FolderPath", "Name", "Replicas", "Replicated", "Section"]
 
 INGRESS_CPUS = 0.1
 """Logical CPUs that Ray counts for the HTTP ingress, which all workloads share."""
@@ -54,3 +54,19 @@ class Replicas(Section):
         if self.min > self.max:
             raise ValueError(f"min {self.min} is more than max {self.max}")
         return self
+
+
+class Replicated(Section):
+    """A deployment: so many replicas, or a number that follows the load."""
+
+    replicas: Annotated[int, Field(ge=1, le=1024)] | Replicas = 1
+
+    @property
+    def min_replicas(self) -> int:
+        """The number of replicas at the start, and the minimum."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
+
+    @property
+    def max_replicas(self) -> int:
+        """The max number of replicas."""
+        return self.replicas if isinstance(self.replicas, int) else self.replicas.max

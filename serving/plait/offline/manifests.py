@@ -73,16 +73,12 @@ def reservations(config: PlaitConfig) -> list[Reservation]:
 
 
 def _of(name: str, section: ImagesSection | ControlNetSection) -> Reservation:
-    if isinstance(section, ImagesSection):
-        low, high = section.min_replicas, section.max_replicas
-    else:
-        low = high = section.replicas
     return Reservation(
         name=name,
         num_cpus=section.num_cpus or MODEL_CPUS,
         num_gpus=section.num_gpus,
-        min_replicas=low,
-        max_replicas=high,
+        min_replicas=section.min_replicas,
+        max_replicas=section.max_replicas,
     )
 
 

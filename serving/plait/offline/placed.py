@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait.config import ENGINE, INGRESS, PlaitConfig, worker_name
+from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, worker_name
 from plait.errors import PlaitError
 from plait.offline.manifests import reservations, serve_application
 from plait.offline.placing import read_classes
@@ -18,7 +18,7 @@ from plait_deploy.placement.demands import Demand, task_of
 from plait_deploy.placement.errors import PlacementError
 from plait_deploy.serve import ServeApplication
 from plait_serving.deployments.scaling import autoscaling
-from plait_serving.sections import Replicas
+from plait_serving.sections import Replicas, Replicated
 
 __all__ = ["placed_application"]
 
@@ -60,12 +60,17 @@ def _demands(config: PlaitConfig) -> list[Demand]:
 
 def _policies(config: PlaitConfig) -> dict[str, Any]:
     """Return the policies of the deployments whose number of replicas follows the load, by name."""
-    images = config.images
-    followed = {} if images is None or isinstance(images.replicas, int) else {ENGINE: images.replicas}
-    return {name: autoscaling(replicas)["policy"] for name, replicas in followed.items()} | {
-        worker_name(model, role): autoscaling(part.replicas)["policy"]
+    parts: dict[str, Replicated] = {
+        worker_name(model, role): part
         for model, section in config.ranking_models.items()
         for role, part in section.parts.items()
+    }
+    if (images := config.images) is not None:
+        parts[ENGINE] = images
+        parts |= {CONTROLNET_PREFIX + name: section for name, section in images.controlnet_services().items()}
+    return {
+        name: autoscaling(part.replicas)["policy"]
+        for name, part in parts.items()
         if isinstance(part.replicas, Replicas)
     }
 

@@ -127,7 +127,7 @@ def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
         found[CONTROLNET_PREFIX + name] = DeploymentPlan(
             fixed=_json(own),
             knobs={"threads": section.thread_cap},
-            replicas=section.replicas,
+            replicas=section.model_dump(mode="json")["replicas"],
             num_cpus=section.num_cpus or MODEL_CPUS,
             num_gpus=section.num_gpus,
         )

@@ -17,7 +17,7 @@ from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
-from plait_serving.sections import FolderPath, Name, Replicas, Section
+from plait_serving.sections import FolderPath, Name, Replicas, Replicated, Section
 from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -75,11 +75,10 @@ class LorasSection(Section):
         return self
 
 
-class ControlNetSection(Section):
+class ControlNetSection(Replicated):
     """One ControlNet: its diffusers folder, and the number of replicas of its deployment."""
 
     folder: FolderPath
-    replicas: Annotated[int, Field(ge=1, le=1024)] = 1
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
@@ -284,7 +283,6 @@ class ImagesSection(Section):
     ] = None
     defaults: DefaultsSection = DefaultsSection()
     limits: LimitsSection = LimitsSection()
-    replicas: Annotated[int, Field(ge=1, le=1024)] | Replicas = 1
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
     knobs: EngineKnobs = EngineKnobs()
@@ -321,6 +319,16 @@ class ImagesSection(Section):
             if alias.model not in self.base_models and self.models_folder is None:
                 raise ValueError(
                     f"aliases.{name}.model: there is no model {alias.model!r}{hint(alias.model, self.base_models)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _controlnets_follow_engines(self) -> Self:
+        for name, section in (self.controlnets or {}).items():
+            if isinstance(section.replicas, Replicas) and section.max_replicas > self.max_replicas:
+                raise ValueError(
+                    f"controlnets.{name}.replicas.max: {section.max_replicas} of them for at most {self.max_replicas} "
+                    "base replicas, each of which asks one at a time"
                 )
         return self
 
@@ -376,21 +384,11 @@ class ImagesSection(Section):
         return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
 
     @property
-    def min_replicas(self) -> int:
-        """The number of base replicas at the start, and the minimum."""
-        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
-
-    @property
-    def max_replicas(self) -> int:
-        """The max number of base replicas."""
-        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
-
-    @property
     def logical_cpus(self) -> float:
         """The logical CPUs that Ray must have for the base replicas and ControlNets."""
         services = self.resolved_controlnets().values()
         return self.max_replicas * (self.num_cpus or MODEL_CPUS) + sum(
-            service.replicas * (service.num_cpus or MODEL_CPUS) for service in services
+            service.max_replicas * (service.num_cpus or MODEL_CPUS) for service in services
         )
 
     def resolved_lora_folder(self) -> Path | None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
 from plait_serving.cores import CoreBudget, thread_cap
-from plait_serving.sections import MAX_REPLICAS, FolderPath, Name, Replicas, Section
+from plait_serving.sections import MAX_REPLICAS, FolderPath, Name, Replicas, Replicated, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 __all__ = [
@@ -86,7 +86,7 @@ class NoKnobs(Section):
     """Nothing can change on a running shard."""
 
 
-class _PartSection(Section):
+class _PartSection(Replicated):
     replicas: Annotated[int, Field(ge=1, le=MAX_WORKERS)] | Replicas = 1
     num_cpus: CoreBudget = None
     omp_wait: Annotated[
@@ -97,16 +97,6 @@ class _PartSection(Section):
     def capped_knobs(self) -> Section:
         """The knobs with as many threads as a worker gets."""
         return NoKnobs()
-
-    @property
-    def min_replicas(self) -> int:
-        """The number of replicas at the start, and the minimum."""
-        return self.replicas if isinstance(self.replicas, int) else self.replicas.min
-
-    @property
-    def max_replicas(self) -> int:
-        """The max number of replicas."""
-        return self.replicas if isinstance(self.replicas, int) else self.replicas.max
 
 
 class _WorkerSection(_PartSection):

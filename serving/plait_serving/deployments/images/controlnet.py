@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from plait_disagg.queue.scale import Gauge
 from plait_fabric import new_secret
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, worth_moving
 from plait_fabric.threads import run_on_own_thread
@@ -42,12 +43,14 @@ from plait_serving.deployments.fabric_endpoints import (
 from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.metrics import MetricsText, this_process
+from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.preparation import auditor_for, default_prepared_folder, preparer_for, uses_graphs
+from plait_serving.diffusion.queue.pressure import busy_share
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
@@ -124,6 +127,7 @@ class ControlNetDeployment:
             limits=ServiceLimits(largest_batch_rows=chosen.largest_batch_rows),
             threads=cpu_threads(chosen.threads),
         )
+        self._gauge = Gauge(lambda: {"busy_s": self._service.statistics().busy_s}, busy_share)
         self._start_s = seconds_to_start()
         _log.info(
             "ControlNet %s (%s on %s) listens at %s", name, runner.dtype, place, ", ".join(self._service.addresses)
@@ -147,6 +151,10 @@ class ControlNetDeployment:
     async def statistics(self) -> dict[str, float]:
         """Return `ServiceStatistics` as plain numbers."""
         return asdict(self._service.statistics())
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""
+        return {PRESSURE: self._gauge.read()}
 
     async def metrics_text(self) -> MetricsText:
         """Return what this replica's audits found, for `/metrics`."""

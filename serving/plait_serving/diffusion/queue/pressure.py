@@ -1,10 +1,10 @@
-"""How much of an engine's capacity is used, by which its replicas grow and vanish. Pure."""
+"""How much of an engine's or a ControlNet service's capacity is used, by which its replicas grow and vanish. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["engine_pressure"]
+__all__ = ["busy_share", "engine_pressure"]
 
 _QUEUED_S = 10.0
 """The compute-seconds that wait at a replica when it counts as used up: what a user waits for an image on a CPU."""
@@ -19,3 +19,12 @@ def engine_pressure(before: Mapping[str, float], after: Mapping[str, float], sec
     up, and `queued_s`."""
     busy = max(0.0, after["compute_s"] - before["compute_s"]) / seconds
     return min(_MAX, max(busy, after["queued_s"] / _QUEUED_S))
+
+
+def busy_share(before: Mapping[str, float], after: Mapping[str, float], seconds: float) -> float:
+    """Return the pressure of a ControlNet service, 0 to 1: its compute thread's share of the time. The mappings hold
+    `busy_s`, which counts up.
+
+    What waits says nothing more: an engine asks one replica at a time and sends the next step when it has the answer.
+    """
+    return max(0.0, after["busy_s"] - before["busy_s"]) / seconds
