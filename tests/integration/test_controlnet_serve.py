@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ import pytest
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
 from plait_serving.deployments.metrics import AllReplicas
+from plait_serving.deployments.scaling import autoscaling
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.protocols import Residuals
+from plait_serving.sections import Replicas
 from support import controlnet as kit
 from support.cluster import SharedServe
 
@@ -39,10 +43,11 @@ def handle(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> Iterator[Any
     cluster.delete("controlnets")
 
 
-def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int) -> Any:
+def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int | Replicas) -> Any:
+    count = {"num_replicas": replicas} if isinstance(replicas, int) else {"autoscaling_config": autoscaling(replicas)}
     deployment = cluster.deployment(ControlNetDeployment).options(
         name="controlnet-edges",
-        num_replicas=replicas,
+        **count,
         ray_actor_options={"num_cpus": 0.5},
         user_config=ControlNetKnobs(threads=1).model_dump(),
         health_check_period_s=2.0,
@@ -112,6 +117,39 @@ def test_deleted_deployment_is_unavailable_and_leaves_no_socket(
     cluster.delete("to-delete")
     assert isinstance(client.start([ask.call(session)]).wait()[0], ControlNetUnavailable)
     _wait_until(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")))
+
+
+def test_a_busy_controlnet_grows_and_its_clients_move(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
+    """Two engines keep the only replica busy: a second one comes, each has one of them, and residuals stay exact."""
+    growing = Replicas(min=1, max=2, up_after_s=0.0, down_after_s=600.0)
+    handle = _deploy(cluster, tiny_sd_controlnets[0], app="growing", replicas=growing)
+    find, stop = ServeConnect("edges", handle), threading.Event()
+    asked = [kit.make_ask(seed, width=64) for seed in (4, 5)]
+    expected = kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), asked)
+
+    def engine(number: int) -> int:
+        connect, steps = ServeConnect("edges", handle), 0
+        client = RemoteControlNetClient("edges", connect, worth_moving=connect.worth_moving)
+        while not stop.is_set():  # an image each, as sessions move only where they begin
+            call = asked[number].call(asked[number].open(client))
+            for _ in range(20):
+                assert kit.same_bits(client.start([call]).wait()[0], expected[number])
+                steps += 1
+        client.shutdown()
+        return steps
+
+    with ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(engine, number) for number in range(2)]
+        try:
+            _wait_until(lambda: sorted(it.channels for it in find.replicas()) == [1, 1] or any(map(_ended, running)))
+        finally:
+            stop.set()
+        assert all(it.result() for it in running)
+    cluster.delete("growing")
+
+
+def _ended(running: Future[int]) -> bool:
+    return running.done()
 
 
 def _wait_until(true: Callable[[], bool]) -> None:

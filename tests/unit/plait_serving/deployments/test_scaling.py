@@ -14,6 +14,8 @@ from ray.serve.config import AutoscalingConfig
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.deployments.threads import choose_omp_wait
+from plait_serving.diffusion.queue.pressure import busy_share
+from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection
 from plait_serving.sections import Replicas
 
@@ -29,6 +31,21 @@ def test_a_number_or_a_range() -> None:
     for bad in ({"min": 3, "max": 2}, {"min": 0, "max": 2}, {"max": 65}, {"min": 1}, 0, "many"):
         with pytest.raises(ValidationError):
             HnSection.model_validate({"replicas": bad})
+
+
+def test_controlnets_follow_the_load_up_to_the_engines() -> None:
+    """A range for a ControlNet counts at its max; one beyond the engines is refused by name."""
+    section = {"controlnets": {"edges": {"folder": "/x", "replicas": {"max": 3}, "num_cpus": 1.0}}, "num_cpus": 1.0}
+    images = ImagesSection.model_validate({**section, "replicas": {"max": 4}})
+    assert images.logical_cpus == 4 + 3
+    with pytest.raises(ValidationError, match=r"controlnets\.edges\.replicas\.max: 3 of them for at most 2"):
+        ImagesSection.model_validate({**section, "replicas": 2})
+
+
+def test_a_controlnet_is_as_busy_as_its_compute_thread() -> None:
+    """Its pressure is that thread's share of the time between two readings."""
+    assert busy_share({"busy_s": 2.0}, {"busy_s": 5.0}, 4.0) == 0.75
+    assert busy_share({"busy_s": 2.0}, {"busy_s": 2.0}, 4.0) == 0.0
 
 
 def test_serve_follows_the_pressure_of_its_replicas() -> None:
