@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import os
+import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -122,7 +124,7 @@ def test_a_model_comes_and_goes_on_both_replicas(client, server, root):
     before it left is finished, and then there is no such model."""
     wanted = alone(root, "late")
     assert np.abs(wanted - alone(root, "one")).max() > 10
-    (root / "more").mkdir()
+    (root / "more").mkdir(exist_ok=True)
     (root / "late").rename(root / "more" / "late")
     assert "late" in [model.id for model in client.models.list()]
     with ThreadPoolExecutor(8) as threads:
@@ -169,6 +171,26 @@ def test_all_replicas_sleep_and_wake(client, server):
     assert told(server, "one", "wake") == (200, False)
     resident(server, lambda models: "one" in models)
     assert told(server, "two-noto", "sleep")[0] == 404
+
+
+def test_24_models_on_two_replicas_are_all_answered(client, root):
+    """Asked for in any order by twelve clients, each model draws what it draws alone, and nobody gets an error."""
+    made, served = root / "made", root / "more"
+    names = [f"small-{number}" for number in range(24)]
+    for number, name in enumerate(names):
+        tiny_sd(made / name, seed=10 + number)
+    wanted = {name: alone(made, name) for name in names}
+    served.mkdir(exist_ok=True)
+    for name in names:
+        (made / name).rename(served / name)
+    asked = random.Random(0).sample(4 * names, 4 * len(names))
+    try:
+        with ThreadPoolExecutor(12) as threads:
+            for name, ours in zip(asked, threads.map(lambda name: drawn(client, name), asked), strict=True):
+                assert np.abs(ours - wanted[name]).max() <= 1, name
+    finally:
+        for name in names:
+            shutil.rmtree(served / name)
 
 
 def told(server, model: str, what: str) -> tuple[int, bool | None]:

@@ -119,13 +119,14 @@ def test_deleted_deployment_is_unavailable_and_leaves_no_socket(
     _wait_until(lambda: not any(path for pid in pids for path in socket_folder().glob(f"controlnet-{pid}-*")))
 
 
+@pytest.mark.slow
 def test_a_busy_controlnet_grows_and_its_clients_move(cluster: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
-    """Two engines keep the only replica busy: a second one comes, each has one of them, and residuals stay exact."""
+    """Two engines keep the only replica busy: a second one comes, each has one of them, and residuals stay right."""
     growing = Replicas(min=1, max=2, up_after_s=0.0, down_after_s=600.0)
     handle = _deploy(cluster, tiny_sd_controlnets[0], app="growing", replicas=growing)
     find, stop = ServeConnect("edges", handle), threading.Event()
-    asked = [kit.make_ask(seed, width=64) for seed in (4, 5)]
-    expected = kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), asked)
+    asked = [kit.make_ask(seed, width=32) for seed in (4, 5)]
+    expected = [kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0] for ask in asked]
 
     def engine(number: int) -> int:
         connect, steps = ServeConnect("edges", handle), 0
@@ -133,7 +134,8 @@ def test_a_busy_controlnet_grows_and_its_clients_move(cluster: Any, tiny_sd_cont
         while not stop.is_set():  # an image each, as sessions move only where they begin
             call = asked[number].call(asked[number].open(client))
             for _ in range(20):
-                assert kit.same_bits(client.start([call]).wait()[0], expected[number])
+                answer = client.start([call]).wait()[0]
+                assert kit.max_difference(answer, expected[number]) < 1e-5  # it may have been computed in company
                 steps += 1
         client.shutdown()
         return steps

@@ -229,7 +229,7 @@ def _rebased(source: Any, folder: Path) -> Any:
     return source
 
 
-class ImagesSection(Section):
+class ImagesSection(Replicated):
     """Base models with their ControlNets and LoRAs."""
 
     model: Annotated[
