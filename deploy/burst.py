@@ -24,8 +24,10 @@ _SERIES = re.compile(
 )
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 _TRIES = 5
-_REPORT_S = 30.0
-"""How long to wait for Ray's report of what was sent."""
+_STILL_S = 12.0
+"""Counts that did not change for so long are whole: each node's processes report every 10 s, not all at once."""
+_REPORT_S = 60.0
+"""How long to wait for that; counts of a server that others use never stand still."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,11 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--key", help="an API key")
     asked = parser.parse_args(arguments)
-    before = by_replica(asked.metrics, asked.deployment)
+    before = settled(asked.metrics, asked.deployment)
     with ThreadPoolExecutor(asked.requests) as threads:
         sent = list(threads.map(lambda seed: send(asked.url, seed, asked.steps, asked.key), range(asked.requests)))
     wrong = [status for status in sent if status != 200]
-    after = settled(asked.metrics, asked.deployment, sum(before.values()) + asked.requests)
+    after = settled(asked.metrics, asked.deployment, sum(before.values()) + len(sent) - len(wrong))
     spread = {replica: after[replica] - before.get(replica, 0) for replica in after}
     for replica, count in sorted(spread.items()):
         print(f"{count:6.0f}  {replica}")
@@ -87,11 +89,18 @@ def send(url: str, seed: int, steps: int, key: str | None) -> int:
     return 429
 
 
-def settled(addresses: Sequence[str], deployment: str, expected: float) -> dict[str, float]:
-    """Return the counts once they add up to what is expected, or as they are when Ray has had time to report."""
-    until_s = time.monotonic() + _REPORT_S
-    while sum((found := by_replica(addresses, deployment)).values()) < expected and time.monotonic() < until_s:
+def settled(addresses: Sequence[str], deployment: str, least: float = 0) -> dict[str, float]:
+    """Return the counts once they are at least `least` in all and stand still, or as they are when that took too long.
+
+    The sum alone does not say that all have reported: Ray counts several calls a request, so one replica's report may
+    reach it.
+    """
+    found, since_s = by_replica(addresses, deployment), time.monotonic()
+    until_s = since_s + _REPORT_S
+    while (now_s := time.monotonic()) < until_s and (sum(found.values()) < least or now_s < since_s + _STILL_S):
         time.sleep(1)
+        if (read := by_replica(addresses, deployment)) != found:
+            found, since_s = read, time.monotonic()
     return found
 
 

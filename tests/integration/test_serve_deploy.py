@@ -151,7 +151,6 @@ def test_a_burst_spreads_over_the_replicas(cluster, capsys):
         "--replicas",
         "2",
     ]
-    time.sleep(12)  # Ray reports every 10 s
     done = subprocess.run(
         [*command, "--metrics", cluster.head.metrics], capture_output=True, text=True, timeout=200, check=False
     )
