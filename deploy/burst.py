@@ -89,15 +89,15 @@ def send(url: str, seed: int, steps: int, key: str | None) -> int:
     return 429
 
 
-def settled(addresses: Sequence[str], deployment: str, least: float = 0) -> dict[str, float]:
-    """Return the counts once they are at least `least` in all and stand still, or as they are when that took too long.
+def settled(addresses: Sequence[str], deployment: str, floor: float = 0) -> dict[str, float]:
+    """Return the counts once they are at least `floor` in all and stand still, or as they are when that took too long.
 
     The sum alone does not say that all have reported: Ray counts several calls a request, so one replica's report may
     reach it.
     """
     found, since_s = by_replica(addresses, deployment), time.monotonic()
     until_s = since_s + _REPORT_S
-    while (now_s := time.monotonic()) < until_s and (sum(found.values()) < least or now_s < since_s + _STILL_S):
+    while (now_s := time.monotonic()) < until_s and (sum(found.values()) < floor or now_s < since_s + _STILL_S):
         time.sleep(1)
         if (read := by_replica(addresses, deployment)) != found:
             found, since_s = read, time.monotonic()
