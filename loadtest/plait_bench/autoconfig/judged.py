@@ -13,6 +13,8 @@ from plait_bench.paired import p_better, p_not_worse
 MARGIN_TRIALS = 1.0
 """The non-inferiority margin: at most this many trials later."""
 
+OPTIMUM, TIED = "optimum", "tied_cells"
+
 Played = Mapping[str, Mapping[int, Sequence[Curve]]]
 """By designer and seed: a curve for each task."""
 
@@ -72,6 +74,29 @@ def tests(suite: Suite, played: Played, ours: str) -> list[ResultRow]:
 
 def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:
     return [fmean(seed[at].trials_to(0.05) for seed in seeds) for at in range(len(seeds[0]))]
+
+
+def optima(suite: Suite) -> list[ResultRow]:
+    """Return the optimum of each service that is known only as well as it was measured, with its interval, and how many
+    cells tie with it."""
+    found = []
+    for task in suite.tasks:
+        if (tie := task.service.tie) == 0.0:
+            continue
+        goal, values = task.service.objective.require_one_goal(), task.service.values
+        n = min(map(len, task.service.shown.values()))
+        best, tied = float(values.max()), float(sum(values >= values.max() * (1.0 - tie)))
+        half = (1.0 - tie) ** (0.5**0.5)  # of one mean, where `tie` is of the difference of two
+        for metric, unit, value, low, high in (
+            (OPTIMUM, goal.metric, best, best * half, best / half),
+            (TIED, "cells", tied, tied, tied),
+        ):
+            found.append(
+                ResultRow(
+                    system=task.name, workload=suite.name, metric=metric, unit=unit, value=value, p20=low, p80=high, n=n
+                )
+            )
+    return found
 
 
 def row(system: str, workload: str, metric: str, unit: str, values: Sequence[float]) -> ResultRow:

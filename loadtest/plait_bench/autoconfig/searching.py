@@ -72,7 +72,7 @@ class Searching(Workload):
             for name, times in ((name, maker.pretrain_s) for name, maker in self._makers.items())
             if times
         ]  # fmt: skip
-        return [*took, *judged.tests(self.suite, self.played, OURS)]
+        return [*took, *judged.optima(self.suite), *judged.tests(self.suite, self.played, OURS)]
 
 
 class Falcon(Searching):

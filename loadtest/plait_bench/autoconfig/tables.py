@@ -2,28 +2,34 @@
 
 The runs are those of the starter library, or of files in the same format. A service whose every cell was measured
 becomes a service to tune, with all others of its space as the library; for the others a sample is enough. A search
-sees a cell's first trial; the truth by which searches are judged is the mean of its trials (the best cells were
-measured several times).
+sees a cell's trials one after the other; the truth by which searches are judged is their mean, and cells that the
+trials cannot tell from the best one tie with it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from scipy.stats import chi2
+
+from plait_autoconfig.confidence import log_loss
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.objective import COST_PER_HOUR, parse_objective
+from plait_autoconfig.objective import Objective, parse_objective
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
-from plait_autoconfig.values import cells_of, pooled
+from plait_autoconfig.values import TrialOutcome, cells_of, pooled
 from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
 from plait_bench.errors import BenchError
 
 __all__ = ["recorded_runs", "recorded_suites"]
 
 _TRIALS = 60
+_SURE = 1.96  # standard deviations, 95 %
 
 
 def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
@@ -79,9 +85,26 @@ def _service(run: LibraryRun, space: Space) -> Service | None:
     truth = [known for at in shown if (known := pooled(shown[at])) is not None]
     if len(truth) < len(keys):
         return None
-    costs = [outcome.metrics.get(COST_PER_HOUR, 0.0) for outcome in truth]
     context = ServiceContext(
-        service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions,
-        costs=tuple(costs) if all(costs) else (),  # what is reserved is known before it runs, as in a job
+        service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions
     )  # fmt: skip
-    return Service(space=space, objective=objective, truth=tuple(truth), context=context, shown=shown)
+    tie = _tie(list(shown.values()), objective)
+    return Service(space=space, objective=objective, truth=tuple(truth), context=context, tie=tie, shown=shown)
+
+
+def _tie(shown: Sequence[Sequence[TrialOutcome]], objective: Objective) -> float:
+    """Return by which share two cells must differ to differ with 95 % certainty; 0 unless cells have repeats.
+
+    Trials scatter by a factor; its variance is estimated from the median of the cells' own, which one glitch does not
+    move (of n trials it is that of chi-squared with n - 1 degrees of freedom, over n - 1).
+    """
+    logs = [
+        each
+        for outcomes in shown
+        if len(each := np.array([log_loss(objective, outcome) for outcome in outcomes])) > 1 and np.isfinite(each).all()
+    ]
+    if not logs:
+        return 0.0
+    count = min(map(len, logs))
+    variance = float(np.median([each[:count].var(ddof=1) for each in logs])) * (count - 1) / chi2.median(count - 1)
+    return 1.0 - math.exp(-_SURE * math.sqrt(2.0 * variance / count))

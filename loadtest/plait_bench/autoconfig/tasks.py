@@ -21,7 +21,8 @@ class Service:
     """One service of a table: the true outcome of every cell, in the order of `space.cells()`.
 
     `shown`: the outcomes that successive trials of a cell show; where empty, the truth with `noise` (standard
-    deviation of the logarithm of each metric).
+    deviation of the logarithm of each metric). `tie`: the share of the optimum within which a cell is as good as it, as
+    far as the measurements tell.
     """
 
     space: Space
@@ -29,6 +30,7 @@ class Service:
     truth: tuple[TrialOutcome, ...]
     context: ServiceContext
     noise: float = 0.0
+    tie: float = 0.0
     shown: Mapping[int, tuple[TrialOutcome, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -48,8 +50,9 @@ class Service:
         return {self.space.key(cell): at for at, cell in enumerate(self.space.cells())}
 
     def regret(self, at: int) -> float:
-        """Return 1 - value / optimum of a cell; 1 if it is infeasible."""
-        return float(1.0 - self.values[at] / self.values.max())
+        """Return 1 - value / optimum of a cell; 1 if it is infeasible, 0 if it ties with the optimum."""
+        found = float(1.0 - self.values[at] / self.values.max())
+        return 0.0 if found <= self.tie else found
 
     def show(self, at: int, repeat: int, rng: np.random.Generator) -> TrialOutcome:
         """Return the outcome that a trial of the cell shows."""

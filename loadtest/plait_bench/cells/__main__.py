@@ -15,15 +15,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m plait_bench.cells")
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--sample", type=int)
-    parser.add_argument("--again", type=int, default=10, help="so many of the best cells are measured again")
-    parser.add_argument("--times", type=int, default=2, help="how often")
+    parser.add_argument("--times", type=int, default=3, help="how often each cell is measured")
     given = parser.parse_args()
     measure(
         WORKLOADS[given.workload],
         given.out,
-        sample=given.sample,
-        again=given.again,
         times=given.times,
         say=lambda line: print(line, file=sys.stderr, flush=True),
     )

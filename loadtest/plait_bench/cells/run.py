@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,8 +22,9 @@ OBJECTIVE = max_goodput_per_cost()
 Say = Callable[[str], None]
 
 
-def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: int, times: int, say: Say) -> None:
-    """Measure every cell, or `sample` of them; then the `again` best `times` more, with other requests, in turn."""
+def measure(workload: CellWorkload, path: Path, *, times: int, say: Say) -> None:
+    """Measure every cell once in each of `times` rounds, which differ in their requests and the order of cells: a slow
+    minute hits others of them each time."""
     run = _begin(workload, path)
     trials = list(run.trials)
     with workload.open() as subject, path.open("a", encoding="utf-8") as file:
@@ -40,12 +41,11 @@ def measure(workload: CellWorkload, path: Path, *, sample: int | None, again: in
             file.flush()
             say(f"{workload.name} {len(trials)}: {dict(config)} {outcome.metrics.get('goodput_per_cost', 0):.1f}")
 
-        done = {workload.space.key(trial.config) for trial in trials}
-        left = [config for config in _chosen(workload, sample) if workload.space.key(config) not in done]
-        for config in left:
-            take(config, 0)
-        for config, repeat in _best_again(trials, again, times):
-            take(config, repeat)
+        done = {(workload.space.key(trial.config), trial.repeat) for trial in trials}
+        for repeat in range(times):
+            for config in _in_order(workload, repeat):
+                if (workload.space.key(config), repeat) not in done:
+                    take(config, repeat)
 
 
 def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
@@ -71,17 +71,9 @@ def _begin(workload: CellWorkload, path: Path) -> LibraryRun:
     return run
 
 
-def _chosen(workload: CellWorkload, sample: int | None) -> list[Config]:
-    """Return the cells in a fixed random order, so that a run that was stopped early is a sample too."""
+def _in_order(workload: CellWorkload, repeat: int) -> list[Config]:
+    """Return the cells in an order that is random, but the same for everyone; a knob that is slow to change changes
+    once."""
     cells = list(workload.space.cells())
-    random.Random(workload.name).shuffle(cells)
-    return cells if sample is None else cells[:sample]
-
-
-def _best_again(trials: Sequence[Trial], count: int, times: int) -> list[tuple[Config, int]]:
-    """Return the best cells by first trial, `times` repeats each, interleaved so that a slow minute hits all alike."""
-    firsts = [trial for trial in trials if trial.repeat == 0 and OBJECTIVE.loss(trial.outcome) is not None]
-    best = sorted(firsts, key=lambda trial: OBJECTIVE.loss(trial.outcome) or 0.0)[:count]
-    done = {(tuple(sorted(trial.config.items())), trial.repeat) for trial in trials}
-    wanted = [(trial.config, repeat) for repeat in range(1, times + 1) for trial in best]
-    return [each for each in wanted if (tuple(sorted(each[0].items())), each[1]) not in done]
+    random.Random(f"{workload.name} {repeat}").shuffle(cells)
+    return sorted(cells, key=lambda cell: cell[workload.slow_knob]) if workload.slow_knob else cells

@@ -25,7 +25,7 @@ class CellSubject(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellWorkload(ABC):
     """A service and its load. `slo_ms`: the latency within which an answer is in time; `sets` says what
-    the knobs set and `features` describe both (`LibraryRun`)."""
+    the knobs set and `features` describe both (`LibraryRun`). `slow_knob`: one whose change costs much, if any."""
 
     name: str
     service: str
@@ -33,6 +33,7 @@ class CellWorkload(ABC):
     sets: Mapping[str, str]
     slo_ms: float
     features: Mapping[str, float]
+    slow_knob: str = ""
 
     @abstractmethod
     def open(self) -> AbstractContextManager[CellSubject]:
@@ -40,7 +41,7 @@ class CellWorkload(ABC):
 
 
 def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> TrialOutcome:
-    """Compute the metrics of a trial, under the names that a tuning job uses. A core costs 1 an hour.
+    """Compute the metrics of a trial, under the names that a tuning job uses. `cores` are paid for, 1 an hour each.
 
     The p99 of a few dozen requests is about their largest: short trials are noisy, and their repeats show it.
     """

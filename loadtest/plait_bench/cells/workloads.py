@@ -1,4 +1,4 @@
-"""The workloads by name. Two of them are measured in full; of the others a sample is taken for the library."""
+"""The workloads by name."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def _images(
         steps=steps,
         loras=loras,
         controlled=controlled,
+        slow_knob="threads",
     )  # fmt: skip
 
 
@@ -54,14 +55,14 @@ def _rank(
 WORKLOADS: Mapping[str, CellWorkload] = {
     workload.name: workload
     for workload in (
-        _images("images-mixed", callers=6, images=24, steps=6, slo_ms=1500.0, loras=2, controlled=1),
-        _images("images-plain", callers=4, images=16, steps=8, slo_ms=1000.0),
-        _images("images-loras", callers=8, images=24, steps=4, slo_ms=1500.0, loras=4),
-        _images("images-controlled", callers=4, images=12, steps=6, slo_ms=1500.0, controlled=4),
-        _rank("rm1-64", "rm1", 0.125, candidates=64, callers=8, requests=240, slo_ms=20.0),
-        _rank("rm1-512", "rm1", 0.125, candidates=512, callers=4, requests=80, slo_ms=50.0),
+        _images("images-mixed", callers=6, images=18, steps=6, slo_ms=1500.0, loras=2, controlled=1),
+        _images("images-plain", callers=4, images=12, steps=8, slo_ms=1000.0),
+        _images("images-loras", callers=8, images=16, steps=4, slo_ms=1500.0, loras=4),
+        _images("images-controlled", callers=4, images=8, steps=6, slo_ms=1500.0, controlled=4),
+        _rank("rm1-64", "rm1", 0.125, candidates=64, callers=8, requests=480, slo_ms=20.0),
+        _rank("rm1-512", "rm1", 0.125, candidates=512, callers=4, requests=160, slo_ms=50.0),
         _rank("criteo-64", "criteo-kaggle", 0.25, candidates=64, callers=8, requests=400, slo_ms=10.0),
-        _rank("rm2-64", "rm2", 0.125, candidates=64, callers=8, requests=120, slo_ms=50.0),
+        _rank("rm2-64", "rm2", 0.125, candidates=64, callers=8, requests=240, slo_ms=50.0),
     )
 }
 """The workloads by name."""

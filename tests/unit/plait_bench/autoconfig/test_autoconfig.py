@@ -20,7 +20,7 @@ from plait_bench.autoconfig import falcon, llm_pilot, synthetic
 from plait_bench.autoconfig.play import Curve, play
 from plait_bench.autoconfig.searching import Searching
 from plait_bench.autoconfig.tables import recorded_runs, recorded_suites
-from plait_bench.autoconfig.tasks import TuningTask
+from plait_bench.autoconfig.tasks import Service, TuningTask
 from plait_bench.errors import BenchError
 from plait_bench.paired import p_better, p_not_worse, sign_flip_p
 from plait_bench.runner import RunPlan, run
@@ -71,6 +71,30 @@ def test_recorded_runs_become_a_workload(tmp_path: Path):
     assert service.regret(service.index[service.space.key({"threads": 4, "batch": 4})]) == 1.0
 
 
+def test_what_the_trials_cannot_tell_apart_ties(tmp_path: Path):
+    """Cells whose means are closer to the best one's than chance takes them have no regret, others all of theirs; one
+    glitch among many trials moves nothing; without repeats nothing ties."""
+
+    def service_of(repeats: int, *, glitch: float = 1.0) -> Service:
+        rng, trials = np.random.default_rng(7), []
+        for cell in SPACE.cells():
+            rate = {1: 95.0, 2: 99.0, 3: 100.0, 4: 60.0}[int(cell["threads"])]
+            for repeat in range(repeats):
+                shown = rate * float(np.exp(0.03 * rng.standard_normal()))
+                outcome = TrialOutcome.measured(goodput_per_cost=shown * (glitch if not trials else 1.0))
+                trials.append(Trial(number=len(trials), config=cell, outcome=outcome, repeat=repeat))
+        run = LibraryRun(run_id="one", service="tiny", trials=tuple(trials), goals=("max goodput_per_cost",))
+        return recorded_suites([run], SPACES)[0].tasks[0].service
+
+    service = service_of(3)
+    assert service.tie == pytest.approx(1 - np.exp(-1.96 * 0.03 * (2 / 3) ** 0.5), abs=0.02)
+    regrets = {int(cell["threads"]): service.regret(at) for at, cell in enumerate(service.space.cells())}
+    assert regrets[2] == regrets[3] == 0.0
+    assert regrets[4] == pytest.approx(0.4, abs=0.05)
+    assert service_of(3, glitch=31.0).tie == pytest.approx(service.tie, abs=0.02)
+    assert service_of(1).tie == 0.0
+
+
 def test_a_run_with_cells_missing_is_only_a_source(tmp_path: Path):
     """Its optimum is not known."""
     (suite,) = recorded_suites(recorded_runs([recorded(tmp_path, leave_out=3)]), SPACES)
@@ -117,6 +141,10 @@ def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: 
     assert rows["plait", "trials_to_5pct"].n == 2
     assert rows["plait", "pretrain_s"].value > 0
     assert ("plait/random", "trials_to_5pct_p_better") in rows
+    optimum = rows["two", "optimum"]
+    assert optimum.value == pytest.approx(3 * 6.2)
+    assert optimum.p20 < optimum.value < optimum.p80
+    assert optimum.n == 3
     assert set(result.ratios) == {"own-tiny:trials_to_5pct:plait/random", "own-tiny:trials_to_5pct:plait/portfolio"}
 
 

@@ -1,4 +1,4 @@
-"""Measuring the cells of a workload: what is there is kept, the best are measured again, the file is a library."""
+"""Measuring the cells of a workload: in rounds, what is there is kept, the file is a library that ships with plait."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
+from plait_autoconfig.starter_library import starter_runs
 from plait_autoconfig.values import Config, TrialOutcome
+from plait_bench.autoconfig import OWN
+from plait_bench.autoconfig.tables import recorded_suites
 from plait_bench.cells.run import measure
 from plait_bench.cells.values import CellSubject, CellWorkload, outcome_of
+from plait_bench.cells.workloads import WORKLOADS
 
 SPACE = Space((IntKnob(name="batch", low=1, high=6),))
 
@@ -33,21 +38,45 @@ class Toy(CellWorkload):
         return outcome_of([10.0, 30.0], 1.0 / batch, slo_ms=20.0, cores=2.0)
 
 
-def toy() -> Toy:
-    return Toy(name="toy", service="toys", space=SPACE, sets={}, slo_ms=20.0, features={"size": 1.0})
+def toy(**changes: Any) -> Toy:
+    return Toy(name="toy", service="toys", space=SPACE, sets={}, slo_ms=20.0, features={"size": 1.0}, **changes)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):
-    """A sample first, then the rest, and the best twice more, in turn."""
+    """Every cell once a round, in another order each time; a file that was cut off is gone on with."""
     path, first, rest = tmp_path / "toy.jsonl", toy(), toy()
-    measure(first, path, sample=2, again=0, times=0, say=lambda _: None)
-    measure(rest, path, sample=None, again=2, times=2, say=lambda _: None)
-    assert sorted([*first.asked, *rest.asked[:4]]) == [(batch, 0) for batch in range(1, 7)]
-    assert rest.asked[4:] == [(6, 1), (5, 1), (6, 2), (5, 2)]
+    measure(first, path, times=1, say=lambda _: None)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:-2]) + "\n")
+    measure(rest, path, times=2, say=lambda _: None)
+    assert sorted(first.asked) == [(batch, 0) for batch in range(1, 7)]
+    assert rest.asked[:2] == first.asked[-2:]
+    assert sorted(rest.asked[2:]) == [(batch, 1) for batch in range(1, 7)]
+    assert [batch for batch, _ in rest.asked[2:]] != [batch for batch, _ in first.asked]
     (run,) = load_lines(path.read_text().splitlines()).runs
     assert (run.run_id, run.service, run.goals) == ("toy", "toys", ("max goodput_per_cost",))
-    assert [trial.number for trial in run.trials] == list(range(10))
+    assert [trial.number for trial in run.trials] == list(range(12))
     assert run.versions.keys() == {"plait", "torch", "diffusers"}
+
+
+def test_a_slow_knob_changes_once_a_round(tmp_path: Path):
+    """Its values come one after the other; what else there is stays in no order."""
+    slow = toy(slow_knob="batch")
+    measure(slow, tmp_path / "toy.jsonl", times=2, say=lambda _: None)
+    assert slow.asked == [(batch, repeat) for repeat in (0, 1) for batch in range(1, 7)]
+
+
+def test_the_library_that_ships_has_every_cell_of_these_workloads():
+    """Of at least three image services and three ranking services, each cell more than once: so their optima are known,
+    with an interval."""
+    suites = recorded_suites(starter_runs(), {name: workload.space for name, workload in WORKLOADS.items()})
+    assert {suite.name for suite in suites} == set(OWN)
+    for suite in suites:
+        assert len(suite.tasks) >= 3
+        for task in suite.tasks:
+            assert len(task.service.space.cells()) <= 48
+            assert min(map(len, task.service.shown.values())) >= 2
+            assert 0.0 < task.service.tie < 0.5
 
 
 def test_an_outcome_counts_what_came_in_time():
