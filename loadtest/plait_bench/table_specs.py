@@ -67,7 +67,8 @@ _FAULTS: Mapping[str, TableSpec] = {
     ),
     "faults-held": TableSpec(
         bench="faults", metrics=_HELD, workloads=("held",), counted="runs", verb="Counted",
-        says="Resident memory, summed over all processes of the server; shared pages count for each.",
+        says="Memory: pages that are no file's, summed over all processes of the server; shared ones count for each. Rows "
+        "before 2026-11-25 count mapped files, too.",
     ),
     "fairness": TableSpec(
         bench="faults",
@@ -241,14 +242,25 @@ TABLES: Mapping[str, TableSpec] = {
     "autoconfig": TableSpec(
         bench="autoconfig",
         metrics={
-            "regret_at_5": "regret at trial 5",
-            "trials_to_5pct_median": "trials to 5 %",
+            "regret_at_1": "regret at trial 1",
+            "regret_at_5": "at 5",
+            "regret_at_20": "at 20",
+            "regret_confirmed_20": "at 20, confirmed",
+            "trials_to_5pct": "trials to 5 %",
             "extra_trials_to_5pct": "more than cold",
         },
         ratio="trials_to_5pct",
         ratio_title="plait's trials by its",
         verb="Searched",
         says=_SEEDS,
+    ),
+    "autoconfig-ranks": TableSpec(
+        bench="autoconfig",
+        metrics={"rank": "mean rank"},
+        counted="services",
+        verb="Searched",
+        says="By trials to 5 %, 1 is best (Friedman). In parentheses half a critical distance (Nemenyi, 95 %) on both "
+        "sides: where two do not overlap, the designers differ.",
     ),
     "autoconfig-scores": TableSpec(
         bench="autoconfig",

@@ -150,7 +150,9 @@ async def _sample(server: RunningServer, every_s: float, samples: list[tuple[flo
         samples.append((now_s, usage))
         if now_s - told_s > 60.0:
             told_s = now_s
-            say(f"{usage.memory_bytes / 2**20:.0f} MiB, {usage.descriptors} descriptors, {usage.threads} threads")
+            kinds = ", ".join(f"{kind} {held / 2**20:.0f}" for kind, held in usage.memory_by_kind.items())
+            said = f"{usage.memory_bytes / 2**20:.0f} MiB ({kinds})"
+            say(f"{said}, {usage.descriptors} descriptors, {usage.threads} threads")
         await asyncio.sleep(every_s)
 
 

@@ -1,6 +1,7 @@
 """What a server holds: memory, threads, descriptors, sockets, shared memory, and processes that nobody waits for.
 
-All from /proc. Memory is the resident set (shared pages count for each process), by kind of process.
+All from /proc. Memory is what processes hold in pages that are no file's (shared ones count for each), by kind of
+process: pages of libraries and of weights that are mapped come and go as the kernel likes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def usage_of(server: RunningServer) -> Usage:
     shared = threads = descriptors = sockets = 0
     for pid, kind in kinds.items():
         status = _status(pid)
-        memory[kind] += status.get("VmRSS", 0) << 10
+        memory[kind] += (status.get("RssAnon", 0) + status.get("RssShmem", 0)) << 10
         shared += status.get("RssShmem", 0) << 10
         threads += status.get("Threads", 0)
         targets = _descriptors(pid)

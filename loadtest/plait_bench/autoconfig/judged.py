@@ -8,7 +8,7 @@ from statistics import fmean, median
 from plait_bench.autoconfig.play import CONFIRM_AFTER, Curve
 from plait_bench.autoconfig.tasks import Suite
 from plait_bench.benchmark import Metric, ResultRow
-from plait_bench.paired import p_better, p_not_worse
+from plait_bench.paired import critical_distance, mean_ranks, p_better, p_not_worse
 
 MARGIN_TRIALS = 1.0
 """The non-inferiority margin: at most this many trials later."""
@@ -70,6 +70,23 @@ def tests(suite: Suite, played: Played, ours: str) -> list[ResultRow]:
                 )
             )  # fmt: skip
     return found
+
+
+def ranks(suite: Suite, played: Played) -> list[ResultRow]:
+    """Return each designer's mean rank over services, by trials to 5 %, with half a critical distance on both sides:
+    designers whose intervals do not overlap differ. Empty for fewer than three designers."""
+    if len(played) < 3:
+        return []
+    seeds = set.intersection(*(set(each) for each in played.values()))
+    losses = [_by_service([each[seed] for seed in sorted(seeds)]) for each in played.values()]
+    half = critical_distance(len(played), len(suite.tasks)) / 2.0
+    return [
+        ResultRow(
+            system=system, workload=suite.name, metric="rank", unit="rank", value=rank, p20=rank - half,
+            p80=rank + half, n=len(suite.tasks),
+        )
+        for system, rank in zip(played, mean_ranks(losses), strict=True)
+    ]  # fmt: skip
 
 
 def _by_service(seeds: Sequence[Sequence[Curve]]) -> list[float]:

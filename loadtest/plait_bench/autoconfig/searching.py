@@ -72,7 +72,8 @@ class Searching(Workload):
             for name, times in ((name, maker.pretrain_s) for name, maker in self._makers.items())
             if times
         ]  # fmt: skip
-        return [*took, *judged.optima(self.suite), *judged.tests(self.suite, self.played, OURS)]
+        compared = [*judged.ranks(self.suite, self.played), *judged.tests(self.suite, self.played, OURS)]
+        return [*took, *judged.optima(self.suite), *compared]
 
 
 class Falcon(Searching):

@@ -22,7 +22,7 @@ from plait_bench.autoconfig.searching import Searching
 from plait_bench.autoconfig.tables import recorded_runs, recorded_suites
 from plait_bench.autoconfig.tasks import Service, TuningTask
 from plait_bench.errors import BenchError
-from plait_bench.paired import p_better, p_not_worse, sign_flip_p
+from plait_bench.paired import critical_distance, mean_ranks, p_better, p_not_worse, sign_flip_p
 from plait_bench.runner import RunPlan, run
 from support.bench import calm
 
@@ -136,6 +136,7 @@ def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: 
     benchmark = autoconfig.benchmark(only=["own-tiny"], recorded=[recorded(tmp_path)])
     plan = RunPlan(rounds=2, systems=("plait", "random", "portfolio"))
     (result,) = run(benchmark, plan, say=lambda _: None, look=calm)
+    assert sum(row.value for row in result.rows if row.metric == "rank") == pytest.approx(1 + 2 + 3)
     rows = {(row.system, row.metric): row for row in result.rows}
     assert rows["plait", "regret_at_5"].value <= rows["random", "regret_at_1"].value
     assert rows["plait", "trials_to_5pct"].n == 2
@@ -216,6 +217,12 @@ def test_trials_are_counted_to_the_first_good_one():
     """And one more than there were if there was none; a search that ended early keeps its last regret."""
     curve = Curve(regrets=(0.5, 0.2, 0.04), bad=(False, True, False), ask_s=(0.1, 0.1, 0.1))
     assert (curve.trials_to(0.05), curve.trials_to(0.01), curve.regret_at(9)) == (3, 4, 0.04)
+
+
+def test_mean_ranks_and_their_critical_distance():
+    """Ties share ranks; the distance is that of Demsar's example: four classifiers, fourteen data sets."""
+    assert mean_ranks([[1.0, 5.0], [1.0, 6.0], [3.0, 4.0]]) == [1.75, 2.25, 2.0]
+    assert critical_distance(4, 14) == pytest.approx(1.25, abs=0.005)
 
 
 def test_sign_flips_have_the_false_alarm_rate_that_they_claim():
