@@ -67,8 +67,8 @@ _FAULTS: Mapping[str, TableSpec] = {
     ),
     "faults-held": TableSpec(
         bench="faults", metrics=_HELD, workloads=("held",), counted="runs", verb="Counted",
-        says="Memory: pages that are no file's, summed over all processes of the server; shared ones count for each. Rows "
-        "before 2026-11-25 count mapped files, too.",
+        says="Memory: pages that are no file's, summed over all processes of the server; shared ones count for each. "
+        "Rows before 2026-11-25 count mapped files, too.",
     ),
     "fairness": TableSpec(
         bench="faults",
