@@ -78,6 +78,7 @@ class _RankSubject:
         self._cores = {
             threads: CnCore(package.card(), package.sparse(), start_dense(package, threads)) for threads in (1, 2)
         }
+        self._made: tuple[int, list[RankRequest]] = -1, []
 
     def measure(self, config: Config, *, seed: int) -> TrialOutcome:
         """Apply the knobs, warm up, and measure one closed loop."""
@@ -98,6 +99,12 @@ class _RankSubject:
             core.stop(drain_s=0.0)
 
     def _requests(self, seed: int) -> list[RankRequest]:
+        """Make the requests of a round once: making them takes as long as ranking them."""
+        if seed != self._made[0]:
+            self._made = seed, self._make(seed)
+        return self._made[1]
+
+    def _make(self, seed: int) -> list[RankRequest]:
         manifest, workload = self._package.manifest, self._workload
         return [
             random_request(
