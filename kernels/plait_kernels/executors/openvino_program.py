@@ -159,13 +159,15 @@ class OpenVinoProgram:
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None, rows: int, *, copy: bool
     ) -> tuple[torch.Tensor, ...]:
         wide = [value.detach().to(torch.float32) for value in inputs]
-        compiled, accounts = self._for_call(wide, rows, factors)
+        compiled, accounts, due = self._for_call(wide, rows, factors)
         started_s = time.perf_counter()
         outputs = compiled.infer(wide, factors)
         seconds = time.perf_counter() - started_s
         needless = 1 - filled_up(rows) / compiled.rows if compiled.rows else 1
         for seen, least in accounts:
             seen.seconds += max(needless, least) * seconds
+        if due is not None:
+            self._begin(due, wide, factors, outputs if compiled is self._dynamic else None)
         if inputs[0].dtype != torch.float32:
             return tuple(output.to(inputs[0].dtype) for output in outputs)
         return tuple(output.clone() if copy else output for output in outputs)
@@ -192,24 +194,44 @@ class OpenVinoProgram:
 
     def _for_call(
         self, inputs: Sequence[torch.Tensor], rows: int, factors: RowFactors | None
-    ) -> tuple[CompiledModel, list[tuple[_Seen, float]]]:
-        """Return what computes these inputs, and the accounts of its seconds: each with the least share of them that
-        its own model would save."""
+    ) -> tuple[CompiledModel, list[tuple[_Seen, float]], Special | None]:
+        """Return what computes these inputs; the accounts of its seconds, each with the least share of them that a model
+        of its own would save; and which model is to be compiled now, if any."""
         self._settled = True
         wanted = self._wanted([value.shape[1:] for value in inputs], filled_up(rows), factors)
         with self._lock:
             self._calls += 1
             if wanted and (compiled := self._use(wanted[0])) is not None:
-                return compiled, []
+                return compiled, [], None
             accounts = {special: self._count(special) for special in wanted if special not in self._special}
             found = next(filter(None, map(self._at_hand, wanted)), None)
             self._settled = found is not None or all(seen.calls > _CALLS_TO_WAIT for seen in accounts.values())
             due = next((special for special, seen in accounts.items() if self._pays(special, seen)), None)
-            if due is not None and self._worker is None:
-                call = ([value.clone() for value in inputs], factors) if due.merged is not None else None
-                self._worker = background.start("plait-compile", functools.partial(self._specialise, due, call))
+            due = due if self._worker is None else None
         behind = _SAVED_BY_MERGING if found is not None else 0.0
-        return found or self._dynamic, [(seen, behind if s.merged is not None else 0.0) for s, seen in accounts.items()]
+        shares = [(seen, behind if special.merged is not None else 0.0) for special, seen in accounts.items()]
+        return found or self._dynamic, shares, due
+
+    def _begin(
+        self,
+        special: Special,
+        inputs: Sequence[torch.Tensor],
+        factors: RowFactors | None,
+        outputs: Sequence[torch.Tensor] | None,
+    ) -> None:
+        """Start to compile a copy behind the calls. One with merged factors must answer this call as the dynamic model
+        does, whose `outputs` are given unless another model has computed it.
+
+        The dynamic model is asked here and not on that thread: until the next call its memory belongs to the caller of
+        this one.
+        """
+        probe = None
+        if special.merged is not None:
+            wanted = self._dynamic.infer(inputs, factors) if outputs is None else outputs
+            copies = [[value.clone() for value in values] for values in (inputs, wanted)]
+            probe = Probe(inputs=copies[0], factors=factors, outputs=copies[1], tolerance=self._probe.tolerance)
+        with self._lock:
+            self._worker = background.start("plait-compile", functools.partial(self._specialise, special, probe))
 
     def _wanted(self, sizes: list[torch.Size], rows: int, factors: RowFactors | None) -> list[Special]:
         """Return `_specials`, remembered: the steps of a batch are alike."""
@@ -285,15 +307,14 @@ class OpenVinoProgram:
         times = self._streams(shapes[0][0]) * (_TIMES_WITH_FACTORS if any(ranks) else 1)
         return _HELD_BY_A_STREAM_BYTES * times + self._weight_bytes + factor_bytes
 
-    def _specialise(self, special: Special, call: tuple[list[torch.Tensor], RowFactors | None] | None) -> None:
-        """Compile a copy; the worker's thread. `call`: the one that a copy with merged factors must answer."""
+    def _specialise(self, special: Special, probe: Probe | None) -> None:
+        """Compile a copy; the worker's thread. `probe`: the call that a copy with merged factors must answer."""
         options, started_s = self._compiled_with, time.perf_counter()
-        merged = call[1] if call is not None else None
         try:
-            compiled = self._compile(special.shapes, merged)
+            compiled = self._compile(special.shapes, probe.factors if probe is not None else None)
             compile_s = time.perf_counter() - started_s
-            if call is not None:
-                self._check(compiled, *call)
+            if probe is not None:
+                probe.check(compiled.infer(probe.inputs, None))
         except Exception as error:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
             compiled, compile_s = self._dynamic, time.perf_counter() - started_s
@@ -320,13 +341,6 @@ class OpenVinoProgram:
 
     def _streams(self, rows: int) -> int:
         return streams_for(rows, self._compiled_with["INFERENCE_NUM_THREADS"])
-
-    def _check(self, compiled: CompiledModel, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> None:
-        """Raise `ExecutorError` unless a model answers a call as the dynamic model does."""
-        with self._running:
-            wanted = [output.clone() for output in self._dynamic.infer(inputs, factors)]
-        probe = Probe(inputs=inputs, factors=factors, outputs=wanted, tolerance=self._probe.tolerance)
-        probe.check(compiled.infer(inputs, None))
 
 
 def _with_rows(shapes: Shapes, rows: int) -> Shapes:

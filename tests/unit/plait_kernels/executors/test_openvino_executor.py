@@ -317,6 +317,30 @@ def test_sets_in_turns_do_not_take_each_others_place(converted, block, monkeypat
     assert merged("b", "b", "b") == ["b"]
 
 
+def test_an_answer_in_the_programs_memory_lasts_until_the_next_call(converted, monkeypatch):
+    """Whatever is compiled and checked behind it: the halves of a UNet hand their outputs on without a copy."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    program = openvino_at(converted).open("k")
+    merged = set_of(3, "a", seed=3)
+    checked = threading.Event()
+    compile_one = program._compile
+
+    def compile_later(*of):
+        assert checked.wait(20)
+        return compile_one(*of)
+
+    monkeypatch.setattr(program, "_compile", compile_later)
+    while program._worker is None:
+        program.run(small_inputs(3, 5, 4), merged, copy=False)
+    held = program.run([2.0 * value for value in small_inputs(3, 5, 4)], merged, copy=False)
+    kept = [output.clone() for output in held]
+    worker = program._worker
+    checked.set()
+    worker.join(20)
+    assert all(torch.equal(output, was) for output, was in zip(held, kept, strict=True))
+    assert next(iter(program._special)).merged == "a"
+
+
 def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatch):
     """It is compared with the dynamic model on the call that it was made for."""
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
