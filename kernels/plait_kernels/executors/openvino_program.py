@@ -195,8 +195,8 @@ class OpenVinoProgram:
     def _for_call(
         self, inputs: Sequence[torch.Tensor], rows: int, factors: RowFactors | None
     ) -> tuple[CompiledModel, list[tuple[_Seen, float]], Special | None]:
-        """Return what computes these inputs; the accounts of its seconds, each with the least share of them that a model
-        of its own would save; and which model is to be compiled now, if any."""
+        """Return what computes these inputs; the accounts of its seconds, each with the least share of them that its
+        own model would save; and which model is to be compiled now, if any."""
         self._settled = True
         wanted = self._wanted([value.shape[1:] for value in inputs], filled_up(rows), factors)
         with self._lock:
