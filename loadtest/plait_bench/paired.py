@@ -10,6 +10,7 @@ Of many designers at once: Friedman's mean ranks over services, and Nemenyi's cr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,5 +51,5 @@ def mean_ranks(losses: Sequence[Sequence[float]]) -> list[float]:
 
 def critical_distance(designers: int, services: int) -> float:
     """Return by how much mean ranks must differ to differ at the level `ALPHA`, for all pairs together."""
-    q = float(studentized_range.isf(ALPHA, designers, np.inf)) / 2**0.5
-    return q * (designers * (designers + 1) / (6.0 * services)) ** 0.5
+    q = float(studentized_range.isf(ALPHA, designers, np.inf)) / math.sqrt(2.0)
+    return q * math.sqrt(designers * (designers + 1) / (6.0 * services))
