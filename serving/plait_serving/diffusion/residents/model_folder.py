@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -14,6 +15,7 @@ __all__ = ["FolderOfModels", "FoundModel"]
 
 _INDEX = "model_index.json"
 _MAX_FILES = 1000  # of one model
+_TICK_NS = 1_000_000_000  # coarse file systems keep whole seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +34,16 @@ class FolderOfModels:
         self._folder = folder
 
     def changed_ns(self) -> int:
-        """Return when something was last moved in or out; 0 for an absent folder. Far cheaper than `list`."""
+        """Return when something was last moved in or out; 0 for an absent folder. Far cheaper than `list`.
+
+        Until that is `_TICK_NS` ago, now: more may be moved in at the very same time of the file system's clock.
+        """
         try:
-            return self._folder.stat().st_mtime_ns
+            changed_ns = self._folder.stat().st_mtime_ns
         except OSError:
             return 0
+        now_ns = time.time_ns()
+        return now_ns if 0 <= now_ns - changed_ns < _TICK_NS else changed_ns
 
     def list(self) -> Mapping[str, FoundModel]:
         """Return the models that exist now, in name order; an absent folder counts as empty."""
