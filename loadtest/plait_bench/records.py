@@ -72,4 +72,4 @@ def append(path: Path, new: Sequence[Record]) -> None:
     read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, sort_keys=True) + "\n" for record in new)
+        file.writelines(json.dumps(record, sort_keys=True, separators=(",", ":")) + "\n" for record in new)

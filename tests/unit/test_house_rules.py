@@ -105,16 +105,14 @@ def test_test_functions_say_what_they_promise():
 
 
 def test_nothing_large_is_tracked_by_accident():
-    """Only the starter weights may be larger than 1 MB, and what benchmarks recorded: it grows by lines of text."""
+    """Only the starter weights may be larger than 1 MB."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
         return  # an unpacked archive without git: nothing to check
     large = [
         name
         for name in listed.stdout.splitlines()
-        if "/starter/weights/" not in name
-        and (ROOT / name).is_file()
-        and (ROOT / name).stat().st_size > (4 << 20 if name.startswith("loadtest/results/") else 1 << 20)
+        if (ROOT / name).is_file() and (ROOT / name).stat().st_size > 1 << 20 and "/starter/weights/" not in name
     ]
     assert large == []
 
