@@ -55,15 +55,17 @@ class Roster:
         return self._models
 
     def look(self, *, wait: bool = True) -> None:
-        """Take in what came into the folder, and give up what left it. `wait` False: unless somebody is doing so, or
-        did and nothing was moved since; files that change in their place are then seen within `_PERIOD_S`."""
-        if self._growth is None or not self._lock.acquire(blocking=wait):
+        """Take in what came into the folder, and give up what left it. `wait` False: unless nothing was moved since
+        somebody did; files that change in their place are then seen within `_PERIOD_S`."""
+        if self._growth is None:
+            return
+        moved = self._growth.folder.changed_ns() != self._looked[0]
+        if not self._lock.acquire(blocking=wait or moved):
             return
         try:
             now, looked = (self._growth.folder.changed_ns(), time.monotonic()), self._looked
             if not wait and now[0] == looked[0] and now[1] < looked[1] + _PERIOD_S:
                 return
-            self._looked = now
             found = self._growth.folder.list()
             stamps = {name: each.stamp for name, each in found.items()}
             for name in [name for name, stamp in self._stamps.items() if stamps.get(name) != stamp]:
@@ -72,6 +74,7 @@ class Roster:
             for name, each in found.items():
                 if name not in self._stamps and self._refused.get(name) != each.stamp:
                     self._take_in(self._growth, name, each)
+            self._looked = now  # last: until then nobody may take the list of before for what there is
         finally:
             self._lock.release()
 
