@@ -1,4 +1,4 @@
-"""The results files: one JSON line for each row of each recorded run, append-only.
+"""The results files: a JSON line for each recorded run, followed by one for each of its rows; append-only.
 
 A ratio is a row whose system is `ours/theirs` and whose unit is `ratio`. Each row carries its commit, date, load,
 rounds and spread, and whether the host was busy. A row recorded in several runs appears several times.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from plait_bench.host import UNKNOWN, changes, commit
 Record = Mapping[str, Any]
 
 _NAMED = 3
+_RUN = ("bench", "commit", "date", "host")
+"""What the rows of a run have in common: a file with the host's facts in every row is three times as long."""
 _NEEDED = ("bench", "commit", "host", "system", "workload", "metric", "unit", "value", "p20", "p80", "n")
 _MARKS = ("load", "wake_us", "busy")
 
@@ -51,25 +54,36 @@ def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read all lines, oldest first; none if there is no file. Raises `RecordError`."""
+    """Read all rows, oldest first, each with what is its run's; none if there is no file. Raises `RecordError`."""
     if not path.is_file():
         return []
-    records = []
+    rows: list[dict[str, Any]] = []
+    run: dict[str, Any] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            record = json.loads(line)
-            missing = [name for name in _NEEDED if name not in record]
+            found = json.loads(line)
+            if "run" in found:
+                run = dict(found["run"])
+                continue
+            row = {**run, **found}
+            missing = [name for name in _NEEDED if name not in row]
         except (ValueError, TypeError) as error:
             raise RecordError(f"{path}, line {number}: not a row of results ({error!r})") from error
         if missing:
             raise RecordError(f"{path}, line {number}: not a row of results (no {missing[0]})")
-        records.append(record)
-    return records
+        rows.append(row)
+    return rows
 
 
 def append(path: Path, new: Sequence[Record]) -> None:
-    """Append the lines; existing lines stay unchanged. Raises `RecordError` if the existing ones cannot be read."""
+    """Append the rows; existing lines stay unchanged. Raises `RecordError` if the existing ones cannot be read."""
     read(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(record, sort_keys=True, separators=(",", ":")) + "\n" for record in new)
+        for run, rows in groupby(new, key=lambda row: {name: row[name] for name in _RUN if name in row}):
+            file.write(_line({"run": run}))
+            file.writelines(_line({name: row[name] for name in row if name not in run}) for row in rows)
+
+
+def _line(value: Mapping[str, Any]) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":")) + "\n"

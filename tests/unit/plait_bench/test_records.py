@@ -124,6 +124,18 @@ def test_runs_are_appended_and_nothing_is_replaced(tmp_path):
     assert len(records.read(path)) == 2 * len(first)
 
 
+def test_what_a_run_has_in_common_is_written_once(tmp_path):
+    """The rows come back as they were, also those of files that have it in every row, and mixed ones."""
+    path = tmp_path / "images.jsonl"
+    rows = records.records_of(written())
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert records.read(path) == rows
+    later = [*records.records_of(written(at="def456")), *records.records_of(written(date="2026-11-22T10:00:00+00:00"))]
+    records.append(path, later)
+    assert records.read(path) == [*rows, *later]
+    assert path.read_text().count('"cpu"') == len(rows) + 2
+
+
 def test_overwriting_is_refused_in_one_sentence():
     """Before anything is measured."""
     with pytest.raises(RecordError, match="append-only"):
