@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,12 +50,13 @@ def available() -> bool:
 class OpenVinoSettings:
     """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
 
-    `specialise_bytes`: `OpenVinoProgram`.
+    `specialise_bytes` and `free_bytes`: `OpenVinoProgram`.
     """
 
     precision: str = "float32"
     threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     specialise_bytes: int = 1 << 30
+    free_bytes: Callable[[], int] = lambda: sys.maxsize
 
     def options(self) -> dict[str, Any]:
         """Return the options of `compile_model`."""
@@ -136,6 +138,7 @@ class OpenVinoExecutor:
             layers,
             options=self._settings.options,
             specialise_bytes=self._settings.specialise_bytes,
+            free_bytes=self._settings.free_bytes,
             probe=probe,
         )
 

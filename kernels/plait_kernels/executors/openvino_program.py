@@ -47,6 +47,9 @@ _TIMES_TO_REPLACE = 6
 # with own factors of 7 to 79 MiB.
 _HELD_BY_A_STREAM_BYTES = 24 << 20
 _TIMES_WITH_FACTORS = 2
+_LEFT_FREE_BYTES = 1 << 30
+"""What a copy must leave of the host's memory: requests, and other processes, need some too."""
+
 _MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
 
@@ -96,7 +99,8 @@ class _Seen:
 
 
 class OpenVinoProgram:
-    """A `PreparedProgram` over a converted model. `specialise_bytes` bounds what copies for single shapes hold."""
+    """A `PreparedProgram` over a converted model. `specialise_bytes` bounds what copies for single shapes hold, and
+    `free_bytes` returns how much memory could still be allocated: none is made that would leave little."""
 
     def __init__(
         self,
@@ -105,6 +109,7 @@ class OpenVinoProgram:
         *,
         options: Callable[[], dict[str, Any]],
         specialise_bytes: int,
+        free_bytes: Callable[[], int],
         probe: Probe,
     ) -> None:
         """Compile for any shape. Raises `ExecutorError` if the answer to the probe is not torch's."""
@@ -116,6 +121,7 @@ class OpenVinoProgram:
         self._dynamic = self._compile_any()
         self._weight_bytes = _constant_bytes(model)
         self._specialise_bytes = specialise_bytes
+        self._free_bytes = free_bytes
         self._special: OrderedDict[Special, CompiledModel] = OrderedDict()
         self._seen: OrderedDict[Special, _Seen] = OrderedDict()
         self._last: tuple[list[torch.Size], int, RowFactors | None, list[Special]] = [], 0, None, []
@@ -250,8 +256,8 @@ class OpenVinoProgram:
         return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
 
     def _pays(self, special: Special, seen: _Seen) -> bool:
-        """Return whether a model is worth compiling; if there is no room, in the place of the one that was not used for
-        longest, and was not used while the seconds added up."""
+        """Return whether a model is worth compiling, and the host has the memory for it; if the budget has no room, in
+        the place of the one that was not used for longest, and was not used while the seconds added up."""
         share = _SHARE_OF_COMPILING
         held = sum(compiled.nbytes for compiled in self._special.values())
         if self._special and held + self._held_bytes(special.shapes) > self._specialise_bytes:
@@ -259,7 +265,12 @@ class OpenVinoProgram:
                 seen.since, seen.seconds = self._calls, 0.0
                 return False
             share *= _TIMES_TO_REPLACE
-        return seen.calls >= _CALLS_BEFORE_SPECIALISING and seen.seconds >= share * self._compile_s
+        if seen.calls < _CALLS_BEFORE_SPECIALISING or seen.seconds < share * self._compile_s:
+            return False
+        if self._free_bytes() - self._held_bytes(special.shapes) >= _LEFT_FREE_BYTES:
+            return True
+        seen.since, seen.seconds = self._calls, 0.0  # not to be asked again at the next call
+        return False
 
     def _use(self, special: Special) -> CompiledModel | None:
         """Return the model, used by this call; None if there is none."""

@@ -6,12 +6,12 @@ FP32 (C, dense), ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import to_json
 
 from plait_loadtest.distributions import MLPERF_CANDIDATES, Floats, ZipfRanks
 from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice
@@ -159,4 +159,5 @@ def _described(name: str, kind: str, data: Tensor) -> dict[str, object]:
 
 
 def _json(head: dict[str, object]) -> bytes:
-    return json.dumps(head, separators=(",", ":")).encode()
+    """Write compact JSON. `json.dumps` writes the same bytes, a sixth as fast: before a run, of all its requests."""
+    return to_json(head)

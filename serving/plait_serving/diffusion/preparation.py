@@ -152,7 +152,11 @@ def preparer_for(
         return None
     if reason is not None:
         raise ModelError(f"executor: openvino cannot be used: {reason}")
-    settings = OpenVinoSettings(precision=_PRECISIONS[dtype], threads=lambda: threads() or usable_cores())
+    settings = OpenVinoSettings(
+        precision=_PRECISIONS[dtype],
+        threads=lambda: threads() or usable_cores(),
+        free_bytes=lambda: available_bytes(torch.device("cpu")),
+    )
     return Preparer(OpenVinoExecutor(ProgramStore(cache), settings), auditor)
 
 

@@ -38,13 +38,16 @@ def check_shares(observed, shares, chance, seed):
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 0.9995, 1.0, 1.0 + 1e-9, 1.05, 2.0, 4.0])
 @pytest.mark.parametrize("rows", [1, 2, 3, 50])
-def test_ranks_follow_zipf_exactly(exponent, rows):
-    """Every rank of a small table has its finite Zipf mass, also next to exponent 1."""
+@pytest.mark.parametrize("columns", [1, 2])
+def test_ranks_follow_zipf_exactly(exponent, rows, columns):
+    """Every rank of a small table has its finite Zipf mass, also next to exponent 1: one column from a table of sums,
+    several by rejection."""
     shares = zipf_weights(rows, exponent) / zipf_weights(rows, exponent).sum()
     for seed, chance in SEEDS:
-        ranks = ZipfRanks(np.array([rows]), exponent).draw(np.random.default_rng(seed), 20_000)
-        assert ranks.shape == (20_000, 1)
-        check_shares(np.bincount(ranks[:, 0], minlength=rows), shares, chance, seed)
+        ranks = ZipfRanks(np.array([rows] * columns), exponent).draw(np.random.default_rng(seed), 20_000)
+        assert ranks.shape == (20_000, columns)
+        for column in ranks.T:
+            check_shares(np.bincount(column, minlength=rows), shares, chance, seed)
 
 
 def test_ranks_of_a_huge_table_follow_zipf():

@@ -252,6 +252,23 @@ def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
     assert [special.shapes[0][0] for special in program._special] == [3, 4]
 
 
+def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted, monkeypatch):
+    """The dynamic model answers meanwhile; where memory comes free, shapes that recur get theirs."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    free = [(1 << 30) + (10 << 20)]
+    program = openvino_at(converted, free_bytes=lambda: free[0]).open("k")
+    inputs = small_inputs(2, 4, 4)
+    for _ in range(6):
+        expected = program.run(inputs)
+        assert program._worker is None
+    assert not program._special
+    free[0] = 2 << 30
+    for _ in range(3):
+        program.run(inputs)
+    wait_compiled(program, 1)
+    assert float((program.run(inputs)[0] - expected[0]).abs().max()) < 1e-4
+
+
 def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
     """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
     monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
