@@ -55,8 +55,25 @@ class CompiledModel:
         self._given: dict[int, torch.Tensor] = {}
         self._outputs = self._shared_outputs(compiled) if streams > 1 else []
 
+    def computed(self, rows: int) -> int:
+        """Return how many rows are computed for a call of so many."""
+        return -(-rows // self.rows) * self.rows if self.rows else rows
+
     def infer(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> list[torch.Tensor]:
-        """Return the outputs, in memory that the next call overwrites."""
+        """Return the outputs, in memory that the next call overwrites. More rows than the model has are computed in
+        turns; then all have to have the same factors."""
+        rows = len(inputs[0])
+        if not 0 < self.rows < rows:
+            return self._infer(inputs, factors)
+        whole: list[torch.Tensor] = []
+        for start in range(0, rows, self.rows):
+            part = self._infer([value[start : start + self.rows] for value in inputs], factors)
+            whole = whole or [torch.empty(rows, *output.shape[1:]) for output in part]
+            for output, own in zip(whole, part, strict=True):
+                output[start : start + len(own)] = own
+        return whole
+
+    def _infer(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> list[torch.Tensor]:
         rows = len(inputs[0])
         computed = self.rows or rows
         self._bind(computed, factors, len(inputs))

@@ -3,10 +3,12 @@
 One model with dynamic axes serves every shape and holds one copy of the weights. A model compiled for one shape holds
 another. At the starter's size it takes 0.6 to 0.75 of the time (UNet, 2 to 32 rows, two cores), so small models get one
 for each shape that recurs, compiled in the background; for large ones the memory is missing. Such models have few
-numbers of rows; a call of another number is filled up with rows of zeros, and takes the model for somewhat more rows
-while there is none for its own; its rows are divided among streams (`openvino_compiled`). Factors of a set that recurs,
-and that all rows share, are merged into the weights of such a model (`merged_constants`): at this size factors take
-about as long as the layers. It is used only if it answers the call that it is made for as the dynamic model does.
+numbers of rows; a call of another number is filled up with rows of zeros. While there is none for its own, it takes the
+model for somewhat more rows, or one for fewer in turns. Rows are divided among streams (`openvino_compiled`).
+
+Factors of a set that recurs, and that all rows share, are merged into the weights of such a model (`merged_constants`):
+at this size factors take about as long as the layers. It is used only if it answers the call that it is made for as the
+dynamic model does.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled dynamic model runs the probe before
@@ -20,9 +22,9 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +33,8 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, bac
 from plait_kernels.executors.adapters import check_factors
 from plait_kernels.executors.fixed_shapes import fixed
 from plait_kernels.executors.openvino_compiled import CompiledModel, streams_for
-from plait_kernels.executors.row_counts import filled_up
+from plait_kernels.executors.row_counts import filled_up, row_counts_below
+from plait_kernels.executors.specials import Seen, Shapes, Special, needless_share, with_rows
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +42,9 @@ _CALLS_BEFORE_SPECIALISING = 2
 # A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
 # compiling does not cost more than what it speeds up.
 _SHARE_OF_COMPILING = 0.5
+_LEAST_SAVED = 0.01
+"""The share of a program's time that a model for one shape must save: without it each shape that was ever asked for
+would have one after hours, and all their memory be taken."""
 # As much where another model has to make room: it must not be one that is asked for as often, in turns.
 _TIMES_TO_REPLACE = 6
 # What a stream of a model for one shape holds beside weights and factors: generated code and its graph, by far the most
@@ -56,20 +62,15 @@ _MAX_GROWTH = 1.5
 _SAVED_BY_MERGING = 0.4
 """The share of a call on a model for its shapes that factors take which are inputs, not merged."""
 
+_TIMES_UNMERGED = 6
+"""As `_TIMES_TO_REPLACE`, for a model that takes as inputs what could be merged: sets that recur are merged before, and
+where a handful of sets come in turns none is made for all of them, at twice the memory and time."""
+
 _CALLS_TO_WAIT = 100
 """Calls with a shape after which it counts as settled without a model of its own: others are compiled all the time."""
 
 _MAX_SEEN = 1024
 """The shapes whose calls are counted."""
-
-Shapes = tuple[tuple[int, ...], ...]
-
-
-class Special(NamedTuple):
-    """What a model is made for: shapes, and the name of the factors that are merged into it (`RowFactors.name`)."""
-
-    shapes: Shapes
-    merged: Hashable = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,15 +88,6 @@ class Probe:
             difference, scale = float((mine - wanted).abs().max()), float(wanted.abs().max())
             if not difference <= self.tolerance * max(scale, 1e-6):
                 raise ExecutorError(f"it differs from torch by {difference:.2g} on outputs up to {scale:.2g}")
-
-
-@dataclass(slots=True, eq=False)
-class _Seen:
-    """How often a shape ran without a model of its own, and the seconds that one could have saved `since` a call."""
-
-    since: int
-    calls: int = 0
-    seconds: float = 0.0
 
 
 class OpenVinoProgram:
@@ -123,10 +115,11 @@ class OpenVinoProgram:
         self._specialise_bytes = specialise_bytes
         self._free_bytes = free_bytes
         self._special: OrderedDict[Special, CompiledModel] = OrderedDict()
-        self._seen: OrderedDict[Special, _Seen] = OrderedDict()
+        self._seen: OrderedDict[Special, Seen] = OrderedDict()
         self._last: tuple[list[torch.Size], int, RowFactors | None, list[Special]] = [], 0, None, []
         self._compile_s = 0.0
         self._calls = 0
+        self._busy_s = 0.0
         self._lock = threading.Lock()
         self._running = threading.Lock()
         self._worker: threading.Thread | None = None
@@ -169,9 +162,10 @@ class OpenVinoProgram:
         started_s = time.perf_counter()
         outputs = compiled.infer(wide, factors)
         seconds = time.perf_counter() - started_s
-        needless = 1 - filled_up(rows) / compiled.rows if compiled.rows else 1
+        self._busy_s += seconds
+        needless = needless_share(filled_up(rows), compiled.computed(rows), in_turns=0 < compiled.rows < rows)
         for seen, least in accounts:
-            seen.seconds += max(needless, least) * seconds
+            seen.seconds += max(needless if compiled.rows else 1.0, least) * seconds
         if due is not None:
             self._begin(due, wide, factors, outputs if compiled is self._dynamic else None)
         if inputs[0].dtype != torch.float32:
@@ -200,7 +194,7 @@ class OpenVinoProgram:
 
     def _for_call(
         self, inputs: Sequence[torch.Tensor], rows: int, factors: RowFactors | None
-    ) -> tuple[CompiledModel, list[tuple[_Seen, float]], Special | None]:
+    ) -> tuple[CompiledModel, list[tuple[Seen, float]], Special | None]:
         """Return what computes these inputs; the accounts of its seconds, each with the least share of them that its
         own model would save; and which model is to be compiled now, if any."""
         self._settled = True
@@ -209,12 +203,13 @@ class OpenVinoProgram:
             self._calls += 1
             if wanted and (compiled := self._use(wanted[0])) is not None:
                 return compiled, [], None
-            accounts = {special: self._count(special) for special in wanted if special not in self._special}
-            found = next(filter(None, map(self._at_hand, wanted)), None)
+            of, found = next(((special, one) for special in wanted if (one := self._at_hand(special))), (None, None))
+            better = wanted if of is None else wanted[: wanted.index(of) + 1]
+            accounts = {special: self._count(special) for special in better if special not in self._special}
             self._settled = found is not None or all(seen.calls > _CALLS_TO_WAIT for seen in accounts.values())
             due = next((special for special, seen in accounts.items() if self._pays(special, seen)), None)
             due = due if self._worker is None else None
-        behind = _SAVED_BY_MERGING if found is not None else 0.0
+        behind = _SAVED_BY_MERGING if of is not None and of.merged is None else 0.0
         shares = [(seen, behind if special.merged is not None else 0.0) for special, seen in accounts.items()]
         return found or self._dynamic, shares, due
 
@@ -250,26 +245,30 @@ class OpenVinoProgram:
     def _specials(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> list[Special]:
         """Return which models for single shapes could compute a call, the fastest first; those that are too large are
         left out."""
-        found = [Special(self._shapes(sizes, rows, factors))]
-        if factors is not None and factors.name is not None:
-            found.insert(0, Special(self._shapes(sizes, rows, None), factors.name))
+        name = factors.name if factors is not None else None
+        found = [Special(self._shapes(sizes, rows, factors), mergeable=name is not None)]
+        if name is not None:
+            found.insert(0, Special(self._shapes(sizes, rows, None), name))
         return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
 
-    def _pays(self, special: Special, seen: _Seen) -> bool:
+    def _pays(self, special: Special, seen: Seen) -> bool:
         """Return whether a model is worth compiling, and the host has the memory for it; if the budget has no room, in
         the place of the one that was not used for longest, and was not used while the seconds added up."""
-        share = _SHARE_OF_COMPILING
+        share = _SHARE_OF_COMPILING * (_TIMES_UNMERGED if special.mergeable else 1)
         held = sum(compiled.nbytes for compiled in self._special.values())
         if self._special and held + self._held_bytes(special.shapes) > self._specialise_bytes:
             if next(iter(self._special.values())).used >= seen.since:
-                seen.since, seen.seconds = self._calls, 0.0
+                seen.restart(self._calls, self._busy_s)
                 return False
             share *= _TIMES_TO_REPLACE
-        if seen.calls < _CALLS_BEFORE_SPECIALISING or seen.seconds < share * self._compile_s:
+        due_s = share * self._compile_s
+        if seen.calls < _CALLS_BEFORE_SPECIALISING or seen.seconds < due_s:
+            if self._busy_s - seen.since_s > due_s / _LEAST_SAVED:
+                seen.restart(self._calls, self._busy_s)
             return False
         if self._free_bytes() - self._held_bytes(special.shapes) >= _LEFT_FREE_BYTES:
             return True
-        seen.since, seen.seconds = self._calls, 0.0  # not to be asked again at the next call
+        seen.restart(self._calls, self._busy_s)  # not to be asked again at the next call
         return False
 
     def _use(self, special: Special) -> CompiledModel | None:
@@ -281,12 +280,12 @@ class OpenVinoProgram:
         return compiled
 
     def _at_hand(self, special: Special) -> CompiledModel | None:
-        """Return the model, or one for more rows that is not as slow as the dynamic model."""
-        return self._use(special) or self._larger(special)
+        """Return the model, or one for more or fewer rows that is not as slow as the dynamic model."""
+        return self._use(special) or self._larger(special) or self._smaller(special)
 
-    def _count(self, special: Special) -> _Seen:
+    def _count(self, special: Special) -> Seen:
         """Count a call that such a model could compute; return its account."""
-        seen = self._seen.setdefault(special, _Seen(self._calls))
+        seen = self._seen.setdefault(special, Seen(self._calls, self._busy_s))
         self._seen.move_to_end(special)
         if len(self._seen) > _MAX_SEEN:
             self._seen.popitem(last=False)
@@ -296,12 +295,20 @@ class OpenVinoProgram:
     def _larger(self, special: Special) -> CompiledModel | None:
         """Return the model with the fewest rows that a call can be filled up to, unless that is as slow as the dynamic
         model."""
-        rows = special.shapes[0][0]
+        rows = special.rows
         for more in range(rows + 1, int(rows * _MAX_GROWTH) + 1):
-            larger = Special(_with_rows(special.shapes, more), special.merged)
+            larger = special.with_rows(more)
             if larger in self._special and self._special[larger].rows:
                 return self._use(larger)
         return None
+
+    def _smaller(self, special: Special) -> CompiledModel | None:
+        """Return the model without factors that computes a call's rows in turns, with the fewest rows too many."""
+        if special.takes_factors:
+            return None
+        fewer = map(special.with_rows, row_counts_below(special.rows))
+        found = [one for one in fewer if one in self._special and self._special[one].rows]
+        return self._use(min(found, key=lambda one: self._special[one].computed(special.rows))) if found else None
 
     def _shapes(self, sizes: Sequence[tuple[int, ...]], rows: int, factors: RowFactors | None) -> Shapes:
         """Return the inputs' shapes, then the factors' rows, then every layer's rank."""
@@ -344,7 +351,7 @@ class OpenVinoProgram:
         """Return a model for one shape."""
         rows = shapes[0][0]
         streams = self._streams(rows)
-        *inputs, (given,), ranks = _with_rows(shapes, rows // streams)
+        *inputs, (given,), ranks = with_rows(shapes, rows // streams)
         model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks, merged=merged)
         layers = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
         nbytes = self._held_bytes(shapes)
@@ -352,12 +359,6 @@ class OpenVinoProgram:
 
     def _streams(self, rows: int) -> int:
         return streams_for(rows, self._compiled_with["INFERENCE_NUM_THREADS"])
-
-
-def _with_rows(shapes: Shapes, rows: int) -> Shapes:
-    """Return the shapes of a call with other rows."""
-    *inputs, (given,), ranks = shapes
-    return (*((rows, *size[1:]) for size in inputs), (1 if given == 1 else rows,), ranks)
 
 
 def _constant_bytes(model: Any) -> int:

@@ -15,3 +15,8 @@ def fewest(rows: int) -> int:
         return rows
     power = 1 << (rows.bit_length() - 1)
     return (power * 3 // 4 if rows == power else power) + 1
+
+
+def row_counts_below(rows: int) -> list[int]:
+    """Return those of these numbers that are smaller than `rows`, the largest first."""
+    return [n for n in range(rows - 1, 0, -1) if filled_up(n) == n]

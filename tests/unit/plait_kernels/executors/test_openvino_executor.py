@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,7 +251,8 @@ def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
         for _ in range(3):
             program.run(small_inputs(rows, 4, 4))
         wait_compiled(program, min(2, done + 1))
-    assert [special.shapes[0][0] for special in program._special] == [3, 4]
+    assert len(program._special) == 2
+    assert list(program._special)[-1].rows == 4
 
 
 def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted, monkeypatch):
@@ -267,6 +270,25 @@ def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted, mon
         program.run(inputs)
     wait_compiled(program, 1)
     assert float((program.run(inputs)[0] - expected[0]).abs().max()) < 1e-4
+
+
+def test_a_copy_is_made_only_where_it_saves_a_share_of_the_time(converted, monkeypatch):
+    """Calls take one second, and compiling forty: one call in 50 pays for a copy, one in 200 never does."""
+    seconds = {"main": 0.0, "other": 0.0}
+
+    def now():
+        whose = "main" if threading.current_thread() is threading.main_thread() else "other"
+        seconds[whose] += 1.0 if whose == "main" else 40.0
+        return seconds[whose]
+
+    monkeypatch.setattr(openvino_program, "time", SimpleNamespace(perf_counter=now))
+    program = openvino_at(converted).open("k")
+    for number in range(6_000):
+        rows = 3 if number % 200 == 199 else 2 if number % 50 == 49 else 1
+        program.run(small_inputs(rows, 4, 4), small_factors([{"point": 2}] * rows))
+        if (worker := program._worker) is not None:
+            worker.join()
+    assert sorted(special.shapes[0][0] for special in program._special) == [1, 2]
 
 
 def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
@@ -400,6 +422,38 @@ def test_a_call_takes_the_model_for_somewhat_more_rows(converted, block, monkeyp
     program._compile_s = 0.0
     run(24)
     wait_compiled(program, 2)
+
+
+@pytest.mark.parametrize("name", [None, "a"])
+def test_a_call_takes_the_model_for_fewer_rows_in_turns(converted, block, monkeypatch, name):
+    """Where it has none of its own, whatever is left over at the end, and with a set that is merged into the model."""
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
+    program = openvino_at(converted).open("k")
+    for _ in range(3):
+        differs(program, block, 4, name and set_of(4, name, seed=3))
+    wait_compiled(program, 1)
+    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 1e9)
+    monkeypatch.setattr(program._dynamic, "infer", None)
+    for rows in (8, 11, 23, 4):
+        assert differs(program, block, rows, name and set_of(rows, name, seed=3)) < 1e-4
+        assert program.settled
+    ((special, compiled),) = program._special.items()
+    assert (special.rows, special.merged) == (4, name)
+    assert [compiled.computed(rows) for rows in (1, 4, 5, 11)] == [4, 4, 8, 12]
+
+
+@pytest.mark.parametrize(("names", "merged"), [("abcd", "a"), ("abcdefghijkl", None)])
+def test_factors_of_a_set_become_inputs_where_many_sets_come_in_turns(converted, block, monkeypatch, names, merged):
+    """A handful is merged, each on its own. A call takes a second, and compiling forty."""
+    monkeypatch.setattr(openvino_program, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    program = openvino_at(converted).open("k")
+    program._compile_s = 40.0
+    for name in itertools.cycle(names):
+        assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
+        if program._worker is not None:
+            break
+    wait_compiled(program, 1)
+    assert [special.merged for special in program._special] == [merged]
 
 
 def test_shapes_that_hardly_recur_are_not_compiled(converted):
