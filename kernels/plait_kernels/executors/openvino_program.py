@@ -42,7 +42,7 @@ _CALLS_BEFORE_SPECIALISING = 2
 # A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
 # compiling does not cost more than what it speeds up.
 _SHARE_OF_COMPILING = 0.5
-_LEAST_SAVED = 0.01
+_MIN_SAVED = 0.01
 """The share of a program's time that a model for one shape must save: without it each shape that was ever asked for
 would have one after hours, and all their memory be taken."""
 # As much where another model has to make room: it must not be one that is asked for as often, in turns.
@@ -263,7 +263,7 @@ class OpenVinoProgram:
             share *= _TIMES_TO_REPLACE
         due_s = share * self._compile_s
         if seen.calls < _CALLS_BEFORE_SPECIALISING or seen.seconds < due_s:
-            if self._busy_s - seen.since_s > due_s / _LEAST_SAVED:
+            if self._busy_s - seen.since_s > due_s / _MIN_SAVED:
                 seen.restart(self._calls, self._busy_s)
             return False
         if self._free_bytes() - self._held_bytes(special.shapes) >= _LEFT_FREE_BYTES:
