@@ -42,11 +42,11 @@ _CALLS_BEFORE_SPECIALISING = 2
 # A shape gets a model of its own once its calls took so much of what compiling one takes: where shapes hardly recur,
 # compiling does not cost more than what it speeds up.
 _SHARE_OF_COMPILING = 0.5
+# As much where another model has to make room: it must not be one that is asked for as often, in turns.
+_TIMES_TO_REPLACE = 6
 _MIN_SAVED = 0.01
 """The share of a program's time that a model for one shape must save: without it each shape that was ever asked for
 would have one after hours, and all their memory be taken."""
-# As much where another model has to make room: it must not be one that is asked for as often, in turns.
-_TIMES_TO_REPLACE = 6
 # What a stream of a model for one shape holds beside weights and factors: generated code and its graph, by far the most
 # of it. Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to
 # 31 MiB without factors (2 and 8 rows; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows, 41 to 64 MiB
@@ -163,9 +163,11 @@ class OpenVinoProgram:
         outputs = compiled.infer(wide, factors)
         seconds = time.perf_counter() - started_s
         self._busy_s += seconds
-        needless = needless_share(filled_up(rows), compiled.computed(rows), in_turns=0 < compiled.rows < rows)
+        needless = 1.0  # of a call on the dynamic model
+        if compiled.rows:
+            needless = needless_share(filled_up(rows), compiled.computed(rows), in_turns=compiled.rows < rows)
         for seen, least in accounts:
-            seen.seconds += max(needless if compiled.rows else 1.0, least) * seconds
+            seen.seconds += max(needless, least) * seconds
         if due is not None:
             self._begin(due, wide, factors, outputs if compiled is self._dynamic else None)
         if inputs[0].dtype != torch.float32:
@@ -268,7 +270,7 @@ class OpenVinoProgram:
             return False
         if self._free_bytes() - self._held_bytes(special.shapes) >= _LEFT_FREE_BYTES:
             return True
-        seen.restart(self._calls, self._busy_s)  # not to be asked again at the next call
+        seen.restart(self._calls, self._busy_s)  # the host is asked again when as much has added up
         return False
 
     def _use(self, special: Special) -> CompiledModel | None:
