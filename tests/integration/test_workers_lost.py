@@ -184,7 +184,8 @@ async def test_the_window_bounds_what_is_at_an_hn(rig: Rig) -> None:
     dense, sparse = kit.FakeDense(), kit.FakeSparse()
     dense.gate.clear()
     rig.hn(dense)
-    cn = rig.cn(sparse, knobs=WorkerKnobs(window=2))
+    # Of one thread, a CN on a slow host would split what waits into two batches, so that both sides compute at once.
+    cn = rig.cn(sparse, knobs=WorkerKnobs(window=2, threads=2))
     await until(lambda: cn.ready() is None)
     ranker = rig.local(cn)
     asked = []
