@@ -18,7 +18,7 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors
 from plait_kernels.executors.adapters import flat_factors
 from plait_kernels.executors.openvino_core import core
 
-__all__ = ["MAX_STREAMS", "CompiledModel", "streams_for"]
+__all__ = ["MAX_STREAMS", "CompiledModel", "compile_model", "streams_for"]
 
 MAX_STREAMS = 4
 """Each holds generated code of its own."""
@@ -29,22 +29,26 @@ def streams_for(rows: int, threads: int) -> int:
     return max(n for n in range(1, MAX_STREAMS + 1) if math.gcd(rows, threads) % n == 0)
 
 
+def compile_model(model: ov.Model, options: Mapping[str, Any], *, streams: int = 1) -> ov.CompiledModel:
+    """Return the model compiled for this processor."""
+    return core().compile_model(model, "CPU", {**options, "NUM_STREAMS": streams})
+
+
 class CompiledModel:
     """One thread at a time. `rows`: the number of rows of a model for one shape; 0: any. `nbytes`: what it holds,
     roughly. `used`: the call that used it last."""
 
     def __init__(
         self,
-        model: Any,
+        compiled: ov.CompiledModel,
         layers: Sequence[AdaptedLayer],
-        options: Mapping[str, Any],
         *,
         rows: int = 0,
         streams: int = 1,
         nbytes: int = 0,
     ) -> None:
-        """Compile `model`, which takes the factors of `layers`; for one shape it is that of a stream's rows."""
-        compiled = core().compile_model(model, "CPU", {**options, "NUM_STREAMS": streams})
+        """Take what was compiled with so many streams and takes the factors of `layers`; for one shape it is that of a
+        stream's rows."""
         self.layers = tuple(layers)
         self.rows = rows
         self.nbytes = nbytes

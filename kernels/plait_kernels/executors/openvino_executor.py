@@ -66,6 +66,7 @@ class OpenVinoSettings:
             "NUM_STREAMS": 1,
             "ENABLE_CPU_PINNING": False,
             "PERFORMANCE_HINT": "LATENCY",
+            "CACHE_MODE": "OPTIMIZE_SIZE",  # weights stay in the model's file (`compiled_cache`)
         }
 
 
@@ -120,6 +121,7 @@ class OpenVinoExecutor:
                 raise
 
     def _read(self, entry: Path) -> OpenVinoProgram:
+        from plait_kernels.executors.compiled_cache import CompiledCache, inline_integers
         from plait_kernels.executors.openvino_core import core
         from plait_kernels.executors.openvino_program import OpenVinoProgram, Probe
 
@@ -127,6 +129,8 @@ class OpenVinoExecutor:
         layers = [AdaptedLayer(**layer) for layer in facts["layers"]]
         kept = load_file(entry / _PROBE)
         inputs = _numbered(kept, "input")
+        model = core().read_model(entry / _MODEL)
+        inline_integers(model)
         probe = Probe(
             inputs=inputs,
             factors=_probe_factors(layers, inputs[0].shape[0]) if layers else None,
@@ -134,12 +138,13 @@ class OpenVinoExecutor:
             tolerance=self.tolerance,
         )
         return OpenVinoProgram(
-            core().read_model(entry / _MODEL),
+            model,
             layers,
             options=self._settings.options,
             specialise_bytes=self._settings.specialise_bytes,
             free_bytes=self._settings.free_bytes,
             probe=probe,
+            cache=CompiledCache(entry, (entry / _MODEL).with_suffix(".bin")),
         )
 
 

@@ -31,8 +31,9 @@ import torch
 
 from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, background
 from plait_kernels.executors.adapters import check_factors
+from plait_kernels.executors.compiled_cache import CompiledCache
 from plait_kernels.executors.fixed_shapes import fixed
-from plait_kernels.executors.openvino_compiled import CompiledModel, streams_for
+from plait_kernels.executors.openvino_compiled import CompiledModel, compile_model, streams_for
 from plait_kernels.executors.row_counts import filled_up, row_counts_below
 from plait_kernels.executors.specials import Seen, Shapes, Special, needless_share, with_rows
 
@@ -103,12 +104,15 @@ class OpenVinoProgram:
         specialise_bytes: int,
         free_bytes: Callable[[], int],
         probe: Probe,
+        cache: CompiledCache,
     ) -> None:
-        """Compile for any shape. Raises `ExecutorError` if the answer to the probe is not torch's."""
+        """Compile for any shape, or take that from the cache. Raises `ExecutorError` if the answer to the probe is not
+        torch's."""
         self._model = model
         self._layers = tuple(layers)
         self._options = options
         self._probe = probe
+        self._cache = cache
         self._compiled_with = options()
         self._dynamic = self._compile_any()
         self._weight_bytes = _constant_bytes(model)
@@ -186,11 +190,24 @@ class OpenVinoProgram:
         self._dynamic = self._compile_any()
 
     def _compile_any(self) -> CompiledModel:
-        """Compile for any shape, and run the probe before anything else."""
+        """Compile for any shape, unless that was kept, and run the probe before anything else."""
         self._check_count(self._probe.inputs)
-        compiled = CompiledModel(self._model, self._layers, self._compiled_with)
-        self._probe.check(compiled.infer(self._probe.inputs, self._probe.factors))
-        return compiled
+        kept = self._cache.load(self._compiled_with)
+        if kept is not None:
+            try:
+                return self._proven(kept)
+            except Exception as error:
+                _log.info("what was compiled before is compiled anew: %s", " ".join(str(error).split())[:200])
+        compiled = compile_model(self._model, self._compiled_with)
+        proven = self._proven(compiled)
+        self._cache.save(self._compiled_with, compiled)
+        return proven
+
+    def _proven(self, compiled: Any) -> CompiledModel:
+        """Run the probe. Raises `ExecutorError` if the answer is not torch's."""
+        found = CompiledModel(compiled, self._layers)
+        self._probe.check(found.infer(self._probe.inputs, self._probe.factors))
+        return found
 
     # ---- shapes that recur ---------------------------------------------------------------------------------------
 
@@ -356,8 +373,8 @@ class OpenVinoProgram:
         *inputs, (given,), ranks = with_rows(shapes, rows // streams)
         model = fixed(self._model, self._layers, inputs=inputs, given=given, ranks=ranks, merged=merged)
         layers = [layer for layer, rank in zip(self._layers, ranks, strict=True) if rank]
-        nbytes = self._held_bytes(shapes)
-        return CompiledModel(model, layers, self._compiled_with, rows=rows, streams=streams, nbytes=nbytes)
+        compiled = compile_model(model, self._compiled_with, streams=streams)
+        return CompiledModel(compiled, layers, rows=rows, streams=streams, nbytes=self._held_bytes(shapes))
 
     def _streams(self, rows: int) -> int:
         return streams_for(rows, self._compiled_with["INFERENCE_NUM_THREADS"])

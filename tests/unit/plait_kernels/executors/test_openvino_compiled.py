@@ -21,7 +21,7 @@ pytest.importorskip("openvino", reason="needs openvino")
 from plait_kernels.executors import openvino_program  # after the skip
 from plait_kernels.executors.conversion import convert
 from plait_kernels.executors.fixed_shapes import fixed
-from plait_kernels.executors.openvino_compiled import CompiledModel, streams_for
+from plait_kernels.executors.openvino_compiled import CompiledModel, compile_model, streams_for
 
 RANKS = [{"point": 2}, {}, {"conv_in": 3, "down": 1}, {"tokens.0": 2}]
 """Of four rows."""
@@ -76,4 +76,4 @@ def test_an_output_without_rows_is_not_divided(block):
     model, layers = convert(small_computation(block))
     one = fixed(model, layers, inputs=[(1, 6, 4, 4), (1, 12)], given=1, ranks=[0] * len(layers))
     with pytest.raises(ExecutorError, match="has 1 rows, not 2"):
-        CompiledModel(one, (), {"INFERENCE_NUM_THREADS": 2}, rows=4, streams=2)
+        CompiledModel(compile_model(one, {"INFERENCE_NUM_THREADS": 2}, streams=2), (), rows=4, streams=2)

@@ -1,0 +1,134 @@
+"""What compiling gave is kept: a later start does not compile, and what cannot be used is compiled anew."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+
+import pytest
+import torch
+
+from support.executors import by_hand, openvino_at, small_block, small_computation, small_factors, small_inputs
+
+pytest.importorskip("openvino", reason="needs openvino")
+
+from plait_kernels.executors import compiled_cache, openvino_program  # after the skip
+from plait_kernels.executors.compiled_cache import CompiledCache
+
+
+@pytest.fixture(scope="module")
+def block():
+    """A small module of float16 weights."""
+    return small_block(torch.float16)
+
+
+@pytest.fixture(scope="module")
+def converted(block, tmp_path_factory):
+    """A store that has it as "k"; tests change copies."""
+    folder = tmp_path_factory.mktemp("converted")
+    openvino_at(folder).prepare("k", lambda: small_computation(block))
+    return folder
+
+
+@pytest.fixture
+def copy(converted, tmp_path):
+    """A copy of the store."""
+    return shutil.copytree(converted, tmp_path / "copy")
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """What is compiled from now on, not read."""
+    calls = []
+
+    def count(*args, **kwargs):
+        calls.append(args)
+        return compile_model(*args, **kwargs)
+
+    compile_model = openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", count)
+    return calls
+
+
+def answers(program, block) -> bool:
+    """Whether it computes what the module does, with and without factors, for shapes it has not seen."""
+    inputs, factors = small_inputs(3, 4, 5), small_factors([{"point": 2}, {}, {"conv_in": 3, "down": 1}])
+    return all(
+        float((program.run(inputs, given)[0] - by_hand(block, inputs, given)[0]).abs().max()) < 1e-4
+        for given in (None, factors)
+    )
+
+
+def kept(store):
+    """The files in an entry that hold what compiling gave."""
+    return sorted((store / "k").glob("compiled-*.blob"))
+
+
+def test_a_later_start_does_not_compile(copy, block, compiled):
+    """Nor does it hold the weights twice on disk."""
+    assert answers(openvino_at(copy).open("k"), block)
+    assert not compiled
+    (blob,) = kept(copy)
+    assert blob.stat().st_size < (copy / "k" / "model.xml").stat().st_size + 2_000
+
+
+def test_other_options_and_processors_have_their_own(copy, block, compiled, monkeypatch):
+    """Two kinds of processors may share a home folder."""
+    assert answers(openvino_at(copy, threads=lambda: 2).open("k"), block)
+    assert (len(compiled), len(kept(copy))) == (1, 2)
+    monkeypatch.setattr(compiled_cache, "_FACTS", ("FULL_DEVICE_NAME",))
+    assert answers(openvino_at(copy).open("k"), block)
+    assert (len(compiled), len(kept(copy))) == (2, 3)
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty", "foreign"])
+def test_what_is_damaged_is_compiled_anew_and_kept_again(copy, block, compiled, caplog, damage):
+    """By its own digest, before OpenVINO sees it; what is no model by OpenVINO's word."""
+    (blob,) = kept(copy)
+    whole = blob.read_bytes()
+    body = b"no model"
+    changed = {
+        "cut": whole[:-100],
+        "flipped": whole[:500] + bytes([whole[500] ^ 1]) + whole[501:],
+        "empty": b"",
+        "foreign": compiled_cache.hashlib.sha256(body).digest() + body,
+    }
+    blob.write_bytes(changed[damage])
+    with caplog.at_level(logging.WARNING):
+        assert answers(openvino_at(copy).open("k"), block)
+    assert len(compiled) == 1
+    assert "made again" in caplog.text
+    assert blob.name in caplog.text
+    assert blob.read_bytes() != changed[damage]
+    assert answers(openvino_at(copy).open("k"), block)
+    assert len(compiled) == 1
+
+
+def test_what_computes_something_else_is_compiled_anew(copy, block, compiled, caplog, monkeypatch):
+    """The probe is run on what was kept, too; the entry stays."""
+    changed = small_block(torch.float16)
+    changed.point.weight.mul_(1.01)
+    other = openvino_at(copy.parent / "other").prepare("k", lambda: small_computation(changed))
+    wrong = openvino_program.compile_model(other._model, other._options())
+    monkeypatch.setattr(CompiledCache, "load", lambda *_: wrong)
+    with caplog.at_level(logging.INFO):
+        assert answers(openvino_at(copy).open("k"), block)
+    assert "differs from torch" in caplog.text
+    assert (copy / "k" / "model.xml").is_file()
+
+
+def test_where_nothing_can_be_written_each_start_compiles(copy, block, compiled, caplog, monkeypatch):
+    """A full disk, or a folder of somebody else: said, and nothing is left behind."""
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    (blob,) = kept(copy)
+    blob.unlink()
+    before = sorted((copy / "k").iterdir())
+    monkeypatch.setattr(compiled_cache.tempfile, "NamedTemporaryFile", full)
+    with caplog.at_level(logging.WARNING):
+        assert answers(openvino_at(copy).open("k"), block)
+    assert "No space left" in caplog.text
+    assert sorted((copy / "k").iterdir()) == before
+    assert len(compiled) == 1
