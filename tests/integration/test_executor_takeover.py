@@ -6,8 +6,10 @@ What programs cannot take, or must not because bits matter, torch computes as ev
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,7 +104,7 @@ def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypat
 
     def on_event(event: Event) -> None:
         if isinstance(event, Progress) and event.step == 2:
-            assert not probe.assembled.prepared_parts()
+            assert "unet" not in probe.assembled.prepared_parts()
             go.set()
             until_s = time.monotonic() + 60
             while not loop._between_steps and time.monotonic() < until_s:
@@ -213,6 +215,32 @@ def test_a_conversion_that_is_not_equal_is_not_used(tmp_path, caplog, monkeypatc
     assert len(said) == 2
     assert all("it differs from torch by" in line for line in said)
     assert not [path for path in (tmp_path / "prepared").iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize(("lost", "left"), [("vae-decoder", {"unet"}), ("decoder", {"vae"}), ("encoder", {"vae"})])
+def test_what_an_interrupted_start_converted_serves_the_next(tmp_path, converted, monkeypatch, lost, left):
+    """The rest runs on torch and is converted behind; of a UNet whose other half is missing none is opened."""
+    models = replace(converted, folder=Path(shutil.copytree(converted.folder, tmp_path / "tiny")))
+    (entry,) = (path for path in (models.folder / "prepared").iterdir() if path.name[32:] == f"-{lost}")
+    shutil.rmtree(entry)
+    opened, open_program = [], openvino_executor.OpenVinoExecutor.open
+    monkeypatch.setattr(
+        openvino_executor.OpenVinoExecutor, "open", lambda self, key: (opened.append(key), open_program(self, key))[1]
+    )
+    probe = models.build()
+    try:
+        assert probe.assembled.prepared_parts() == left
+        assert len([key for key in opened if not key.endswith("vae-decoder")]) == (2 if "unet" in left else 0)
+        assert unet_is_mapped(probe) == ("unet" in left)
+        assert max_difference(probe.latents(PLAIN)[0], converted.reference(PLAIN)) < CLOSE
+    finally:
+        probe.engine.stop(drain_s=0)
+    probe = models.build(converts=True)
+    try:
+        wait_prepared(probe, "unet", "vae")
+        assert 0 < max_difference(probe.latents(PLAIN)[0], converted.reference(PLAIN)) < CLOSE
+    finally:
+        probe.engine.stop(drain_s=0)
 
 
 def wait_threads(name: str) -> None:

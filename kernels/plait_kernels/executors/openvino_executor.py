@@ -50,11 +50,13 @@ def available() -> bool:
 class OpenVinoSettings:
     """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
 
+    `aside` calls what converts, and returns once that is done: where it gives way to what computes meanwhile.
     `specialise_bytes` and `free_bytes`: `OpenVinoProgram`.
     """
 
     precision: str = "float32"
     threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
+    aside: Callable[[Callable[[], None]], None] = lambda work: work()
     specialise_bytes: int = 1 << 30
     free_bytes: Callable[[], int] = lambda: sys.maxsize
 
@@ -90,6 +92,10 @@ class OpenVinoExecutor:
         versions = [f"{name} {version(name)}" for name in ("openvino", "torch", "diffusers")]
         return content_key(files, [*versions, f"format {FORMAT}"])
 
+    def has(self, key: str) -> bool:
+        """Return whether there is a program that was converted before; whether it can be used, `open` says."""
+        return self._store.find(key) is not None
+
     def open(self, key: str) -> OpenVinoProgram | None:
         """Return a program that was converted before, or None. An entry that is damaged or computes something else is
         dropped, and named in the log."""
@@ -110,9 +116,7 @@ class OpenVinoExecutor:
             if found is not None:
                 return found
             started_s = time.perf_counter()
-            with MODULES:
-                wanted = computation()
-            entry = write(lambda folder: _fill(folder, wanted))
+            entry = write(lambda folder: self._settings.aside(lambda: _fill(folder, computation)))
             _log.info("converted %s in %.1f s", key[:8], time.perf_counter() - started_s)
             try:
                 return self._read(entry)
@@ -148,10 +152,12 @@ class OpenVinoExecutor:
         )
 
 
-def _fill(folder: Path, computation: Computation) -> None:
+def _fill(folder: Path, make: Callable[[], Computation]) -> None:
     """Write an entry: the model, what torch computes on the probe, the adapted layers."""
     from plait_kernels.executors import conversion
 
+    with MODULES:
+        computation = make()
     inputs = [value.float() for value in computation.example]
     reference = TorchProgram(computation)
     factors = _probe_factors(reference.layers, inputs[0].shape[0]) if computation.takes_factors else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -138,7 +138,7 @@ def load_bundle(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     safety_checker: bool = True,
-    mapped: bool = False,
+    mapped: Collection[str] = (),
     outline: bool = False,
     tokenizers: tuple[Any, ...] = (),
     fetch: Callable[[str, str], Path] = fetch_from_hub,
@@ -146,9 +146,9 @@ def load_bundle(
     """Load a folder, a checkpoint in one file, or a hub repository at a commit (`revision`: 40 hex digits). Raises
     `ModelError`.
 
-    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`
-    leaves UNet and VAE as the files hold them, for what an executor has taken over (`residency`). `outline` loads no
-    weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
+    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
+    which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`residency`). `outline` loads
+    no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
     """
     folder = resolve_source(source, revision, fetch=fetch)
     index, unet_config, vae_config = _configs(folder)
@@ -170,8 +170,7 @@ def load_bundle(
     need = MemoryNeed.of(files.values(), activation_bytes=decoding)
     if not outline:
         check_memory(str(folder), need, target)
-    if mapped:
-        files |= {part: (files[part][0], files[part][0].stored_dtype) for part in ("vae", "unet")}
+    files |= {part: (files[part][0], files[part][0].stored_dtype) for part in mapped}
     modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
     return Bundle(
         folder=folder,

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from plait_fabric.cores import usable_cores
-from plait_fabric.threads import lower_priority, set_threads
+from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
 from plait_kernels.executors import Computation, ExecutorError, PreparedProgram, background
 from plait_kernels.executors.audit import Auditor, AuditPlan
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
@@ -53,10 +53,10 @@ class Preparer:
 
     def open_unet(self, folder: Path) -> CompiledHalves | None:
         """Return the programs of a UNet's folder if both halves were converted before."""
+        if not all(self._has(folder, part) for part in ("encoder", "decoder")):
+            return None  # where a start was interrupted between them, opening the first would be for nothing
         encoder = self._open(folder, "encoder", lambda: encoder_computation(map_unet(folder)))
-        decoder = None
-        if encoder is not None:
-            decoder = self._open(folder, "decoder", lambda: decoder_computation(map_unet(folder)))
+        decoder = self._open(folder, "decoder", lambda: decoder_computation(map_unet(folder)))
         return None if encoder is None or decoder is None else CompiledHalves(encoder=encoder, decoder=decoder)
 
     def make_unet(self, folder: Path) -> CompiledHalves:
@@ -82,6 +82,13 @@ class Preparer:
     def make_controlnet(self, folder: Path, computation: Callable[[], Computation]) -> PreparedProgram:
         """Return the program of a ControlNet. Raises like `make_unet`."""
         return self._make(folder, "controlnet", computation)
+
+    def _has(self, folder: Path, part: str) -> bool:
+        try:
+            return self._executor.has(self._key(folder, part))
+        except OSError as error:
+            _log.warning("prepared models cannot be read: %s", error)
+            return False
 
     def _open(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram | None:
         try:
@@ -155,6 +162,7 @@ def preparer_for(
     settings = OpenVinoSettings(
         precision=_PRECISIONS[dtype],
         threads=lambda: threads() or usable_cores(),
+        aside=lambda work: run_on_own_thread(lambda: _give_way(work)),
         free_bytes=lambda: available_bytes(torch.device("cpu")),
     )
     return Preparer(OpenVinoExecutor(ProgramStore(cache), settings), auditor)
@@ -171,16 +179,24 @@ def auditor_for(every: int, *, cache: Path, idle: Callable[[], bool]) -> Auditor
     `every`: one call in so many, beside the first of each shape; 0: none.
     """
 
-    def on_thread() -> None:
-        set_threads(1)
-        lower_priority()
-
-    return Auditor(AuditPlan(every=every, folder=audit_folder(cache)), idle=idle, on_thread=on_thread)
+    return Auditor(AuditPlan(every=every, folder=audit_folder(cache)), idle=idle, on_thread=_stand_back)
 
 
 def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:
     """Return whether models run as CUDA graphs: on a GPU, unless torch was asked for by name."""
     return device.type == "cuda" and executor is ExecutorName.AUTO
+
+
+def _stand_back() -> None:
+    """Leave the cores to requests, as far as they want them. The calling thread's, for good."""
+    set_threads(1)
+    lower_priority()
+
+
+def _give_way(work: Callable[[], None]) -> None:
+    """Convert at low priority: beside torch's two threads a conversion tripled the time of the first images."""
+    _stand_back()
+    work()
 
 
 def behind(what: str, make: Callable[[], None]) -> None:

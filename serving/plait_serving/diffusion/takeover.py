@@ -17,22 +17,24 @@ __all__ = ["Takeover"]
 
 
 class Takeover:
-    """Of one base model's folder. Made before the model is loaded: where the programs exist, its weights are mapped."""
+    """Of one base model's folder. Made before the model is loaded: of what has programs, the weights are mapped."""
 
     def __init__(self, preparer: Preparer | None, folder: Path) -> None:
         """Open what was prepared before; without `preparer` torch runs everything."""
         self._preparer = preparer
         self._folder = folder
-        self._opened: tuple[CompiledHalves, PreparedProgram] | None = None
-        halves = preparer.open_unet(folder / "unet") if preparer is not None else None
-        vae = preparer.open_vae(folder / "vae") if preparer is not None and halves is not None else None
-        if halves is not None and vae is not None:
-            self._opened = halves, vae
+        self._halves: CompiledHalves | None = None
+        self._vae: PreparedProgram | None = None
+        if preparer is not None:
+            self._halves = preparer.open_unet(folder / "unet")
+            self._vae = preparer.open_vae(folder / "vae")
 
     @property
-    def mapped(self) -> bool:
-        """Whether UNet and VAE are to be loaded as the files hold them."""
-        return self._opened is not None
+    def mapped(self) -> frozenset[str]:
+        """Which of "unet" and "vae" are to be loaded as the files hold them. A start that was interrupted leaves one of
+        them."""
+        opened = {"unet": self._halves, "vae": self._vae}
+        return frozenset(part for part, program in opened.items() if program is not None)
 
     def unet_weights(self, bundle: Bundle) -> ResidentWeights:
         """Return the keeper of the UNet's weights; what computes the time embedding stays in memory."""
@@ -41,7 +43,7 @@ class Takeover:
             name="the UNet",
             dtype=bundle.dtype,
             mapped=lambda: map_unet(self._folder / "unet"),
-            resident=not self.mapped,
+            resident="unet" not in self.mapped,
             always=("time_embedding", "add_embedding"),
         )
 
@@ -52,15 +54,16 @@ class Takeover:
             name="the VAE",
             dtype=bundle.vae_dtype,
             mapped=lambda: map_vae(self._folder / "vae"),
-            resident=not self.mapped,
+            resident="vae" not in self.mapped,
         )
 
     def adopt(self, denoiser: UNetDenoiser, prepared: set[str]) -> None:
         """Hand over what exists, and add its parts to `prepared`. Before the model steps."""
-        if self._opened is not None:
-            denoiser.adopt(self._opened[0])
-            denoiser.adopt_vae(self._opened[1])
-            prepared |= {"unet", "vae"}
+        if self._halves is not None:
+            denoiser.adopt(self._halves)
+        if self._vae is not None:
+            denoiser.adopt_vae(self._vae)
+        prepared |= self.mapped
 
     def convert_behind(
         self,
@@ -73,10 +76,11 @@ class Takeover:
     ) -> None:
         """Convert what does not exist on a background thread; torch serves until then, and gives its memory back."""
         preparer = self._preparer
-        if preparer is None or self.mapped:
+        missing = {"unet", "vae"} - self.mapped
+        if preparer is None or not missing:
             return
 
-        def make() -> None:
+        def make_unet() -> None:
             halves = preparer.make_unet(self._folder / "unet")
 
             def adopt() -> None:
@@ -86,7 +90,12 @@ class Takeover:
                 prepared.add("unet")
 
             between_steps(adopt)
-            denoiser.adopt_vae(preparer.make_vae(self._folder / "vae"))
-            prepared.add("vae")
+
+        def make() -> None:
+            if "unet" in missing:
+                make_unet()
+            if "vae" in missing:
+                denoiser.adopt_vae(preparer.make_vae(self._folder / "vae"))
+                prepared.add("vae")
 
         behind(str(self._folder), make)

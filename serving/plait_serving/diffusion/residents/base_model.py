@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -201,7 +201,7 @@ class BaseModel:
         self.prepared -= {"unet", "vae"}
         self.auditor.forget()
 
-    def _bundle(self, *, mapped: bool = False, outline: bool = False) -> Bundle:
+    def _bundle(self, *, mapped: Collection[str] = (), outline: bool = False) -> Bundle:
         return load_bundle(
             self.folder,
             dtype=self._dtype,
