@@ -15,9 +15,9 @@ _OURS = "plait's ratio to it"
 _IMAGES = {"images_per_s": "images/s", "peak_memory_gib": "GiB, peak"}
 _STARTS = {
     "cold_ready_s": "s, ready first",
+    "cold_first_image_s": "s, image first",
     "ready_s": "s, ready again",
     "first_image_s": "s, image again",
-    "memory_gib": "GiB",
     "peak_memory_gib": "GiB, peak",
 }
 _STARTER = ("single", "controlnet", "lora", "same", "mixed", "distinct")
