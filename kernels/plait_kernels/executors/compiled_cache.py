@@ -71,15 +71,15 @@ class CompiledCache:
     def save(self, options: Mapping[str, Any], compiled: ov.CompiledModel) -> None:
         """Keep what `compile_model` made with `options`. Where nothing can be written, the next start compiles."""
         path = self._path(options)
-        body = compiled.export_model().getvalue()
         written = None
         try:
+            body = compiled.export_model().getvalue()
             with tempfile.NamedTemporaryFile(dir=self._folder, prefix=f".{path.name}.", delete=False) as file:
                 written = Path(file.name)
                 file.write(hashlib.sha256(body).digest() + body)
             written.replace(path)
-        except OSError as error:
-            _log.warning("%s cannot be kept: %s", path, error)
+        except (OSError, RuntimeError) as error:
+            _log.warning("%s cannot be kept: %s", path, " ".join(str(error).split())[:200])
             if written is not None:
                 with suppress(OSError):
                     written.unlink()

@@ -16,20 +16,6 @@ from plait_kernels.executors import compiled_cache, openvino_program  # after th
 from plait_kernels.executors.compiled_cache import CompiledCache
 
 
-@pytest.fixture(scope="module")
-def block():
-    """A small module of float16 weights."""
-    return small_block(torch.float16)
-
-
-@pytest.fixture(scope="module")
-def converted(block, tmp_path_factory):
-    """A store that has it as "k"; tests change copies."""
-    folder = tmp_path_factory.mktemp("converted")
-    openvino_at(folder).prepare("k", lambda: small_computation(block))
-    return folder
-
-
 @pytest.fixture
 def copy(converted, tmp_path):
     """A copy of the store."""
@@ -132,3 +118,27 @@ def test_where_nothing_can_be_written_each_start_compiles(copy, block, compiled,
     assert "No space left" in caplog.text
     assert sorted((copy / "k").iterdir()) == before
     assert len(compiled) == 1
+
+
+def test_a_model_that_cannot_be_exported_runs(copy, block, compiled, caplog, monkeypatch):
+    """Its entry stays: what was converted is right."""
+
+    class Unwilling:
+        def __init__(self, model):
+            self.model = model
+
+        def __getattr__(self, name):
+            return getattr(self.model, name)
+
+        def export_model(self):
+            raise RuntimeError("this model cannot be exported")
+
+    (blob,) = kept(copy)
+    blob.unlink()
+    counted = openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", lambda *args: Unwilling(counted(*args)))
+    with caplog.at_level(logging.WARNING):
+        assert answers(openvino_at(copy).open("k"), block)
+    assert "cannot be exported" in caplog.text
+    assert (copy / "k" / "model.xml").is_file()
+    assert (len(compiled), kept(copy)) == (1, [])

@@ -40,20 +40,6 @@ from plait_kernels.executors import conversion, fixed_shapes, openvino_program  
 from plait_kernels.executors.openvino_program import OpenVinoProgram
 
 
-@pytest.fixture(scope="module")
-def block():
-    """A small module of float16 weights."""
-    return small_block(torch.float16)
-
-
-@pytest.fixture(scope="module")
-def converted(block, tmp_path_factory):
-    """A store that has it as "k"; tests damage copies."""
-    folder = tmp_path_factory.mktemp("converted")
-    openvino_at(folder).prepare("k", lambda: small_computation(block))
-    return folder
-
-
 def entries(folder) -> list[str]:
     """The folders in a store."""
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
