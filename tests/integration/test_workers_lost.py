@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -24,6 +23,7 @@ from plait_fabric import connect
 from plait_fabric.rpc.connection import ConnectionLost
 from support import ranking as kit
 from support.rank_fabric import Rig, hello_header, until
+from support.server import free_port
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -251,7 +251,7 @@ async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
     monkeypatch.setattr(remote, "SEND_S", 6.0)
     with Rig(scheme) as rig:
         # A port of its own choice would not be known; this one was free a moment ago.
-        address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{_free_port()}"
+        address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{free_port()}"
         process = _start(rig, address, slow_s=0.0)
         try:
             assert process.stdout is not None
@@ -353,12 +353,6 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         for process in processes:
             process.kill()
             process.communicate()
-
-
-def _free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def _start(rig: Rig, address: str, *, slow_s: float) -> subprocess.Popen[str]:

@@ -170,11 +170,17 @@ class _KillAfter:
         self._timer.cancel()
 
 
+_GIVEN: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that is free now."""
+    """A port that is free now and was not given before: what asked for the last one may not listen yet."""
     from plait.server.ports import free_port as find
 
-    return find("127.0.0.1")
+    while (port := find("127.0.0.1")) in _GIVEN:
+        continue
+    _GIVEN.add(port)
+    return port
 
 
 CONFIG = """

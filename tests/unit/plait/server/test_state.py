@@ -19,6 +19,7 @@ from plait.server import leftovers, ports, processes, supervise
 from plait.server.console import Console
 from plait.server.processes import ProcessId
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
+from support import server
 
 
 def record(**changes):
@@ -267,6 +268,14 @@ def test_a_free_port_is_none_that_connections_are_given(monkeypatch):
         monkeypatch.setattr(ports, "_TRIES", 1)
         assert ports.free_port("127.0.0.1") >= first
     assert ports.free_port("127.0.0.1") == taken
+
+
+def test_ports_that_tests_ask_for_differ(monkeypatch):
+    """Ray's head takes six of them at once and listens later: none may come twice."""
+    found = iter([20_001, 20_001, 20_001, 20_002])
+    monkeypatch.setattr(server, "_GIVEN", set())
+    monkeypatch.setattr(ports, "free_port", lambda host: next(found))
+    assert [server.free_port(), server.free_port()] == [20_001, 20_002]
 
 
 def test_serve_a_host_that_is_not_ours_is_told():
