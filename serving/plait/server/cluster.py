@@ -17,6 +17,7 @@ from typing import Any
 
 from plait.config import PlaitConfig
 from plait.errors import ServeError
+from plait_deploy.on_ray.names import split_name
 
 _log = logging.getLogger(__name__)
 
@@ -268,21 +269,28 @@ class Cluster:
 
 
 def _pin(application: Any, versions: Mapping[str, str]) -> None:
-    """Set the versions of the deployments of a bound application.
+    """Set the versions of all deployments of a bound application, found as Serve finds them (`build_app`): wherever an
+    argument holds one. A deployment that is missed gets a version of its own in every change, and so restarts.
 
     Serve removed the public way to set them (`options(version=...)`) but still honours them
     (`ServeControllerClient.deploy_applications`, Ray 2.60).
     """
     from ray import serve
+    from ray.dag.py_obj_scanner import _PyObjScanner
 
-    if isinstance(application, serve.Application):
-        deployment = application._bound_deployment
-        deployment._version = versions.get(deployment.name)
-        for argument in (*deployment.init_args, *deployment.init_kwargs.values()):
-            _pin(argument, versions)
-    elif isinstance(application, Mapping):
-        for value in application.values():
-            _pin(value, versions)
+    waiting, seen = [application], set[int]()
+    while waiting:
+        if id(found := waiting.pop()) in seen:
+            continue
+        seen.add(id(found))
+        deployment = found._bound_deployment
+        name, _ = split_name(deployment.name) or (deployment.name, "")
+        deployment._version = versions.get(name)
+        scanner = _PyObjScanner(source_type=serve.Application)
+        try:
+            waiting += scanner.find_nodes((deployment.init_args, deployment.init_kwargs))
+        finally:
+            scanner.clear()
 
 
 def _in_thread(

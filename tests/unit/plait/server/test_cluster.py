@@ -14,11 +14,17 @@ from typing import Any
 
 import pytest
 from ray import exceptions, serve
+from ray.serve._private.build_app import build_app
 
-from plait.config import PlaitConfig, ServerSection
+from plait.app import AppArgs, build
+from plait.config import INGRESS, PlaitConfig, ServerSection
 from plait.errors import ServeError
 from plait.server import cluster
 from plait.server.cluster import Cluster, DeploymentState
+from plait.server.restarts import versions
+from plait_deploy.on_ray.names import name_at
+from plait_serving.images.config import ImagesSection
+from plait_serving.ranking.config import RankingSection
 
 
 def proxies(monkeypatch: pytest.MonkeyPatch, states: Iterator[Mapping[str, str]]) -> list[Mapping[str, Any]]:
@@ -52,6 +58,30 @@ def test_a_proxy_that_never_comes_is_told_with_its_state(monkeypatch: pytest.Mon
     config = PlaitConfig(server=ServerSection(ready_timeout_s=0.05))
     with pytest.raises(ServeError, match=r"HTTP proxy was not ready after 0\.05 s \(starting\)"):
         Cluster._start_serve(config, 8123)
+
+
+PLACES = ("l40s", "host")
+MODELS = RankingSection.model_validate(
+    {"models": {"cut": {"folder": "./cut", "cn": {"shards": 2}}, "whole": {"folder": "./whole", "mode": "whole"}}}
+)
+IMAGES = ImagesSection.model_validate({"controlnets": {"edges": {"folder": "./edges"}}})
+
+
+@pytest.mark.parametrize("places", [(), PLACES], ids=["anywhere", "placed"])
+def test_every_deployment_is_pinned_to_the_version_of_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
+) -> None:
+    """One that is missed gets another version in every change: its replicas restart for a new knob."""
+    args = AppArgs(images=IMAGES, recommend=MODELS, node_classes=places)
+    monkeypatch.setattr(serve, "run_many", lambda targets, **_: deployed.extend(targets))
+    deployed: list[Any] = []
+    pinned = versions(args, salt="run")
+    object.__new__(Cluster).deploy(build(args), name="app", versions=pinned)
+    built = {each.name: each.version for each in build_app(deployed[0].target, name="app").deployments}
+    controlled = [name for name in pinned if name != INGRESS]
+    expected = {name_at(name, place): pinned[name] for place in places for name in controlled} if places else pinned
+    assert built == {**expected, INGRESS: pinned[INGRESS]}
+    assert {"engine", "controlnet-edges", "cn-cut", "hn-cut", "shard0-cut", "shard1-cut", "whole-whole"} < set(pinned)
 
 
 class Clock:
