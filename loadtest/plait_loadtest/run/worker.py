@@ -69,13 +69,13 @@ class Worker:
         cpu_s = time.process_time()
         if self._share.callers == 0:
             self._requests.fill(self._pipe.poll)
-        self._pipe.send(READY)
-        said = self._pipe.recv()
-        start_ns = said if isinstance(said, int) else time.perf_counter_ns()
         gc.collect()
         gc.freeze()
         gc.disable()
         try:
+            self._pipe.send(READY)
+            said = self._pipe.recv()
+            start_ns = said if isinstance(said, int) else time.perf_counter_ns()
             ledger, reconnects = uvloop.run(self._load(start_ns, is_stopped=said == STOP))
         finally:
             gc.enable()
