@@ -71,7 +71,7 @@ HEADLINES = (  # one for each pillar, and beside it what it does not win
     Headline(
         bench="autoconfig", workload="falcon", metric="trials_to_5pct", systems="plait/optuna-tpe", guide="autoconfig",
         says="trials until within 5 % of the optimum against Optuna's TPE (less is better): replayed measurements, "
-        "library of 29 other services; TPE did not yet know the order of knobs",
+        "library of 29 other services",
         less_is_better=True,
     ),
     Headline(
