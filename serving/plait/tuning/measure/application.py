@@ -6,7 +6,7 @@ knobs (`plait.server.restarts`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, cast
 
@@ -76,16 +76,19 @@ class RunningApplication:
         return self.cluster.url if direct_port is None else with_port(self.cluster.url, direct_port)
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
-        """Change the application and wait until all of it runs; return what happened to each deployment.
+        """Change the application and wait until all of it runs; return what happened to each deployment, a restart that
+        was not meant included.
 
         Raises `RefusedStart` or `NotReady`; the application is then in an unknown state, and `config` is None.
         """
         before, self.config = self.config, None
         found = dict.fromkeys(plans(config), Effect.ADDED) if before is None else effects(before, config)
         if found:
+            there = self.pids()
             pinned = versions(config, salt=self._salt)
             self.cluster.deploy(self._compose(config), name=self.app, versions=pinned, route_prefix=self.prefix or "/")
             self._wait(limit_s)
+            found |= dict.fromkeys(_restarted(there, self.pids(), found), Effect.RESTARTED)
         self.config = config
         return found
 
@@ -103,3 +106,10 @@ class RunningApplication:
             waiting_for = state.waiting_for
         missing = ", ".join(waiting_for) or health(self.url + self.prefix)
         raise NotReady(f"not ready after {limit_s:.0f} s: {missing}")
+
+
+def _restarted(before: Mapping[int, str], after: Mapping[int, str], found: Mapping[str, Effect]) -> set[str]:
+    """Return the deployments none of whose processes is left, though at most their knobs were to change."""
+    kept = {name for pid, name in before.items() if after.get(pid) == name}
+    meant = {name for name, effect in found.items() if effect is not Effect.RECONFIGURED}
+    return set(before.values()) - kept - meant
