@@ -168,6 +168,7 @@ class _JobWorker:
                 self._sleep(_WAIT_S)
         if isinstance(step, NoReference):
             raise JobBroken(step.why)
+        self._store.set_done(step.why)
         self._conclude(subject, step.why)
 
     # ---- deciding ----------------------------------------------------------------------------------------------------

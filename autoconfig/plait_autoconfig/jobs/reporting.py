@@ -28,6 +28,7 @@ def read_state(store: JobStore, *, now_s: float | None = None) -> JobState:
         store.records(),
         subject=store.subject(),
         exhausted=store.exhausted,
+        done=store.done,
         failure=store.failure,
         cancelled=store.cancelled,
         warnings=store.warnings(),
@@ -42,16 +43,17 @@ def state_of(
     *,
     subject: TuningSubject | None = None,
     exhausted: str = "",
+    done: str = "",
     failure: str = "",
     cancelled: bool = False,
     warnings: tuple[str, ...] = (),
     workers: tuple[str, ...] = (),
     now_s: float = 0.0,
 ) -> JobState:
-    """Return the state that follows from the records. `exhausted`: see `JobStore.exhausted`."""
+    """Return the state that follows from the records. `exhausted`, `done`: see `JobStore`."""
     used_s = used_seconds(records, now_s=now_s)
     outlook = outlook_of(spec, records, used_s=used_s, exhausted=exhausted)
-    phase, reason = _phase(spec, records, outlook, failure=failure, cancelled=cancelled)
+    phase, reason = _phase(spec, records, outlook, done=done, failure=failure, cancelled=cancelled)
     trials = [
         *trials_of(record for record in records if record.kind in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
     ]
@@ -106,11 +108,11 @@ def state_to_json(state: JobState) -> dict[str, Any]:
 
 
 def _phase(
-    spec: JobSpec, records: Sequence[Record], outlook: Outlook, *, failure: str, cancelled: bool
+    spec: JobSpec, records: Sequence[Record], outlook: Outlook, *, done: str, failure: str, cancelled: bool
 ) -> tuple[Phase, str]:
     step = next_step(spec, records, outlook)
-    if isinstance(step, Done):
-        return "finished", step.why
+    if isinstance(step, Done) or done:
+        return "finished", step.why if isinstance(step, Done) else done
     if isinstance(step, NoReference):
         return "failed", step.why
     if cancelled:

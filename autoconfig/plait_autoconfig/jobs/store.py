@@ -216,19 +216,25 @@ class JobStore:
     @property
     def failure(self) -> str:
         """Why the last worker failed; empty if none did since the job was last started."""
-        try:
-            return (self.folder / "failure").read_text(encoding="utf-8")
-        except FileNotFoundError:
-            return ""
+        return _text_of(self.folder / "failure")
 
     def set_failure(self, text: str) -> None:
         """Store why a worker failed."""
         _write_whole(self.folder / "failure", text)
 
+    @property
+    def done(self) -> str:
+        """Why a worker found nothing left to do; empty if none did since the job was last started."""
+        return _text_of(self.folder / "done")
+
+    def set_done(self, why: str) -> None:
+        """Store why nothing is left to do: a budget of minutes counts more time than the measurements took."""
+        _write_whole(self.folder / "done", why)
+
     def clear_signs(self) -> None:
-        """Clear cancellation and failure, because the job is being started again."""
-        (self.folder / "cancelled").unlink(missing_ok=True)
-        (self.folder / "failure").unlink(missing_ok=True)
+        """Clear how the job ended, because it is being started again."""
+        for sign in ("cancelled", "failure", "done"):
+            (self.folder / sign).unlink(missing_ok=True)
 
     def _attributes(self) -> dict[str, Any]:
         with _translated(self.folder):
@@ -282,6 +288,14 @@ def _read_spec(folder: Path) -> JobSpec:
         where = f": {'.'.join(map(str, error.errors()[0]['loc']))}" if isinstance(error, ValidationError) else ""
         msg = f"{folder / _RESOLVED} is damaged{where}; the job cannot be resumed"
         raise JobBroken(msg) from error
+
+
+def _text_of(path: Path) -> str:
+    """Return what the file says; empty if it is not there."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
 
 
 def _write_whole(path: Path, text: str) -> None:

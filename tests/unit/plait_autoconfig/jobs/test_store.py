@@ -231,6 +231,30 @@ def test_a_finished_job_has_nothing_left_to_do_until_it_gets_more_budget(tmp_pat
     assert len(tried) == len(set(tried)) == 9
 
 
+def test_time_that_no_measurement_took_is_part_of_the_budget(tmp_path):
+    """The job that ends for it has an answer, though the measurements alone would leave time for another one."""
+    clock = [1000.0]
+
+    class SlowToStart(DirectRunner):
+        def check(self, tick):
+            clock[0] += 20.0
+            return super().check(tick)
+
+        def measure(self, task, say, tick):
+            took_s = 20.0 if task.kind is MeasurementKind.CONFIRM else 10.0  # longer than the search has seen
+            clock[0] += took_s
+            return replace(super().measure(task, say, tick), duration_s=took_s)
+
+    spec = job(budget={"trials": 50, "minutes": 2}, confirm={"best": 2, "times": 2})
+    store = JobStore.open_or_create(tmp_path, spec)
+    runner = SlowToStart(fake_measurer(folder=tmp_path), spec)
+    state = run_job(store, fake_source(), runner=runner, now=lambda: clock[0])
+    assert (state.phase, len(state.answers)) == ("finished", 1)
+    assert "2 minutes of the budget are used up" in state.reason
+    assert state.remaining.seconds > 0.0
+    assert read_state(JobStore.open(tmp_path)).answers == state.answers
+
+
 def test_a_space_smaller_than_the_budget_is_searched_whole(tmp_path):
     """The designer runs out of cells: the search ends with that reason, and is not asked again."""
     small = {"replicas": {"kind": "int", "low": 1, "high": 3}}
