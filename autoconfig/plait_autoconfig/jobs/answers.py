@@ -16,7 +16,7 @@ from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, Recommendation
 from plait_autoconfig.jobs.uncertainty import Noise
-from plait_autoconfig.objective import Goal
+from plait_autoconfig.objective import GOODPUT_PER_S, Goal
 from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of
 
 
@@ -36,9 +36,9 @@ def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommend
     return tuple(_recommendation(spec, records, cell, reference, trials, confirmed=confirmed) for cell in chosen)
 
 
-def noise_of(goal: Goal, groups: Mapping[Hashable, Sequence[TrialOutcome]], *, seed: int) -> Noise:
-    """Return the noise of a goal's metric, estimated from the outcomes grouped by configuration."""
-    values = [[each.metrics[goal.metric] for each in group if each.failure is None] for group in groups.values()]
+def noise_of(metric: str, groups: Mapping[Hashable, Sequence[TrialOutcome]], *, seed: int) -> Noise:
+    """Return the noise of a metric, estimated from the outcomes grouped by configuration."""
+    values = [[each.metrics[metric] for each in group if each.failure is None] for group in groups.values()]
     return Noise(values, seed=seed)
 
 
@@ -70,11 +70,11 @@ def _recommendation(
     gain: dict[str, Interval] = {}
     chances: list[float | None] = []
     for goal in spec.goal.goals if reference is not None else ():
-        ours, theirs = _values(goal, cell), _values(goal, reference)
+        ours, theirs = _values(goal.metric, cell), _values(goal.metric, reference)
         if not ours or not theirs or min(*ours, *theirs) <= 0.0:
             continue
         over, under = (ours, theirs) if goal.direction == "max" else (theirs, ours)
-        noise = noise_of(goal, groups, seed=spec.seed)
+        noise = noise_of(goal.metric, groups, seed=spec.seed)
         gain[goal.metric] = noise.ratio(over, under)
         chances.append(noise.chance_above(over, under))
     is_reference = config_key(cell.config) == config_key(spec.default)
@@ -88,6 +88,7 @@ def _recommendation(
         rounds=len(cell.trials),
         changes=changes_of(spec.default, cell.config),
         sentence="",
+        capacity=_capacity(spec, groups, cell),
     )
     return _with_sentence(spec, records, made, reference)
 
@@ -99,9 +100,17 @@ def changes_of(reference: Config, config: Config) -> dict[str, tuple[Value | Non
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _values(goal: Goal, cell: Cell | None) -> list[float]:
+def _capacity(spec: JobSpec, groups: Mapping[Hashable, Sequence[TrialOutcome]], cell: Cell) -> Interval | None:
+    """Return the rate per second that the configuration answers in time; None unless the job searched for it."""
+    ran = [each for group in groups.values() for each in group if each.failure is None]
+    if not spec.is_capacity_search or not all(GOODPUT_PER_S in each.metrics for each in ran):
+        return None
+    return noise_of(GOODPUT_PER_S, groups, seed=spec.seed).mean(_values(GOODPUT_PER_S, cell))
+
+
+def _values(metric: str, cell: Cell | None) -> list[float]:
     trials = cell.trials if cell is not None else ()
-    return [trial.outcome.metrics[goal.metric] for trial in trials if trial.outcome.failure is None]
+    return [trial.outcome.metrics[metric] for trial in trials if trial.outcome.failure is None]
 
 
 # ---- in words --------------------------------------------------------------------------------------------------------
@@ -114,7 +123,7 @@ def _with_sentence(
         text = f"{_settings(made)}: {_gains(made)}{_verdict(made)}."
     else:
         text = f"Keep the reference: {_why_keep(spec, records)}."
-    text += f" {_basis(made)}{_best_of(spec, records, made)}"
+    text += f" {_basis(made)}{_best_of(spec, records, made)}{_reach(made.capacity)}"
     if reference is not None and reference.outcome.failure is None and not spec.goal.feasible(reference.outcome):
         missed = [name for name, excess in spec.goal.excesses(reference.outcome).items() if excess > 0.0]
         text += f" The reference itself misses {' and '.join(missed)}."
@@ -166,6 +175,15 @@ def _best_of(spec: JobSpec, records: Sequence[Record], made: Recommendation) -> 
         return ""
     now = confirmation(spec, [group[0].config for group in done.values()], done)
     return f" That none of the other {len(done) - 1} measured again is better by 1 %: {100.0 * now.sure:.0f} % sure."
+
+
+def _reach(capacity: Interval | None) -> str:
+    if capacity is None:
+        return ""
+    said = f" It answers {capacity.value:.3g} requests a second in time"
+    if capacity.low is None or capacity.high is None:
+        return f"{said}, by what was measured once."
+    return f"{said} (95 % sure: {max(0.0, capacity.low):.3g} to {capacity.high:.3g})."
 
 
 def _why_keep(spec: JobSpec, records: Sequence[Record]) -> str:

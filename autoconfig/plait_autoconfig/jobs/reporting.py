@@ -172,7 +172,7 @@ def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[TrialOu
 
 def _best(spec: JobSpec, cell: Cell, reference: Cell | None, groups: Mapping[Hashable, Sequence[TrialOutcome]]) -> Best:
     goals = {
-        goal.metric: noise_of(goal, groups, seed=spec.seed).mean(
+        goal.metric: noise_of(goal.metric, groups, seed=spec.seed).mean(
             [trial.outcome.metrics[goal.metric] for trial in cell.trials if trial.outcome.failure is None]
         )
         for goal in spec.goal.goals

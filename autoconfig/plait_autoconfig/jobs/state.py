@@ -77,6 +77,7 @@ class Recommendation:
 
     `confirmed`: from measurements made for this purpose alone, `rounds` of each, alternating with the reference.
     `sentence`: a complete summary. `config` may be the reference itself. `changes`: knob: (reference, recommended).
+    `capacity`: the rate per second that it answers in time, if the job searched for that.
     """
 
     config: Config
@@ -87,6 +88,7 @@ class Recommendation:
     rounds: int
     changes: Mapping[str, tuple[Any, Any]]
     sentence: str
+    capacity: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Say, Subject, Workload, chosen
 from plait_bench.errors import BenchError, SystemFailed
@@ -37,14 +37,26 @@ _SEED = 4711  # arrivals that the tuner did not see
 _JOB_S, _COMMAND_S, _STOP_S = 3600.0, 300.0, 45.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """What a finished job says. `gain` over the reference, with the interval that it is 95 % sure of."""
+class Span(NamedTuple):
+    """A value with the ends of the interval that a job is 95 % sure of; they are the value where it has none."""
 
-    rate_per_s: float
-    gain: float
+    value: float
     low: float
     high: float
+
+    @classmethod
+    def of(cls, interval: Mapping[str, Any]) -> Span:
+        """Read an interval of a job's JSON."""
+        value, low, high = (interval[name] for name in ("value", "low", "high"))
+        return cls(value, value if low is None else low, value if high is None else high)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a finished job says: the `rate` per second that is answered in time, and the `gain` over the reference."""
+
+    rate: Span
+    gain: Span
     goal: str
     numbers: Mapping[str, float]
 
@@ -56,19 +68,15 @@ def promise_of(document: Mapping[str, Any]) -> Promise:
         raise SystemFailed(f"the job recommends nothing: {document['binding'] or document['reason']}")
     gains: Mapping[str, Any] = answers[0]["gain"]
     goal = next(iter(gains), "")
-    gain = gains.get(goal, {"value": 1.0, "low": None, "high": None})
     metrics, left = answers[0]["metrics"], document["remaining"]
     overhead_s = [
         row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
     ]
     return Promise(
-        rate_per_s=metrics["goodput_per_s"],
-        gain=gain["value"],
-        low=gain["value"] if gain["low"] is None else gain["low"],
-        high=gain["value"] if gain["high"] is None else gain["high"],
+        rate=Span.of(answers[0]["capacity"]),
+        gain=Span.of(gains[goal]) if gains else Span(1.0, 1.0, 1.0),
         goal=goal,
         numbers={
-            "promised_per_s": metrics["goodput_per_s"],
             "reserved_cores": metrics["reserved_cores"],
             "used_cores": metrics["cpu_cores"],
             "job_s": left["used_s"],
@@ -101,7 +109,7 @@ class TunedJob(Workload):
             say(f"{self.name}: plait tune run {self.job}")
             done = self.plait("tune", "run", str(self.job), "--out", str(self.folder / "job"), "--json", limit_s=_JOB_S)
             self.promise = promise_of(json.loads(done))
-            say(f"{self.name}: {self.promise.rate_per_s:.4g}/s, {self.promise.gain:.2f} times the reference")
+            say(f"{self.name}: {self.promise.rate.value:.4g}/s, {self.promise.gain.value:.2f} times the reference")
             other = "recommend" if self._app == "images" else "images"
             (self.folder / "plait.yaml").write_text(f"server: {{port: 0}}\n{other}: null\n", encoding="utf-8")
             self.plait("tune", "apply", str(self.folder / "job"), str(self.folder / "plait.yaml"), limit_s=_COMMAND_S)
@@ -131,18 +139,22 @@ class TunedJob(Workload):
     def conclude(self) -> Sequence[ResultRow]:
         """Return what the job found and what it took."""
         found = self.promise
-        gain = ResultRow(
-            system="plait", workload=self.name, metric="gain", unit="times", value=found.gain, p20=found.low,
-            p80=found.high, n=1, layout=f"{found.goal}; the interval is the job's, 95 %",
-        )  # fmt: skip
-        units = {"promised_per_s": "1/s", "reserved_cores": "cores", "used_cores": "cores"}
+        spans = {"gain": (found.gain, "times"), "promised_per_s": (found.rate, "1/s")}
         return [
-            gain,
             *(
-                ResultRow.of([value], system="plait", workload=self.name, metric=name, unit=units.get(name, "s"))
+                ResultRow(
+                    system="plait", workload=self.name, metric=name, unit=unit, value=span.value, p20=span.low,
+                    p80=span.high, n=1, layout=f"{found.goal}; the interval is the job's, 95 %",
+                )
+                for name, (span, unit) in spans.items()
+            ),
+            *(
+                ResultRow.of(
+                    [value], system="plait", workload=self.name, metric=name, unit="cores" if "cores" in name else "s"
+                )
                 for name, value in found.numbers.items()
             ),
-        ]
+        ]  # fmt: skip
 
     def plait(self, *words: str, limit_s: float, fine: tuple[int, ...] = (0,)) -> str:
         """Return what a command prints on stdout; its progress goes where ours goes. Raises `SystemFailed`."""
@@ -192,7 +204,7 @@ class _Offering:
         return found
 
     def _offered(self, factor: float, *, seed: int) -> Mapping[str, Any]:
-        rate = factor * self.workload.promise.rate_per_s
+        rate = factor * self.workload.promise.rate.value
         words = ("--url", self.url, "--rate", f"{rate:.6g}", "--duration", f"{_LOAD_S:g}", "--seed", str(seed))
         said = self.workload.plait(
             "loadtest", "run", str(self.workload.scenario), *words, "--json", "-", limit_s=_COMMAND_S, fine=(0, 1, 99)

@@ -116,6 +116,25 @@ def test_the_recommendation_counts_fresh_measurements_only():
     assert "From 2 fresh measurements of each, in turn, after the search." in made.sentence
 
 
+def test_the_rate_that_was_searched_for_has_an_interval():
+    """Somebody plans with it; at a given rate there is nothing to say."""
+
+    def confirmed(number, config, rate):
+        metrics = {"goodput_per_cost": 2.0 * rate, "goodput_per_s": rate, "p99_ms": 20.0}
+        return record(number, config, metrics, kind=MeasurementKind.CONFIRM)
+
+    records = [reference(0, 10.0), trial(1, BETTER, 30.0)]
+    for round_number, (ours, theirs) in enumerate([(26.0, 10.0), (34.0, 11.0)]):
+        records += [confirmed(2 + 2 * round_number, DEFAULT, theirs), confirmed(3 + 2 * round_number, BETTER, ours)]
+    (made,) = recommendations(job(**ALONE), records)
+    assert made.capacity is not None
+    assert made.capacity.low < 26.0 < made.capacity.value == 30.0 < 34.0 < made.capacity.high
+    assert "It answers 30 requests a second in time (95 % sure: " in made.sentence
+    (given,) = recommendations(job(**ALONE, offered="given"), records)
+    assert given.capacity is None
+    assert "requests a second" not in given.sentence
+
+
 def test_the_reference_stays_when_no_candidate_holds_up():
     """The best answer may be what runs already."""
     records = [reference(0, 10.0), trial(1, BETTER, 12.0)]
