@@ -111,8 +111,10 @@ def _phase(
     spec: JobSpec, records: Sequence[Record], outlook: Outlook, *, done: str, failure: str, cancelled: bool
 ) -> tuple[Phase, str]:
     step = next_step(spec, records, outlook)
-    if isinstance(step, Done) or done:
-        return "finished", step.why if isinstance(step, Done) else done
+    if isinstance(step, Done):
+        return "finished", step.why
+    if done and not any(record.status == "running" for record in records):  # another worker may have begun later
+        return "finished", done
     if isinstance(step, NoReference):
         return "failed", step.why
     if cancelled:
