@@ -17,8 +17,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from plait_autoconfig.jobs.state import Interval
 from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Say, Subject, Workload, chosen
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.tables import ROOT
@@ -37,26 +38,12 @@ _SEED = 4711  # arrivals that the tuner did not see
 _JOB_S, _COMMAND_S, _STOP_S = 3600.0, 300.0, 45.0
 
 
-class Span(NamedTuple):
-    """A value with the ends of the interval that a job is 95 % sure of; they are the value where it has none."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, interval: Mapping[str, Any]) -> Span:
-        """Read an interval of a job's JSON."""
-        value, low, high = (interval[name] for name in ("value", "low", "high"))
-        return cls(value, value if low is None else low, value if high is None else high)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
     """What a finished job says: the `rate` per second that is answered in time, and the `gain` over the reference."""
 
-    rate: Span
-    gain: Span
+    rate: Interval
+    gain: Interval
     goal: str
     numbers: Mapping[str, float]
 
@@ -73,8 +60,8 @@ def promise_of(document: Mapping[str, Any]) -> Promise:
         row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
     ]
     return Promise(
-        rate=Span.of(answers[0]["capacity"]),
-        gain=Span.of(gains[goal]) if gains else Span(1.0, 1.0, 1.0),
+        rate=Interval(**answers[0]["capacity"]),
+        gain=Interval(**gains[goal]) if gains else Interval(value=1.0),
         goal=goal,
         numbers={
             "reserved_cores": metrics["reserved_cores"],
@@ -139,14 +126,16 @@ class TunedJob(Workload):
     def conclude(self) -> Sequence[ResultRow]:
         """Return what the job found and what it took."""
         found = self.promise
-        spans = {"gain": (found.gain, "times"), "promised_per_s": (found.rate, "1/s")}
+        intervals = {"gain": (found.gain, "times"), "promised_per_s": (found.rate, "1/s")}
         return [
             *(
                 ResultRow(
-                    system="plait", workload=self.name, metric=name, unit=unit, value=span.value, p20=span.low,
-                    p80=span.high, n=1, layout=f"{found.goal}; the interval is the job's, 95 %",
+                    system="plait", workload=self.name, metric=name, unit=unit, value=each.value,
+                    p20=each.value if each.low is None else each.low,
+                    p80=each.value if each.high is None else each.high,
+                    n=1, layout=f"{found.goal}; the interval is the job's, 95 %",
                 )
-                for name, (span, unit) in spans.items()
+                for name, (each, unit) in intervals.items()
             ),
             *(
                 ResultRow.of(
