@@ -366,7 +366,8 @@ class OpenVinoProgram:
             self._seen.pop(special, None)
             self._special[special] = compiled
             mib = [held >> 20 for held in (sum(one.nbytes for one in self._special.values()), self._specialise_bytes)]
-        _log.info("compiled for %s in %.1f s; copies hold about %d of %d MiB", special.shapes[0], compile_s, *mib)
+        if compiled is not self._dynamic:
+            _log.info("compiled for %s in %.1f s; copies hold about %d of %d MiB", special.shapes[0], compile_s, *mib)
 
     def _compile(self, shapes: Shapes, merged: RowFactors | None) -> CompiledModel:
         """Return a model for one shape."""
