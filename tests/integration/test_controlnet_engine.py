@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -24,6 +23,7 @@ from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
+from support.paused import pause
 
 WAIT_S = 120.0
 STEPS = 6
@@ -108,7 +108,7 @@ def test_picture_survives_a_replica_that_is_killed_in_mid_step(
 
         def stop_it(progress: Progress) -> None:
             if progress.step == 3:
-                process.send_signal(signal.SIGSTOP)  # the next step's question is never answered
+                pause(process.pid)  # the next step's question is never answered
                 threading.Timer(0.2, process.kill).start()
 
         undisturbed = _image(scene.make(_request("first", "edges"))["first"])

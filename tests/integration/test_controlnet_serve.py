@@ -24,6 +24,7 @@ from plait_serving.diffusion.protocols import Residuals
 from plait_serving.sections import Replicas
 from support import controlnet as kit
 from support.cluster import SharedServe
+from support.paused import pause
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -95,7 +96,7 @@ def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_contro
     session = ask.open(client)
     before = find.replicas()
     ours = next(replica for replica in before if replica.channels)
-    os.kill(ours.pid, signal.SIGSTOP)  # so that it cannot answer before it dies
+    pause(ours.pid)  # so that it cannot answer before it dies
     pending = client.start([ask.call(session)])
     os.kill(ours.pid, signal.SIGKILL)
     assert kit.same_bits(pending.wait()[0], expected)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from support.paused import pause
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster
@@ -112,7 +113,7 @@ def test_a_scrape_is_answered_within_a_second_while_no_engine_answers(server: Pl
     engines = until_two(server, "engine")
     scrape(server)
     for pid in engines:
-        os.kill(pid, signal.SIGSTOP)
+        pause(pid)
     try:
         samples = scrape(server)
     finally:

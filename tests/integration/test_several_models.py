@@ -16,6 +16,7 @@ from plait_serving.diffusion.errors import ModelError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.residents import policy
+from plait_serving.diffusion.residents.keeper import Residents
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
@@ -159,8 +160,9 @@ def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
     np.testing.assert_array_equal(ended[long.request_id].result.images[0], alone(folders["a"], long)[0])
 
 
-def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of):
-    """The third model takes the place of the one that was idle for longest."""
+def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of, monkeypatch):
+    """Of two that load equally fast, the third model takes the place of the one that was idle for longest."""
+    monkeypatch.setattr(Residents, "load_s", lambda self, model: 1.0)
     sizes = bytes_of(engine_of(folders))
     several = engine_of(folders, memory_bytes=sizes["xl"] + sizes["a"])
     engine = several.engine

@@ -22,6 +22,7 @@ from plait_disagg.workers import remote
 from plait_fabric import connect
 from plait_fabric.rpc.connection import ConnectionLost
 from support import ranking as kit
+from support.paused import pause
 from support.rank_fabric import Rig, hello_header, until
 from support.server import free_port
 
@@ -259,7 +260,7 @@ async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
             rig.addresses["cn"] = address
             ranker = await rig.ranker()
             await _right(rig, ranker)
-            process.send_signal(signal.SIGSTOP)
+            pause(process.pid)
             request, longest_s = kit.request(1, 5_000), 0.0
             asked = []
             for _ in range(200):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import resource
-import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +23,7 @@ from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.on_demand import Losses, OnDemand
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import rpc as kit
+from support.paused import pause
 from support.rpc import Fleet, Question, client_protocol, serving, until
 
 pytestmark = pytest.mark.timeout(120)
@@ -283,7 +283,7 @@ def test_a_peer_that_stops_reading_does_not_hold_up_who_must_not_wait(
     9)."""
     process, where = stuck
     connection = _attached(where, send_timeout_s=4.0)
-    process.send_signal(signal.SIGSTOP)
+    pause(process.pid)
     questions = [Question(value) for value in range(300)]
     slowest_s = 0.0
     for question in questions:
