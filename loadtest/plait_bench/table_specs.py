@@ -217,6 +217,7 @@ TABLES: Mapping[str, TableSpec] = {
         bench="tuning",
         metrics={
             "gain": "gain over the reference",
+            "capacity_per_s": "capacity, 1/s",
             "promised_per_s": "promised, 1/s",
             "held_at_0.9": "held at 0.9",
             "held_at_1.1": "held at 1.1",
@@ -227,8 +228,9 @@ TABLES: Mapping[str, TableSpec] = {
             "beyond_load_s": "s of a trial beyond its load",
         },
         verb="Tuned",
-        says="The gain is in the goal of the job; in parentheses the interval that it is 95 % sure of. Held: the share "
-        "of load tests, which are not the tuner's, at 0.9 and 1.1 of the promised rate.",
+        says="The gain is in the goal of the job; in parentheses the interval that it is 95 % sure of. Capacity: the "
+        "mean of what its searches found. Held: the share of load tests, which are not the tuner's, at 0.9 and 1.1 of "
+        "the promised rate.",
     ),
     "autoconfig-load": TableSpec(
         bench="autoconfig",

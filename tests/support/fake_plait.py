@@ -35,10 +35,11 @@ def main(words: list[str]) -> int:
 def _document() -> dict[str, object]:
     metrics = {"goodput_per_s": PROMISED_PER_S, "reserved_cores": 0.5, "cpu_cores": 1.5}
     gain = {"goodput_per_cost": {"value": 1.4, "low": 1.3, "high": 1.5}}
-    capacity = {"value": PROMISED_PER_S, "low": 90.0, "high": 110.0}
+    capacity = {"value": 105.0, "low": 90.0, "high": 120.0}
+    promise = {"rate_per_s": PROMISED_PER_S, "runs": 3, "tried": 4, "lowest_per_s": PROMISED_PER_S}
     row = {"kind": "trial", "restarted": [], "duration_s": 21.5, "load_s": 20.0}
     return {
-        "answers": [{"metrics": metrics, "gain": gain, "capacity": capacity}],
+        "answers": [{"metrics": metrics, "gain": gain, "capacity": capacity, "promise": promise}],
         "binding": "",
         "reason": "",
         "rows": [row],

@@ -100,9 +100,12 @@ def record(
     outcome: TrialOutcome | None = None,
     running: bool = False,
     duration_s: float = 1.0,
+    rate_per_s: float = 0.0,
 ) -> Record:
     """A measurement that ended, with these metrics or this outcome; or one that is running."""
-    claim = Claim(kind=kind, config=config, seed=0, worker="w", nonce=f"n{number}", at_s=float(number))
+    claim = Claim(
+        kind=kind, config=config, seed=0, worker="w", nonce=f"n{number}", at_s=float(number), rate_per_s=rate_per_s
+    )
     if running:
         return Record(number=number, claim=claim)
     ended = outcome or TrialOutcome(metrics=dict(metrics or {}))

@@ -12,9 +12,10 @@ from dataclasses import replace
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.plan import confirmation, ranked_candidates
-from plait_autoconfig.jobs.records import Record, config_key, trials_of
+from plait_autoconfig.jobs.promise import held_rate
+from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.jobs.state import Interval, Recommendation
+from plait_autoconfig.jobs.state import Interval, PromisedRate, Recommendation
 from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import GOODPUT_PER_S, Goal
 from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of
@@ -48,11 +49,6 @@ def gain_of(goal: Goal, metrics: Mapping[str, float], reference: Mapping[str, fl
     if ours <= 0.0 or theirs <= 0.0:
         return None
     return ours / theirs if goal.direction == "max" else theirs / ours
-
-
-def fresh_trials(records: Sequence[Record]) -> tuple[Trial, ...]:
-    """Return the measurements of the confirmation."""
-    return trials_of(record for record in records if record.kind is MeasurementKind.CONFIRM)
 
 
 def _recommendation(
@@ -89,6 +85,7 @@ def _recommendation(
         changes=changes_of(spec.default, cell.config),
         sentence="",
         capacity=_capacity(spec, groups, cell),
+        promise=held_rate(spec, records, cell.config),
     )
     return _with_sentence(spec, records, made, reference)
 
@@ -123,7 +120,7 @@ def _with_sentence(
         text = f"{_settings(made)}: {_gains(made)}{_verdict(made)}."
     else:
         text = f"Keep the reference: {_why_keep(spec, records)}."
-    text += f" {_basis(made)}{_best_of(spec, records, made)}{_reach(made.capacity)}"
+    text += f" {_basis(made)}{_best_of(spec, records, made)}{_reach(made.capacity)}{_promised(made.promise)}"
     if reference is not None and reference.outcome.failure is None and not spec.goal.feasible(reference.outcome):
         missed = [name for name, excess in spec.goal.excesses(reference.outcome).items() if excess > 0.0]
         text += f" The reference itself misses {' and '.join(missed)}."
@@ -184,6 +181,14 @@ def _reach(capacity: Interval | None) -> str:
     if capacity.low is None or capacity.high is None:
         return f"{said}, by what was measured once."
     return f"{said} (95 % sure: {max(0.0, capacity.low):.3g} to {capacity.high:.3g})."
+
+
+def _promised(promise: PromisedRate | None) -> str:
+    if promise is None:
+        return ""
+    if promise.rate_per_s is None:
+        return f" No rate down to {promise.lowest_per_s:.3g} was held throughout when it was offered again."
+    return f" Offered again, {promise.rate_per_s:.3g} were held in {promise.runs} runs of {promise.runs}."
 
 
 def _why_keep(spec: JobSpec, records: Sequence[Record]) -> str:

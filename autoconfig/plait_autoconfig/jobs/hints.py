@@ -36,8 +36,8 @@ def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> 
 
 def expected_per_s(spec: JobSpec, records: Sequence[Record], config: Config) -> float:
     """Return the goodput that this configuration, or similar ones, were seen to reach; 0 if none was measured."""
-    own = [record.raw for record in records if record.key == config_key(config) and record.raw is not None]
-    again = pooled(each for each in own if each.failure is None)
+    own = [record.raw for record in records if record.key == config_key(config) and record.kind.compares]
+    again = pooled(each for each in own if each is not None and each.failure is None)
     if again is not None:
         return again.metrics.get(GOODPUT_PER_S, 0.0)
     seen = [

@@ -41,7 +41,7 @@ MAX_LOST = 2
 
 _GONE = "its worker was gone"
 _WAIT_S = 0.2
-_CONFIRM_SEEDS = 1000  # the confirmation meets arrivals that the search did not
+_FRESH_SEEDS = {MeasurementKind.CONFIRM: 1000, MeasurementKind.CHECK: 2000}  # arrivals that the search did not meet
 
 EventKind: TypeAlias = Literal[
     "started", "note", "trial_started", "trial_progress", "trial_finished", "trial_lost", "ended"
@@ -208,7 +208,7 @@ class _JobWorker:
             records = self._swept(self._store.records())
             step = self._planned(records)
             if isinstance(step, RunMeasurement):
-                return self._claim(step.kind, step.config, records)
+                return self._claim(step.kind, step.config, records, rate_per_s=step.rate_per_s)
             if isinstance(step, RunSearch) and proposal is not None and proposal == self._proposals.next(records):
                 return self._claim(MeasurementKind.TRIAL, proposal, records)
             return step
@@ -240,7 +240,9 @@ class _JobWorker:
         worker = record.claim.worker
         return worker == self._name or is_present(self._store.workers_folder, worker, now_s=self._now())
 
-    def _claim(self, kind: MeasurementKind, config: Config, records: Sequence[Record]) -> Record:
+    def _claim(
+        self, kind: MeasurementKind, config: Config, records: Sequence[Record], *, rate_per_s: float = 0.0
+    ) -> Record:
         claim = Claim(
             kind=kind,
             config=config,
@@ -248,6 +250,7 @@ class _JobWorker:
             worker=self._name,
             nonce=uuid.uuid4().hex[:12],
             at_s=self._now(),
+            rate_per_s=rate_per_s,
         )
         return self._store.claim(claim)
 
@@ -258,7 +261,7 @@ class _JobWorker:
         The reference always keeps the same seed: what changes in it is the host.
         """
         before = sum(each.kind is kind and each.key == config_key(config) and each.status != "lost" for each in records)
-        first = self._spec.seed + (_CONFIRM_SEEDS if kind is MeasurementKind.CONFIRM else 0)
+        first = self._spec.seed + _FRESH_SEEDS.get(kind, 0)
         return first if kind is MeasurementKind.REFERENCE else first + before
 
     # ---- doing -------------------------------------------------------------------------------------------------------
@@ -276,6 +279,7 @@ class _JobWorker:
             folder=self._store.artefacts(record.number),
             expected_per_s=expected_per_s(self._spec, before, record.config),
             to_beat=to_beat(self._spec, before, record.kind),
+            rate_per_s=record.claim.rate_per_s,
         )
         try:
             measured = self._runner.measure(

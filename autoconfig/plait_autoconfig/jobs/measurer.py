@@ -28,6 +28,12 @@ class MeasurementKind(StrEnum):
     TRIAL = "trial"  # proposed by the designer
     REFERENCE = "reference"  # the default, again and again: shows how the host drifts
     CONFIRM = "confirm"  # one of the best, or the default in turn with it, before one is recommended
+    CHECK = "check"  # what is recommended, at the rate that is to be promised
+
+    @property
+    def compares(self) -> bool:
+        """Whether its metrics say how good the configuration is, beside those of others."""
+        return self not in {MeasurementKind.WARM_UP, MeasurementKind.CHECK}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,8 @@ class MeasurementTask:
 
     `expected_per_s`: the goodput that similar configurations reached, 0 if unknown. `to_beat`: the metric of the only
     goal that the best configuration so far would show now; a trial that surely stays behind it may end early. None for
-    a measurement that is to be complete.
+    a measurement that is to be complete. `rate_per_s`: the rate to offer, in place of the scenario's or of a search for
+    the highest; 0: none.
     """
 
     number: int
@@ -47,6 +54,7 @@ class MeasurementTask:
     folder: Path
     expected_per_s: float = 0.0
     to_beat: float | None = None
+    rate_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,8 @@
 """What a job does next, as a pure function of the job and its measurements so far.
 
 Every worker evaluates it before every measurement, and so does one that resumes after a crash: progress is kept
-nowhere else. First comes the reference, then trials interleaved with the reference, then the confirmation.
+nowhere else. First comes the reference, then trials interleaved with the reference, then the confirmation, then
+checks of the rate that is promised.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TypeAlias
 
 from plait_autoconfig.confidence import LeaderOdds, log_loss, standing
 from plait_autoconfig.jobs.measurer import MeasurementKind
+from plait_autoconfig.jobs.promise import is_wanted, next_check
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Cell, Config, cells_of, pooled
@@ -22,10 +24,11 @@ _MAX_INVALID = 2  # measurements more than wanted, for those whose load test was
 
 @dataclass(frozen=True, slots=True)
 class RunMeasurement:
-    """Take this measurement."""
+    """Take this measurement. `rate_per_s`: as in `MeasurementTask`."""
 
     kind: MeasurementKind
     config: Config
+    rate_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,9 @@ def next_step(spec: JobSpec, records: Sequence[Record], outlook: Outlook) -> Ste
     step = _confirming(spec, active, outlook)
     if step is not None:
         return step
-    return Wait() if running else Done(over)
+    if running:
+        return Wait()
+    return _checking(spec, active, outlook) or Done(over)
 
 
 def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
@@ -96,6 +101,7 @@ def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
     """Return the seconds for one more trial and the confirmation, from the mean of past measurements."""
     durations = [record.measured.duration_s for record in active if record.measured is not None]
     measurements = 1 + (1 + spec.confirm.best) * spec.confirm.times if spec.confirm.best else 1
+    measurements += is_wanted(spec)  # its checks are one load each, where a search has about four
     return measurements * sum(durations) / len(durations) if durations else 0.0
 
 
@@ -206,6 +212,16 @@ def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> St
         if any(_is_confirmed(spec, done.get(config_key(config), [])) for config in batch):
             return None
     return None
+
+
+def _checking(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
+    """Return the next check of the rate to promise; None when there is none, or out of time."""
+    due = next_check(spec, active)
+    checks = [record for record in active if record.kind is MeasurementKind.CHECK]
+    spoiled = sum(not record.valid for record in checks)
+    if due is None or spoiled > _MAX_INVALID or (outlook.left_s is not None and outlook.left_s <= 0.0):
+        return None
+    return RunMeasurement(MeasurementKind.CHECK, *due)
 
 
 def confirmation(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> LeaderOdds:

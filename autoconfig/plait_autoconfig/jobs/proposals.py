@@ -26,7 +26,7 @@ class Proposals:
     def follow(self, records: Sequence[Record]) -> None:
         """Tell the designer what has finished since, and drop what was lost."""
         for record in records:
-            if record.number in self._reported or record.status == "running" or record.kind is MeasurementKind.WARM_UP:
+            if record.number in self._reported or record.status == "running" or not record.kind.compares:
                 continue
             self._reported.add(record.number)
             if record.status == "lost":

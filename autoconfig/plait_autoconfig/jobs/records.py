@@ -14,7 +14,8 @@ Status: TypeAlias = Literal["running", "finished", "lost"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """A measurement claimed by a worker. `nonce` is unique to the claim; times are seconds since 1970."""
+    """A measurement claimed by a worker. `nonce` is unique to the claim; times are seconds since 1970. `rate_per_s`: as
+    in `MeasurementTask`."""
 
     kind: MeasurementKind
     config: Config
@@ -22,6 +23,7 @@ class Claim:
     worker: str
     nonce: str
     at_s: float
+    rate_per_s: float = 0.0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "config", dict(self.config))
@@ -101,16 +103,21 @@ def config_key(config: Config) -> Hashable:
 
 
 def trials_of(records: Iterable[Record]) -> tuple[Trial, ...]:
-    """Return the finished records as trials (warm-ups left out), with `repeat` counted per configuration."""
+    """Return the finished records as trials (warm-ups and checks left out), with `repeat` counted per configuration."""
     seen: dict[Hashable, int] = {}
     trials = []
     for record in records:
-        trial = None if record.kind is MeasurementKind.WARM_UP else record.trial()
+        trial = record.trial() if record.kind.compares else None
         if trial is not None:
             repeat = seen.get(record.key, 0)
             seen[record.key] = repeat + 1
             trials.append(replace(trial, repeat=repeat))
     return tuple(trials)
+
+
+def fresh_trials(records: Iterable[Record]) -> tuple[Trial, ...]:
+    """Return the measurements of the confirmation."""
+    return trials_of(record for record in records if record.kind is MeasurementKind.CONFIRM)
 
 
 def lost_as_crash(record: Record) -> Record:
@@ -131,6 +138,7 @@ def claim_to_json(claim: Claim) -> dict[str, Any]:
         "worker": claim.worker,
         "nonce": claim.nonce,
         "at_s": claim.at_s,
+        "rate_per_s": claim.rate_per_s,
     }
 
 

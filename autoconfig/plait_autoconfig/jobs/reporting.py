@@ -7,11 +7,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from plait_autoconfig.jobs.answers import fresh_trials, gain_of, noise_of, recommendations
+from plait_autoconfig.jobs.answers import gain_of, noise_of, recommendations
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
-from plait_autoconfig.jobs.records import Record, config_key, trials_of
+from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
 from plait_autoconfig.jobs.stopping import NoImprovement
@@ -167,7 +167,7 @@ def _raw_groups(records: Sequence[Record]) -> Mapping[Hashable, Sequence[TrialOu
     """Return outcomes as measured, by configuration: their scatter includes drift, so intervals are rather too wide."""
     groups: dict[Hashable, list[TrialOutcome]] = {}
     for record in records:
-        if record.kind is not MeasurementKind.WARM_UP and record.valid and record.raw is not None:
+        if record.kind.compares and record.valid and record.raw is not None:
             groups.setdefault(record.key, []).append(record.raw)
     return groups
 

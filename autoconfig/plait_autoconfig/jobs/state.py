@@ -55,6 +55,17 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromisedRate:
+    """What was offered to a recommendation after the confirmation. `rate_per_s`: the rate that held in the last `runs`
+    in a row, None if none held often enough; `tried`: all runs, down to `lowest_per_s`."""
+
+    rate_per_s: float | None
+    runs: int
+    tried: int
+    lowest_per_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
     """The best feasible configuration so far, by the mean of its `count` measurements. `number`: the first of them.
 
@@ -77,7 +88,8 @@ class Recommendation:
 
     `confirmed`: from measurements made for this purpose alone, `rounds` of each, alternating with the reference.
     `sentence`: a complete summary. `config` may be the reference itself. `changes`: knob: (reference, recommended).
-    `capacity`: the rate per second that it answers in time, if the job searched for that.
+    `capacity`: the rate per second that it answers in time, if the job searched for that; `promise`: the rate that held
+    when it was offered again, None if that was not tried.
     """
 
     config: Config
@@ -89,6 +101,7 @@ class Recommendation:
     changes: Mapping[str, tuple[Any, Any]]
     sentence: str
     capacity: Interval | None = None
+    promise: PromisedRate | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from plait_autoconfig.errors import OutsideSpace
 from plait_autoconfig.jobs.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.heartbeat import present_workers
 from plait_autoconfig.jobs.journal import KernelLock, open_storage
-from plait_autoconfig.jobs.measurer import MeasurementKind, TuningSubject, subject_from_json, subject_to_json
+from plait_autoconfig.jobs.measurer import TuningSubject, subject_from_json, subject_to_json
 from plait_autoconfig.jobs.records import Claim, Record, claim_from_json, claim_to_json, end_to_json, with_end
 from plait_autoconfig.jobs.spec import JobSpec, changed_settings
 from plait_autoconfig.logs import quiet
@@ -262,7 +262,7 @@ class JobStore:
     def _mirror(self, record: Record) -> None:
         trial_id, outcome = self._ids[record.number], record.outcome
         losses = None if outcome is None else self.spec.goal.losses(outcome)
-        if outcome is None or losses is None or record.kind is MeasurementKind.WARM_UP:
+        if outcome is None or losses is None or not record.kind.compares:
             self._storage.set_trial_state_values(trial_id, TrialState.FAIL)
             return
         excesses = create_trial(state=TrialState.FAIL, constraints=self.spec.goal.excesses(outcome)).system_attrs

@@ -1,6 +1,7 @@
 """A measurer for tests and demonstrations: a simulated service that replies at once, fails on demand, and drifts.
 
-Its cost is the sum of all numeric knob values; its goodput grows with their product, up to `saturation_per_s`.
+Its cost is the sum of all numeric knob values; its goodput grows with their product, up to `saturation_per_s`. A rate
+that is offered is held if the goodput of that measurement reaches it.
 Everything is a function of the configuration, the seed and the number of measurements so far.
 """
 
@@ -18,6 +19,7 @@ from typing import Any
 
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask, Samples, Say, TuningSubject
+from plait_autoconfig.jobs.promise import SLO_MET
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, Value
 
@@ -85,6 +87,8 @@ class FakeMeasurer:
         for name in ("goodput_per_s", "goodput_per_cost"):
             metrics[name] /= slower
         metrics["p99_ms"] *= slower
+        if task.rate_per_s:
+            metrics[SLO_MET] = float(task.rate_per_s <= metrics["goodput_per_s"])
         self._note("end", task)
         (task.folder / "load.json").write_text("{}", encoding="utf-8")
         return Measured(

@@ -19,8 +19,8 @@ from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, cells_of,
 
 
 def finished(state: JobState) -> tuple[MeasurementRow, ...]:
-    """Return the rows with an outcome, warm-ups left out, in order of their numbers."""
-    return tuple(row for row in state.rows if row.outcome is not None and row.kind is not MeasurementKind.WARM_UP)
+    """Return the rows with an outcome, warm-ups and checks left out, in order of their numbers."""
+    return tuple(row for row in state.rows if row.outcome is not None and row.kind.compares)
 
 
 def trials(state: JobState) -> tuple[Trial, ...]:

@@ -21,6 +21,7 @@ _KINDS = {
     MeasurementKind.TRIAL: "trial",
     MeasurementKind.REFERENCE: "reference",
     MeasurementKind.CONFIRM: "confirmation",
+    MeasurementKind.CHECK: "check",
 }
 _TEXT = ("what", "verdict", "why")
 

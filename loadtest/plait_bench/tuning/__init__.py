@@ -40,30 +40,37 @@ _JOB_S, _COMMAND_S, _STOP_S = 3600.0, 300.0, 45.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a finished job says: the `rate` per second that is answered in time, and the `gain` over the reference."""
+    """What a finished job says: the `rate` per second that held when it was offered again, the `capacity` that its
+    searches found, and the `gain` over the reference."""
 
-    rate: Interval
+    rate: float
+    capacity: Interval
     gain: Interval
     goal: str
     numbers: Mapping[str, float]
 
 
 def promise_of(document: Mapping[str, Any]) -> Promise:
-    """Read the JSON of `plait tune run`. Raises `SystemFailed` if the job recommends nothing."""
+    """Read the JSON of `plait tune run`. Raises `SystemFailed` if the job recommends or promises nothing."""
     answers = document["answers"]
     if len(answers) != 1:
         raise SystemFailed(f"the job recommends nothing: {document['binding'] or document['reason']}")
     gains: Mapping[str, Any] = answers[0]["gain"]
     goal = next(iter(gains), "")
+    rate = (answers[0]["promise"] or {}).get("rate_per_s")
+    if rate is None:
+        raise SystemFailed(f"the job promises no rate: {answers[0]['sentence']}")
     metrics, left = answers[0]["metrics"], document["remaining"]
     overhead_s = [
         row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
     ]
     return Promise(
-        rate=Interval(**answers[0]["capacity"]),
+        rate=rate,
+        capacity=Interval(**answers[0]["capacity"]),
         gain=Interval(**gains[goal]) if gains else Interval(value=1.0),
         goal=goal,
         numbers={
+            "promised_per_s": rate,
             "reserved_cores": metrics["reserved_cores"],
             "used_cores": metrics["cpu_cores"],
             "job_s": left["used_s"],
@@ -96,7 +103,7 @@ class TunedJob(Workload):
             say(f"{self.name}: plait tune run {self.job}")
             done = self.plait("tune", "run", str(self.job), "--out", str(self.folder / "job"), "--json", limit_s=_JOB_S)
             self.promise = promise_of(json.loads(done))
-            say(f"{self.name}: {self.promise.rate.value:.4g}/s, {self.promise.gain.value:.2f} times the reference")
+            say(f"{self.name}: {self.promise.rate:.4g}/s, {self.promise.gain.value:.2f} times the reference")
             other = "recommend" if self._app == "images" else "images"
             (self.folder / "plait.yaml").write_text(f"server: {{port: 0}}\n{other}: null\n", encoding="utf-8")
             self.plait("tune", "apply", str(self.folder / "job"), str(self.folder / "plait.yaml"), limit_s=_COMMAND_S)
@@ -126,7 +133,7 @@ class TunedJob(Workload):
     def conclude(self) -> Sequence[ResultRow]:
         """Return what the job found and what it took."""
         found = self.promise
-        intervals = {"gain": (found.gain, "times"), "promised_per_s": (found.rate, "1/s")}
+        intervals = {"gain": (found.gain, "times"), "capacity_per_s": (found.capacity, "1/s")}
         return [
             *(
                 ResultRow(
@@ -138,9 +145,7 @@ class TunedJob(Workload):
                 for name, (each, unit) in intervals.items()
             ),
             *(
-                ResultRow.of(
-                    [value], system="plait", workload=self.name, metric=name, unit="cores" if "cores" in name else "s"
-                )
+                ResultRow.of([value], system="plait", workload=self.name, metric=name, unit=_unit(name))
                 for name, value in found.numbers.items()
             ),
         ]  # fmt: skip
@@ -171,6 +176,10 @@ class TunedJob(Workload):
         return path
 
 
+def _unit(name: str) -> str:
+    return "cores" if "cores" in name else "1/s" if name.endswith("_per_s") else "s"
+
+
 @dataclass(frozen=True)
 class _Offering:
     """Implements `Subject`."""
@@ -193,7 +202,7 @@ class _Offering:
         return found
 
     def _offered(self, factor: float, *, seed: int) -> Mapping[str, Any]:
-        rate = factor * self.workload.promise.rate.value
+        rate = factor * self.workload.promise.rate
         words = ("--url", self.url, "--rate", f"{rate:.6g}", "--duration", f"{_LOAD_S:g}", "--seed", str(seed))
         said = self.workload.plait(
             "loadtest", "run", str(self.workload.scenario), *words, "--json", "-", limit_s=_COMMAND_S, fine=(0, 1, 99)

@@ -107,13 +107,14 @@ class PlaitMeasurer:
             return Measured(outcome=outcome, duration_s=time.monotonic() - started_s, note="no answer to a probe")
         plan = LoadPlan(
             scenarios=prepared.scenarios,
-            search=spec.is_capacity_search,
+            search=spec.is_capacity_search and not task.rate_per_s,
             seed=task.seed,
             limit_s=task.limit_s - _SPARE_S - (time.monotonic() - started_s),
             prices=spec.prices,
             goal=spec.goal.goals[0] if len(spec.goal.goals) == 1 else None,
             to_beat=task.to_beat,
             expected_per_s=task.expected_per_s,
+            rate_per_s=task.rate_per_s,
             guard=None if prepared.guard is None else partial(Guard, prepared.guard),
         )
         shown = run_loads(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.server.restarts import plans
@@ -14,6 +14,7 @@ from plait.tuning.measure.failures import Evidence, of_load
 from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
+from plait_autoconfig.jobs.promise import SLO_MET
 from plait_autoconfig.jobs.spec import Prices
 from plait_autoconfig.looks import surely_loses
 from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S, Goal
@@ -27,7 +28,7 @@ from plait_loadtest.values import RunProgress, StopWhen
 __all__ = ["LoadPlan", "TrialMetrics", "run_loads", "with_address", "worst_metrics"]
 
 _GIB = 1 << 30
-_HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment"})
+_HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment", SLO_MET})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +36,8 @@ class LoadPlan:
     """The load to run: scenarios without an address, each at its rate or, if `search`, in search of the highest one.
 
     `goal`: the only one of the job, if there is one; `to_beat`: its metric for the best configuration so far, None if
-    this measurement is to be complete; `expected_per_s`: the goodput that similar configurations reached, 0 if unknown.
+    this measurement is to be complete; `expected_per_s`: the goodput that similar configurations reached, 0 if unknown;
+    `rate_per_s`: the rate of all scenarios, in place of their own, if it is not 0.
     """
 
     scenarios: tuple[Scenario, ...]
@@ -46,6 +48,7 @@ class LoadPlan:
     goal: Goal | None = None
     to_beat: float | None = None
     expected_per_s: float = 0.0
+    rate_per_s: float = 0.0
     guard: Callable[[], StopWhen] | None = None
 
 
@@ -76,7 +79,7 @@ def run_loads(
     """
     before, kills, said_bytes = running.pids(), count_kills(), _size(log_path)
     loading = _TrialLoads(running, plan, say, tuple(before))
-    loads = loading.searched() if plan.search else loading.given()
+    loads = loading.searched() if plan.search else loading.offered() if plan.rate_per_s else loading.given()
     evidence = Evidence(
         died=_died(running, before), oom_kills=count_kills() - kills, log=_read_from(log_path, said_bytes)
     )
@@ -129,6 +132,19 @@ class _TrialLoads:
             return looks
         rests = self._each(lambda scenario, watch: run_given(_part(scenario, first=False), watch))
         return [joined(look, rest) for look, rest in zip(looks, rests, strict=False)]
+
+    def offered(self) -> list[LoadResult]:
+        """Run each scenario at the rate of the plan, and say whether its SLO held."""
+        loads = self._each(
+            lambda scenario, watch: run_given(at_rate(scenario, self._plan.rate_per_s, scenario.duration_s), watch)
+        )
+        held = all(
+            not load.ended_early and session.summary.total.slo_met for load in loads for session in load.sessions
+        )
+        self.notes.append(f"{self._plan.rate_per_s:.3g}/s {'held' if held else 'missed'}")
+        return [
+            replace(load, metrics={**load.metrics, SLO_MET: float(held)}) if load.metrics else load for load in loads
+        ]
 
     def metrics(self, loads: Sequence[LoadResult]) -> dict[str, float]:
         """Return the metrics of all scenarios together, and what they cost."""

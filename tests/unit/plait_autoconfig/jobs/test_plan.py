@@ -101,8 +101,8 @@ def test_the_budget_counts_trials_and_the_time_for_the_confirmation_is_kept_back
     spec = job(reference=alone, confirm=confirm, budget={"trials": 6, "minutes": 1.0})
     lost = replace(good(6, {"replicas": 4, "batch": 1}, 0.0, running=True), lost="its worker was gone")
     assert step(spec, [reference(), *trials(5), lost]) == RunSearch()
-    assert step(spec, [reference(), *trials(5)], left_s=7.5) == RunSearch()  # a trial and 3 x 2 measurements of 1 s
-    assert isinstance(step(spec, [reference(), *trials(5)], left_s=6.5), RunMeasurement)
+    assert step(spec, [reference(), *trials(5)], left_s=8.5) == RunSearch()  # a trial, 3 x 2 of 1 s, the checks
+    assert isinstance(step(spec, [reference(), *trials(5)], left_s=7.5), RunMeasurement)
     assert isinstance(step(spec, [reference(), *trials(6)]), RunMeasurement)
 
 

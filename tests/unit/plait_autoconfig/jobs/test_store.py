@@ -75,7 +75,7 @@ def test_a_torn_last_line_loses_only_that_line(tmp_path, torn):
 
 
 def test_the_study_opens_in_optunas_own_tools(tmp_path):
-    """Values, parameters and constraints are those of the trials; failures are failures."""
+    """Values, parameters and constraints are those of the trials; failures are failures, and so are checks."""
     spec = job(limits=["p99_ms <= 90"])
     state = run_directly(tmp_path, spec, fail={"batch=8": "refuse"})
     backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.journal"))
@@ -83,7 +83,8 @@ def test_the_study_opens_in_optunas_own_tools(tmp_path):
     assert len(study.trials) == len(state.rows)
     for trial, row in zip(study.trials, state.rows, strict=True):
         assert trial.params == row.config
-        assert (trial.state == TrialState.FAIL) == (row.outcome.failure is not None)
+        has_no_value = row.outcome.failure is not None or not row.kind.compares
+        assert (trial.state == TrialState.FAIL) == has_no_value
     assert study.best_trial.user_attrs["plait:claim"]["config"] == trial_of_best(state)
 
 

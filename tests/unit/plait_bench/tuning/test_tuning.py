@@ -23,7 +23,8 @@ def test_a_promise_is_held_below_it_and_not_above(monkeypatch: pytest.MonkeyPatc
     assert rows["held_at_1.1"].rounds == (0.0, 0.0)
     assert rows["attainment_at_1.1"].value == 0.4
     assert (rows["gain"].p20, rows["gain"].value, rows["gain"].p80) == (1.3, 1.4, 1.5)
-    assert (rows["promised_per_s"].p20, rows["promised_per_s"].value) == (90.0, fake_plait.PROMISED_PER_S)
+    assert (rows["capacity_per_s"].p20, rows["capacity_per_s"].value) == (90.0, 105.0)
+    assert (rows["promised_per_s"].value, rows["promised_per_s"].unit) == (fake_plait.PROMISED_PER_S, "1/s")
     assert rows["beyond_load_s"].value == 1.5
 
 
@@ -31,6 +32,14 @@ def test_a_job_without_an_answer_is_a_failure_of_plait() -> None:
     """The reason is the job's own."""
     with pytest.raises(SystemFailed, match="no configuration keeps p99"):
         promise_of({"answers": [], "binding": "no configuration keeps p99", "reason": ""})
+
+
+@pytest.mark.parametrize("promise", [None, {"rate_per_s": None}])
+def test_a_job_that_promises_no_rate_is_a_failure_of_plait(promise: object) -> None:
+    """There is nothing to try; its sentence says why."""
+    answer = {"metrics": {}, "gain": {}, "promise": promise, "sentence": "No rate held."}
+    with pytest.raises(SystemFailed, match=r"promises no rate: No rate held\."):
+        promise_of({"answers": [answer], "remaining": {}, "rows": []})
 
 
 def test_the_workloads_are_the_shipped_jobs() -> None:

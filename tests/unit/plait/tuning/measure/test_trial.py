@@ -13,8 +13,10 @@ from plait.tuning.measure import trial as module
 from plait.tuning.measure.load import LoadResult
 from plait.tuning.measure.trial import LoadPlan, TrialMetrics, run_loads
 from plait.tuning.measure.usage import ResourceUsage
+from plait_autoconfig.jobs.promise import SLO_MET
 from plait_autoconfig.jobs.spec import Prices
 from plait_autoconfig.objective import Goal
+from plait_autoconfig.values import FailureKind
 from plait_loadtest.load import load_scenario
 from plait_loadtest.scenario import Scenario
 
@@ -30,9 +32,18 @@ SCENARIO = {
 }
 
 
-def ran(metrics: dict[str, float], *, cpu_s: float = 3.0) -> LoadResult:
+def ran(metrics: dict[str, float], *, cpu_s: float = 3.0, slo_met: bool | None = None, early: str = "") -> LoadResult:
     """A load of two seconds."""
-    return LoadResult(metrics=metrics, used=ResourceUsage(cpu_s=cpu_s, memory_bytes=1 << 30), counted_s=2.0)
+    session: Any = SimpleNamespace(
+        summary=SimpleNamespace(total=SimpleNamespace(slo_met=slo_met)), result=SimpleNamespace(wall_s=2.0)
+    )
+    return LoadResult(
+        metrics=metrics,
+        ended_early=early,
+        used=ResourceUsage(cpu_s=cpu_s, memory_bytes=1 << 30),
+        sessions=() if slo_met is None else (session,),
+        counted_s=2.0,
+    )
 
 
 class Loads:
@@ -107,3 +118,30 @@ def test_a_search_knows_what_to_expect_and_what_it_needs(tmp_path: Path, monkeyp
     assert loads.needed == [pytest.approx(100.0 * RESERVED_CORES), 0.0]
     assert [how["expected_per_s"] for how in loads.searched] == [40.0, 0.0]
     assert [how["whole"] for how in loads.searched] == [False, True]
+
+
+@pytest.mark.parametrize(("slo_met", "early", "held"), [(True, "", 1.0), (False, "", 0.0), (True, "it cannot", 0.0)])
+def test_a_rate_that_is_offered_replaces_the_scenarios_and_is_held_or_missed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slo_met: bool, early: str, held: float
+) -> None:
+    """One whole run, no search; a run that was ended early has missed."""
+    loads = Loads(monkeypatch, {"goodput_per_s": 70.0})
+    monkeypatch.setattr(module, "_written", lambda sessions, folder: ())
+
+    def run_given(scenario: Scenario, _watch: object) -> LoadResult:
+        loads.given.append(scenario)
+        return ran({"goodput_per_s": 70.0}, slo_met=slo_met, early=early)
+
+    monkeypatch.setattr(module, "run_given", run_given)
+    found = measured(tmp_path, rate_per_s=70.0)
+    assert [(each.arrivals.rate_per_s, each.duration_s) for each in loads.given] == [(70.0, 16.0)]
+    assert found.outcome.metrics[SLO_MET] == held
+    assert found.notes == (f"70/s {'held' if held else 'missed'}",)
+
+
+def test_a_rate_that_is_offered_and_not_answered_at_all_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether the SLO held is no metric of a load without one."""
+    Loads(monkeypatch, {})
+    assert measured(tmp_path, rate_per_s=70.0).outcome.failure is FailureKind.TIME_OUT

@@ -33,6 +33,7 @@ BOSS = {"authorization": "Bearer boss"}
 YAML = {**BOSS, "content-type": "application/yaml"}
 URL = "/v1/tuning/jobs"
 SHORT = job_text(budget={"trials": 2}, confirm={"best": 1, "times": 1})
+KINDS = ["reference", "trial", "trial", "confirm", "confirm", "check", "check", "check"]
 
 
 def client_of(desk):
@@ -109,7 +110,7 @@ def test_a_job_is_taken_worked_on_and_told(desk, client):
     assert found["status"] == "finished"
     assert found["trials"] == {"done": 2, "budget": 2}
     assert set(found["recommended"][0]["knobs"]) == {"engine.replicas", "engine.largest_batch"}
-    assert len(found["state"]["rows"]) == 5
+    assert [row["kind"] for row in found["state"]["rows"]] == KINDS
     listed = client.get(URL, headers=BOSS).json()
     assert listed["object"] == "list"
     assert [each["id"] for each in listed["data"]] == [job["id"]]
@@ -166,7 +167,7 @@ def test_events_tell_every_measurement_once_and_then_the_end(desk, client):
     assert answer.headers["content-type"].startswith("text/event-stream")
     found = events_of(answer.text)
     measured = [(number, data["number"]) for name, number, data in found if name == "tuning_job.measured"]
-    assert measured == [(str(n + 1), n) for n in range(5)]
+    assert measured == [(str(n + 1), n) for n in range(len(KINDS))]
     assert found[0][0] == "tuning_job.updated"
     assert (found[-1][0], found[-1][2]["status"]) == ("tuning_job.ended", "finished")
 
@@ -175,7 +176,7 @@ def test_a_client_that_comes_back_gets_what_it_missed(desk, client):
     """``last-event-id`` is where it goes on; one that is not ours is as good as none."""
     job_id = started(client)
     desk.work_once(never)
-    for known, first in (("3", "4"), ("x", "1"), ("5", None)):
+    for known, first in (("3", "4"), ("x", "1"), (str(len(KINDS)), None)):
         text = client.get(f"{URL}/{job_id}/events", headers={**BOSS, "last-event-id": known}).text
         measured = [number for name, number, _ in events_of(text) if name == "tuning_job.measured"]
         assert (measured or [None])[0] == first
