@@ -186,6 +186,9 @@ def _reach(capacity: Interval | None) -> str:
 def _promised(promise: PromisedRate | None) -> str:
     if promise is None:
         return ""
+    if promise.rate_per_s is None and promise.runs:
+        runs = f"{promise.runs} run{'s' * (promise.runs != 1)}"
+        return f" Offered again, {promise.lowest_per_s:.3g} were held in {runs}, too few to promise it."
     if promise.rate_per_s is None:
         return f" No rate down to {promise.lowest_per_s:.3g} was held throughout when it was offered again."
     return f" Offered again, {promise.rate_per_s:.3g} were held in {promise.runs} runs of {promise.runs}."

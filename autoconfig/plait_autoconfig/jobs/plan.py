@@ -8,7 +8,7 @@ checks of the rate that is promised.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -98,11 +98,17 @@ def why_over(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> str:
 
 
 def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
-    """Return the seconds for one more trial and the confirmation, from the mean of past measurements."""
-    durations = [record.measured.duration_s for record in active if record.measured is not None]
-    measurements = 1 + (1 + spec.confirm.best) * spec.confirm.times if spec.confirm.best else 1
-    measurements += is_wanted(spec)  # its checks are one load each, where a search has about four
-    return measurements * sum(durations) / len(durations) if durations else 0.0
+    """Return the seconds for one more trial, the confirmation and the checks, from the means of past measurements: a
+    trial may end early, what is compared with does not."""
+    trial_s = _mean_s(active, {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
+    whole_s = _mean_s(active, {MeasurementKind.REFERENCE, MeasurementKind.CONFIRM})
+    wholes = (1 + spec.confirm.best) * spec.confirm.times if spec.confirm.best else 0
+    return trial_s + (wholes + is_wanted(spec)) * whole_s  # all checks: each is one load, where a search has about four
+
+
+def _mean_s(active: Sequence[Record], kinds: Collection[MeasurementKind]) -> float:
+    durations = [each.measured.duration_s for each in active if each.measured is not None and each.kind in kinds]
+    return sum(durations) / len(durations) if durations else 0.0
 
 
 # ---- reference -------------------------------------------------------------------------------------------------------

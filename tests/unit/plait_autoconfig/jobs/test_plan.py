@@ -103,6 +103,9 @@ def test_the_budget_counts_trials_and_the_time_for_the_confirmation_is_kept_back
     assert step(spec, [reference(), *trials(5), lost]) == RunSearch()
     assert step(spec, [reference(), *trials(5)], left_s=8.5) == RunSearch()  # a trial, 3 x 2 of 1 s, the checks
     assert isinstance(step(spec, [reference(), *trials(5)], left_s=7.5), RunMeasurement)
+    slow = reference(duration_s=2.0)  # the confirmation takes as long as the reference, whatever trials take
+    assert isinstance(step(spec, [slow, *trials(5)], left_s=15.0), RunMeasurement)
+    assert step(spec, [slow, *trials(5)], left_s=15.5) == RunSearch()
     assert isinstance(step(spec, [reference(), *trials(6)]), RunMeasurement)
 
 

@@ -125,6 +125,17 @@ def test_a_rate_that_never_holds_is_not_promised() -> None:
     assert "No rate down to 17.2 was held throughout when it was offered again." in answer.sentence
 
 
+def test_checks_that_the_budget_ended_promise_nothing_yet() -> None:
+    """The answer says what was held, and that it is too little."""
+    spec, (records, _) = job(**ALONE), said(False, True)
+    assert isinstance(next_step(spec, records, Outlook(left_s=-1.0)), Done)
+    answer = state_of(spec, records, done="the time was over").recommendation
+    assert answer is not None
+    assert answer.promise is not None
+    assert answer.promise.rate_per_s is None
+    assert answer.sentence.endswith("Offered again, 36 were held in 1 run, too few to promise it.")
+
+
 def test_checks_that_the_generator_spoiled_are_repeated_a_few_times() -> None:
     """The third one ends it, without a promise."""
     spec = job(**ALONE)
