@@ -18,7 +18,7 @@ from plait_autoconfig.jobs.state import PromisedRate
 from plait_autoconfig.objective import GOODPUT_PER_S
 from plait_autoconfig.values import Config
 
-__all__ = ["SLO_MET", "CheckedRate", "held_rate", "is_wanted", "next_check", "next_rate"]
+__all__ = ["SLO_MET", "CheckedRate", "held_rate", "holds", "is_wanted", "next_check", "next_rate"]
 
 SLO_MET = "slo_met"
 """1 where a load at a given rate kept the scenario's SLO, else 0."""
@@ -83,13 +83,14 @@ def held_rate(spec: JobSpec, records: Sequence[Record], config: Config) -> Promi
 
 def _checks(spec: JobSpec, records: Sequence[Record], key: Hashable) -> list[CheckedRate]:
     return [
-        CheckedRate(record.claim.rate_per_s, _held(spec, record))
+        CheckedRate(record.claim.rate_per_s, holds(spec, record))
         for record in records
         if record.kind is MeasurementKind.CHECK and record.valid and record.key == key
     ]
 
 
-def _held(spec: JobSpec, record: Record) -> bool:
+def holds(spec: JobSpec, record: Record) -> bool:
+    """Return whether a check kept the SLO and the limits of the job."""
     outcome = record.raw
     return outcome is not None and spec.goal.feasible(outcome) and outcome.metrics.get(SLO_MET, 1.0) > 0.0
 

@@ -11,6 +11,7 @@ from plait_autoconfig.jobs.answers import gain_of, noise_of, recommendations
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
+from plait_autoconfig.jobs.promise import holds
 from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
@@ -230,13 +231,16 @@ def _row(spec: JobSpec, record: Record, best: Best | None, now_s: float) -> Meas
 
 
 def why_rejected(spec: JobSpec, record: Record, best: Best | None) -> str:
-    """Return a description: the failure, the limits violated and by how much, or how much worse than the best it is."""
+    """Return a description: the failure, the limits violated and by how much, or how much worse than the best it is; of
+    a check the rate, and whether it held."""
     outcome = record.outcome
     if outcome is None:
         return f"lost: {record.lost}" if record.lost else ""
     if outcome.failure is not None:
         kind = outcome.failure.replace("_", " ")
         return f"{kind}: {outcome.detail}" if outcome.detail else kind
+    if record.kind is MeasurementKind.CHECK:
+        return f"{record.claim.rate_per_s:.3g}/s {'held' if holds(spec, record) else 'missed'}"
     missed = [
         f"{limit} missed by {100.0 * excess:.3g} % ({outcome.metrics[limit.metric]:.5g})"
         if limit.value

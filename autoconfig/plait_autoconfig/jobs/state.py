@@ -23,7 +23,8 @@ class MeasurementRow:
     """One measurement. `raw`: as measured; `outcome`: with the drift of the host (`drift`, by metric) divided out.
 
     `feasible`: it ran and keeps every limit. `reason`: why it was rejected: the failure, the limit and by how much,
-    or how much worse than the best it is; empty for the best, for references and for what is running.
+    or how much worse than the best it is; of a check, whether its rate held; empty for the best, for references and for
+    what is running.
     """
 
     number: int

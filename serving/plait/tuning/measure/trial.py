@@ -141,7 +141,6 @@ class _TrialLoads:
         held = all(
             not load.ended_early and session.summary.total.slo_met for load in loads for session in load.sessions
         )
-        self.notes.append(f"{self._plan.rate_per_s:.3g}/s {'held' if held else 'missed'}")
         return [
             replace(load, metrics={**load.metrics, SLO_MET: float(held)}) if load.metrics else load for load in loads
         ]

@@ -112,6 +112,9 @@ def test_what_is_recommended_is_offered_its_rate_and_the_answer_says_what_held()
     assert (answer.promise.runs, answer.promise.tried) == (3, 5)
     assert answer.sentence.endswith("Offered again, 32.4 were held in 3 runs of 3.")
     assert answer.rounds == 1, "a check is no measurement of the capacity"
+    assert [row.reason for row in state_of(job(**ALONE), records).rows[-5:]] == [
+        "40/s missed", "36/s missed", "32.4/s held", "32.4/s held", "32.4/s held"
+    ]  # fmt: skip
 
 
 def test_a_rate_that_never_holds_is_not_promised() -> None:
