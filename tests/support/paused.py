@@ -21,5 +21,8 @@ def pause(pid: int) -> None:
 
 
 def _is_stopped(task: Path) -> bool:
-    state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    try:
+        state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):  # the thread has ended meanwhile
+        return True
     return state in "Tt"

@@ -40,10 +40,10 @@ _JOB_S, _COMMAND_S, _STOP_S = 3600.0, 300.0, 45.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Promise:
-    """What a finished job says: the `rate` per second that held when it was offered again, the `capacity` that its
+    """What a finished job says: the rate per second that held when it was offered again, the `capacity` that its
     searches found, and the `gain` over the reference."""
 
-    rate: float
+    rate_per_s: float
     capacity: Interval
     gain: Interval
     goal: str
@@ -65,7 +65,7 @@ def promise_of(document: Mapping[str, Any]) -> Promise:
         row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
     ]
     return Promise(
-        rate=rate,
+        rate_per_s=rate,
         capacity=Interval(**answers[0]["capacity"]),
         gain=Interval(**gains[goal]) if gains else Interval(value=1.0),
         goal=goal,
@@ -103,7 +103,7 @@ class TunedJob(Workload):
             say(f"{self.name}: plait tune run {self.job}")
             done = self.plait("tune", "run", str(self.job), "--out", str(self.folder / "job"), "--json", limit_s=_JOB_S)
             self.promise = promise_of(json.loads(done))
-            say(f"{self.name}: {self.promise.rate:.4g}/s, {self.promise.gain.value:.2f} times the reference")
+            say(f"{self.name}: {self.promise.rate_per_s:.4g}/s, {self.promise.gain.value:.2f} times the reference")
             other = "recommend" if self._app == "images" else "images"
             (self.folder / "plait.yaml").write_text(f"server: {{port: 0}}\n{other}: null\n", encoding="utf-8")
             self.plait("tune", "apply", str(self.folder / "job"), str(self.folder / "plait.yaml"), limit_s=_COMMAND_S)
@@ -202,7 +202,7 @@ class _Offering:
         return found
 
     def _offered(self, factor: float, *, seed: int) -> Mapping[str, Any]:
-        rate = factor * self.workload.promise.rate
+        rate = factor * self.workload.promise.rate_per_s
         words = ("--url", self.url, "--rate", f"{rate:.6g}", "--duration", f"{_LOAD_S:g}", "--seed", str(seed))
         said = self.workload.plait(
             "loadtest", "run", str(self.workload.scenario), *words, "--json", "-", limit_s=_COMMAND_S, fine=(0, 1, 99)
