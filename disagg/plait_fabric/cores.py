@@ -6,14 +6,38 @@ from __future__ import annotations
 import functools
 import math
 import os
+import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["has_bfloat16", "quota_cores", "usable_cores"]
+__all__ = ["has_bfloat16", "instruction_set", "quota_cores", "usable_cores"]
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_BFLOAT16 = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""Any of these flags (the last is Arm's) means that the CPU multiplies in bfloat16."""
+_SETS = {
+    "amx_bf16": {"amx_bf16"},
+    "avx512_bf16": {"avx512_bf16"},
+    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "avx2": {"avx2", "fma"},
+    "neon_bf16": {"asimd", "bf16"},
+    "neon": {"asimd"},
+}
+"""The sets that programs are compiled to, widest first, with the flags that the kernel lists for them; the last two are
+Arm's."""
+_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16", "neon_bf16"})
+"""Those with instructions that multiply in bfloat16."""
+_LIMITS = {
+    "avx512": "avx512",
+    "avx512_core": "avx512",
+    "avx512_core_vnni": "avx512",
+    "avx512_core_bf16": "avx512_bf16",
+    "avx512_core_fp16": "avx512_bf16",
+    "avx10_1_512": "avx512_bf16",
+    "avx2": "avx2",
+    "avx2_vnni": "avx2",
+    "avx2_vnni_2": "avx2",
+}
+"""What values of ONEDNN_MAX_CPU_ISA leave (oneDNN, "CPU dispatcher control"); any other one leaves all."""
 
 
 def usable_cores() -> int:
@@ -47,10 +71,20 @@ def quota_cores(cgroups: Path) -> float | None:
     return cores if cores > 0 else None
 
 
-def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether the CPU has instructions for bfloat16; False where the system does not say."""
+def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] = os.environ) -> str:
+    """Return the widest vector instructions that torch's convolutions and products use here: a name of `_SETS`, "none",
+    or the machine's type where the system does not say. ONEDNN_MAX_CPU_ISA counts; OpenVINO does not know it."""
     try:
         text = cpuinfo.read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return False
-    return not _BFLOAT16.isdisjoint(text.split())
+        return platform.machine()
+    flags = set(text.split())
+    names = list(_SETS)
+    if (limit := _LIMITS.get(environ.get("ONEDNN_MAX_CPU_ISA", "").lower())) is not None:
+        names = names[names.index(limit) :]
+    return next((name for name in names if _SETS[name] <= flags), "none")
+
+
+def has_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the CPU has instructions for bfloat16 and may use them; False where the system does not say."""
+    return instruction_set(cpuinfo, environ) in _BFLOAT16

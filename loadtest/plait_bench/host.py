@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_bench.errors import BenchError
+from plait_fabric.cores import instruction_set
 from plait_loadtest.host import facts, git_says
 
 _ECHO = "import os\nwhile os.read(0, 1): os.write(1, b'x')"
@@ -62,6 +63,7 @@ def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
     average shows nothing."""
     return {
         **facts(),
+        "instruction_set": instruction_set(),
         "ram_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         **{name: _version(name) for name in LIBRARIES},
         **gpu_facts(),

@@ -31,12 +31,19 @@ _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 def settled(
     images: ImagesSection, *, devices: Path = Path("/dev"), native: Callable[[], bool] = has_bfloat16
 ) -> ImagesSection:
-    """Return the section with its dtype named, if this machine's CPU will run the model; else as it is.
+    """Return the section with its dtype named, if this machine's CPU will run the model; else as it is. Logs what
+    bfloat16 costs if it was asked for and the CPU has no instructions for it.
 
     A hub id is downloaded if it is not here yet. `devices`: where device files are; `native`: whether the CPU computes
     bfloat16. Raises `PlaitError` if the download fails.
     """
-    if images.dtype != "auto" or not _on_cpu(images, devices):
+    if not _on_cpu(images, devices):
+        return images
+    if images.dtype == "bfloat16" and not native():
+        from plait_serving.diffusion.emulation import warn_of_emulation
+
+        warn_of_emulation()
+    if images.dtype != "auto":
         return images
     # Whoever asks for diffusers' very bits means those of its own default.
     gains = images.knobs.exact is not Exact.ALWAYS and native() and _unet_bytes(images) >= _PAYS_FROM_BYTES

@@ -210,8 +210,10 @@ os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "60"  # a busy machine needs longer than Serve's 15 s
 os.environ["RAY_worker_niceness"] = "0"  # at Ray's own 15 the other tests would leave its workers no core
 import ray
-context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
-                   object_store_memory=100 << 20, _temp_dir=sys.argv[1], _node_ip_address="127.0.0.1")
+from plait.server.environment import patient_start
+with patient_start(240):
+    context = ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False,
+                       object_store_memory=100 << 20, _temp_dir=sys.argv[1], _node_ip_address="127.0.0.1")
 print(context.address_info["gcs_address"], flush=True)
 sys.stdin.read()
 """

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
+from plait.server.environment import patient_start
 from support.server import free_port
 
 TESTS = Path(__file__).resolve().parents[1]
+_START_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -57,25 +59,19 @@ def _local_serve(num_cpus: int = 4) -> Iterator[SharedServe]:
     os.environ.setdefault("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")  # for busy machines; Serve's default is 5
     path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        for last in (False, True):
-            port = free_port()
-            try:
-                ray.init(
-                    address="local",
-                    num_cpus=num_cpus,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    object_store_memory=100 << 20,
-                    runtime_env={"env_vars": {"PYTHONPATH": path}},
-                    _temp_dir=f"{folder}/{2 if last else 1}",
-                    _node_ip_address="127.0.0.1",
-                )
-                serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-                break
-            except Exception:  # Ray gives its processes 30 s to find each other: not enough on a very busy machine
-                ray.shutdown()
-                if last:
-                    raise
+        port = free_port()
+        with patient_start(_START_S):
+            ray.init(
+                address="local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=100 << 20,
+                runtime_env={"env_vars": {"PYTHONPATH": path}},
+                _temp_dir=f"{folder}/1",
+                _node_ip_address="127.0.0.1",
+            )
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
         try:
             yield SharedServe(serve, port)
         finally:

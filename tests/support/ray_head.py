@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait.server.cluster import RAY_ENVIRONMENT
+from plait.server.environment import RAY_ENVIRONMENT
 from support.server import free_port
 
 _START_S = 120.0

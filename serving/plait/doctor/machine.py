@@ -87,18 +87,13 @@ def check_machine() -> list[CheckResult]:
     ]
 
 
-def check_cpu(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[CheckResult]:
+def check_cpu(found: str | None = None) -> list[CheckResult]:
     """Check for the vector instructions that the engine's programs are compiled to."""
-    try:
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    flags = next((set(line.split(":")[1].split()) for line in text.splitlines() if line.startswith("flags")), None)
-    if flags is None:
-        return [CheckResult(name="cpu", verdict=CheckStatus.OK, detail=f"{platform.machine()}; no flags to be read")]
-    used = [name for name in ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16") if name in flags]
-    detail = f"{platform.machine()} with {', '.join(used) or 'no vector instructions that programs use'}"
-    return [warning("cpu", {"avx2", "fma"} <= flags, detail, "expect images to take several times as long here")]
+    from plait_fabric.cores import instruction_set
+
+    found = found or instruction_set()
+    detail = f"{platform.machine()}, instruction set {found}"
+    return [warning("cpu", found != "none", detail, "expect images to take several times as long here")]
 
 
 def check_files() -> list[CheckResult]:

@@ -19,7 +19,7 @@ __all__ = ["kuberay_manifests", "reservations", "serve_application"]
 
 def kuberay_manifests(config: PlaitConfig) -> str:
     """Return the YAML of all objects. Raises `ConfigError` for what contradicts itself or fits no pod."""
-    from plait.server.cluster import RAY_ENVIRONMENT
+    from plait.server.environment import RAY_ENVIRONMENT
     from plait_deploy.errors import DeployError
     from plait_deploy.kuberay.render import render_kuberay
     from plait_serving.deployments.proxy import proxy_environment

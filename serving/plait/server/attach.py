@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ServeError
-from plait.server.cluster import prepare_environment
+from plait.server.environment import prepare_environment
 
 __all__ = ["attached"]
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 
 from plait.config import PlaitConfig
 from plait.errors import ServeError
+from plait.server.environment import patient_start, prepare_environment, prepare_proxies
 from plait_deploy.on_ray.names import split_name
 
 _log = logging.getLogger(__name__)
@@ -35,21 +35,6 @@ more. So a waiting process polls often at first, then less and less often."""
 
 _LAST_ANSWERS_S = 2.0
 """Time for the last answers: once the last image is finished, its answer still has to be encoded and sent."""
-
-
-RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    # Ray runs workers at nice 15, for machines that people work at; ours are the server.
-    "RAY_worker_niceness": "0",
-    # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
-    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
-    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
-    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
-    # The controller looks after everything ten times a second, with a thirtieth of a core. What computes on all cores
-    # waits at every operation for the thread that was interrupted: an idle server cost 8 % of a UNet's steps on two.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
-}
-"""What a Ray that serves plait is started with, on whatever machines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,38 +58,29 @@ class Cluster:
         self._app_name: str | None = None
 
     @classmethod
-    def start_local(
-        cls, config: PlaitConfig, *, port: int, num_cpus: int, temp_folder: Path, token_path: Path
-    ) -> Cluster:
-        """Start our own Ray, listening on the loopback interface only, and Serve's HTTP proxy on `port`."""
+    def start_local(cls, config: PlaitConfig, *, port: int, num_cpus: int, folder: Path, token_path: Path) -> Cluster:
+        """Start our own Ray, listening on the loopback interface only, with its files in `folder`, which is created;
+        and Serve's HTTP proxy on `port`. Raises `ServeError`."""
         prepare_environment(token_path)
         prepare_proxies(config)
+        folder.mkdir(mode=0o700)
         import ray
 
-        ray.init(
-            address="local",
-            num_cpus=config.ray.num_cpus or num_cpus,
-            num_gpus=config.ray.num_gpus,
-            object_store_memory=config.ray.object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            namespace="plait",
-            _temp_dir=str(temp_folder),
-            _node_ip_address="127.0.0.1",
-        )
+        with patient_start(config.server.ready_timeout_s):
+            ray.init(
+                address="local",
+                num_cpus=config.ray.num_cpus or num_cpus,
+                num_gpus=config.ray.num_gpus,
+                object_store_memory=config.ray.object_store_bytes,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                namespace="plait",
+                _temp_dir=str(folder),
+                _node_ip_address="127.0.0.1",
+            )
         cls._start_serve(config, port)
         return cls(local=True, started_serve=True, host=config.server.host, port=port)
-
-    @staticmethod
-    def abandon() -> None:
-        """Discard a Ray that did not start, so that another can be started."""
-        import ray
-
-        try:
-            ray.shutdown()
-        except Exception:
-            _log.exception("abandoning Ray")
 
     @classmethod
     def attach(cls, config: PlaitConfig, *, port: int) -> Cluster:
@@ -309,34 +285,6 @@ def _in_thread(
     while thread.is_alive() and time.monotonic() < until_s and not hurry():
         thread.join(0.01)
         meanwhile()
-
-
-def prepare_environment(token_path: Path) -> None:
-    """Set Ray's environment for our own cluster: authenticated with our token, quiet, no usage reports."""
-    if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token_path):
-        return
-    # Ray reads its environment when it is imported.
-    assert "ray" not in sys.modules, "the environment of a local Ray must be set before Ray is imported"
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    if os.environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        # Ray would write ~/.ray/auth_token; a home may be missing or read-only.
-        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
-    os.environ["RAY_USAGE_STATS_ENABLED"] = RAY_ENVIRONMENT["RAY_USAGE_STATS_ENABLED"]
-    for name, value in RAY_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where no other machines are to take part:
-    # the switch is named after the systems on which that is the default.
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-    os.environ.pop("RAY_ADDRESS", None)
-
-
-def prepare_proxies(config: PlaitConfig) -> None:
-    """Set what Serve's proxies need to check requests as the ingress does; a callback of the user's own stays."""
-    from plait_serving.deployments.proxy import CALLBACK_VARIABLE, HOSTS_VARIABLE, proxy_environment
-
-    ours = proxy_environment(config.server.answered_hosts)
-    os.environ.setdefault(CALLBACK_VARIABLE, ours[CALLBACK_VARIABLE])
-    os.environ[HOSTS_VARIABLE] = ours[HOSTS_VARIABLE]
 
 
 def _url(host: str, port: int) -> str:

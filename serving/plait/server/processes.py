@@ -31,6 +31,7 @@ class ProcessId:
 @dataclass(frozen=True, slots=True)
 class _Stat:
     identity: ProcessId
+    name: str
     parent: int
     zombie: bool
 
@@ -52,6 +53,11 @@ def identify(pid: int) -> ProcessId | None:
 def is_running(process: ProcessId) -> bool:
     """Return whether exactly this process is still running."""
     return identify(process.pid) == process
+
+
+def has_child(name: str) -> bool:
+    """Return whether a child of this process that the kernel calls so is running."""
+    return any(stat.name == name and stat.parent == os.getpid() for stat in _own_stats())
 
 
 def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
@@ -141,9 +147,10 @@ def _stat(pid: int) -> _Stat | None:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text.rpartition(")")[2].split()  # the name before may hold spaces and brackets
+    head, _, tail = text.rpartition(")")  # the name may hold spaces and brackets
+    fields = tail.split()
     state, parent, start_ticks = fields[0], int(fields[1]), int(fields[19])
-    return _Stat(ProcessId(pid, start_ticks), parent, state in "ZX")
+    return _Stat(ProcessId(pid, start_ticks), head.partition("(")[2], parent, state in "ZX")
 
 
 def _carries(pid: int, marker: bytes) -> bool:

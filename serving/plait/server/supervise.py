@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -178,14 +177,12 @@ class _Run:
             self._warn_if_open(self._config.server)
         self._write_record()
         if self._ray_folder is not None:
-            self._cluster = start_ray(
+            self._cluster = Cluster.start_local(
                 self._config,
-                self._state,
-                run_id=self._run_id,
-                folder=self._ray_folder,
                 port=self._port,
                 num_cpus=num_cpus,
-                say=self._console.progress,
+                folder=self._ray_folder,
+                token_path=self._state.token_path(),
             )
             self._state.note_ray(self._cluster.gcs_address)
         else:
@@ -306,34 +303,3 @@ def leave(code: int) -> NoReturn:
             stream.flush()
     logging.shutdown()
     os._exit(code)
-
-
-def start_ray(
-    config: PlaitConfig,
-    state: PortState,
-    *,
-    run_id: str,
-    folder: Path,
-    port: int,
-    num_cpus: int,
-    say: Callable[[str], None],
-) -> Cluster:
-    """Start our own Ray with its files in `folder`, which is created; our processes already carry `run_id`.
-
-    Ray gives its processes 30 s to find each other, which a busy machine may exceed, so it gets a second attempt.
-    """
-    for last in (False, True):
-        folder.mkdir(mode=0o700)
-        try:
-            return Cluster.start_local(
-                config, port=port, num_cpus=num_cpus, temp_folder=folder, token_path=state.token_path()
-            )
-        except Exception:
-            if last:
-                raise
-            _log.exception("Ray did not start; once more")
-            say("plait: Ray did not start in time; trying once more")
-            Cluster.abandon()
-            processes.end(processes.members(run_id, os.getpid()))
-            remove_ray_folder(folder, logs_to=None)
-    raise AssertionError("unreachable")

@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel, Field
 
+from plait_fabric.cores import instruction_set
 from plait_serving.http.context import ContextDep, installed_version
 from plait_serving.http.metrics import exposition
 
@@ -50,6 +51,9 @@ class StatusResponse(BaseModel):
     ready: bool
     reason: str | None
     services: dict[str, bool]
+    instruction_sets: list[str] = Field(
+        description="widest vector instructions that the engine's hosts compute with; without images, the ingress's"
+    )
     replicas: ReplicasStatus
     queue: QueueStatus
     resident: ResidentStatus
@@ -76,6 +80,7 @@ async def status(context: ContextDep) -> StatusResponse:
         ready=health.ready,
         reason=health.reason,
         services={name: bool(up) for name, up in found.labels["plait_service_up"].items()},
+        instruction_sets=sorted(found.labels["plait_host_instruction_set"]) or [instruction_set()],
         replicas=ReplicasStatus(
             ingress=int(number["plait_ingress_replicas"]), engine=int(number["plait_engine_replicas"])
         ),

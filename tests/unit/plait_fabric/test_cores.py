@@ -1,14 +1,17 @@
-"""How many cores a process may use."""
+"""How many cores a process may use, and what they compute with."""
 
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from plait_fabric import cores
-from plait_fabric.cores import has_bfloat16, quota_cores, usable_cores
+from plait_fabric.cores import has_bfloat16, instruction_set, quota_cores, usable_cores
 
 
 @pytest.mark.parametrize(
@@ -41,18 +44,48 @@ def test_threads_fit_the_quota(quota: str, usable: int, tmp_path: Path, monkeypa
     assert usable_cores() == usable
 
 
+AVX512 = "avx2 fma avx512f avx512dq avx512bw avx512vl"
+
+
 @pytest.mark.parametrize(
-    ("text", "has"),
+    ("flags", "limit", "found"),
     [
-        ("flags\t\t: fpu avx512f avx512_bf16 sse\n", True),
-        ("Features\t: fp asimd bf16\n", True),
-        ("flags\t\t: fpu avx512f amx_bf16_not\n", False),
-        (None, False),
+        (f"flags : {AVX512} avx512_bf16 amx_bf16 amx_tile", "", "amx_bf16"),
+        (f"flags : {AVX512} avx512_bf16", "", "avx512_bf16"),
+        (f"flags : {AVX512} amx_bf16_not", "", "avx512"),
+        ("flags : avx2 fma avx512f", "", "avx2"),  # Knights Landing's, which programs are not compiled to
+        ("flags : fpu sse2 avx", "", "none"),
+        ("Features : fp asimd bf16", "", "neon_bf16"),
+        ("Features : fp asimd", "", "neon"),
+        (f"flags : {AVX512} avx512_bf16", "AVX2", "avx2"),
+        (f"flags : {AVX512} avx512_bf16", "avx512_core", "avx512"),
+        (f"flags : {AVX512} avx512_bf16 amx_bf16", "AVX512_CORE_BF16", "avx512_bf16"),
+        ("flags : avx2 fma", "AVX512_CORE_BF16", "avx2"),
+        (f"flags : {AVX512} avx512_bf16", "ALL", "avx512_bf16"),
+        ("Features : fp asimd bf16", "AVX2", "neon_bf16"),
     ],
 )
-def test_bfloat16_is_read_from_the_cpu_s_flags(text: str | None, has: bool, tmp_path: Path) -> None:
-    """A whole word; no file, no instructions."""
+def test_the_instruction_set_is_what_the_cpu_has_and_onednn_may_use(
+    flags: str, limit: str, found: str, tmp_path: Path
+) -> None:
+    """By whole words; bfloat16 is there only with instructions that multiply in it."""
     path = tmp_path / "cpuinfo"
-    if text is not None:
-        path.write_text(text)
-    assert has_bfloat16(path) is has
+    path.write_text(f"processor : 0\n{flags}\n")
+    assert instruction_set(path, {"ONEDNN_MAX_CPU_ISA": limit}) == found
+    assert has_bfloat16(path, {"ONEDNN_MAX_CPU_ISA": limit}) is found.endswith("bf16")
+
+
+def test_a_system_that_does_not_say_has_no_bfloat16(tmp_path: Path) -> None:
+    """The machine's type is told."""
+    assert instruction_set(tmp_path / "none", {}) == platform.machine()
+    assert not has_bfloat16(tmp_path / "none", {})
+
+
+def test_the_limit_is_onednn_s_own() -> None:
+    """torch computes bfloat16 by oneDNN where that has AVX-512 or more, in a process with this limit too."""
+    for limit in ("AVX2", ""):
+        code = "import torch; print(torch.ops.mkldnn._is_mkldnn_bf16_supported())"
+        env = {**os.environ, "ONEDNN_MAX_CPU_ISA": limit}
+        said = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        wide = {"avx512", "avx512_bf16", "amx_bf16", "neon_bf16"}
+        assert (said.stdout.strip() == "True") is (instruction_set(environ=env) in wide)

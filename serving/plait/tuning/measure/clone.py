@@ -24,7 +24,6 @@ from plait.server.leftovers import clean_up_others, remove_ray_folder
 from plait.server.ports import free_port, hold_port
 from plait.server.restarts import Effect
 from plait.server.state import PortState, RunRecord, scratch_root
-from plait.server.supervise import start_ray
 from plait.tuning.measure.application import Compose, RunningApplication
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
@@ -129,14 +128,12 @@ class Clone:
             self._state = PortState.claim(self._root, self._port)
         self._ray_folder = scratch_root() / f"r-{secrets.token_hex(4)}"
         self._state.write(self._record(f"http://{_HOST}:{self._port}", str(self._ray_folder)))
-        cluster = start_ray(
+        cluster = Cluster.start_local(
             config,
-            self._state,
-            run_id=self._run_id,
-            folder=self._ray_folder,
             port=self._port,
             num_cpus=self._num_cpus,
-            say=self._say,
+            folder=self._ray_folder,
+            token_path=self._state.token_path(),
         )
         self._note_processes()
         return cluster

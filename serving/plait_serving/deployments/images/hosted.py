@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from plait_disagg.queue.scale import Gauge
-from plait_fabric.cores import usable_cores
+from plait_fabric.cores import instruction_set, usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.audits import audit_text
@@ -318,7 +318,9 @@ def host_metrics_text(host: HostCores) -> str:
         "host_threads_planned": host.planned_threads,
         "host_shared": int(host.is_shared),
     }
-    return "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
+    text = "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
+    name = "plait_host_instruction_set"
+    return f'{text}# TYPE {name} gauge\n{name}{{name="{instruction_set()}"}} 1\n'
 
 
 def _host() -> HostCores:

@@ -27,6 +27,7 @@ from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.graphed import graphed_halves
 from plait_serving.diffusion.denoisers.row_wise import row_wise_halves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
+from plait_serving.diffusion.emulation import warn_of_emulation
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.lora.merge import Merger
@@ -116,6 +117,8 @@ class BaseModel:
         )
         self._device = resolve_device(settings.device)
         self._dtype = resolve_dtype(settings.dtype, self._device)
+        if self._device == "cpu" and self._dtype is torch.bfloat16:
+            warn_of_emulation()
         self.prepared: set[str] = set()
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=around.is_idle)
         self._preparer = self._make_preparer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -103,6 +104,18 @@ PARENT = [
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)'], preexec_fn=end_with_parent);"
     "print(child.pid, flush=True); time.sleep(100)",
 ]
+
+
+def test_serve_a_child_is_known_by_its_name(tmp_path):
+    """While it is running: not its zombie, and not a child of somebody else."""
+    program = tmp_path / "own name"
+    shutil.copy(shutil.which("sleep"), program)
+    assert not processes.has_child("own name")
+    with subprocess.Popen([program, "100"]) as child:
+        assert processes.has_child("own name")
+        child.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not processes.has_child("own name")
 
 
 def test_serve_end_with_parent_survives_no_killed_parent(spawn):

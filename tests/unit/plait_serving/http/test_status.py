@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait.app import AppArgs, starter_words
+from plait_fabric.cores import instruction_set
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection
@@ -34,6 +35,8 @@ plait_models_resident_bytes 5000
 # TYPE plait_engine_prepared gauge
 plait_engine_prepared{part="unet"} 1
 plait_engine_prepared{part="controlnet edges"} 1
+# TYPE plait_host_instruction_set gauge
+plait_host_instruction_set{name="avx2"} 1
 """
 
 
@@ -42,7 +45,7 @@ class Replicas(FakeImageService):
 
     async def metrics_text(self) -> str:
         """Returns what the handle's service returns."""
-        return merge([ENGINE, ENGINE])
+        return merge([ENGINE, ENGINE.replace("avx2", "avx512_bf16")])
 
 
 def test_the_status_sums_over_replicas():
@@ -55,6 +58,7 @@ def test_the_status_sums_over_replicas():
         "prepared": ["controlnet edges", "unet"],
     }  # fmt: skip
     assert found["services"] == {"images": True}
+    assert found["instruction_sets"] == ["avx2", "avx512_bf16"]  # two hosts that differ
     assert (found["ready"], found["reason"], found["images_made"]) == (True, None, 0)
 
 
@@ -67,6 +71,7 @@ def test_the_status_counts_images_and_says_what_is_missing():
     assert answer.status_code == 200
     assert (answer.json()["ready"], answer.json()["reason"]) == (False, "the warm-up image is not made yet")
     assert answer.json()["images_made"] == 2
+    assert answer.json()["instruction_sets"] == [instruction_set()]  # the ingress's, where no engine says one
 
 
 def test_the_words_of_the_starter_models():

@@ -1,0 +1,96 @@
+"""The environment that a Ray of ours is started in, and how long its start may take.
+
+Ray is imported after this: it reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from plait.config import PlaitConfig
+from plait.errors import ServeError
+from plait.server import processes
+
+__all__ = ["RAY_ENVIRONMENT", "patient_start", "prepare_environment", "prepare_proxies"]
+
+_NODE_POLL_S = 0.1
+
+RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Ray runs workers at nice 15, for machines that people work at; ours are the server.
+    "RAY_worker_niceness": "0",
+    # Serve ends a proxy that fails three checks of 5 s, and starts another: a busy machine may need longer for one.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # And it notices that the proxy is dead when its third check fails. Nothing listens until then.
+    "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+    # The controller looks after everything ten times a second, with a thirtieth of a core. What computes on all cores
+    # waits at every operation for the thread that was interrupted: an idle server cost 8 % of a UNet's steps on two.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.25",
+}
+"""What a Ray that serves plait is started with, on whatever machines."""
+
+
+@contextmanager
+def patient_start(limit_s: float) -> Iterator[None]:
+    """Let `ray.init` take as long for its node as a start may take: a busy machine exceeds Ray's own limits.
+
+    Its GCS has 30 s to say its port and the raylet 100 s for its agents, both set by environment; that the raylet joins
+    within 30 s is written into `Node.__init__` (Ray 2.60), which asks `get_node` again until then. Raises `ServeError`
+    when the raylet ends meanwhile.
+    """
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(max(30, round(limit_s))))
+    os.environ.setdefault("RAY_agent_register_timeout_ms", str(max(100, round(limit_s)) * 1000))
+    from ray._private import services
+
+    ask, until_s = services.get_node, time.monotonic() + limit_s
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        while True:
+            try:
+                return ask(gcs_address, node_id)
+            except RuntimeError:
+                if not processes.has_child("raylet"):
+                    raise ServeError("Ray's raylet ended while it started") from None
+                if time.monotonic() > until_s:
+                    raise
+            time.sleep(_NODE_POLL_S)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = ask
+
+
+def prepare_environment(token_path: Path) -> None:
+    """Set Ray's environment for our own cluster: authenticated with our token, quiet, no usage reports."""
+    if os.environ.get("RAY_AUTH_TOKEN_PATH") == str(token_path):
+        return
+    # Ray reads its environment when it is imported.
+    assert "ray" not in sys.modules, "the environment of a local Ray must be set before Ray is imported"
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    if os.environ["RAY_AUTH_MODE"] == "token" and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        # Ray would write ~/.ray/auth_token; a home may be missing or read-only.
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(token_path)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = RAY_ENVIRONMENT["RAY_USAGE_STATS_ENABLED"]
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # Ray takes 127.0.0.1 for a mistake and listens on all interfaces, except where no other machines are to take part:
+    # the switch is named after the systems on which that is the default.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.pop("RAY_ADDRESS", None)
+
+
+def prepare_proxies(config: PlaitConfig) -> None:
+    """Set what Serve's proxies need to check requests as the ingress does; a callback of the user's own stays."""
+    from plait_serving.deployments.proxy import CALLBACK_VARIABLE, HOSTS_VARIABLE, proxy_environment
+
+    ours = proxy_environment(config.server.answered_hosts)
+    os.environ.setdefault(CALLBACK_VARIABLE, ours[CALLBACK_VARIABLE])
+    os.environ[HOSTS_VARIABLE] = ours[HOSTS_VARIABLE]
