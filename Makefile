@@ -40,11 +40,12 @@ demo: setup
 	$(BIN)/plait demo --out out/demo
 
 test: setup
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --again --durations=20 \
+	  -m "not slow" $(ARGS)
 
 # pytest ends with 5 where no test is slow.
 test-slow: setup
-	$(BIN)/python -m pytest -m slow $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest --again --durations=20 -m slow $(ARGS) || [ $$? -eq 5 ]
 
 check: setup
 	$(BIN)/ruff check

@@ -27,7 +27,7 @@ from support.tiny import (
     tiny_sdxl_folder,
 )
 
-pytest_plugins = ["support.skips", "pytester"]
+pytest_plugins = ["support.again", "support.skips", "pytester"]
 
 __all__ = [
     "shared_serve",

@@ -7,6 +7,7 @@ import os
 import re
 import tomllib
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,10 +52,12 @@ class SkipLedger:
         """Why tests may skip for this reason in CI, if they may."""
         return next((entry.why for entry in self.allowed if entry.reason.match(reason)), None)
 
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
-        """A run that passed fails after all if something skipped unexpectedly."""
-        if self.strict and self.unexpected and exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}:
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Iterator[None]:
+        """A run that passed, be it at a second try, fails after all if something skipped unexpectedly."""
+        yield
+        passed = session.exitstatus in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+        if self.strict and self.unexpected and passed:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
