@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -124,8 +125,10 @@ def test_a_burst_knows_replicas_that_are_gone(burst):
 def test_counts_are_read_when_every_replica_has_reported(burst, monkeypatch):
     """One report reaches the sum while the other's is still to come; without its end the wait is bounded."""
     clock = [0.0]
-    monkeypatch.setattr(burst.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(burst.time, "sleep", lambda pause_s: clock.__setitem__(0, clock[0] + pause_s))
+    passing = SimpleNamespace(
+        monotonic=lambda: clock[0], sleep=lambda pause_s: clock.__setitem__(0, clock[0] + pause_s)
+    )
+    monkeypatch.setattr(burst, "time", passing)
     monkeypatch.setattr(burst, "by_replica", lambda *_: {"a": 11.0, "b": 2.0 if clock[0] < 9 else 11.0})
     assert burst.settled(["here"], "engine", 12) == {"a": 11.0, "b": 11.0}
     monkeypatch.setattr(burst, "by_replica", lambda *_: {"a": clock[0]})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -149,7 +151,7 @@ def test_the_sdk_repeats_only_what_can_succeed_later(error, attempts, monkeypatc
     """A missed deadline or a NaN is not tried again; overload is, after the wait that we name."""
     waits = []
     monkeypatch.setattr("plait_serving.http.edge.refusals.HELD_S", 0.0)  # that moment is over when the SDK comes back
-    monkeypatch.setattr("openai._base_client.time.sleep", waits.append)
+    monkeypatch.setattr("openai._base_client.time", SimpleNamespace(sleep=waits.append, time=time.time))
     service = FakeImageService(failures={"x": error})
     with pytest.raises(openai.APIStatusError):
         make_openai(service, max_retries=1).images.generate(prompt="x")
