@@ -12,6 +12,7 @@ from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet, WholeUNetDenoiser
 from plait_serving.diffusion.values import ControlRef, Scheduler
+from support.closeness import EQUAL, ulps
 from support.denoise import (
     SCHEDULER_CLASSES,
     control_image,
@@ -21,11 +22,6 @@ from support.denoise import (
     run_pipeline,
     run_requests,
 )
-
-ALONE = 1e-5
-"""Allowed difference of a single request (measured: 0)."""
-BATCHED = 1e-4
-"""Allowed difference when batched with others: other batch sizes and layouts round differently."""
 
 CONTROLS = (
     ControlRef(name="a", image=control_image(1), scale=0.8, end=0.8),
@@ -90,7 +86,7 @@ def model(request) -> Model:
 def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale):
     """Every scheduler, two images, with and without CFG: diffusers' latents."""
     request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, steps=3, negative_prompt="dog")
-    assert max_difference(model.run(request)[0], model.reference(request)) <= ALONE
+    assert ulps(model.run(request)[0], model.reference(request)) <= EQUAL
 
 
 @pytest.mark.parametrize("guidance_scale", [5.0, 1.0])
@@ -98,13 +94,13 @@ def test_a_single_request_has_diffusers_latents(model, scheduler, guidance_scale
 def test_two_controlnets_with_windows_have_diffusers_latents(model, scheduler, guidance_scale):
     """Two ControlNets, each acting in a part of the steps, summed in list order: diffusers' latents."""
     request = make_request(scheduler=scheduler, guidance_scale=guidance_scale, n=2, controlnets=CONTROLS)
-    assert max_difference(model.run(request)[0], model.reference(request)) <= ALONE
+    assert ulps(model.run(request)[0], model.reference(request)) <= EQUAL
 
 
 def test_one_controlnet_one_image_and_an_odd_size(model):
     """A single ControlNet and a size that is no multiple of the UNet's factor (17 latents high)."""
     request = make_request(controlnets=CONTROLS[:1], height=40, width=56, negative_prompt="tree")
-    assert max_difference(model.run(request)[0], model.reference(request)) <= ALONE
+    assert ulps(model.run(request)[0], model.reference(request)) <= EQUAL
 
 
 def test_controlnets_really_change_the_latents(model):
@@ -128,11 +124,11 @@ def company() -> list:
 
 
 def test_batched_requests_have_diffusers_latents(model):
-    """Four requests with different schedulers, steps, seeds, prompts, ControlNets and starts: 1e-4 of diffusers."""
+    """Four requests with different schedulers, steps, seeds, prompts, ControlNets and starts: equal to diffusers."""
     requests = company()
     found = model.run(*requests, joins_at=[0, 1, 2, 0])
-    differences = [max_difference(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
-    assert max(differences) <= BATCHED, differences
+    differences = [ulps(ours, model.reference(r)) for ours, r in zip(found, requests, strict=True)]
+    assert max(differences) <= EQUAL, differences
 
 
 def test_the_naive_twin_agrees(sd):
@@ -140,7 +136,7 @@ def test_the_naive_twin_agrees(sd):
     requests = company()
     batched = sd.run(*requests)
     for ours, naive in zip(batched, sd.run(*requests, denoiser=WholeUNetDenoiser(sd.bundle)), strict=True):
-        assert max_difference(ours, naive) <= BATCHED
+        assert ulps(ours, naive) <= EQUAL
 
 
 def test_bfloat16_is_no_worse_than_diffusers(sd):
@@ -172,6 +168,6 @@ def test_a_guidance_distilled_unet_equals_diffusers(tmp_path):
     denoiser = UNetDenoiser(bundle)
     alone = [run_requests(bundle, denoiser, [r])[0].latents for r in requests]
     together = [one.latents for one in run_requests(bundle, denoiser, requests)]
-    assert max(map(max_difference, alone, references)) <= ALONE
-    assert max(map(max_difference, together, references)) <= BATCHED
+    assert max(map(ulps, alone, references)) <= EQUAL
+    assert max(map(ulps, together, references)) <= EQUAL
     assert max_difference(references[0], references[1]) > 1.0

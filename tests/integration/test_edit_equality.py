@@ -12,14 +12,12 @@ import pytest
 import torch
 
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
+from support.closeness import EQUAL, ulps
 from support.denoise import control_image
-from support.rig import difference, rig_of, sd, sdxl
+from support.rig import rig_of, sd, sdxl
 from support.tiny import IMAGE_SIZE, tiny_controlnet, tiny_sd
 
 __all__ = ["rig_of", "sd", "sdxl"]
-
-ALONE, IN_COMPANY = 1e-5, 1e-4
-"""Largest difference of fp32 latents, as for generations; where random weights make latents of 20, of the largest."""
 
 IMAGE = control_image(5, IMAGE_SIZE)
 
@@ -68,7 +66,7 @@ def test_every_sampler_equals_diffusers(sd, edit, scheduler):
     probe, reference = sd
     asked = ask(11, edit, scheduler=scheduler)
     (ours,) = probe.latents(asked)
-    assert difference(ours, reference(asked)) <= ALONE
+    assert ulps(ours, reference(asked)) <= EQUAL
 
 
 @EDITS
@@ -78,7 +76,7 @@ def test_edits_with_controlnet_and_lora_equal_diffusers(model, edit, request):
     probe, reference = request.getfixturevalue(model)
     asked = ask(21, edit, n=2, controlnets=(CONTROL,), loras=(LORA,))
     (ours,) = probe.latents(asked)
-    assert difference(ours, reference(asked)) <= ALONE
+    assert ulps(ours, reference(asked)) <= EQUAL
     other_image = replace(edit, image=control_image(6, IMAGE_SIZE))
     for other in (replace(asked, controlnets=()), replace(asked, loras=()), replace(asked, edit=other_image)):
         (others,) = probe.latents(other)
@@ -96,7 +94,7 @@ def test_edits_in_company_equal_diffusers(model, request):
     ours = probe.latents(*asked)
     assert max(probe.batches) == len(asked)
     for one, latents in zip(asked, ours, strict=True):
-        assert difference(latents, reference(one)) <= IN_COMPANY
+        assert ulps(latents, reference(one)) <= EQUAL
 
 
 def test_strength_1_without_a_mask_is_img2img_at_strength_1(sd):
@@ -104,7 +102,7 @@ def test_strength_1_without_a_mask_is_img2img_at_strength_1(sd):
     probe, reference = sd
     asked = ask(41, Edit(image=IMAGE, strength=1.0))
     (ours,) = probe.latents(asked)
-    assert difference(ours, reference(asked)) <= ALONE
+    assert ulps(ours, reference(asked)) <= EQUAL
     (generated,) = probe.latents(replace(asked, edit=None))
     assert (generated - ours).abs().max() > 1e-3
 
@@ -116,7 +114,7 @@ def test_a_unet_of_nine_channels_equals_diffusers(nine, edit, controlnets):
     probe, reference = nine
     asked = ask(51, edit, n=2, controlnets=controlnets)
     (ours,) = probe.latents(asked)
-    assert difference(ours, reference(asked)) <= ALONE
+    assert ulps(ours, reference(asked)) <= EQUAL
 
 
 def test_a_unet_of_nine_channels_makes_all_of_an_image_without_a_mask(nine):
@@ -128,7 +126,7 @@ def test_a_unet_of_nine_channels_makes_all_of_an_image_without_a_mask(nine):
     assert max(probe.batches) == len(asked)
     masked = [Edit(image=IMAGE, mask=everything, strength=1.0), replace(IMG2IMG, mask=everything), INPAINT]
     for one, edit, latents in zip(asked, masked, ours, strict=True):
-        assert difference(latents, reference(replace(one, edit=edit))) <= IN_COMPANY
+        assert ulps(latents, reference(replace(one, edit=edit))) <= EQUAL
 
 
 def test_the_vae_encodes_an_image_once_for_all_images_of_a_request(sd):

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from plait_fabric.cores import has_bfloat16
 from plait_serving.diffusion.knobs import ExecutorName
 from support.denoise import max_difference
 from support.engine_probe import Probe
@@ -127,6 +128,7 @@ def test_the_same_sets_on_torch(converted):
         probe.engine.stop(drain_s=0)
 
 
+@pytest.mark.skipif(not has_bfloat16(), reason="needs a CPU with instructions for bfloat16")
 @pytest.mark.parametrize("executor", [ExecutorName.AUTO, ExecutorName.TORCH])
 def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted, executor):
     """Over 20 seeds the mean error of bf16 latents is at most 1.1 times that of diffusers in bf16, LoRAs included,

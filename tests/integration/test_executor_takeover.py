@@ -24,6 +24,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact, ExecutorName
 from plait_serving.diffusion.preparation import Preparer
 from plait_serving.diffusion.values import Edit, Event, Progress
+from support.closeness import EQUAL, ulps
 from support.denoise import control_image, max_difference
 from support.prepared import (
     CLOSE,
@@ -56,7 +57,7 @@ def test_exact_always_gives_the_pipelines_bits(converted):
     try:
         assert probe.assembled.prepared_parts() == {"unet", "vae"}
         for one in (PLAIN, dressed("peft"), CONTROLLED):
-            assert max_difference(probe.latents(one)[0], converted.reference(one)) < 1e-5
+            assert ulps(probe.latents(one)[0], converted.reference(one)) <= EQUAL
         assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
         assert not unet_is_mapped(probe)
         probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"exact": Exact.NEVER}))
@@ -74,7 +75,7 @@ def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
         assert unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == 0
         (ours,) = probe.latents(dressed("time"))
-        assert max_difference(ours, converted.reference(dressed("time"))) < 1e-5
+        assert ulps(ours, converted.reference(dressed("time"))) <= EQUAL
         assert not unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == 1
         company = (dressed("time"), dressed("peft"), PLAIN)
@@ -82,7 +83,7 @@ def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
         assert sorted(probe.batches) == [1, 1, 2, 2]
         for ours, one in zip(found, company, strict=True):
             assert max_difference(ours, converted.reference(one)) < CLOSE
-        assert max_difference(found[0], converted.reference(dressed("time"))) < 1e-5
+        assert ulps(found[0], converted.reference(dressed("time"))) <= EQUAL
         assert max_difference(found[2], converted.reference(PLAIN)) > 0
     finally:
         probe.engine.stop(drain_s=0)
@@ -208,7 +209,7 @@ def test_a_conversion_that_is_not_equal_is_not_used(tmp_path, caplog, monkeypatc
             assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
             probe.latents(CONTROLLED)
             wait_threads("plait-prepare")
-            assert max_difference(probe.latents(CONTROLLED)[0], models.reference(CONTROLLED)) < 1e-5
+            assert ulps(probe.latents(CONTROLLED)[0], models.reference(CONTROLLED)) <= EQUAL
         finally:
             probe.engine.stop(drain_s=0)
     said = [record.getMessage() for record in caplog.records if "runs on torch" in record.getMessage()]

@@ -13,13 +13,11 @@ from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Plac
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
+from support.closeness import EQUAL, ulps
 from support.denoise import control_image, make_request
 from support.engine_probe import Probe, fused_reference
 from support.graphs import FakeCapture
 from support.tiny import tiny_lora
-
-ALONE, IN_COMPANY = 1e-5, 1e-4
-"""Largest difference of fp32 latents, as in test_engine_equality.py."""
 
 LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))
 CONTROLS = (ControlRef(name="a", image=control_image(1), scale=0.8), ControlRef(name="b", image=control_image(2)))
@@ -51,7 +49,7 @@ class Graphed:
     def difference(self, asked: ImageRequest, ours: torch.Tensor) -> float:
         """To diffusers'."""
         theirs = fused_reference(self.folder, asked, loras=self.loras, controlnets=self.controlnets)
-        return float((ours - theirs).abs().max())
+        return ulps(ours, theirs)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +71,7 @@ def test_lora_sets_are_merged_under_the_same_graphs(graphed):
     captured, replayed = graphed.capture.tried, graphed.replays()
     for asked in (plain, replace(plain, loras=LORAS), replace(plain, loras=LORAS[1:]), replace(plain, seed=9)):
         (ours,) = graphed.latents(asked)
-        assert graphed.difference(asked, ours) <= ALONE
+        assert graphed.difference(asked, ours) <= EQUAL
     assert graphed.capture.tried == captured
     assert graphed.replays() == replayed + 4 * plain.steps * 2  # a half each
     assert [parameter.data_ptr() for parameter in graphed.unet.parameters()] == addresses
@@ -83,13 +81,13 @@ def test_residuals_are_added_between_the_graphs(graphed):
     """Two ControlNets, whose residuals are added into the first graph's own memory, also as graphs themselves."""
     asked = make_request(request_id="controlled", guidance_scale=2.0, controlnets=CONTROLS, loras=LORAS)
     (ours,) = graphed.latents(asked)
-    assert graphed.difference(asked, ours) <= ALONE
+    assert graphed.difference(asked, ours) <= EQUAL
     for client in graphed.probe.assembled.controlnets.values():
         runner = client._clients[Placement.LOCAL].runner
         capture = FakeCapture()
         runner.adopt(runner.graphed(capture), live=True)
         (ours,) = graphed.latents(asked)
-        assert graphed.difference(asked, ours) <= ALONE
+        assert graphed.difference(asked, ours) <= EQUAL
         assert capture.recordings[0].replays == 3
 
 
@@ -99,7 +97,7 @@ def test_a_batch_has_a_graph_of_its_own(graphed):
     others = [make_request(request_id="b", steps=3, seed=2), make_request(request_id="c", steps=4, seed=3)]
     found = graphed.latents(first, *others)
     for asked, ours in zip((first, *others), found, strict=True):
-        assert graphed.difference(asked, ours) <= IN_COMPANY
+        assert graphed.difference(asked, ours) <= EQUAL
 
 
 def test_exact_always_leaves_the_graphs(graphed):

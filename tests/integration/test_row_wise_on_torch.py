@@ -11,6 +11,7 @@ import torch
 
 from plait_serving.diffusion.knobs import Exact, ExecutorName
 from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
+from support.closeness import EQUAL, ulps
 from support.denoise import max_difference
 from support.engine_probe import Probe
 from support.prepared import CLOSE, CONTROLLED, PLAIN, SETS, Models, asked, dressed, write_models
@@ -51,7 +52,7 @@ def test_a_set_alone_is_merged(models, probe):
     before = probe.engine.statistics().lora_switches
     (ours,) = probe.latents(dressed("conv"))
     assert probe.engine.statistics().lora_switches == before + 1
-    assert max_difference(ours, models.reference(dressed("conv"))) < 1e-5
+    assert ulps(ours, models.reference(dressed("conv"))) <= EQUAL
     assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
 
 
@@ -63,7 +64,7 @@ def test_exact_always_merges_each_set(models, probe):
         found = probe.latents(*requests)
         assert set(probe.batches) == {1}
         for ours, one in zip(found, requests, strict=True):
-            assert max_difference(ours, models.reference(one)) < 1e-5
+            assert ulps(ours, models.reference(one)) <= EQUAL
     finally:
         probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"exact": Exact.NEVER}))
 

@@ -24,15 +24,13 @@ from plait_serving.diffusion.values import (
     Scheduler,
     Sigmas,
 )
+from support.closeness import EQUAL, ulps
 from support.denoise import control_image
 from support.engine_probe import WAIT_S
-from support.rig import difference, rig_of, sd, sdxl
+from support.rig import rig_of, sd, sdxl
 from support.tiny import IMAGE_SIZE
 
 __all__ = ["rig_of", "sd", "sdxl"]
-
-ALONE, IN_COMPANY = 1e-5, 1e-4
-"""Largest difference of fp32 latents, as for generations; where latents are above 1, of the largest."""
 
 CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, start=0.2, end=0.7)
 LORA = LoraRef(name="one", scale=0.9)
@@ -62,7 +60,7 @@ def test_every_sampler_equals_diffusers(sd, scheduler):
     probe, reference = sd
     asked = ask(11, scheduler=scheduler, n=2, controlnets=(CONTROL,), loras=(LORA,))
     (ours,) = probe.latents(asked)
-    assert difference(ours, reference(asked)) <= ALONE
+    assert ulps(ours, reference(asked)) <= EQUAL
 
 
 @pytest.mark.parametrize(("scheduler", "sigmas"), SPACED)
@@ -74,9 +72,9 @@ def test_every_spacing_equals_diffusers(sd, scheduler, sigmas):
         ask(22, scheduler=scheduler, sigmas=sigmas, edit=IMG2IMG),
     ):
         (ours,) = probe.latents(asked)
-        assert difference(ours, reference(asked)) <= ALONE
+        assert ulps(ours, reference(asked)) <= EQUAL
     (plain,) = probe.latents(ask(22, scheduler=scheduler, sigmas=Sigmas.NORMAL, edit=IMG2IMG))
-    assert (sigmas is Sigmas.NORMAL) == (difference(plain, ours) <= ALONE)
+    assert (sigmas is Sigmas.NORMAL) == (ulps(plain, ours) <= EQUAL)
 
 
 @pytest.mark.parametrize("options", RANDOM, ids=RANDOM_IDS)
@@ -85,11 +83,11 @@ def test_random_samplers_equal_diffusers_and_repeat(sd, options):
     probe, reference = sd
     asked = ask(31, n=2, **options)
     (ours,) = probe.latents(asked)
-    assert difference(ours, reference(asked)) <= ALONE
+    assert ulps(ours, reference(asked)) <= EQUAL
     (again,) = probe.latents(asked)
-    assert difference(again, ours) <= ALONE  # not to the bit: a program may have been compiled meanwhile
+    assert ulps(again, ours) <= EQUAL  # not to the bit: a program may have been compiled meanwhile
     (second,) = probe.latents(replace(asked, n=1, seed=32))
-    assert difference(ours[1:], second) <= IN_COMPANY
+    assert ulps(ours[1:], second) <= EQUAL
     (other,) = probe.latents(replace(asked, n=1, seed=33))
     assert (second - other).abs().max() > 1e-2
 
@@ -107,7 +105,7 @@ def test_samplers_share_calls_and_equal_diffusers(model, request):
     ours = probe.latents(*asked)
     assert max(probe.batches) == len(asked)
     for one, latents in zip(asked, ours, strict=True):
-        assert difference(latents, reference(one)) <= IN_COMPANY, one.scheduler
+        assert ulps(latents, reference(one)) <= EQUAL, one.scheduler
 
 
 @pytest.mark.parametrize("model", ["sd", "sdxl"])
@@ -118,7 +116,7 @@ def test_guidance_rescale_and_clip_skip_equal_diffusers(model, request):
     for options in ({"guidance_rescale": 0.7}, {"clip_skip": 1}, {"clip_skip": 1, "guidance_rescale": 1.0}):
         asked = ask(51, n=2, **options)
         (ours,) = probe.latents(asked)
-        assert difference(ours, reference(asked)) <= ALONE
+        assert ulps(ours, reference(asked)) <= EQUAL
         assert (ours - plain).abs().max() > 1e-3
 
 
@@ -132,14 +130,14 @@ def test_options_in_company_and_in_edits_equal_diffusers(sdxl):
     ours = probe.latents(*asked)
     assert max(probe.batches) == len(asked)
     for one, latents in zip(asked, ours, strict=True):
-        assert difference(latents, reference(one)) <= IN_COMPANY
+        assert ulps(latents, reference(one)) <= EQUAL
 
 
 def test_the_layers_that_can_be_left_out_end(sd, sdxl):
     """All that there are can be; one more is refused by name."""
     for (probe, reference), layers in ((sd, TINY_LAYERS), (sdxl, TINY_LAYERS - 1)):
         (ours,) = probe.latents(ask(81, clip_skip=layers))
-        assert difference(ours, reference(ask(81, clip_skip=layers))) <= ALONE
+        assert ulps(ours, reference(ask(81, clip_skip=layers))) <= EQUAL
         with pytest.raises(RequestError, match=f"at most {layers} layers") as caught:
             probe.engine.submit(ask(81, clip_skip=layers + 1), lambda _: None)
         assert caught.value.param == "clip_skip"
@@ -153,7 +151,7 @@ def test_second_prompts_and_sizes_equal_diffusers(sdxl):
     asked = [ask(85, **own), ask(86, controlnets=(CONTROL,), **own), ask(87, edit=IMG2IMG, **own), ask(88)]
     ours = probe.latents(*asked)
     for one, latents in zip(asked, ours, strict=True):
-        assert difference(latents, reference(one)) <= IN_COMPANY
+        assert ulps(latents, reference(one)) <= EQUAL
     for name in own:
         (less,) = probe.latents(replace(asked[0], **{name: (0, 0) if name == "crop" else None}))
         assert (less - ours[0]).abs().max() > 1e-4, name

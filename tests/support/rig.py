@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-import torch
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
@@ -14,13 +12,6 @@ from support.engine_probe import Probe, fused_reference
 from support.tiny import tiny_lora
 
 KNOBS = EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL)
-
-
-def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Largest difference of latents, relative to the largest of them if that is above 1."""
-    assert ours.shape == theirs.shape
-    found = float((ours - theirs).abs().max() / max(1.0, float(theirs.abs().max())))
-    return found if np.isfinite(found) else float("inf")
 
 
 @pytest.fixture(scope="module")
