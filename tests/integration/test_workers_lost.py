@@ -110,7 +110,7 @@ async def test_workers_that_are_gone_leave_nothing_behind(rig: Rig) -> None:
     front = rig.front(cn, name="a")
     ranker = await rig.ranker("a")
     for _ in range(4):
-        await until(lambda: ranker.metrics()["workers"] == 1 and cn.ready() is None)
+        await until(lambda cn=cn: ranker.metrics()["workers"] == 1 and cn.ready() is None)  # type: ignore[misc]
         await _right(rig, ranker)
         assert len(hn._windows) == 1
         front._server.close_listeners()
