@@ -5,7 +5,7 @@ CONFIG ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup setup-kernels setup-nixl serve test test-slow demo check bench starter clean
+.PHONY: setup setup-kernels setup-nixl serve test test-slow test-avx2 demo check bench starter clean
 .DEFAULT_GOAL := help
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make demo    set up, start, make images into out/demo, stop"
 	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
 	@echo "make test-slow  the tests that 'make test' leaves out, one at a time"
+	@echo "make test-avx2  the equality of images once more, as a processor without AVX-512 computes them"
 	@echo "make check   ruff, mypy strict, import-linter, vulture"
 	@echo "make bench   the side-by-side benchmarks                 [ARGS='images --quick']"
 	@echo "make starter train the starter models again (npm, hours)"
@@ -46,6 +47,10 @@ test: setup
 # pytest ends with 5 where no test is slow.
 test-slow: setup
 	$(BIN)/python -m pytest --again --durations=20 -m slow $(ARGS) || [ $$? -eq 5 ]
+
+test-avx2: setup
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2 --dist loadfile \
+	  --max-worker-restart=0 --again --durations=20 $(ARGS) tests/integration/test_*_equality.py
 
 check: setup
 	$(BIN)/ruff check
