@@ -95,12 +95,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What the product keeps in the user's cache folder (converted models) goes to one that the session's processes
-    share, those that they start included."""
+    """What is kept in the user's cache folder (converted models), and what torch.compile keeps, whose key does not have
+    the instruction set that a run may be limited to, goes to one that the session's processes share, those that they
+    start included."""
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield
 
 
