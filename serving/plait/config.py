@@ -84,7 +84,9 @@ class ServerSection(Section):
     )
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
     drain_s: Annotated[float, Field(ge=0, le=3600, description="how long a stop waits for what runs")] = 20.0
-    ready_timeout_s: Annotated[float, Field(gt=0, le=86400, description="how long a start may take, Ray's included")] = 600.0
+    ready_timeout_s: Annotated[
+        float, Field(gt=0, le=86400, description="how long a start may take, Ray's included")
+    ] = 600.0
 
     @model_validator(mode="after")
     def _ports_differ(self) -> Self:

@@ -28,8 +28,9 @@ RIGHT = """
 
 
 @pytest.fixture
-def run(pytester):
-    """Run pytest with the plugin on files by folder and name: its result."""
+def run(pytester, monkeypatch):
+    """Run pytest with the plugin and no other on files by folder and name: its result."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
     def run(files, *options):
         for path, text in files.items():
@@ -37,13 +38,12 @@ def run(pytester):
             (pytester.path / path).parent.mkdir(parents=True, exist_ok=True)
             made.rename(pytester.path / path)
         pytester.makeini("[pytest]\nmarkers =\n    cluster: starts Ray\naddopts = --import-mode=importlib")
-        common = ("-p", "support.again", "-p", "support.skips", "-p", "no:randomly", "-p", "no:asyncio")
-        return pytester.runpytest(*common, *options)
+        return pytester.runpytest("-p", "support.again", "-p", "support.skips", *options)
 
     return run
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["alone", "xdist"])
+@pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n", "2")], ids=["alone", "xdist"])
 def test_what_passes_then_is_printed_and_counts_as_passed(run, workers):
     """Up to three, with the reason that the first try gave."""
     files = {"tests/integration/test_a.py": ONCE.format(count=3), "tests/unit/test_b.py": RIGHT}
