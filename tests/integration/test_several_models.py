@@ -142,13 +142,13 @@ def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of):
 
 def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(folders, engine_of, monkeypatch):
     """A model leaves between two steps of a request; its image is the same as if it had stayed."""
-    monkeypatch.setattr(policy, "PATIENCE", 0.01)
+    monkeypatch.setattr(policy, "PATIENCE", 0.001)
     two = {name: folders[name] for name in ("a", "b")}
     several = engine_of(two, memory_bytes=max(bytes_of(engine_of(two)).values()))
     several.engine.generate(asked("a"), timeout_s=WAIT_S)  # so that it knows how long steps take
     image = np.full((32, 32, 3), 200, np.uint8)
     first = asked("b", "asked for first")
-    long = asked("a", "the long one", steps=500, controlnets=(ControlRef(name="edges", image=image),))
+    long = asked("a", "the long one", steps=80, controlnets=(ControlRef(name="edges", image=image),))
     waiting, both_are_there = Waiting(several.engine), threading.Event()
     several.engine.between_steps(lambda: both_are_there.wait(WAIT_S))
     waiting.submit(first)
