@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait_loadtest.errors import ScenarioError
@@ -69,6 +69,7 @@ def told(run):
     return found
 
 
+@settings(max_examples=40)
 @given(runs(), st.booleans())
 def test_parts_merged_are_the_whole(run, interrupted):
     """Percentiles, rates, errors, verdicts, histograms and their parts by time, whatever the number of hosts."""
@@ -129,6 +130,7 @@ def test_hosts_send_every_request_once(count, connections, processes, callers):
     assert [sum(share.room for share in host) for host in given_] == [connections] * hosts
 
 
+@settings(max_examples=40)
 @given(runs())
 def test_a_part_comes_back_from_its_file(tmp_path_factory, run):
     """Record for record, with everything that is reported of it."""

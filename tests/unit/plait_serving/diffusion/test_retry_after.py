@@ -11,7 +11,7 @@ from plait_serving.diffusion.values import Tenant
 from support.virtual_engine import TABLES, Virtual
 
 FLOOD = Tenant(name="flood")
-LIMIT, ASKED, WAIT_S = 24, 100, 300.0
+LIMIT, ASKED, WAIT_S = 24, 50, 300.0
 
 
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
