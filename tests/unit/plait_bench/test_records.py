@@ -17,8 +17,8 @@ from plait_bench.runner import BenchResult, LayoutChoice
 from plait_bench.summary import ValueSummary
 
 HOST = {
-    "cpu": "Some CPU", "cores": 2, "instruction_set": "avx2", "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7", "torch": "2.13.0",
-    "diffusers": "0.42.1", "transformers": "5.23.0", "peft": None, "ray": "2.60.0",
+    "cpu": "Some CPU", "cores": 2, "instruction_set": "avx2", "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7",
+    "torch": "2.13.0", "diffusers": "0.42.1", "transformers": "5.23.0", "peft": None, "ray": "2.60.0",
     "openvino": "2026.4.1", "triton": None, "loadavg_1m": 0.1, "wake_us": 15.0,
     "date": "2026-11-21T10:00:00+00:00",
 }  # fmt: skip
