@@ -28,9 +28,8 @@ from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, Re
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlNetClient, Residuals
 from support import controlnet as kit
+from support.closeness import EQUAL, ulps
 
-# A batch of another composition rounds differently (measured here: below 1e-6 for values around 1).
-REBATCHED = 1e-5
 WAIT_S = 60.0
 
 
@@ -103,10 +102,9 @@ class TestConformance:
         asks = [_ask(1, n=1, scale=0.5, step=981), _ask(2, n=3, scale=1.0, step=21)]
         calls = [replace(ask.call(ask.open(client)), exact=False) for ask in asks]
         differences = [
-            kit.max_difference(answer, want)
-            for answer, want in zip(client.start(calls).wait(), expect(asks), strict=True)
+            kit.ulps(answer, want) for answer, want in zip(client.start(calls).wait(), expect(asks), strict=True)
         ]
-        assert 0 < max(differences) < REBATCHED
+        assert 0 < max(differences) <= EQUAL
 
     def test_session_names_its_controlnet(self, client: ControlNetClient) -> None:
         """Sessions and clients carry the ControlNet's name."""
@@ -129,8 +127,8 @@ class TestConformance:
         sessions = first.open(client), second.open(client)
         pending = client.start([first.call(sessions[0])]), client.start([second.call(sessions[1])])
         late, early = pending[1].wait()[0], pending[0].wait()[0]
-        assert kit.max_difference(early, expect([first])[0]) < REBATCHED
-        assert kit.max_difference(late, expect([second])[0]) < REBATCHED
+        assert kit.ulps(early, expect([first])[0]) <= EQUAL
+        assert kit.ulps(late, expect([second])[0]) <= EQUAL
 
     def test_answers_outlive_later_steps(self, client: ControlNetClient, expect: Twin) -> None:
         """Residuals are the caller's: later steps do not change them."""
@@ -184,12 +182,14 @@ class TestConformance:
         """More calls than one message holds come back complete and in order."""
         ask = _ask(11, cfg=False)
         session = ask.open(client)
-        calls = [kit.ControlCall(session=session, sample=ask.sample, timestep=ask.timestep, scale=i) for i in range(40)]
+        calls = [
+            kit.ControlCall(session=session, sample=ask.sample, timestep=ask.timestep, scale=i) for i in range(1, 41)
+        ]
         answers = client.start(calls).wait()
         unit = expect([ask])[0].mid
-        for i, answer in enumerate(answers):
+        for i, answer in enumerate(answers, 1):
             assert isinstance(answer, Residuals)
-            assert float((answer.mid - i * unit).abs().max()) < 40 * REBATCHED
+            assert ulps(answer.mid, i * unit) <= EQUAL
 
     def test_shutdown_twice(self, client: ControlNetClient) -> None:
         """Shutting down again does nothing."""
@@ -477,7 +477,7 @@ def test_base_replicas_share_forward_passes(
         gate.opened.set()
         answers = [pending.wait()[0] for pending in pendings]
         for answer, ask in zip(answers, asks, strict=True):
-            assert kit.max_difference(answer, expect([ask])[0]) < REBATCHED
+            assert kit.ulps(answer, expect([ask])[0]) <= EQUAL
         assert gate.batches == [1, 3]
         statistics = service.statistics()
         assert (statistics.batches, statistics.shared_batches, statistics.steps, statistics.rows) == (2, 1, 4, 9)

@@ -33,6 +33,7 @@ from plait_serving.diffusion.protocols import (
     Residuals,
 )
 from plait_serving.diffusion.values import RgbImage
+from support import closeness
 
 SIZE = 32
 LATENT = 16
@@ -140,12 +141,12 @@ def same_bits(answer: Residuals | EngineError, expected: Residuals) -> bool:
     return all(torch.equal(left, right) for left, right in pairs)
 
 
-def max_difference(answer: Residuals | EngineError, expected: Residuals) -> float:
-    """max |answer - expected| over all tensors."""
+def ulps(answer: Residuals | EngineError, expected: Residuals) -> float:
+    """The largest difference over all tensors, in ulps of the largest number of all (`support.closeness`)."""
     if isinstance(answer, EngineError):
         raise answer
-    pairs = zip((*answer.down, answer.mid), (*expected.down, expected.mid), strict=True)
-    return max(float((left - right).abs().max()) for left, right in pairs)
+    ours, theirs = (torch.cat([each.flatten() for each in (*it.down, it.mid)]) for it in (answer, expected))
+    return closeness.ulps(ours, theirs)
 
 
 @dataclass(eq=False)
@@ -316,9 +317,9 @@ __all__ = [
     "listen",
     "load_twin",
     "make_ask",
-    "max_difference",
     "new_address",
     "same_bits",
+    "ulps",
     "service_process",
     "serving",
     "twin_answers",

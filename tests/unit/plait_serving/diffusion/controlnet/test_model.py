@@ -17,9 +17,7 @@ from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, Cont
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
 from plait_serving.diffusion.protocols import Residuals
 from support import controlnet as kit
-
-# The image's embedding is computed for one row; a batch of images rounds differently. Per dtype, relative to 1.
-BATCHED_EMBEDDING = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
+from support.closeness import EQUAL
 
 
 @pytest.fixture
@@ -82,10 +80,8 @@ def test_batch_that_needs_no_exact_bits_stays_within_rounding(sd: Path) -> None:
     exact = _rows(runner, asks)
     loose = [replace(rows, exact=False) for rows in exact]
     expected = kit.twin_answers(kit.load_twin(sd), asks)
-    differences = [
-        kit.max_difference(answer, wanted) for answer, wanted in zip(runner.residuals(loose), expected, strict=True)
-    ]
-    assert 0 < max(differences) < 1e-5
+    differences = [kit.ulps(answer, wanted) for answer, wanted in zip(runner.residuals(loose), expected, strict=True)]
+    assert 0 < max(differences) <= EQUAL
     assert program.runs == 1
     mixed = runner.residuals([*loose[:2], exact[2]])
     assert all(kit.same_bits(answer, wanted) for answer, wanted in zip(mixed, expected, strict=True))
@@ -106,7 +102,7 @@ def test_embedding_once_stays_within_rounding_of_embedding_per_row(sd: Path) -> 
     answers = runner.residuals(_rows(runner, asks))
     expected = kit.twin_answers(kit.load_twin(sd, one_by_one=False), asks)
     for answer, wanted in zip(answers, expected, strict=True):
-        assert kit.max_difference(answer, wanted) < BATCHED_EMBEDDING[torch.float32]
+        assert kit.ulps(answer, wanted) <= EQUAL
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -244,7 +240,7 @@ def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
     blocks = _rows(runner, [kit.make_ask(i, width=32) for i in range(5)])
     alone = [runner.residuals([block])[0] for block in blocks]
     for answer, wanted in zip(runner.try_residuals(blocks), alone, strict=True):
-        assert kit.max_difference(answer, wanted) < 1e-5
+        assert kit.ulps(answer, wanted) <= EQUAL
     room = 0
     assert all(isinstance(answer, OutOfMemory) for answer in runner.try_residuals(blocks[:2]))
 
