@@ -319,8 +319,8 @@ __all__ = [
     "make_ask",
     "new_address",
     "same_bits",
-    "ulps",
     "service_process",
     "serving",
     "twin_answers",
+    "ulps",
 ]
