@@ -54,6 +54,7 @@ def ray_head(num_cpus: int = 6) -> Iterator[RayHead]:
         environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **RAY_ENVIRONMENT}
         # Ray takes loopback for a mistake where other machines may join (`plait.server.cluster`).
         environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # else it waits for 30 s for replicas to move elsewhere
         dashboard, metrics = free_port(), free_port()
         command = [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--include-dashboard=true"]
         options = {
