@@ -18,7 +18,7 @@ from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import STARTER_FOLDER
-from support.closeness import EQUAL, ulps
+from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.engine_probe import Probe, fused_reference
 from support.tiny import IMAGE_SIZE, tiny_lora
 
@@ -98,7 +98,7 @@ def test_sdxl_in_company_equals_diffusers(sdxl):
         request(24, prompt="house", steps=5),
     ]
     ours = probe.latents(asked, *company)[0]
-    assert ulps(ours, reference(asked)) <= EQUAL
+    assert ulps(ours, reference(asked)) <= IN_COMPANY
 
 
 def test_the_same_seed_gives_the_same_picture_after_other_loras(sdxl):

@@ -13,7 +13,7 @@ from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Plac
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
-from support.closeness import EQUAL, ulps
+from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image, make_request
 from support.engine_probe import Probe, fused_reference
 from support.graphs import FakeCapture
@@ -97,7 +97,7 @@ def test_a_batch_has_a_graph_of_its_own(graphed):
     others = [make_request(request_id="b", steps=3, seed=2), make_request(request_id="c", steps=4, seed=3)]
     found = graphed.latents(first, *others)
     for asked, ours in zip((first, *others), found, strict=True):
-        assert graphed.difference(asked, ours) <= EQUAL
+        assert graphed.difference(asked, ours) <= IN_COMPANY
 
 
 def test_exact_always_leaves_the_graphs(graphed):
