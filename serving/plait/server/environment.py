@@ -16,10 +16,14 @@ from typing import Any
 from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
+from plait.server.ports import free_port
 
 __all__ = ["RAY_ENVIRONMENT", "patient_start", "prepare_environment", "prepare_proxies"]
 
 _NODE_POLL_S = 0.1
+_AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
+_UNTOLD = "dashboard_agent_listen_port"
+"""The one that Ray tells the agent and not the raylet."""
 
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -40,15 +44,17 @@ RAY_ENVIRONMENT = {
 def patient_start(limit_s: float) -> Iterator[None]:
     """Let `ray.init` take as long for its node as a start may take: a busy machine exceeds Ray's own limits.
 
-    Its GCS has 30 s to say its port and the raylet 100 s for its agents, both set by environment; that the raylet joins
-    within 30 s is written into `Node.__init__` (Ray 2.60), which asks `get_node` again until then. Raises `ServeError`
-    when the raylet ends meanwhile.
+    Those that are read from the environment: its GCS has 30 s to say its port, an agent 100 s to answer. Those that are
+    not (Ray 2.60): a raylet ends if its agents have not said their ports after 15 s (ray-project/ray#65983), so it is
+    told them; and `Node.__init__` asks `get_node` for 30 s whether the raylet has joined. Raises `ServeError` when the
+    raylet ends meanwhile.
     """
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(max(30, round(limit_s))))
     os.environ.setdefault("RAY_agent_register_timeout_ms", str(max(100, round(limit_s)) * 1000))
     from ray._private import services
 
-    ask, until_s = services.get_node, time.monotonic() + limit_s
+    ask, start, run = services.get_node, services.start_raylet, services.start_ray_process
+    until_s = time.monotonic() + limit_s
 
     def get_node(gcs_address: str, node_id: str) -> Any:
         while True:
@@ -61,11 +67,21 @@ def patient_start(limit_s: float) -> Iterator[None]:
                     raise
             time.sleep(_NODE_POLL_S)
 
-    services.get_node = get_node
+    def start_raylet(*arguments: Any, **named: Any) -> Any:
+        ports = (free_port("127.0.0.1") for _ in _AGENT_PORTS)
+        named |= {name: named.get(name) or port for name, port in zip(_AGENT_PORTS, ports, strict=True)}
+        told = f"--{_UNTOLD}={named[_UNTOLD]}"
+        services.start_ray_process = lambda command, *more, **options: run([*command, told], *more, **options)
+        try:
+            return start(*arguments, **named)
+        finally:
+            services.start_ray_process = run
+
+    services.get_node, services.start_raylet = get_node, start_raylet
     try:
         yield
     finally:
-        services.get_node = ask
+        services.get_node, services.start_raylet = ask, start
 
 
 def prepare_environment(token_path: Path) -> None:

@@ -63,3 +63,27 @@ def test_a_raylet_that_ended_is_not_waited_for(node: SimpleNamespace) -> None:
     with patient_start(600.0), pytest.raises(ServeError, match="raylet ended"):
         services.get_node("here", "1")
     assert node.clock.now_s == 0.0
+
+
+def test_agents_are_told_their_ports(node: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the raylet too: one that waits for them to be said ends after 15 s. A port that was chosen stays."""
+    told: list[dict[str, object]] = []
+    commands: list[list[str]] = []
+
+    def start_raylet(*_: object, **named: object) -> None:
+        told.append(named)
+        services.start_ray_process(["raylet", "--a=1"], "raylet")
+
+    monkeypatch.setattr(services, "start_raylet", start_raylet)
+    monkeypatch.setattr(services, "start_ray_process", lambda command, _: commands.append(command))
+    with patient_start(600.0):
+        services.start_raylet("address", is_head_node=True, metrics_agent_port=None, metrics_export_port=4711)
+        services.start_ray_process(["another"], "dashboard")
+    (named,) = told
+    assert (named.pop("is_head_node"), named.pop("metrics_export_port")) == (True, 4711)
+    assert named.keys() == {"metrics_agent_port", "dashboard_agent_listen_port", "runtime_env_agent_port"}
+    assert all(isinstance(port, int) and port >= 1024 for port in named.values())
+    assert commands == [
+        ["raylet", "--a=1", f"--dashboard_agent_listen_port={named['dashboard_agent_listen_port']}"],
+        ["another"],
+    ]
