@@ -24,7 +24,7 @@ from support.cluster import SharedServe
 from support.documents import GUIDES, CodeBlock, blocks_of, read
 from support.readme_commands import USUAL_URL, DocumentShell, run_python
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 APP = "documents"
 CONFIGS = {

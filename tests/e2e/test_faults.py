@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KINDS = "engine,ingress,controlnet-edges,cn-picks,hn-picks"
 
 # Starting, a quiet round, a minute of faults and stopping: too long for `make test`.
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 def test_no_request_ends_as_it_may_not_while_processes_die():

@@ -17,7 +17,7 @@ import pytest
 
 from support.server import REPOSITORY, PlaitServer, free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 DEMO_S = 300
 

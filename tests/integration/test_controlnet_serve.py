@@ -27,7 +27,7 @@ from support.closeness import EQUAL
 from support.cluster import SharedServe
 from support.paused import pause
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 PATIENCE_S = 120.0
 

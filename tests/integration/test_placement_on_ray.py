@@ -25,7 +25,7 @@ from support.server import free_port
 
 __all__ = ["ray_nodes"]
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 PATIENCE_S = 300.0
 PLACED = """

@@ -70,7 +70,6 @@ def requests() -> list[ImageRequest]:
     ]
 
 
-@pytest.mark.timeout(600)
 def test_the_default_executor_equals_torch_at_real_size(models):
     """A first start serves by torch and converts behind; then the programs make the same images, LoRA as an input."""
     started = engine(models, Exact.NEVER, converts=True)

@@ -38,7 +38,6 @@ def updates(package: Package, tmp_path: Path) -> list[Path]:
     return found
 
 
-@pytest.mark.timeout(120)
 def test_a_refresh_under_load_loses_nothing_and_mixes_nothing(package, updates):
     """A CN and an HN in processes of their own; requests arrive while updates are published."""
     requests = [kit.request(package, seed) for seed in range(8)]

@@ -24,7 +24,7 @@ from plait.demo.ranking import PEOPLE
 from support.ray_head import RayHead, ray_head
 from support.server import REPOSITORY, free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 READY_S = 300.0
 REFUSED = -1

@@ -34,7 +34,7 @@ from support import refresh as refresh_kit
 from support.cluster import SharedServe
 from support.rank_serve import TinySource
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 PATIENCE_S = 120.0
 

@@ -28,7 +28,7 @@ from plait_serving.ranking.config import CnSection, RankingSection, RankModelSec
 from support import refresh as refresh_kit
 from support.cluster import SharedServe
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 PATIENCE_S = 120.0
 

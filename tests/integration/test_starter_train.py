@@ -145,7 +145,6 @@ def test_overrides_change_one_number_and_refuse_nonsense():
 
 
 @pytest.mark.slow  # 30 s on idle cores, and what npm takes
-@pytest.mark.timeout(900)
 def test_the_command_trains_from_npm(tmp_path):
     """``python -m plait_serving.starter.train --smoke`` fetches the artwork and ends with a bundle."""
     cache = Path(os.environ.get("PLAIT_STARTER_CACHE", "~/.cache/plait/starter")).expanduser()

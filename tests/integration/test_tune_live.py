@@ -23,7 +23,7 @@ from plait_autoconfig.values import FailureKind
 from support.live_app import COMPOSE, TARGET, write_job
 from support.server import REPOSITORY, PlaitServer, free_port
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.cluster
 
 ARGUMENTS = {"compose": COMPOSE}
 KNOBS = {

@@ -20,8 +20,6 @@ from plait_fabric import connect
 from support import rank_rows as kit
 from support.rank_fabric import QUICK, Rig, hello_header, until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def match(tmp_path_factory: pytest.TempPathFactory) -> Package:

@@ -23,8 +23,6 @@ from plait_fabric import Channel, FabricError
 from support import ranking as kit
 from support.rank_fabric import Rig, until, welcome_header
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:

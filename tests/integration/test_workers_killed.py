@@ -22,8 +22,6 @@ from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import ranking as kit
 from support.rank_fabric import QUICK, until
 
-pytestmark = pytest.mark.timeout(180)
-
 DEADLINE_S = 5.0
 
 

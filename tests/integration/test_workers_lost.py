@@ -26,8 +26,6 @@ from support.paused import pause
 from support.rank_fabric import Rig, hello_header, until
 from support.server import free_port
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:

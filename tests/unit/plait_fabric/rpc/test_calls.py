@@ -26,8 +26,6 @@ from support import rpc as kit
 from support.paused import pause
 from support.rpc import Fleet, Question, client_protocol, serving, until
 
-pytestmark = pytest.mark.timeout(120)
-
 QUICK = Backoff(first_s=0.01, max_s=0.05)
 
 

@@ -7,7 +7,6 @@ import threading
 import time
 from typing import Any
 
-import pytest
 from ray.exceptions import GetTimeoutError
 
 from plait_serving.deployments.ingress import Ingress
@@ -91,7 +90,6 @@ async def test_a_handle_that_cannot_be_made_is_no_answer() -> None:
     assert await AllReplicas(nothing).texts() == {}
 
 
-@pytest.mark.timeout(60)
 async def test_an_ingress_adds_what_the_others_count() -> None:
     """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
     ingress = Ingress(None, HttpSettings)
