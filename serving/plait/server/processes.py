@@ -76,9 +76,10 @@ def members(run_id: str, root: int | None = None) -> frozenset[ProcessId]:
     return frozenset(process for process in found if process.pid not in (root, os.getpid()))
 
 
-def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: float = 5.0) -> tuple[ProcessId, ...]:
+def end(processes: Iterable[ProcessId], *, grace_s: float = 2.0, kill_wait_s: float = 30.0) -> tuple[ProcessId, ...]:
     """Send SIGTERM, then SIGKILL after `grace_s`; SIGKILL at once to those that ignore SIGTERM, as Python's shared
-    memory trackers do. Return those that survived even that (normally none)."""
+    memory trackers do. Return those that survived even that (normally none): on a busy machine a process of gigabytes
+    takes seconds to go."""
     left = [process for process in processes if is_running(process)]
     for process in left:
         _send(process, signal.SIGKILL if _ignores(process, signal.SIGTERM) else signal.SIGTERM)
