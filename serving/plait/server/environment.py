@@ -70,8 +70,8 @@ def patient_start(limit_s: float) -> Iterator[None]:
     def start_raylet(*arguments: Any, **named: Any) -> Any:
         ports = (free_port("127.0.0.1") for _ in _AGENT_PORTS)
         named |= {name: named.get(name) or port for name, port in zip(_AGENT_PORTS, ports, strict=True)}
-        told = f"--{_UNTOLD}={named[_UNTOLD]}"
-        services.start_ray_process = lambda command, *more, **options: run([*command, told], *more, **options)
+        stated = f"--{_UNTOLD}={named[_UNTOLD]}"
+        services.start_ray_process = lambda command, *more, **options: run([*command, stated], *more, **options)
         try:
             return start(*arguments, **named)
         finally:
