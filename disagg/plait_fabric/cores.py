@@ -36,8 +36,12 @@ _LIMITS = {
     "avx2": "avx2",
     "avx2_vnni": "avx2",
     "avx2_vnni_2": "avx2",
+    "avx": "neon_bf16",
+    "sse41": "neon_bf16",
 }
-"""What values of ONEDNN_MAX_CPU_ISA leave (oneDNN, "CPU dispatcher control"); any other one leaves all."""
+"""The first set that a value of ONEDNN_MAX_CPU_ISA, or of its older name, leaves (oneDNN, "CPU dispatcher control"): of
+the last two none of x86's. Any other value leaves all."""
+_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
 def usable_cores() -> int:
@@ -80,7 +84,8 @@ def instruction_set(cpuinfo: Path = Path("/proc/cpuinfo"), environ: Mapping[str,
         return platform.machine()
     flags = set(text.split())
     names = list(_SETS)
-    if (limit := _LIMITS.get(environ.get("ONEDNN_MAX_CPU_ISA", "").lower())) is not None:
+    asked = next((environ[name] for name in _VARIABLES if name in environ), "")
+    if (limit := _LIMITS.get(asked.lower())) is not None:
         names = names[names.index(limit) :]
     return next((name for name in names if _SETS[name] <= flags), "none")
 

@@ -62,6 +62,7 @@ AVX512 = "avx2 fma avx512f avx512dq avx512bw avx512vl"
         (f"flags : {AVX512} avx512_bf16", "avx512_core", "avx512"),
         (f"flags : {AVX512} avx512_bf16 amx_bf16", "AVX512_CORE_BF16", "avx512_bf16"),
         ("flags : avx2 fma", "AVX512_CORE_BF16", "avx2"),
+        (f"flags : {AVX512} avx512_bf16", "SSE41", "none"),
         (f"flags : {AVX512} avx512_bf16", "ALL", "avx512_bf16"),
         ("Features : fp asimd bf16", "AVX2", "neon_bf16"),
     ],
@@ -74,6 +75,14 @@ def test_the_instruction_set_is_what_the_cpu_has_and_onednn_may_use(
     path.write_text(f"processor : 0\n{flags}\n")
     assert instruction_set(path, {"ONEDNN_MAX_CPU_ISA": limit}) == found
     assert has_bfloat16(path, {"ONEDNN_MAX_CPU_ISA": limit}) is found.endswith("bf16")
+
+
+def test_the_limit_s_older_name_counts_too(tmp_path: Path) -> None:
+    """oneDNN reads both, the newer one first."""
+    path = tmp_path / "cpuinfo"
+    path.write_text(f"flags : {AVX512} avx512_bf16\n")
+    assert instruction_set(path, {"DNNL_MAX_CPU_ISA": "AVX2"}) == "avx2"
+    assert instruction_set(path, {"DNNL_MAX_CPU_ISA": "AVX2", "ONEDNN_MAX_CPU_ISA": "ALL"}) == "avx512_bf16"
 
 
 def test_a_system_that_does_not_say_has_no_bfloat16(tmp_path: Path) -> None:
