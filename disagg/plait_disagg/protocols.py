@@ -88,3 +88,6 @@ class DenseHalf(Protocol):
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Return the outputs by name, (sum of candidates, ...) float32, from the crossing tensors of a batch."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return counters by name, of this half and of those that it has replaced."""

@@ -13,12 +13,14 @@ from starlette.testclient import TestClient
 
 from plait_disagg.package.read import open_package
 from plait_disagg.workers.whole import WholeRanker
+from plait_kernels.executors import background
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, STARTER_RANKING_MODEL
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from support.app_server import AppServer
+from support.dense import programs_win
 from support.http_rank import outputs_of
 
 INFER = f"/v2/models/{STARTER_RANKING_MODEL}/infer"
@@ -26,9 +28,14 @@ USER = {"age_band": 3, "liked_genres": [11, 7], "history": [5, 900], "daypart": 
 
 
 @pytest.fixture(scope="module")
-def app():
+def dense():
+    return open_package(STARTER_RANKING_FOLDER).dense(prepares=True)
+
+
+@pytest.fixture(scope="module")
+def app(dense):
     package = open_package(STARTER_RANKING_FOLDER)
-    ranker = WholeRanker(package.card(), package.sparse(), package.dense())
+    ranker = WholeRanker(package.card(), package.sparse(), dense)
     yield create_app(
         None,
         HttpSettings(),
@@ -51,6 +58,18 @@ def test_the_example_is_answered(client, candidates):
     scores = outputs_of(answer)["score"]
     assert scores.shape == (candidates,)
     assert ((scores > 0) & (scores < 1)).all()
+
+
+def test_recurring_rankings_run_on_openvino(client, dense):
+    """All of its operators are proven."""
+    pytest.importorskip("openvino", reason="needs openvino")
+    example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates=64")
+    with programs_win():
+        for _ in range(5):
+            assert client.post(INFER, content=example.content).status_code == 200
+            background.wait()
+    assert dense.programs.batches
+    assert "plait_ranker_audit_checked_total" in client.get("/metrics").text
 
 
 def test_people_and_tensors_get_the_same_scores(client):

@@ -81,3 +81,7 @@ class GatedDense:
         self.gate.wait(60)
         self.batches.append(tuple(candidates))
         return self.inner.run(crossing, candidates)
+
+    def metrics(self) -> Mapping[str, float]:
+        """See `DenseHalf`."""
+        return self.inner.metrics()

@@ -2,6 +2,10 @@
 
 A half never changes its weights (an update makes another half), and its programs are made from its own: what an update
 replaces cannot be computed with the weights of before.
+
+Only what is proven equal is tried at all (`proven`), and a program's answers are audited for as long as it is used: its
+first batch and then one in `_AUDIT_EVERY` are computed by torch, too. One that differs is answered by torch, as
+everything is from then on.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from functools import partial
 import torch
 
 from plait_disagg.dense.buckets import Bucket, bucket_of, pays_from
+from plait_disagg.dense.proven import unproven
 from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized, sizes
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.program import Node, Port
@@ -23,11 +28,14 @@ from plait_fabric.threads import lower_priority, set_threads
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background
 from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
 
-__all__ = ["DensePrograms"]
+__all__ = ["DensePrograms", "Trust"]
 
 _log = logging.getLogger(__name__)
 
 _CALLS_BEFORE_TRYING = 3
+_AUDIT_EVERY = 1000
+"""Of these batches of a program one is audited. It takes torch's time more, a thousandth of what torch would take."""
+
 _REST = 9.0
 """A trial is followed by a rest of so many times its length: trials take a tenth of a core from what is served."""
 
@@ -36,13 +44,27 @@ _MAX_BYTES = 1 << 30
 _MAX_BYTES_OF_ONE = 1 << 28
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
+class Trust:
+    """What was found out about a dense half's programs; the halves of its updates share it.
+
+    `checked` batches were audited, of which `drifted` differed. `refused`: why torch computes everything, or "".
+    """
+
+    checked: int = 0
+    drifted: int = 0
+    refused: str = ""
+
+
+@dataclass(slots=True)
 class _Choice:
-    """What computes a bucket: `program` from `from_rows` rows on, torch below and where there is none."""
+    """What computes a bucket: `program` from `from_rows` rows on, torch below and where there is none. `batches`: how
+    many the program has computed."""
 
     program: PreparedProgram | None = None
     from_rows: int = 0
     bytes: int = 0
+    batches: int = 0
 
 
 class DensePrograms:
@@ -51,12 +73,15 @@ class DensePrograms:
     def __init__(
         self,
         compiled: Compiled,
+        trust: Trust | None = None,
         *,
         start: Callable[[str, Callable[[], None]], object] = background.start,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Prepare nothing yet: what recurs is prepared, on threads that `start` starts, one after the other."""
+        """Prepare nothing yet: what recurs is prepared, on threads that `start` starts, one after the other. `trust`:
+        that of the half before an update."""
         self._compiled = compiled
+        self.trust = Trust() if trust is None else trust
         self._ports = compiled.program.inputs
         self._names = tuple(port.name for port in self._ports)
         self._outputs = tuple(name for name, _ in compiled.program.outputs)
@@ -67,12 +92,15 @@ class DensePrograms:
         self._seen: dict[Bucket, int] = {}
         self._converted: dict[bool, object] = {}
         self._trying = False
-        self._refused = not available()
         self.batches = 0
+        if not available():
+            self.trust.refused = "openvino is not installed"
+        elif not self.trust.refused and (reason := unproven(compiled)):
+            self._give_up(reason, logging.INFO)
 
     def run(self, given: Given, users: int, rows: int) -> dict[str, torch.Tensor] | None:
         """Return the outputs of a batch, or None where torch is to compute them."""
-        if self._refused:
+        if self.trust.refused:
             return None
         bucket = bucket_of(users, rows, torch.get_num_threads())
         choice = self._choices.get(bucket)
@@ -86,10 +114,26 @@ class DensePrograms:
         except Exception as error:
             self._give_up(error)
             return None
-        self.batches += 1
         if rows != bucket.rows:
             made = tuple(value[:rows] for value in made)
-        return dict(zip(self._outputs, made, strict=True))
+        answer = dict(zip(self._outputs, made, strict=True))
+        if choice.batches % _AUDIT_EVERY == 0:
+            wanted = self._compiled(given)
+            if not self._agrees(answer, wanted, rows):
+                return wanted
+        choice.batches += 1
+        self.batches += 1
+        return answer
+
+    def _agrees(self, answer: Given, wanted: Given, rows: int) -> bool:
+        """Audit a batch; return whether the program computed what torch did."""
+        self.trust.checked += 1
+        found = difference(answer, wanted)
+        if found <= TOLERANCE:
+            return True
+        self.trust.drifted += 1
+        self._give_up(f"an audit of {rows} rows found openvino off by {found:.2g}", logging.ERROR)
+        return False
 
     def _saw(self, bucket: Bucket, given: Given) -> None:
         """Count a bucket's calls; try a program once it recurs and no other is being tried."""
@@ -103,12 +147,12 @@ class DensePrograms:
         self._trying = True
         self._start("plait-dense", partial(self._try, bucket, example))
 
-    def _give_up(self, error: Exception) -> None:
+    def _give_up(self, reason: Exception | str, level: int = logging.WARNING) -> None:
         """Leave everything to torch from now on."""
-        self._refused = True
+        self.trust.refused = " ".join(str(reason).split())[:300]
         self._choices.clear()
         self._converted.clear()
-        _log.warning("the dense half runs on torch: %s", " ".join(str(error).split())[:300])
+        _log.log(level, "the dense half runs on torch: %s", self.trust.refused)
 
     # On the thread of a trial, which ends with it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,8 +15,8 @@ from plait_disagg.graph.program import USER_OF, Port
 __all__ = ["TOLERANCE", "Given", "difference", "medians", "noise_like", "resized", "sizes"]
 
 TOLERANCE = 5e-6
-"""The largest difference to torch's outputs, as a share of the largest output if that is more than 1. Scores must stay
-within 1e-5 of the whole model's, and cutting it moves them by 1e-6."""
+"""The largest difference of a number to torch's, as a share of torch's if that is more than 1. Scores must stay within
+1e-5 of the whole model's, and cutting it moves them by 1e-6."""
 
 _TURNS, _CALLS = 20, 4
 _FEWEST_TURNS, _MAX_S = 2, 0.15
@@ -38,20 +39,35 @@ def resized(ports: Sequence[Port], given: Given, users: int, rows: int) -> dict[
 
 
 def noise_like(given: Given, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return inputs of the same shapes with normal random numbers in place of floats."""
+    """Return inputs of the same shapes: normal random numbers in place of floats, and in place of integers any between
+    the least and the largest one given. Whose user a candidate has stays."""
     rng = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(value.shape, generator=rng) if value.is_floating_point() else value
-        for name, value in given.items()
-    }
+    return {name: value if name == USER_OF else _noise(value, rng) for name, value in given.items()}
+
+
+def _noise(value: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
+    if value.is_floating_point():
+        return torch.randn(value.shape, generator=rng)
+    if not value.numel():
+        return value
+    least, largest = int(value.min()), int(value.max())
+    return torch.randint(least, largest + 1, value.shape, generator=rng).to(value.dtype)
 
 
 def difference(got: Given, wanted: Given) -> float:
-    """Return the largest difference between outputs, as a share as `TOLERANCE` is. It may be NaN."""
-    shares = [
-        (got[name] - expected).abs().max() / expected.abs().max().clamp(min=1.0) for name, expected in wanted.items()
-    ]
-    return float(torch.stack(shares).max())
+    """Return the largest difference of a number, as a share as `TOLERANCE` is; infinite where integers differ. It may
+    be NaN, but not where both have the same infinity, or both NaN."""
+    return max(_difference(got[name], value) for name, value in wanted.items())
+
+
+def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
+    if torch.equal(got, wanted):
+        return 0.0
+    if not wanted.is_floating_point():
+        return math.inf
+    same = (got == wanted) | (got.isnan() & wanted.isnan())
+    shares = (got - wanted).abs() / wanted.abs().clamp(min=1.0)
+    return float(shares.masked_fill(same, 0.0).max())
 
 
 def medians(

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from plait_disagg.dense.graphed import DenseGraphs
-from plait_disagg.dense.prepared import DensePrograms
+from plait_disagg.dense.prepared import DensePrograms, Trust
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
@@ -102,18 +102,36 @@ class CompiledDense:
     (`plait_disagg.dense`), which moves bits.
     """
 
-    def __init__(self, program: Compiled, device: torch.device | str = "cpu", *, prepares: bool = False) -> None:
+    def __init__(
+        self,
+        program: Compiled,
+        device: torch.device | str = "cpu",
+        *,
+        prepares: bool = False,
+        trust: Trust | None = None,
+    ) -> None:
+        """`trust`: that of the half that this one replaces."""
         self._program = program
         self._device = torch.device(device)
         self._prepares = prepares
         kind = self._device.type if prepares else ""
-        self.programs = DensePrograms(program) if kind == "cpu" else None
+        self.programs = DensePrograms(program, trust) if kind == "cpu" else None
         self._graphs = DenseGraphs(program, self._device, CudaCapture(self._device)) if kind == "cuda" else None
         self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
         """Return the same half with other constants (`Compiled.with_constants`). It prepares its own programs."""
-        return CompiledDense(self._program.with_constants(constants), self._device, prepares=self._prepares)
+        trust = None if self.programs is None else self.programs.trust
+        return CompiledDense(
+            self._program.with_constants(constants), self._device, prepares=self._prepares, trust=trust
+        )
+
+    def metrics(self) -> Mapping[str, float]:
+        """Return how many batches of prepared programs were audited, and how many of these differed from torch's."""
+        if self.programs is None:
+            return {}
+        trust = self.programs.trust
+        return {"audit_checked_total": trust.checked, "audit_drifted_total": trust.drifted}
 
     def updated(self, constants: Mapping[str, torch.Tensor], rows: RowsByTable) -> CompiledDense:
         """Return the same half with other constants, and with new rows in those that are small tables."""

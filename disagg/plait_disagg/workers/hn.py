@@ -163,7 +163,7 @@ class HnWorker:
         """Return the worker's metrics.
 
         `asked_total` batches of CNs were computed as `batches_total`; they waited `queued_seconds_total`, and spent
-        `stay_seconds_total` here in all. `window`: how many batches CNs may have here now.
+        `stay_seconds_total` here in all. `window`: how many batches CNs may have here now. Then the dense half's.
         """
         loop = self._loop
         return {
@@ -176,6 +176,7 @@ class HnWorker:
             "stay_seconds_total": self._stay_s,
             "window": sum(self._windows.values()),
             "cns": self.channels,
+            **self._held[-1][1].metrics(),
         }
 
     def stop(self, *, drain_s: float) -> None:

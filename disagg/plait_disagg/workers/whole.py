@@ -78,7 +78,7 @@ class WholeCore:
         return None if self._loop.alive else "the compute thread has died"
 
     def metrics(self) -> Mapping[str, float]:
-        """Return `requests`, `batches` and `rows` so far, `waiting` now, and seconds of computing."""
+        """Return `requests`, `batches` and `rows` so far, `waiting` now, seconds of computing, and the dense half's."""
         loop = self._loop
         return {
             "requests_total": loop.items,
@@ -88,6 +88,7 @@ class WholeCore:
             "refused_total": loop.refused,
             "queued_seconds_total": loop.queued_s,
             "busy_seconds_total": self._busy_s,
+            **self._dense.metrics(),
         }
 
     def stop(self, *, drain_s: float) -> None:

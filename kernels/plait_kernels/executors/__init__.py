@@ -70,13 +70,16 @@ class RowFactors:
 class Computation:
     """A module to prepare. `module(*inputs)` returns a tuple of tensors; `example` has a tensor for each input.
 
-    `takes_factors`: whether its linear layers and convolutions become adapted layers.
+    `takes_factors`: whether its linear layers and convolutions become adapted layers. `operators`: the traced operators
+    (`aten::linear`) that an executor with kernels of its own is known to compute as torch does; one more, and it
+    refuses. None: any.
     """
 
     module: nn.Module
     inputs: tuple[InputSpec, ...]
     example: tuple[torch.Tensor, ...]
     takes_factors: bool = False
+    operators: frozenset[str] | None = None
 
 
 class PreparedProgram(Protocol):

@@ -49,7 +49,9 @@ def _convert(computation: Computation) -> tuple[Any, tuple[AdaptedLayer, ...]]:
                 torch.zeros(rows, _EXAMPLE_RANK, layer.width_out),
             ]
             specs += factor_specs(layer)
-        model = _through_frontend(_trace(twin, example), example)
+        traced = _trace(twin, example)
+        _check_operators(traced, computation.operators)
+        model = _through_frontend(traced, example)
         _set_shapes(model, specs)
     except Exception as error:
         raise ExecutorError(f"conversion failed: {' '.join(str(error).split())[:300]}") from error
@@ -78,6 +80,23 @@ def _trace(module: torch.nn.Module, example: list[torch.Tensor]) -> Any:
         warnings.simplefilter("ignore")  # the tracer warns of every Python branch on a shape
         trace: Any = torch.jit.trace
         return trace(module, tuple(example), check_trace=False, strict=False)
+
+
+def traced_operators(traced: Any) -> frozenset[str]:
+    """Return the names of torch's operators in a trace, such as `aten::linear`."""
+    found: set[str] = set()
+    blocks = [traced.inlined_graph]
+    while blocks:
+        for node in blocks.pop().nodes():
+            found.add(node.kind())
+            blocks.extend(node.blocks())
+    return frozenset(kind for kind in found if kind.startswith("aten::"))
+
+
+def _check_operators(traced: Any, known: frozenset[str] | None) -> None:
+    unknown = sorted(traced_operators(traced) - known) if known is not None else []
+    if unknown:
+        raise ExecutorError(f"{', '.join(unknown)} is not known to be computed as torch does")
 
 
 def _through_frontend(traced: Any, example: list[torch.Tensor]) -> Any:

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-FORMAT = 3
-"""The layout of an entry; entries of another one are converted again."""
+FORMAT = 4
+"""The layout of an entry, and what may be in it; entries of another one are converted again."""
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """The largest difference to torch's float32 on the probe, by precision, as a share of the largest output."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from plait_kernels.executors import Computation, InputSpec
-from plait_serving.diffusion.denoisers.computations import example_side
+from plait_serving.diffusion.denoisers.computations import IMAGE_OPERATORS, example_side
 
 _ROWS, _TOKENS = 2, 16
 
@@ -68,4 +68,5 @@ def controlnet_computation(headless: Any) -> Computation:
         module=ControlNetTrunk(headless).eval(),
         inputs=tuple(InputSpec(name=name, shape=shape) for name, shape in shapes.items()),
         example=tuple(example),
+        operators=IMAGE_OPERATORS,
     )

@@ -13,6 +13,16 @@ from plait_kernels.executors import Computation, InputSpec
 from plait_kernels.executors.torch_program import TorchProgram
 from plait_serving.diffusion.denoisers.halves import EncoderOutput, decoder_half, encoder_half
 
+_NAMES = """
+    Int _convolution add arange cat chunk concat contiguous cos div dropout exp expand flatten floor_divide gelu
+    group_norm layer_norm linear matmul mul pad permute reshape scaled_dot_product_attention silu sin size slice squeeze
+    to transpose unbind unsqueeze upsample_nearest2d view
+"""
+IMAGE_OPERATORS = frozenset(f"aten::{name}" for name in _NAMES.split())
+"""What the traces of Stable Diffusion 1.5, 2 and XL and their ControlNets hold, whose pictures are compared with
+diffusers'. `arange`, `exp`, `sin` and `cos` are of a ControlNet's time embedding, of at most 1,000; `floor_divide` and
+`Int` of sizes."""
+
 _ENCODER_PARTS = ("conv_in", "down_blocks", "mid_block")
 _DECODER_PARTS = ("up_blocks", "conv_norm_out", "conv_act", "conv_out")
 _ROWS, _SIDE, _TOKENS = 2, 16, 16  # of the example: small
@@ -64,6 +74,7 @@ def encoder_computation(unet: Any) -> Computation:
         inputs=_inputs(unet, int(unet.config.in_channels)),
         example=_example(unet),
         takes_factors=True,
+        operators=IMAGE_OPERATORS,
     )
 
 
@@ -77,6 +88,7 @@ def decoder_computation(unet: Any) -> Computation:
         inputs=(*_inputs(unet, mid.shape[1]), *specs),
         example=tuple(value.clone() for value in (mid, embedding, text, *skips)),
         takes_factors=True,
+        operators=IMAGE_OPERATORS,
     )
 
 
@@ -87,6 +99,7 @@ def vae_computation(vae: Any) -> Computation:
         module=VaeDecoder(vae).eval(),
         inputs=(InputSpec(name="latents", shape=(1, channels, None, None)),),
         example=(_draw(1, channels, _SIDE, _SIDE, seed=3),),
+        operators=IMAGE_OPERATORS,
     )
 
 

@@ -1,0 +1,236 @@
+"""Scores over HTTP are torch's, where OpenVINO has other ideas: zeros, large integers, ties, padding, exact quotients.
+
+The default configuration, where a program wins every trial that it may enter, and rests for none; each number of
+candidates is asked often enough that its choice is made, and ten times more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from starlette.testclient import TestClient
+from torch import nn
+from torch.nn import functional as F
+
+from plait_disagg.dense import prepared
+from plait_disagg.graph.inputs import Dense, Ids, Input
+from plait_disagg.package import open_package, write_package
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.whole import WholeRanker
+from plait_kernels.executors import background
+from plait_serving.http.app import create_app
+from plait_serving.http.context import HttpSettings
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
+from support.dense import programs_win
+from support.http_rank import as_json, outputs_of
+from support.rank_fabric import PATIENCE_S, QUICK, Rig
+
+BEFORE, AFTER = 5, 10  # a bucket is tried when it comes for the third time
+DAY_MS = 86_400_000
+LARGE = [2**31 - 1, 2**31, 2**33, 2**33 + 1, 2**43, 0, 1, 6]
+
+
+class Model(nn.Module):
+    """A model with a table, whose rows are zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items = nn.Embedding(4, 2)
+        nn.init.zeros_(self.items.weight)
+
+    def zero(self, item: torch.Tensor) -> torch.Tensor:
+        return self.items(item)[:, 0]
+
+
+class Euler(Model):
+    """Complex numbers by angle and length, as EulerNet has them."""
+
+    def forward(self, *, item: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        angle, length = torch.atan2(y, x), 0.5 * torch.log(x**2 + y**2 + 1e-8)
+        return (torch.exp(length) * torch.cos(2.0 * angle) + angle).sum(1) + self.zero(item)
+
+
+class Weekday(Model):
+    """The day of the week of a time in ms."""
+
+    def forward(self, *, item: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return ((t // DAY_MS) % 7).float() + self.zero(item)
+
+
+class BestOfHistory(Model):
+    """The eight best of a padded history, and where they are: what is padded ties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 2)
+        with torch.no_grad():
+            self.embedding.weight.copy_((torch.arange(80) * 37 % 80).reshape(40, 2) / 8)
+
+    def forward(self, *, item: torch.Tensor, history: torch.Tensor, length: torch.Tensor) -> dict[str, torch.Tensor]:
+        rows = self.embedding(history).sum(2)
+        shown = torch.arange(history.shape[1]) < length.unsqueeze(1)
+        best, places = rows.masked_fill(~shown, float("-inf")).sort(1, descending=True)
+        score = best[:, :8].clamp(min=-1.0) + self.zero(item).unsqueeze(1)
+        return {"score": score, "place": places[:, :8].float()}
+
+
+class LogSigmoid(Model):
+    """Far below zero it is its argument."""
+
+    def forward(self, *, item: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return F.logsigmoid(x).sum(1) + self.zero(item)
+
+
+class Tenths(Model):
+    """Quotients that rounding makes whole, or not."""
+
+    def forward(self, *, item: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.floor_divide(x, 0.1).sum(1) + self.zero(item)
+
+
+class LargeIntegers(Model):
+    """What int64 is for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ends", torch.tensor([2**31, 2**33]))
+
+    def forward(self, *, item: torch.Tensor, t: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {
+            "seventh": (t // 7).float() + self.zero(item),
+            "rest": (t % 7).float(),
+            "equal": (t == 2**33 + 1).float(),
+            "clamped": t.clamp(max=2**33).float(),
+            "bucket": torch.bucketize(t, self.ends).float(),
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, rows that no executor is wrong about, with which its choice is made, and rows of the same shapes for
+    which it matters. `wanted`: what is known of these without torch."""
+
+    module: Callable[[], nn.Module]
+    inputs: tuple[Input, ...]
+    tame: dict[str, torch.Tensor]
+    rows: dict[str, torch.Tensor]
+    wanted: dict[str, list[float]] | None = None
+
+
+FOUR = torch.tensor([[0.5], [1.5], [2.25], [3.25]])
+
+CASES = {
+    "euler": Case(
+        Euler,
+        (Dense("x", shape=(4,)), Dense("y", shape=(4,))),
+        {"x": torch.rand(2, 4) + 0.5, "y": torch.rand(2, 4) + 0.5},
+        {
+            "x": torch.tensor([[0.0, 0.0, -1.0, 2.0], [1.0, -0.0, -3.0, 0.5]]),
+            "y": torch.tensor([[0.0, 1.0, 0.0, -2.0], [0.0, 0.0, -0.0, 1.0]]),
+        },
+    ),
+    "weekday": Case(
+        Weekday,
+        (Ids("t", min=0, max=2**44),),
+        {"t": torch.arange(6) * DAY_MS},
+        {"t": torch.tensor([0, 0, 0, 1_790_000_000_000, 3_000_000_000, 2**43])},
+        {"score": [0, 0, 0, 4, 6, 5]},
+    ),
+    "history": Case(
+        BestOfHistory,
+        (Ids("history", shape=(30,)), Ids("length", min=0, max=30)),
+        {"history": torch.arange(30).repeat(3, 1), "length": torch.tensor([30, 30, 30])},
+        {
+            "history": torch.tensor([[5, 5, 9] + [0] * 27, [19] * 30, list(range(20)) + [0] * 10]),
+            "length": torch.tensor([3, 30, 20]),
+        },
+    ),
+    "logsigmoid": Case(
+        LogSigmoid, (Dense("x", shape=(1,)),), {"x": FOUR}, {"x": torch.tensor([[-100.0], [0.0], [100.0], [-20.0]])}
+    ),
+    "tenths": Case(Tenths, (Dense("x", shape=(1,)),), {"x": FOUR}, {"x": torch.tensor([[0.0], [0.3], [1.0], [-0.3]])}),
+    "large": Case(
+        LargeIntegers,
+        (Ids("t", min=0, max=2**44),),
+        {"t": torch.arange(len(LARGE))},
+        {"t": torch.tensor(LARGE)},
+        {"equal": [0, 0, 0, 1, 0, 0, 0, 0], "bucket": [0, 0, 1, 2, 2, 0, 0, 0]},
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rig() -> Iterator[Rig]:
+    with Rig() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(rig: Rig, tmp_path_factory: pytest.TempPathFactory) -> TestClient:
+    """All models, whole and split, in one application."""
+    served = {}
+    for name, case in CASES.items():
+        folder: Path = tmp_path_factory.mktemp("scores") / name
+        write_package(folder, case.module().eval(), (*case.inputs, Ids("item")), name=name)
+        package = open_package(folder)
+        whole = WholeRanker(package.card(), package.sparse(), package.dense(prepares=True))
+        rig.at_end(lambda whole=whole: asyncio.run(whole.close(drain_s=0.5)))
+        card = package.card(mode="split")
+        hn = HnWorker(card, package.dense(prepares=True), [rig.listen(name)])
+        rig.at_end(lambda hn=hn: hn.stop(drain_s=0.5))
+        cn = CnCore(card, package.sparse(), rig.connect(name), backoff=QUICK)
+        rig.at_end(lambda cn=cn: cn.stop(drain_s=0.5))
+        until_s = time.monotonic() + PATIENCE_S
+        while cn.ready() is not None:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        served |= {f"{name}-whole": ServedRanker(ranker=whole), f"{name}-split": ServedRanker(ranker=CoreRanker(cn))}
+    return TestClient(create_app(None, HttpSettings(), ranking=LocalRankingService(served)))
+
+
+@pytest.fixture(autouse=True)
+def no_rest(monkeypatch):
+    """Between two trials is no time: every bucket has had its own."""
+    monkeypatch.setattr(prepared, "_REST", 0.0)
+
+
+@pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in CASES for mode in ("whole", "split")])
+def test_scores_are_torchs(client, name, mode):
+    """For one candidate, for the rows of the case, and for a hundred of them."""
+    case = CASES[name]
+    count = len(next(iter(case.rows.values())))
+    module = case.module().eval()
+
+    def ask(rows: dict[str, torch.Tensor], candidates: int, first: int) -> dict[str, np.ndarray]:
+        given = {key: value[torch.arange(first, first + candidates) % count] for key, value in rows.items()}
+        given["item"] = torch.arange(candidates) % 4
+        with torch.no_grad():
+            made = module(**given)
+        body = as_json({key: value.numpy() for key, value in given.items()})
+        answer = client.post(f"/v2/models/{name}-{mode}/infer", json=body)
+        assert answer.status_code == 200, answer.text
+        scores = outputs_of(answer)
+        for key, value in (made if isinstance(made, dict) else {"score": made}).items():
+            wanted = value.numpy()
+            assert (np.abs(scores[key] - wanted) <= 1e-5 * np.maximum(1.0, np.abs(wanted))).all(), (key, scores)
+        background.wait()
+        return scores
+
+    with programs_win():
+        for candidates in (1, count, 100):
+            for first in range(BEFORE):
+                ask(case.tame, candidates, first)
+            for first in range(AFTER):
+                scores = ask(case.rows, candidates, first)
+                for key, known in (case.wanted or {}).items():
+                    assert scores[key].tolist() == [known[at % count] for at in range(first, first + candidates)]
