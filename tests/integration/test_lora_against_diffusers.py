@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plait_serving.diffusion.lora.formats import parse
-from plait_serving.diffusion.lora.keys import LoraFormat
+from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.values import LoraRef
@@ -222,11 +222,13 @@ def test_sgm_block_numbers(tmp_path, sdxl):
 
 
 def test_every_module_has_one_meaning_per_name(sdxl, sd):
-    """No two modules share a spelling, in either family, and every UNet block has an SGM number."""
+    """No two modules share a spelling in any layout, in either family, and every UNet block has an original name."""
     for folder in (sd, sdxl):
-        parts = components(pipeline(folder))
-        targets = LoraTargets.of(parts)
-        kohya = [name for name in targets.kohya if name.startswith("lora_unet_")]
-        unet = [ref for ref in targets.shapes if ref.component == "unet"]
-        assert len(kohya) == 2 * len(unet)
-        assert len(set(targets.kohya)) == len(targets.kohya)
+        targets = LoraTargets.of(components(pipeline(folder)))
+        modules = {(ref.component, ref.module) for ref in targets.parameters}
+        count = sum(1 for component, _ in modules if component == "unet")
+        kohya = [name for name in targets.names[LoraFormat.KOHYA] if name.startswith("lora_unet_")]
+        comfyui = [name for name in targets.names[LoraFormat.COMFYUI] if name.startswith("diffusion_model.")]
+        assert (len(kohya), len(comfyui)) == (2 * count, count)
+        spelled = [name for names in targets.names.values() for name in names]
+        assert len(set(spelled)) == len(spelled)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import UNet2DConditionModel
+from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, UNet2DConditionModel
 from peft import LoHaConfig, LoKrConfig, LoraConfig, PeftConfig, PeftMixedModel, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -190,6 +190,34 @@ def test_a_request_with_several_kinds(tmp_path, tiny_sd_folder):
     wanted = images_of(merged, source, [()]) + images_of(tiny_sd_folder, source, [()])
     for ours, other in zip(found, wanted, strict=True):
         assert np.abs(ours.astype(int) - other.astype(int)).max() <= 1
+    assert np.abs(found[0].astype(int) - found[1].astype(int)).max() > 20
+
+
+def test_a_request_that_moves_biases(tmp_path, tiny_sd_folder):
+    """Through the engine: `diff_b` of UNet and text encoder give the image of diffusers' pipeline with these biases."""
+    pipe = StableDiffusionPipeline.from_pretrained(tiny_sd_folder, local_files_only=True)
+    pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    pipe.set_progress_bar_config(disable=True)
+
+    def theirs() -> RgbImage:
+        made = pipe(
+            "red apple", width=32, height=32, num_inference_steps=3, guidance_scale=4.0,
+            generator=torch.Generator().manual_seed(3), output_type="np",
+        )  # fmt: skip
+        return (made.images[0] * 255).round().astype(np.uint8)
+
+    wanted, tensors = [theirs()], {}
+    for part in ("unet", "text_encoder"):
+        for seed, (name, value) in enumerate(getattr(pipe, part).named_parameters()):
+            if name.endswith(".bias"):
+                change = 0.3 * torch.randn(value.shape, generator=torch.Generator().manual_seed(seed))
+                tensors[f"{part}.{name.removesuffix('.bias')}.diff_b"] = change
+                value.data += 0.7 * change
+    wanted.append(theirs())
+    write(tmp_path / "biased.safetensors", tensors)
+    found = images_of(tiny_sd_folder, FolderSource(tmp_path), [(), (LoraRef(name="biased", scale=0.7),)])
+    for ours, other in zip(found, wanted, strict=True):
+        assert np.abs(ours.astype(int) - other.astype(int)).max() <= 2
     assert np.abs(found[0].astype(int) - found[1].astype(int)).max() > 20
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -61,11 +62,18 @@ def _config(folder: Path) -> dict:
 
 
 def _unet(folder: Path) -> dict[str, torch.Tensor]:
-    layers, tensors = _config(folder)["layers_per_block"], load_file(folder / "diffusion_pytorch_model.safetensors")
+    tensors = load_file(folder / "diffusion_pytorch_model.safetensors")
+    names = original_names(tensors, _config(folder)["layers_per_block"])
+    return {names[key]: value for key, value in tensors.items()}
+
+
+def original_names(keys: Iterable[str], layers: int) -> dict[str, str]:
+    """The original names of a UNet's weights and biases, by diffusers'; `layers`: its `layers_per_block`."""
+    keys = list(keys)
     attentive = {
-        int(match[2]) for key in tensors if (match := _BLOCK.match(key)) and match.group(1, 3) == ("up", "attentions")
+        int(match[2]) for key in keys if (match := _BLOCK.match(key)) and match.group(1, 3) == ("up", "attentions")
     }
-    return {_unet_name(key, layers, attentive): value for key, value in tensors.items()}
+    return {key: _unet_name(key, layers, attentive) for key in keys}
 
 
 def _unet_name(key: str, layers: int, attentive: set[int]) -> str:

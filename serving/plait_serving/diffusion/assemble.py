@@ -181,7 +181,7 @@ class _LoraCaches:
         self.by_shapes: dict[tuple[tuple[ModuleRef, tuple[int, ...]], ...], LoraCache] = {}
 
     def __call__(self, targets: LoraTargets, source: LoraSource) -> LoraProvider:
-        key = tuple(targets.shapes.items())
+        key = tuple(targets.parameters.items())
         if key not in self.by_shapes:
             self.by_shapes[key] = LoraCache(
                 source, lambda name, path: parse(name, path, targets), host_bytes=self._host_bytes

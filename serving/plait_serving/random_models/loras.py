@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.published.architectures import Architecture
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
@@ -98,7 +99,7 @@ def _peft_factors(ref: ModuleRef, shape: tuple[int, ...], rank: int) -> Iterator
 
 def _kohya_factors(targets: LoraTargets) -> _Factors:
     spellings = defaultdict(list)
-    for name, ref in targets.kohya.items():
+    for name, ref in targets.names[LoraFormat.KOHYA].items():
         spellings[ref].append(name)
     two_encoders = any(ref.component == "text_encoder_2" for ref in targets.shapes)
 

@@ -1,21 +1,31 @@
 """Parsing a LoRA file: safetensors in, factors matched to a family's modules out. Nothing is dropped silently.
 
-Every key is understood or the file is refused, with the offending keys in the message. `kinds` says what the factors
-of LoRA, LoHa, LoKr and DoRA add to a weight.
+Every key is understood or the file is refused, with the offending keys in the message; but OneTrainer's bundled
+embeddings are left out, which the log says. `kinds` says what the factors of LoRA, LoHa, LoKr and DoRA add to a weight.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
-from plait_serving.diffusion.lora.keys import LoraFormat, TensorRole, meaning, reject_unsupported
+from plait_serving.diffusion.lora.keys import (
+    TensorRole,
+    adds,
+    may_add_nothing,
+    meaning,
+    nearest_layout,
+    reject_unsupported,
+)
 from plait_serving.diffusion.lora.kinds import AnyFactor
+from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.source import ADAPTER_FILE
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
@@ -23,7 +33,10 @@ from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 MAX_FILE_BYTES = 4 << 30
 """A rank-256 LoRA of every SDXL layer has some 1.7 GB."""
 
-_LISTED = 8
+_log = logging.getLogger(__name__)
+
+_EMBEDDINGS = "bundle_emb."  # OneTrainer: textual inversions that were trained with the LoRA
+_LISTED = 3
 _tokens = itertools.count(1)
 
 
@@ -45,10 +58,16 @@ class LoadedLora:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraPlan:
-    """The modules of a header with their keys, all matched, shapes checked. No tensor was read."""
+    """The modules of a header with their keys, all matched, shapes checked. No tensor was read.
+
+    `beyond` are keys of layers that only ComfyUI's text encoders have, `embeddings` the placeholders of those that are
+    not used.
+    """
 
     format: LoraFormat
     parts: Mapping[ModuleRef, Mapping[TensorRole, str]]
+    beyond: tuple[str, ...]
+    embeddings: tuple[str, ...]
     rules: AlphaRules
 
 
@@ -59,6 +78,7 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         plan(container.inspect(path, max_bytes=max_bytes), targets, config)
         header, data = container.read(path, max_bytes=max_bytes)
         agreed = plan(header, targets, config)  # again, of the very bytes that were read
+        _check_adds_nothing(agreed, header, data, targets)
         factors = {
             ref: reading.factor(
                 ref, {role: container.tensor(header, data, key) for role, key in roles.items()}, agreed.rules
@@ -67,34 +87,67 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         }
     except LoraError as error:
         raise LoraError(f"LoRA {name!r}: {error.message}", param="loras") from error
+    if agreed.embeddings:
+        _tell_of_embeddings(name, agreed.embeddings)
     return LoadedLora(name=name, format=agreed.format, factors=MappingProxyType(factors), nbytes=len(data))
 
 
 def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | None = None) -> LoraPlan:
     """Match every key of a header to a module. `config` stands beside the file, if it does. Raises `LoraError`."""
-    keys = header.tensors.keys()
+    keys = [key for key in header.tensors if not key.startswith(_EMBEDDINGS)]
+    bundled = [key.split(".")[1] for key in header.tensors if key.startswith(_EMBEDDINGS)]
     if not keys:
-        raise LoraError("the file holds no tensors")
+        raise LoraError("the file is a textual inversion" if bundled else "the file holds no tensors")
     reject_unsupported(keys, has_config=config is not None)
     found = {key: meaning(key, targets) for key in keys}
-    unmatched = sorted(key for key, what in found.items() if what is None)
-    if unmatched:
-        raise LoraError(f"{len(unmatched)} of {len(keys)} keys match nothing in this model: {listed(unmatched)}")
+    unknown = {key: may_add_nothing(key) for key, what in found.items() if what is None}
+    if len(unknown) == len(keys) or not all(unknown.values()):
+        raise _unmatched([key for key, excused in unknown.items() if not excused] or unknown, keys, targets)
     parts: dict[ModuleRef, dict[TensorRole, str]] = {}
     formats = set()
     for key, what in found.items():
-        assert what is not None
+        if what is None:
+            continue
         formats.add(what.format)
         roles = parts.setdefault(what.ref, {})
         if what.role in roles:
             raise LoraError(f"{roles[what.role]} and {key} both mean {what.ref}")
         roles[what.role] = key
     if len(formats) > 1:
-        raise LoraError("the file mixes kohya and PEFT keys")
+        titles = sorted((layout.title for layout in formats), key=str.casefold)
+        raise LoraError(f"the file mixes {' and '.join(titles)} keys")
     rules = config or AlphaRules.of(header.metadata)
     for ref, roles in parts.items():
-        reading.check(ref, roles, header, targets.shapes[ref], rules)
-    return LoraPlan(format=formats.pop(), parts=parts, rules=rules)
+        reading.check(ref, roles, header, targets.parameters[ref], rules)
+    return LoraPlan(
+        format=formats.pop(),
+        parts=parts,
+        rules=rules,
+        beyond=tuple(unknown),
+        embeddings=tuple(dict.fromkeys(bundled)),
+    )
+
+
+def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytearray, targets: LoraTargets) -> None:
+    """Raise `LoraError` if a layer that this model lacks would be changed."""
+    surplus = [key for key in agreed.beyond if adds(key) and bool(container.tensor(header, data, key).any())]
+    if surplus:
+        raise _unmatched(surplus, header.tensors, targets)
+
+
+def _unmatched(unmatched: Iterable[str], keys: Collection[str], targets: LoraTargets) -> LoraError:
+    unmatched = sorted(unmatched)
+    return LoraError(
+        f"{len(unmatched)} of {len(keys)} keys match nothing in this model (the nearest layout is that of "
+        f"{nearest_layout(unmatched, targets).title}): {listed(unmatched)}"
+    )
+
+
+@functools.cache
+def _tell_of_embeddings(name: str, placeholders: tuple[str, ...]) -> None:
+    """Log it once for each LoRA."""
+    words = listed([repr(word) for word in placeholders])
+    _log.warning("LoRA %r: the embeddings that its file has for %s (%s*) are not used", name, words, _EMBEDDINGS)
 
 
 def listed(keys: Iterable[str]) -> str:

@@ -1,16 +1,20 @@
 """The meaning of a key of a LoRA file: its module, and whether it is the down factor, the up factor or alpha.
 
-Down is A `(r, i, ...)`, up is B `(o, r, ...)`; the names of LoHa, LoKr and DoRA are LyCORIS' own.
+Down is A `(r, i, ...)`, up is B `(o, r, ...)`; the names of LoHa, LoKr and DoRA are LyCORIS' own. A difference is what
+is added as it is, to a bias or to a weight.
 """
 
 from __future__ import annotations
 
+import bisect
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
+from itertools import islice
 
 from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 
@@ -35,13 +39,7 @@ class TensorRole(Enum):
     LOKR_W2_A = auto()
     LOKR_W2_B = auto()
     LOKR_T2 = auto()
-
-
-class LoraFormat(Enum):
-    """How a file spells its keys; the value is the format's common name."""
-
-    PEFT = "peft"
-    KOHYA = "kohya"
+    DIFFERENCE = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +59,14 @@ _UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\.on_input$", "IA3 (LyCORIS)"),
         (r"\.oft_|\.boft_|\.oft_blocks", "OFT/BOFT"),
         (r"\.(a1|a2|b1|b2)\.weight$", "GLoRA"),
-        (r"\.diff(_b)?$", "a full difference of weights (LyCORIS `full`)"),
-        (r"\.(w|b)_norm$", "trained norm layers (LyCORIS)"),
         (r"lora_embedding_[AB]", "a LoRA of an embedding"),
-        (r"\.lora_(B|up)\.bias$|\.lora\.up\.bias$", "a LoRA with biases"),
-        (r"^bundle_emb\.|^emb_params$", "a textual inversion"),
+        (r"\.lora_(B|up)(\.[^.]+)?\.bias$|\.lora\.up\.bias$", "a LoRA with biases"),
+        (r"^emb_params$", "a textual inversion"),
         (r"^lora_controlnet$", "Control-LoRA"),
-        (r"^(lora_)?transformer[._]|double_blocks|joint_blocks", "a LoRA for a transformer model (Flux, SD3 or alike)"),
+        (
+            r"^(lora_|lycoris_)?transformer[._]|double_blocks|joint_blocks",
+            "a LoRA for a transformer model (Flux, SD3 or alike)",
+        ),
         (r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.", "a whole model"),
     )
 )
@@ -77,19 +76,17 @@ _BARE = (
     "the file is a bare PEFT adapter (key {key!r}), whose alpha is in another file; keep adapter_config.json beside it"
 )
 
-# LyCORIS' names, which PEFT has as well.
-_LYCORIS_ROLES: tuple[tuple[str, TensorRole], ...] = tuple(
-    (f".{role.name.lower()}", role) for role in TensorRole if role.name.startswith(("HADA_", "LOKR_", "DORA_"))
-)
+# PEFT puts the adapter's name into a key, or nothing where it saved a parameter.
+_PEFT_ENDING = re.compile(r"\.(lora_A|lora_B|lora_magnitude_vector)(?:(?:\.[^.]+)?\.weight)?$")
+
+_OF_BIAS = (".diff_b", ".b_norm")
 _ROLES: tuple[tuple[str, TensorRole], ...] = (
-    *_LYCORIS_ROLES,
-    (".lora_magnitude_vector", TensorRole.MAGNITUDE),
-    (".lora_magnitude_vector.weight", TensorRole.MAGNITUDE),
-    (".lora_magnitude_vector.default.weight", TensorRole.MAGNITUDE),
+    *((f".{role.name.lower()}", role) for role in TensorRole if role.name.startswith(("HADA_", "LOKR_", "DORA_"))),
     (".lora_A.weight", TensorRole.DOWN),
     (".lora_B.weight", TensorRole.UP),
-    (".lora_A.default.weight", TensorRole.DOWN),
-    (".lora_B.default.weight", TensorRole.UP),
+    (".lora_magnitude_vector.weight", TensorRole.MAGNITUDE),
+    (".lora_down.weight", TensorRole.DOWN),
+    (".lora_up.weight", TensorRole.UP),
     (".lora_linear_layer.down.weight", TensorRole.DOWN),
     (".lora_linear_layer.up.weight", TensorRole.UP),
     (".lora.down.weight", TensorRole.DOWN),
@@ -97,14 +94,12 @@ _ROLES: tuple[tuple[str, TensorRole], ...] = (
     ("_lora.down.weight", TensorRole.DOWN),
     ("_lora.up.weight", TensorRole.UP),
     (".alpha", TensorRole.ALPHA),
+    (".diff", TensorRole.DIFFERENCE),
+    (".w_norm", TensorRole.DIFFERENCE),
+    *((suffix, TensorRole.DIFFERENCE) for suffix in _OF_BIAS),
 )
-_KOHYA_ROLES: tuple[tuple[str, TensorRole], ...] = (
-    *_LYCORIS_ROLES,
-    (".lora_down.weight", TensorRole.DOWN),
-    (".lora_up.weight", TensorRole.UP),
-    (".alpha", TensorRole.ALPHA),
-)
-_KOHYA_START = ("lora_unet_", "lora_te_", "lora_te1_", "lora_te2_")
+_ADDS = frozenset({TensorRole.UP, TensorRole.DIFFERENCE})
+_COMPARED = 64  # keys, of those that match nothing
 
 # The oldest diffusers files name attention processors: UNet to_out is layer 0 of a Sequential, CLIP says q_proj.
 _OLD_UNET = {"to_out": "to_out.0"}
@@ -123,31 +118,61 @@ def reject_unsupported(keys: Iterable[str], *, has_config: bool) -> None:
 
 
 def meaning(key: str, targets: LoraTargets) -> KeyMeaning | None:
-    """Return the meaning of `key`, or None if it names no module of the family."""
-    if key.startswith(_KOHYA_START):
-        for suffix, role in _KOHYA_ROLES:
-            if key.endswith(suffix):
-                ref = targets.kohya.get(key.removesuffix(suffix))
-                return KeyMeaning(ref, role, LoraFormat.KOHYA) if ref else None
+    """Return the meaning of `key`, or None if it names nothing of the family that its role may change."""
+    stem, role = _parts(key)
+    found = _find(stem, targets)
+    if found is None or role is None:
         return None
-    dotted = key.removeprefix(_PEFT_START)
+    ref = found[0]._replace(parameter="bias" if key.endswith(_OF_BIAS) else "weight")
+    is_there = ref in (targets.parameters if role is TensorRole.DIFFERENCE else targets.shapes)
+    return KeyMeaning(ref, role, found[1]) if is_there else None
+
+
+def may_add_nothing(key: str) -> bool:
+    """Return whether `key` may be of a layer that only ComfyUI's text encoders have: CLIP-L's projection, and the last
+    layer of OpenCLIP-H, which no image depends on. `LoraSave` writes zeros for them."""
+    return key.startswith("text_encoders.") and _parts(key)[1] in {TensorRole.DOWN, *_ADDS}
+
+
+def adds(key: str) -> bool:
+    """Return whether what `key` holds is zero only if nothing is added to its module."""
+    return _parts(key)[1] in _ADDS
+
+
+def nearest_layout(keys: Collection[str], targets: LoraTargets) -> LoraFormat:
+    """Return the layout whose names begin most like `keys`, which are of none."""
+    tables = {layout: sorted(names) for layout, names in targets.names.items()}
+    sample = list(islice(keys, _COMPARED))
+    return max(tables, key=lambda layout: sum(_alike(key, tables[layout]) for key in sample))
+
+
+def _alike(key: str, names: list[str]) -> int:
+    """Return how many characters `key` begins with as one of the sorted names does."""
+    place = bisect.bisect(names, key)
+    return max((_common(key, name) for name in names[max(0, place - 1) : place + 1]), default=0)
+
+
+def _common(one: str, other: str) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _parts(key: str) -> tuple[str, TensorRole | None]:
+    """Return a key's name for its module, and its role there; None: it has none that is known."""
+    plain = _PEFT_ENDING.sub(r".\1.weight", key.removeprefix(_PEFT_START))
     for suffix, role in _ROLES:
-        if dotted.endswith(suffix):
-            ref = _dotted(dotted.removesuffix(suffix), targets)
-            return KeyMeaning(ref, role, LoraFormat.PEFT) if ref else None
-    return None
+        if plain.endswith(suffix):
+            return plain.removesuffix(suffix), role
+    return plain, None
 
 
-def _dotted(stem: str, targets: LoraTargets) -> ModuleRef | None:
-    """Return the module that `unet....attn1.processor.to_q` and its modern spellings name."""
+def _find(stem: str, targets: LoraTargets) -> tuple[ModuleRef, LoraFormat] | None:
+    """Return the module that a name means, also as `unet....attn1.processor.to_q` and in other old spellings."""
     stem = stem.replace(".processor.", ".")
-    ref = targets.dotted.get(stem)
-    if ref is not None:
-        return ref
+    if found := targets.find(stem):
+        return found
     parent, _, leaf = stem.rpartition(".")
     leaf = leaf.removesuffix("_lora")
     for table in (_OLD_UNET, _OLD_CLIP):
-        ref = targets.dotted.get(f"{parent}.{table.get(leaf, leaf)}")
-        if ref is not None:
-            return ref
+        if found := targets.find(f"{parent}.{table.get(leaf, leaf)}"):
+            return found
     return None

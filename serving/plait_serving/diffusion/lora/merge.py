@@ -22,7 +22,7 @@ from plait_kernels.registry import load
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
 from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, merged_in_turn
-from plait_serving.diffusion.lora.targets import ModuleRef, is_mergeable, live_weight
+from plait_serving.diffusion.lora.targets import ModuleRef, layers_of, live_parameter
 from plait_serving.diffusion.protocols import LoraWeights
 from plait_serving.diffusion.values import LoraRef, LoraSet
 
@@ -82,12 +82,7 @@ class Merger:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._components = frozenset(components)
-        self._modules = {
-            ModuleRef(component, path): module
-            for component, root in components.items()
-            for path, module in root.named_modules()
-            if path and is_mergeable(module)
-        }
+        self._modules = dict(layers_of(components))
         self._impl = impl
         self._before_write = before_write
         self._clock = clock
@@ -263,7 +258,7 @@ class Merger:
 
     def _weight(self, ref: ModuleRef) -> torch.Tensor:
         """Return the live weight. Asked for each time: weights may be given back and brought into memory again."""
-        return live_weight(self._modules[ref])
+        return live_parameter(self._modules[ref], ref.parameter)
 
     def _remember(self, touched: Mapping[tuple[str, int], frozenset[ModuleRef]]) -> None:
         """Note what files touch; of the files of long ago nothing is known any more."""

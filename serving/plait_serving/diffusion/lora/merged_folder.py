@@ -19,7 +19,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.formats import LoadedLora, parse
 from plait_serving.diffusion.lora.merge import Merger
-from plait_serving.diffusion.lora.targets import LoraTargets, components_of, live_weight
+from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef, components_of, live_parameter
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.sources.staging import copy_parts, new_folder, require_new_folder
@@ -81,21 +81,21 @@ def write_merged(
         )
 
 
-def _changed(component: str, loaded: Mapping[str, LoadedLora]) -> list[str]:
-    """Return the modules of a component that the LoRAs change."""
-    refs = {ref: None for lora in loaded.values() for ref in lora.factors if ref.component == component}
-    return [ref.module for ref in refs]
+def _changed(component: str, loaded: Mapping[str, LoadedLora]) -> list[ModuleRef]:
+    """Return what the LoRAs change in a component."""
+    return list({ref: None for lora in loaded.values() for ref in lora.factors if ref.component == component})
 
 
-def _write_part(place: Path, files: WeightFiles, module: torch.nn.Module, changed: Sequence[str]) -> MergedPart:
+def _write_part(place: Path, files: WeightFiles, module: torch.nn.Module, changed: Sequence[ModuleRef]) -> MergedPart:
     """Write the weights of one part under the names that its files have, and its configuration as it is."""
     tensors: dict[str, torch.Tensor] = {}
     for path in files.files:
         with safe_open(path, framework="pt") as file:
             tensors |= {name: file.get_tensor(name) for name, (holder, _) in files.tensors.items() if holder == path}
-    for name in changed:
-        key = _key(name, files)
-        tensors[key] = live_weight(module.get_submodule(name)).to(tensors[key].dtype).contiguous()
+    for ref in changed:
+        key = _key(ref, files)
+        live = live_parameter(module.get_submodule(ref.module), ref.parameter)
+        tensors[key] = live.to(tensors[key].dtype).reshape(tensors[key].shape).contiguous()
     place.mkdir()
     shutil.copyfile(files.folder / _CONFIG, place / _CONFIG)
     stem = files.files[0].name.split(".")[0].split("-")[0]
@@ -109,10 +109,10 @@ def _write_part(place: Path, files: WeightFiles, module: torch.nn.Module, change
     )
 
 
-def _key(module: str, files: WeightFiles) -> str:
-    """Return the name of a module's weight in the files: those of text encoders begin with what newer classes
+def _key(ref: ModuleRef, files: WeightFiles) -> str:
+    """Return the name of a weight or bias in the files: those of text encoders begin with what newer classes
     dropped."""
-    names = (f"{module}.weight", f"text_model.{module}.weight")
+    names = (f"{ref.module}.{ref.parameter}", f"text_model.{ref.module}.{ref.parameter}")
     for name in names:
         if name in files.tensors:
             return name

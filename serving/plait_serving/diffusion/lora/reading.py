@@ -56,13 +56,19 @@ _BESIDE = frozenset({TensorRole.ALPHA, TensorRole.MAGNITUDE, TensorRole.DORA_SCA
 
 
 def check(ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int, ...], rules: AlphaRules) -> None:
-    """Raise `LoraError` if a module's tensors do not make a weight of the shape `base`. Reads no tensor."""
+    """Raise `LoraError` if a module's tensors do not make a weight (or bias) of the shape `base`. Reads no tensor."""
     for role, key in keys.items():
         dtype = header.tensors[key].dtype
         if role is not TensorRole.ALPHA and dtype not in container.DTYPES:
             raise LoraError(f"{key} is {dtype}; LoRA weights must be F16, BF16, F32 or F64")
     if TensorRole.ALPHA in keys and math.prod(header.tensors[keys[TensorRole.ALPHA]].shape) != 1:
         raise LoraError(f"{keys[TensorRole.ALPHA]} is not one number")
+    if TensorRole.DIFFERENCE in keys:
+        _only(keys, {TensorRole.DIFFERENCE}, keys)
+        key = keys[TensorRole.DIFFERENCE]
+        if header.tensors[key].shape != base:
+            raise LoraError(f"{key} has the shape {header.tensors[key].shape}, but {ref} has {base}")
+        return
     roles = keys.keys() - _BESIDE
     if not roles or roles & _LORA_ROLES:
         _only(roles, _LORA_ROLES, keys)
@@ -74,6 +80,8 @@ def check(ref: ModuleRef, keys: Keys, header: container.Header, base: tuple[int,
 
 def factor(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> AnyFactor:
     """Return what a module's checked tensors make. Raises `LoraError` for numbers that are no weights."""
+    if TensorRole.DIFFERENCE in tensors:
+        return _difference(ref, tensors[TensorRole.DIFFERENCE])
     if TensorRole.DOWN in tensors:
         inner: PlainFactor = _lora(ref, tensors, rules)
     else:
@@ -107,6 +115,13 @@ def _lora(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:
     down, up = tensors[TensorRole.DOWN].flatten(1), tensors[TensorRole.UP].flatten(1)
     rank = down.shape[0]
     return Factor(down=down, up=up, alpha=_alpha(ref, tensors, rank, rules), bound=_bound(ref, up, down))
+
+
+def _difference(ref: ModuleRef, tensor: torch.Tensor) -> KroneckerFactor:
+    """Return what adds a tensor as it is: its Kronecker product with 1."""
+    whole = FileMatrix(right=tensor.reshape(len(tensor), -1))
+    one = FileMatrix(right=torch.ones(1, 1, dtype=tensor.dtype))
+    return KroneckerFactor(first=one, second=whole, alpha=1.0, rank=1, bound=_largest(ref, tensor))
 
 
 # ---- LoHa and LoKr --------------------------------------------------------------------------------------------------

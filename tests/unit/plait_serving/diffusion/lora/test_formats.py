@@ -11,7 +11,7 @@ from torch import nn
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora.formats import LoadedLora, parse
-from plait_serving.diffusion.lora.keys import LoraFormat
+from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from support.loras import (
     TinyFactor,
@@ -259,15 +259,15 @@ def refusal(tmp_path, tensors, metadata=None) -> str:
         ("lora_unet_lin.on_input", "IA3"),
         ("lora_unet_lin.oft_blocks", "OFT"),
         ("lora_unet_lin.a1.weight", "GLoRA"),
-        ("lora_unet_lin.diff", "full difference"),
-        ("lora_unet_norm.w_norm", "norm"),
         ("unet.lin.lora_B.bias", "biases"),
+        ("unet.lin.lora_B.style.bias", "biases"),
         ("text_encoder.embeddings.lora_embedding_A", "embedding"),
-        ("bundle_emb.x.string_to_param.*", "textual inversion"),
+        ("emb_params", "textual inversion"),
         ("lora_controlnet", "Control-LoRA"),
         ("base_model.model.lin.lora_A.weight", "PEFT adapter"),
         ("transformer.blocks.0.lora_A.weight", "transformer"),
         ("lora_transformer_blocks_0.lora_down.weight", "transformer"),
+        ("lycoris_transformer_blocks_0_attn_to_q.lokr_w1", "transformer"),
         ("model.diffusion_model.out.2.weight", "whole model"),
     ],
 )
@@ -304,7 +304,7 @@ def test_many_strays_are_counted(tmp_path):
     """A file of another model is refused in a message of bearable length."""
     message = refusal(tmp_path, {f"unet.block{i}.lora_A.weight": torch.ones(2, 2) for i in range(500)})
     assert "500 of 500" in message
-    assert "and 492 more" in message
+    assert "and 497 more" in message
     assert len(message) < 600
 
 

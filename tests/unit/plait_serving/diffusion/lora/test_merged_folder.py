@@ -66,6 +66,25 @@ def test_weights_are_the_exact_sums_rounded_once(base, tmp_path):
     assert seen == sum(part.changed for part in parts) == len(deltas)
 
 
+def test_biases_and_norms_are_moved(base, tmp_path):
+    """Differences are added to biases and norms under the names of the files, rounded once; all else has its bits."""
+    tensors = {
+        "lora_unet_conv_in.diff_b": torch.full((16,), 0.25),
+        "lora_unet_conv_norm_out.w_norm": torch.full((16,), -0.5),
+        "lora_te_text_model_final_layer_norm.b_norm": torch.full((32,), 0.125),
+    }
+    save_file(tensors, tmp_path / "one.safetensors")
+    write_merged(base, [LoraFile(name="one", path=tmp_path / "one.safetensors", scale=2.0)], tmp_path / "out")
+    moved = {
+        (UNET, "conv_in.bias"): 0.5, (UNET, "conv_norm_out.weight"): -1.0,
+        (TEXT, "text_model.final_layer_norm.bias"): 0.25,
+    }  # fmt: skip
+    for name in (UNET, TEXT):
+        after = load_file(tmp_path / "out" / name)
+        for key, was in load_file(base / name).items():
+            assert torch.equal(after[key], (was.float() + moved.get((name, key), 0.0)).half()), key
+
+
 def test_everything_else_is_copied_and_diffusers_loads_it(base, tmp_path):
     """Configurations, VAE, tokenizer and scheduler byte for byte, but no pickles and no second whole checkpoint."""
     source = tmp_path / "source"

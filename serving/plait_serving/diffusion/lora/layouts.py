@@ -1,0 +1,166 @@
+"""The layouts of LoRA files: how each tool spells the name of a module.
+
+diffusers, and PEFT with it, write the dotted path of the module. kohya's trainer writes it with underscores, or, for
+SDXL, with the block numbers of the original UNet. ComfyUI (`LoraSave`) and OneTrainer write the original UNet's dotted
+names and CLIP's, each under prefixes of its own, SimpleTuner what LyCORIS makes of diffusers' path. CLIP paths come
+with and without `text_model.` (transformers 5 dropped it from `CLIPTextModel`). No torch here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+
+
+class LoraFormat(Enum):
+    """A layout; the value is its common name."""
+
+    PEFT = "peft"
+    KOHYA = "kohya"
+    COMFYUI = "comfyui"
+    ONETRAINER = "onetrainer"
+    SIMPLETUNER = "simpletuner"
+
+    @property
+    def title(self) -> str:
+        """Its name in messages."""
+        return _TITLES[self]
+
+
+_TITLES: Mapping[LoraFormat, str] = MappingProxyType(
+    {
+        LoraFormat.PEFT: "PEFT (diffusers)",
+        LoraFormat.KOHYA: "kohya",
+        LoraFormat.COMFYUI: "ComfyUI",
+        LoraFormat.ONETRAINER: "OneTrainer",
+        LoraFormat.SIMPLETUNER: "SimpleTuner (LyCORIS)",
+    }
+)
+
+# How keys begin that are not in diffusers' layout, and what a file of another kind has in none.
+_STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
+    {
+        LoraFormat.KOHYA: re.compile(r"lora_(unet|te\d?)_"),
+        LoraFormat.COMFYUI: re.compile(r"(diffusion_model|text_encoders)\."),
+        LoraFormat.ONETRAINER: re.compile(
+            r"(unet\.)?(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)\.\d|clip_[lgh]\."
+        ),
+        LoraFormat.SIMPLETUNER: re.compile(r"lycoris_"),
+    }
+)
+_ADDS = re.compile(r"[._]lora[._](A|B|down|up)(\.|$)|\.lora_linear_layer\.|\.(hada|lokr)_w|\.diff(_b)?$|\.[wb]_norm$")
+
+_KOHYA_TEXT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"text_encoder": ("lora_te_", "lora_te1_"), "text_encoder_2": ("lora_te2_",)}
+)
+# A model's only or first encoder is CLIP-L in SD 1.x and XL, OpenCLIP-H in SD 2.x.
+_CLIPS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"text_encoder": ("clip_l", "clip_h"), "text_encoder_2": ("clip_g",)}
+)
+
+# diffusers' names inside a resnet, and the original's. Source: the LDM UNet, as diffusers' own converter has it.
+_RESNET = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "time_emb_proj": "emb_layers.1",
+    "conv_shortcut": "skip_connection",
+}
+_TOP = {
+    "conv_in": "input_blocks.0.0",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+}
+_BLOCK = re.compile(r"^(down|up)_blocks\.(\d+)\.(resnets|attentions|downsamplers|upsamplers)\.(\d+)\.(.+)$")
+_MID = re.compile(r"^mid_block\.(resnets|attentions)\.(\d+)\.(.+)$")
+_MID_NUMBER = {("resnets", 0): 0, ("attentions", 0): 1, ("resnets", 1): 2}
+
+
+def layout_of(keys: Iterable[str]) -> str:
+    """Return the layout that a file's keys look like, by its common name, or "unknown": they are of no LoRA."""
+    adding = [key for key in keys if _ADDS.search(key)]
+    found = (layout for layout, start in _STARTS.items() if any(start.match(key) for key in adding))
+    return next(found, LoraFormat.PEFT).value if adding else "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """What the original's numbering needs from a UNet: resnets per down block, and which up blocks have attention."""
+
+    resnets: int
+    up_with_attention: frozenset[int]
+
+    @classmethod
+    def of(cls, paths: Sequence[str]) -> Blocks:
+        """Take the paths of a UNet's modules."""
+        matches = [match for path in paths if (match := _BLOCK.match(path))]
+        resnets = {int(m[4]) for m in matches if m[1] == "down" and m[2] == "0" and m[3] == "resnets"}
+        with_attention = frozenset(int(m[2]) for m in matches if m[1] == "up" and m[3] == "attentions")
+        return cls(len(resnets), with_attention)
+
+
+def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
+    """Yield every name that files have for a module of a component: "unet", "text_encoder", "text_encoder_2"."""
+    if component == "unet":
+        yield from _of_unet(path, blocks)
+        return
+    bare = path.removeprefix("text_model.")
+    for either in (bare, f"text_model.{bare}"):
+        yield LoraFormat.PEFT, f"{component}.{either}"
+        for prefix in _KOHYA_TEXT.get(component, ()):
+            yield LoraFormat.KOHYA, prefix + _flat(either)
+        for clip in _CLIPS.get(component, ()):
+            yield LoraFormat.COMFYUI, f"text_encoders.{clip}.transformer.{either}"
+            yield LoraFormat.ONETRAINER, f"{clip}.{either}"
+
+
+def _of_unet(path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
+    yield LoraFormat.PEFT, f"unet.{path}"
+    yield LoraFormat.PEFT, path  # `save_attn_procs` wrote UNet files without a prefix
+    yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"
+    yield LoraFormat.SIMPLETUNER, f"lycoris_{_flat(path)}"
+    if original := _original(path, blocks):
+        yield LoraFormat.KOHYA, f"lora_unet_{_flat(original)}"
+        yield LoraFormat.COMFYUI, f"diffusion_model.{original}"
+        yield LoraFormat.ONETRAINER, f"unet.{original}"
+        yield LoraFormat.ONETRAINER, original  # its "original" output has no prefix
+
+
+def _flat(path: str) -> str:
+    return path.replace(".", "_")
+
+
+def _original(path: str, blocks: Blocks) -> str | None:
+    """Translate `down_blocks.1.attentions.0.proj_in` to `input_blocks.4.1.proj_in`."""
+    if path in _TOP:
+        return _TOP[path]
+    if match := _MID.match(path):
+        number = _MID_NUMBER.get((match[1], int(match[2])))
+        return None if number is None else f"middle_block.{number}.{_inner(match[1], match[3])}"
+    if match := _BLOCK.match(path):
+        return _original_block(match, blocks)
+    return None
+
+
+def _original_block(match: re.Match[str], blocks: Blocks) -> str:
+    side, block, kind, index, inner = match[1], int(match[2]), match[3], int(match[4]), match[5]
+    first = block * (blocks.resnets + 1)
+    if kind == "downsamplers":
+        return f"input_blocks.{1 + first + blocks.resnets}.0.op"
+    if kind == "upsamplers":
+        slot = 2 if block in blocks.up_with_attention else 1
+        return f"output_blocks.{first + blocks.resnets}.{slot}.conv"
+    number = f"input_blocks.{1 + first + index}" if side == "down" else f"output_blocks.{first + index}"
+    return f"{number}.{int(kind == 'attentions')}.{_inner(kind, inner)}"
+
+
+def _inner(kind: str, inner: str) -> str:
+    return _RESNET.get(inner, inner) if kind == "resnets" else inner
