@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
+from plait_serving.diffusion.lora.layouts import layout_of
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.residents.model_folder import FolderOfModels
@@ -94,9 +95,7 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     source = None if folder is None else FolderSource(folder)
     files = {} if source is None else {name: source.fetch(name) for name in source.list()}
     return [
-        ModelEntry(
-            name=name, kind="lora", family=family, folder=str(path), format=lora_format(safetensors_header(path))
-        )
+        ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=layout_of(safetensors_header(path)))
         for name, path in files.items()
     ]
 
@@ -107,19 +106,6 @@ def _family(config: Mapping[str, Any]) -> str:
     if config.get("addition_embed_type") == "text_time":
         return "sdxl"
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
-
-
-_PEFT_PARTS = (".lora_A.", ".lora.down.", ".lora_down.", ".hada_w", ".lokr_w")
-
-
-def lora_format(header: Mapping[str, Any]) -> str:
-    """Return the format according to the tensor names: kohya, peft (diffusers writes it too), or unknown."""
-    names = [name for name in header if name != "__metadata__"]
-    if any(name.startswith(("lora_unet_", "lora_te")) for name in names):
-        return "kohya"
-    if any(part in name for name in names for part in _PEFT_PARTS):
-        return "peft"
-    return "unknown"
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
+from plait_serving.diffusion.lora.layouts import layout_of
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.queue.pressure import engine_pressure
@@ -238,7 +239,7 @@ class LoraCards:
             keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
         except EngineError:
             return "unreadable"
-        return "kohya" if any(key.startswith(("lora_unet_", "lora_te")) for key in keys) else "peft"
+        return layout_of(keys)
 
 
 def lora_source(images: ImagesSection) -> LoraSource:

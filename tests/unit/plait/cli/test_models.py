@@ -10,7 +10,7 @@ import yaml
 
 from plait.cli.main import main
 from plait.cli.models import table
-from plait.offline.inventory import lora_format, safetensors_header
+from plait.offline.inventory import safetensors_header
 
 
 def write_safetensors(path, names):
@@ -117,24 +117,6 @@ def test_hub_ids_and_stores_are_listed_as_such(tmp_path, capsys):
     base, lora = json.loads(capsys.readouterr().out)
     assert (base["name"], base["folder"]) == ("name", f"owner/name@{commit}")
     assert lora["folder"] == "s3://bucket/loras/x-v2.safetensors"
-
-
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (["lora_unet_down_blocks_0.lora_down.weight", "lora_unet_down_blocks_0.alpha"], "kohya"),
-        (["lora_te_text_model.lora_up.weight"], "kohya"),
-        (["lora_te1_text_model.lora_up.weight"], "kohya"),
-        (["unet.down_blocks.0.attn1.to_q.lora_A.weight"], "peft"),
-        (["base_model.model.x.lora_A.weight", "base_model.model.x.lora_B.weight"], "peft"),
-        (["unet.down_blocks.0.attn1.processor.to_q_lora.lora.down.weight"], "peft"),
-        (["model.diffusion_model.out.0.weight"], "unknown"),
-        ([], "unknown"),
-    ],
-)
-def test_a_loras_format_is_told_by_its_names(names, kind):
-    """kohya and PEFT are told apart; anything else is unknown."""
-    assert lora_format({name: {} for name in [*names, "__metadata__"]}) == kind
 
 
 @pytest.mark.parametrize(
