@@ -13,6 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
 
 Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
+LoraName: TypeAlias = Annotated[str, Field(pattern=r"^[^/\\:<>]{1,200}$")]
+"""What the server may call a LoRA, as far as a mistake is likely."""
+
 _Weight: TypeAlias = Annotated[float, Field(ge=0)]
 
 
@@ -154,9 +157,11 @@ class Loras(_ScenarioModel):
     """How many LoRAs a request carries and which: by Zipf's law over `names`, or by `popularity`."""
 
     count: Counts = Field(default_factory=lambda: {0: 1.0})
-    names: tuple[Name, ...] = ()
+    names: tuple[LoraName, ...] = ()
     zipf: float = Field(default=1.0, ge=0, description="exponent over the order of names; 0: all alike")
-    popularity: NamedWeights | None = Field(default=None, description="name: weight, instead of names and zipf")
+    popularity: Annotated[dict[LoraName, _Weight], Field(min_length=1)] | None = Field(
+        default=None, description="name: weight, instead of names and zipf"
+    )
     scale: float = 1.0
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["merge"]
+__all__ = ["label", "merge"]
 
 _OF_ONE_THING = ("plait_host_", "plait_node_", "plait_engine_prepared", "plait_ranker_worker", "plait_audit_largest")
 """What the names of families begin with whose values are not added up: the max of them counts."""
@@ -34,6 +34,13 @@ class _Family:
         self.samples[sample] = value if known is None else _combination(self.name)((known, value))
 
 
+def label(value: str) -> str:
+    """Return the value of a label in quotes, as the format has it."""
+    for char, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):
+        value = value.replace(char, written)
+    return f'"{value}"'
+
+
 def merge(texts: Sequence[str]) -> str:
     """Return the texts of replicas of one kind as one."""
     if len(texts) < 2:
@@ -47,7 +54,7 @@ def merge(texts: Sequence[str]) -> str:
 def _read(text: str, families: dict[str, _Family]) -> None:
     """Add a text to the families. Its samples follow the comments of their family, as the format requires."""
     current = ""
-    for line in text.splitlines():
+    for line in text.split("\n"):  # `splitlines` would also cut at characters that a label may hold
         if line.startswith("#"):
             parts = line.split(" ", 3)
             if len(parts) < 3:

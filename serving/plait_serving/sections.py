@@ -7,9 +7,10 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
+from plait_serving.diffusion.sources.names import RULE, composed, is_name
 from plait_serving.diffusion.values import NAME_PATTERN
 
-__all__ = ["INGRESS_CPUS", "MAX_REPLICAS", "FolderPath", "Name", "Replicas", "Replicated", "Section"]
+__all__ = ["INGRESS_CPUS", "MAX_REPLICAS", "FolderPath", "Name", "Replicas", "Replicated", "Section", "ServedName"]
 
 INGRESS_CPUS = 0.1
 """Logical CPUs that Ray counts for the HTTP ingress, which all workloads share."""
@@ -31,8 +32,17 @@ def _name(value: str) -> str:
     return value
 
 
+def _served_name(value: str) -> str:
+    name = composed(value)
+    if not is_name(name):
+        raise ValueError(RULE)
+    return name
+
+
 FolderPath = Annotated[Path, AfterValidator(_absolute)]
 Name = Annotated[str, AfterValidator(_name)]
+ServedName = Annotated[str, AfterValidator(_served_name)]
+"""Of a LoRA, or of a base model that may lie in a folder."""
 
 
 class Section(BaseModel):

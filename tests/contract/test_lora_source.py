@@ -17,7 +17,7 @@ from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.lora.testing import DelayedSource
 from support.loras import TwoLayers, tiny_lora_file
 
-NAMES = ("alpha", "be-ta.v2", "G4mma_x")
+NAMES = ("alpha", "be-ta.v2", "G4mma_x", "_花 (b)[c]#%+")
 
 
 def files(folder: Path) -> Path:
@@ -129,18 +129,18 @@ def test_what_is_no_name_is_not_found(source):
 
 def test_many_threads_at_once(source):
     """All methods may be called from any thread at the same time."""
-    barrier = threading.Barrier(6)
+    barrier = threading.Barrier(8)
 
     def work(i: int) -> bytes:
         barrier.wait()
-        name = NAMES[i % 3]
+        name = NAMES[i % 4]
         assert source.find(name) is not None
-        assert len(source.list()) == 3
+        assert len(source.list()) == len(NAMES)
         return source.fetch(name).read_bytes()
 
-    with ThreadPoolExecutor(6) as pool:
-        results = list(pool.map(work, range(6)))
-    assert results[:3] == results[3:]
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(work, range(8)))
+    assert results[:4] == results[4:]
 
 
 def test_close_is_idempotent(source):

@@ -18,6 +18,7 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.images.service import LoraCard
 from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.testing import fake_rankers
@@ -26,6 +27,7 @@ from plait_serving.starter.words import image_words
 from support.app_server import AppServer, wait_for
 from support.browser import chromium, needs_browser
 from support.http_app import b64, png
+from support.names import ODD_NAMES
 
 pytestmark = needs_browser
 
@@ -202,6 +204,41 @@ def test_the_settings_of_a_file_are_restored(window, tmp_path):
         (tmp_path / "none.png").write_bytes(png())
         page.type("#restore", str(tmp_path / "none.png"))
         page.wait("return document.querySelector('#messages').innerText.includes('carries no settings')")
+
+
+def test_names_of_files_are_chosen_and_restored_as_they_are(window, tmp_path):
+    """Models and LoRAs of any script, with marks of URLs and markup, and as long as names may be: shown, asked for, and
+    read back from the image's text. Nothing of the page is wider than it."""
+    names = [*ODD_NAMES, "&amp;" + "w" * 190]
+    model = replace(FAKE_CATALOG.model, name=names[-1], limits=replace(FAKE_CATALOG.model.limits, max_loras=16))
+    odd = tuple(LoraCard(name=name, family="sd1", format="peft") for name in names)
+    catalog = replace(FAKE_CATALOG, models=(model, *(replace(model, name=name) for name in ODD_NAMES)), loras=odd)
+    with Desk(window, FakeImageService(catalog=catalog), width=390, height=800) as desk:
+        page = desk.ready()
+        assert (
+            page.run("return [...document.querySelectorAll('#loras .chip')].map((chip) => chip.textContent)") == names
+        )
+        for i in range(len(names)):
+            page.click(f"#loras .chip:nth-child({i + 1})")
+        labels = "return [...document.querySelectorAll('#loras .slider label')].map((label) => label.control.value)"
+        assert page.run(labels) == ["1"] * len(names)
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        page.run("document.querySelector('#model').value = args[0]", ODD_NAMES[0])
+        made = desk.make("red apple")
+        assert (made.model, [ref.name for ref in made.loras]) == (ODD_NAMES[0], names)
+        kept = page.run(
+            """const answer = await fetch("v1/images/generations", { method: "POST", body: JSON.stringify(args[0]),
+              headers: { "content-type": "application/json" } });
+            return (await answer.json()).data[0].b64_json;""",
+            {"prompt": "x", "model": ODD_NAMES[1], "loras": [{"name": name, "scale": 0.5} for name in names]},
+        )
+        (tmp_path / "odd.png").write_bytes(base64.b64decode(kept))
+        page.type("#restore", str(tmp_path / "odd.png"))
+        page.wait("return document.querySelector('#messages').innerText.includes('are restored')")
+        made = _submit(desk)
+        assert (made.model, made.prompt) == (ODD_NAMES[1], "x")
+        assert [(ref.name, ref.scale) for ref in made.loras] == [(name, 0.5) for name in names]
+        assert page.complaints() == []
 
 
 def _submit(desk):

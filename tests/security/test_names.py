@@ -53,6 +53,10 @@ PATHS = (
 )
 
 
+NAMES_OF_LORAS = ("%2e%2e%2fetc%2fpasswd", "..%2f..%2fetc%2fpasswd", "~root")
+"""Those of them that a LoRA may have: there is just none of that name."""
+
+
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
     """A server of everything."""
@@ -70,7 +74,9 @@ def test_cve_2026_7302_and_cve_2026_7304_traversal_in_a_body(client: TestClient,
     for field in ("loras", "controlnets"):
         item = {"name": name} | ({"image": "AAAA"} if field == "controlnets" else {})
         answer = client.post(IMAGES, json={"prompt": "x", field: [item]})
-        assert answer.status_code == 400
+        is_unknown = field == "loras" and name in NAMES_OF_LORAS
+        assert answer.status_code == (404 if is_unknown else 400)
+        assert answer.json()["error"]["code"] == ("lora_not_found" if is_unknown else "invalid_value")
         assert answer.json()["error"]["param"] == f"{field}.0.name"
     image = {"name": "edges", "image": "AAAA", "preprocess": name}
     assert client.post(IMAGES, json={"prompt": "x", "controlnets": [image]}).status_code == 400

@@ -102,12 +102,14 @@ def _weights(folder: Path) -> CheckResult:
 def _loras(folder: Path) -> Iterator[CheckResult]:
     from plait.offline.inventory import safetensors_header
     from plait_serving.diffusion.lora.layouts import layout_of
+    from plait_serving.diffusion.lora.listing import list_loras
 
-    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else None
-    if files is None:
+    if not folder.is_dir():
         yield finding("models", False, f"{folder}: there is no such folder", "correct images.loras.folder")
         return
-    bad = [path.name for path in files if layout_of(safetensors_header(path)) == "unknown"]
+    files = list_loras(folder).files
+    unknown = [path for path in files.values() if layout_of(safetensors_header(path)) == "unknown"]
+    bad = [str(path.relative_to(folder.resolve())) for path in unknown]
     detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else f"{folder}: {len(files)} LoRAs"
     yield finding("models", not bad, detail, "remove it, or save it as PEFT or kohya safetensors")
 

@@ -92,8 +92,7 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
             for name, entry in sorted(store.entries.items())
         ]
     folder = images.resolved_lora_folder()
-    source = None if folder is None else FolderSource(folder)
-    files = {} if source is None else {name: source.fetch(name) for name in source.list()}
+    files = {} if folder is None else FolderSource(folder).files()
     return [
         ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=layout_of(safetensors_header(path)))
         for name, path in files.items()

@@ -9,7 +9,9 @@ from plait.errors import PlaitError
 from plait_serving.deployments.images.hosted import lora_source
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.merged_folder import LoraFile, MergedPart, write_merged
-from plait_serving.diffusion.lora.source import SUFFIX, LoraSource
+from plait_serving.diffusion.lora.source import LoraSource
+from plait_serving.diffusion.sources.layout import stem_of
+from plait_serving.diffusion.sources.names import composed
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.spelling import hint
 
@@ -25,7 +27,7 @@ def merge(images: ImagesSection, base: str, loras: Mapping[str, float], out: Pat
     chosen = _base(images, base)
     source = lora_source(images)
     try:
-        files = [LoraFile(name=Path(name).stem, path=_file(source, name), scale=scale) for name, scale in loras.items()]
+        files = [LoraFile(name=_name(text), path=_file(source, text), scale=scale) for text, scale in loras.items()]
         if len({lora.name for lora in files}) < len(files):
             raise PlaitError("two of the LoRAs have one name")
         return write_merged(chosen.folder, files, out, revision=chosen.revision)
@@ -47,10 +49,14 @@ def _base(images: ImagesSection, base: str) -> BaseSource:
     return chosen
 
 
+def _name(text: str) -> str:
+    return text if stem_of(text) is None else Path(text).stem
+
+
 def _file(source: LoraSource, name: str) -> Path:
-    if name.endswith(SUFFIX):
+    if stem_of(name) is not None:
         return Path(name).expanduser()
     try:
-        return source.fetch(name)
+        return source.fetch(composed(name))
     except NotFound as error:
         raise PlaitError(f"{error.message}{hint(name, source.list())}") from error

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.values import (
     MAX_IMAGES,
     MAX_SCALE,
@@ -55,7 +56,7 @@ def check_request(
     if len(request.loras) > limits.max_loras:
         raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
     for i, lora in enumerate(request.loras):
-        _check_name(lora.name, f"loras.{i}.name", "LoRA", loras)
+        _check_name(lora.name, f"loras.{i}.name", "LoRA", loras, is_well_formed=is_name(lora.name))
         if not math.isfinite(lora.scale) or abs(lora.scale) > MAX_SCALE:
             raise RequestError("scale must be a finite number", param=f"loras.{i}.scale")
     if len({lora.name for lora in request.loras}) < len(request.loras):
@@ -63,7 +64,8 @@ def check_request(
     if len(request.controlnets) > limits.max_controlnets:
         raise RequestError(f"at most {limits.max_controlnets} ControlNets", param="controlnets")
     for i, control in enumerate(request.controlnets):
-        _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets)
+        is_well_formed = NAME_PATTERN.fullmatch(control.name) is not None
+        _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets, is_well_formed=is_well_formed)
         if not math.isfinite(control.scale):
             raise RequestError("scale must be a finite number", param=f"controlnets.{i}.scale")
         if not 0.0 <= control.start < control.end <= 1.0:
@@ -77,8 +79,8 @@ def check_prompts(size: PromptSize, limits: ImageLimits) -> None:
             raise RequestError(f"{tokens} tokens are too many; at most {limits.max_prompt_tokens}", param=param)
 
 
-def _check_name(name: str, param: str, kind: str, known: Container[str]) -> None:
-    if not NAME_PATTERN.fullmatch(name):
+def _check_name(name: str, param: str, kind: str, known: Container[str], *, is_well_formed: bool) -> None:
+    if not is_well_formed:
         raise RequestError(f"{name!r} is not a valid {kind} name", param=param)
     if name not in known:
         raise NotFound(f"there is no {kind} named {name!r}", param=param)

@@ -14,6 +14,7 @@ from fastapi import APIRouter, Depends
 from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
+from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
@@ -98,7 +99,7 @@ async def models(context: ContextDep) -> dict[str, Any]:
 @router.get("/models/{model_id:path}", summary="One model")
 async def model(model_id: str, context: ContextDep) -> dict[str, Any]:
     """Return one model; 404 if it does not exist."""
-    found = await _models(context)
+    found, model_id = await _models(context), composed(model_id)
     if model_id not in found:
         near = hint(model_id, found) or f"; this server has {', '.join(map(repr, found)) or 'none yet'}"
         raise NotFound(f"there is no model {model_id[:100]!r}{near}", param="model")
@@ -120,7 +121,7 @@ async def wake(model_id: str, context: ContextDep) -> dict[str, Any]:
 
 
 async def _rest(name: str, context: RouteContext, *, asleep: bool) -> dict[str, Any]:
-    names = [card.name for card in (await context.image_service.catalog()).models]
+    names, name = [card.name for card in (await context.image_service.catalog()).models], composed(name)
     if name not in names:
         raise NotFound(f"there is no base model {name[:100]!r}{hint(name, names)}", param="model")
     await context.image_service.rest(name, asleep=asleep)

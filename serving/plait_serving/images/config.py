@@ -15,9 +15,10 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
-from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle
+from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle, stem_of
+from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
-from plait_serving.sections import FolderPath, Name, Replicas, Replicated, Section
+from plait_serving.sections import FolderPath, Name, Replicas, Replicated, Section, ServedName
 from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -51,7 +52,7 @@ class LoraStore(Section):
     """A remote store of LoRA files: every entry is pinned by its SHA-256, so the store itself need not be trusted."""
 
     url: Annotated[str, Field(description="fsspec URL of the folder, for example s3://bucket/loras")]
-    entries: Annotated[dict[Name, StoredLora], Field(description="LoRAs by name")]
+    entries: Annotated[dict[ServedName, StoredLora], Field(description="LoRAs by name")]
     cache_folder: FolderPath
 
     @field_validator("url")
@@ -162,8 +163,8 @@ class SingleFileSection(Section):
 class AliasSection(Section):
     """A name that requests may use for a model with a set of LoRAs."""
 
-    model: Name
-    loras: Annotated[dict[Name, Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]], Field(min_length=1)]
+    model: ServedName
+    loras: Annotated[dict[ServedName, Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]], Field(min_length=1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +192,7 @@ class BaseSource:
     @property
     def is_file(self) -> bool:
         """Whether it is a checkpoint in one file."""
-        return self.model.endswith(SUFFIX)
+        return stem_of(self.model) is not None
 
     @property
     def is_hub_id(self) -> bool:
@@ -336,11 +337,8 @@ class ImagesSection(Replicated):
     def base_models(self) -> dict[str, BaseSource]:
         """The base models by the names that requests use; the first is what requests without one mean."""
         if self.models is None:
-            return {
-                self.name or Path(self.model.removesuffix(SUFFIX)).name: BaseSource(
-                    model=self.model, revision=self.revision
-                )
-            }
+            name = self.name or composed(Path(stem_of(self.model) or self.model).name)
+            return {name: BaseSource(model=self.model, revision=self.revision)}
         return {name: BaseSource.parse(text) for name, text in self.models.items()}
 
     @property

@@ -95,5 +95,6 @@ def _number(value: float) -> str:
 
 
 def _quote(value: str) -> str:
-    """Apply A1111's rule: a value with a comma, colon or newline is a JSON string."""
-    return json.dumps(value, ensure_ascii=False) if any(mark in value for mark in ",:\n") else value
+    """Apply A1111's rule: a value with a comma, colon or newline is a JSON string, and so is what looks like one."""
+    is_plain = not value.startswith('"') and not any(mark in value for mark in ",:\n")
+    return value if is_plain else json.dumps(value, ensure_ascii=False)

@@ -84,10 +84,6 @@ class Catalog:
         """Return the alias of that name, or None."""
         return next((card for card in self.aliases if card.name == name), None)
 
-    def has_lora(self, name: str) -> bool:
-        """Return whether a LoRA of that name exists."""
-        return any(card.name == name for card in self.loras)
-
     def controlnet(self, name: str) -> ControlNetCard | None:
         """Return the ControlNet of that name, or None."""
         return next((card for card in self.controlnets if card.name == name), None)

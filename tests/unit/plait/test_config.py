@@ -66,6 +66,11 @@ def test_defaults_serve_the_starter_on_loopback():
         ),
         ("images: {models: {a: emojy}}", "models.a: 'emojy' is neither 'emoji' nor a path"),
         ("images: {models: {'a+b': ./a}}", "images.models.a+b"),
+        ("images: {aliases: {花: {model: emoji, loras: {pixel: 1}}}}", "images.aliases.花"),
+        ("images: {controlnets: {my edges: {folder: a}}}", "images.controlnets.my edges"),
+        ("recommend: {models: {_x: {folder: a}}}", "recommend.models._x"),
+        ("images: {aliases: {a: {model: emoji, loras: {'a:b': 1}}}}", "a name has 1 to 200 characters"),
+        ("images: {models_folder: a, aliases: {a: {model: a/b, loras: {b: 1}}}}", "a name has 1 to 200 characters"),
         ("images: {model: ./a.ckpt}", "a.ckpt' is a pickle, which can run code when it is loaded"),
         ("images: {models: {a: {file: a.CKPT, config: b}}}", "models.a: '"),
         ("images: {models: {a: {file: a, config: b}}}", "is no .safetensors file"),
@@ -99,6 +104,22 @@ def test_config_refusal_names_the_path(tmp_path, text, problem):
         load_config(write(tmp_path, text))
     assert problem in str(caught.value)
     assert str(tmp_path / "plait.yaml") in str(caught.value)
+
+
+def test_config_names_what_lies_in_folders_by_its_own_name(tmp_path):
+    """A LoRA or a model of any script, also as macOS spells it; a model is named by its own folder or file."""
+    text = (
+        "images:\n  models_folder: more\n  aliases: {a: {model: my model, loras: {e\u0301: 1, 花 (b): 2}}}\n"
+        f"  loras: {{store: {{url: 's3://b', cache_folder: c, "
+        f"entries: {{_x: {{path: x, sha256: {'a' * 64}, nbytes: 1}}}}}}}}\n"
+    )
+    images = load_config(write(tmp_path, text)).images
+    assert (images.aliases["a"].model, images.aliases["a"].loras) == ("my model", {"\u00e9": 1, "花 (b)": 2})
+    assert list(images.loras.store.entries) == ["_x"]
+    for model, name in (("./e\u0301", "\u00e9"), ("./A b.SAFETENSORS", "A b")):
+        (alone,) = load_config(write(tmp_path, f"images: {{model: '{model}'}}")).images.base_models.items()
+        assert alone[0] == name
+        assert alone[1].is_file == model.endswith("S")
 
 
 def test_config_reports_every_problem_at_once():

@@ -165,6 +165,7 @@ RAW = {"target": {"api": "raw"}}
         ({}, {"mix.0.loras": {"names": ["a"], "popularity": {"a": 1}}}, "^mix.0.loras.popularity: is given beside"),
         ({}, {"mix.0.loras.names": ["a", "a"]}, "^mix.0.loras.names: has the same name twice$"),
         ({}, {"mix.0.loras.names": ["../a"]}, "^mix.0.loras.names.0: string should match pattern"),
+        ({}, {"mix.0.loras": {"names": ["a:b"]}}, "^mix.0.loras.names.0: string should match pattern"),
         ({}, {"mix.0.loras.popularity": {"../a": 1}}, "^mix.0.loras.popularity.../a: string should match pattern"),
         ({}, {"mix.0.controlnets": {"count": 4, "names": [*"abcd"]}}, "^mix.0.controlnets.count: 4 is more than 3$"),
         ({}, {"mix.0.controlnets.images": ["/nowhere"]}, "^mix.0.controlnets.images: there is no file /nowhere$"),

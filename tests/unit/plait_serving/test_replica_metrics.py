@@ -5,7 +5,8 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from plait_serving.replica_metrics import merge
+from plait_serving.replica_metrics import label, merge
+from support.names import ODD_NAMES
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
@@ -72,3 +73,11 @@ def test_one_replicas_text_is_left_alone_and_none_is_empty() -> None:
     doubled = merge([text, text])
     assert "plait_endless +Inf\n" in doubled
     assert "plait_odd NaN\n" in doubled
+
+
+def test_names_of_models_are_labels_as_they_are() -> None:
+    """Quotes, braces, spaces, other scripts, and what ends a line elsewhere: Prometheus' own parser reads the name."""
+    names = [*ODD_NAMES, "a\u2028b", "a\\nb", "a\nb", "plait_x{"]
+    text = "# TYPE plait_x gauge\n" + "".join(f"plait_x{{model={label(name)}}} {i}\n" for i, name in enumerate(names))
+    assert samples(text) == {("plait_x", name): i for i, name in enumerate(names)}
+    assert samples(merge([text, text])) == {("plait_x", name): 2 * i for i, name in enumerate(names)}

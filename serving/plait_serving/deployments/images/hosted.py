@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from plait_disagg.queue.scale import Gauge
@@ -32,6 +33,7 @@ from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
+from plait_serving.replica_metrics import label
 from plait_serving.starter.preprocess import PREPROCESSORS
 
 __all__ = ["HostedImages", "load_images", "open_images"]
@@ -225,21 +227,25 @@ class LoraCards:
 
     def cards(self) -> tuple[LoraCard, ...]:
         """Return the cards, sorted by name."""
-        entries = self._source.list()
-        known = {(name, entry.stamp): self._formats.get((name, entry.stamp)) for name, entry in entries.items()}
-        self._formats = {key: found or self._format(*key) for key, found in known.items()}
+        keys = [(name, entry.stamp) for name, entry in self._source.list().items()]
+        files = {} if all(key in self._formats for key in keys) else self._files()
+        self._formats = {key: self._formats.get(key) or _format(files.get(key[0])) for key in keys}
         family = self._family()
         return tuple(LoraCard(name=name, family=family, format=fmt) for (name, _), fmt in self._formats.items())
 
-    def _format(self, name: str, stamp: str) -> str:  # noqa: ARG002  # the stamp is the key's other half
-        """Return the format of a file in a folder; a store's entry is not downloaded for a listing."""
-        if not (self._reads_formats and isinstance(self._source, FolderSource)):
-            return "unknown"
-        try:
-            keys = inspect(self._source.fetch(name), max_bytes=MAX_FILE_BYTES).tensors
-        except EngineError:
-            return "unreadable"
-        return layout_of(keys)
+    def _files(self) -> Mapping[str, Path]:
+        """Return the files of a folder; a store's entry is not downloaded for a listing."""
+        return self._source.files() if self._reads_formats and isinstance(self._source, FolderSource) else {}
+
+
+def _format(path: Path | None) -> str:
+    if path is None:
+        return "unknown"
+    try:
+        keys = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+    except EngineError:
+        return "unreadable"
+    return layout_of(keys)
 
 
 def lora_source(images: ImagesSection) -> LoraSource:
@@ -285,9 +291,10 @@ def metrics_text(assembled: Assembled) -> str:
     lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
     lines += _tenant_lines(assembled.engine.usage())
     lines.append("# TYPE plait_model_resident gauge")
-    lines += [f'plait_model_resident{{model="{name}"}} {int(name in residency.resident)}' for name in assembled.models]
+    resident = {name: int(name in residency.resident) for name in assembled.models}
+    lines += [f"plait_model_resident{{model={label(name)}}} {value}" for name, value in resident.items()]
     lines.append("# TYPE plait_engine_prepared gauge")
-    lines += [f'plait_engine_prepared{{part="{part}"}} 1' for part in sorted(assembled.prepared_parts())]
+    lines += [f"plait_engine_prepared{{part={label(part)}}} 1" for part in sorted(assembled.prepared_parts())]
     audits = [model.auditor.statistics() for model in assembled.models.values()]
     return "\n".join(lines) + "\n" + audit_text(*audits)
 
@@ -307,7 +314,7 @@ def _tenant_lines(usage: Mapping[str, TenantUsage]) -> list[str]:
             "image_compute_seconds": round(used.compute_s, 6),
         }
         for name, value in counters.items():
-            line = f'plait_tenant_{name}_total{{tenant="{tenant}"}} {value}'
+            line = f"plait_tenant_{name}_total{{tenant={label(tenant)}}} {value}"
             by_metric.setdefault(f"# TYPE plait_tenant_{name} counter", []).append(line)
     return [line for head, lines in by_metric.items() for line in (head, *lines)]
 

@@ -26,8 +26,8 @@ from plait_serving.diffusion.lora.keys import (
 )
 from plait_serving.diffusion.lora.kinds import AnyFactor
 from plait_serving.diffusion.lora.layouts import LoraFormat
+from plait_serving.diffusion.lora.listing import ADAPTER_FILE
 from plait_serving.diffusion.lora.metadata import AlphaRules
-from plait_serving.diffusion.lora.source import ADAPTER_FILE
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 MAX_FILE_BYTES = 4 << 30

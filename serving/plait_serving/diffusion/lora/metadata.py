@@ -17,7 +17,7 @@ from typing import Any
 
 from plait_fabric.bounded import load_json
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.source import CONFIG_FILE
+from plait_serving.diffusion.lora.listing import CONFIG_FILE
 from plait_serving.diffusion.lora.targets import ModuleRef
 
 KEY = "lora_adapter_metadata"

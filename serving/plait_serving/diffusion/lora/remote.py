@@ -22,9 +22,10 @@ from typing import Any, BinaryIO
 
 from plait_serving.diffusion.errors import EngineStopped, LoraError
 from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
-from plait_serving.diffusion.lora.source import SUFFIX, LoraEntry, not_found
+from plait_serving.diffusion.lora.source import LoraEntry, not_found
+from plait_serving.diffusion.sources.layout import SUFFIX
+from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.sources.staging import locked
-from plait_serving.diffusion.values import NAME_PATTERN
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class RemoteSource:
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         for name in entries:
-            if not NAME_PATTERN.fullmatch(name):
+            if not is_name(name):
                 raise ValueError(f"{name!r} is no valid LoRA name")
         self._url = url.rstrip("/")
         self._entries = MappingProxyType(dict(sorted(entries.items())))

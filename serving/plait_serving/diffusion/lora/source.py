@@ -14,15 +14,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 from plait_serving.diffusion.errors import NotFound
-from plait_serving.diffusion.values import NAME_PATTERN
+from plait_serving.diffusion.lora.listing import ADAPTER_FILE, CONFIG_FILE, list_loras
+from plait_serving.diffusion.sources.names import LeftOut
 
 _log = logging.getLogger(__name__)
-
-SUFFIX = ".safetensors"
-DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-"""The file name that diffusers' `save_lora_weights` uses in its folder."""
-ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-"""The file names that PEFT's `save_pretrained` uses in its folder."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,39 +55,26 @@ def not_found(name: str) -> NotFound:
 
 
 class FolderSource:
-    """A folder with `<name>.safetensors` files, and with sub-folders `<name>` as diffusers and PEFT save them:
-    `pytorch_lora_weights.safetensors`, or `adapter_model.safetensors` with an `adapter_config.json`.
-
-    It is read anew at every call, so new files are seen without a restart; a file wins over a sub-folder of its
-    name. Links that lead out of the folder are ignored, and so are names that `NAME_PATTERN` refuses.
-    """
+    """A folder of LoRAs, by the rules of `listing`. It is read anew at every call, so new files are seen without a
+    restart; what is not served is logged once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._reported: set[str] = set()
+        self._left_out = LeftOut(_log, folder)
 
     def find(self, name: str) -> LoraEntry | None:
         """Return the LoRA of that name, or None."""
-        path = self._path(name)
+        path = self.files().get(name)
         return _entry(name, path) if path else None
 
     def list(self) -> Mapping[str, LoraEntry]:
         """Return all LoRAs by name; an absent folder counts as empty."""
-        try:
-            found = sorted(self._folder.iterdir())
-        except OSError:
-            found = []
-        names = {path.name.removesuffix(SUFFIX) for path in found if path.name.endswith(SUFFIX) or path.is_dir()}
-        for path in found:
-            if path.suffix in {".pt", ".pth", ".ckpt", ".bin"} and path.name not in self._reported:
-                self._reported.add(path.name)
-                _log.warning("%s is ignored: only .safetensors files are read", path.name)
-        entries = {name: entry for name in sorted(names) if (entry := self.find(name))}
+        entries = {name: entry for name, path in self.files().items() if (entry := _entry(name, path))}
         return MappingProxyType(entries)
 
     def fetch(self, name: str) -> Path:
         """Return the file itself."""
-        path = self._path(name)
+        path = self.files().get(name)
         if path is None:
             raise not_found(name)
         return path
@@ -100,25 +82,11 @@ class FolderSource:
     def close(self) -> None:
         """Do nothing: a fetch does not block."""
 
-    def _path(self, name: str) -> Path | None:
-        if not NAME_PATTERN.fullmatch(name):
-            return None
-        root = self._folder.resolve()
-        for candidate in (self._folder / f"{name}{SUFFIX}", self._folder / name / DIFFUSERS_FILE):
-            if (path := _inside(root, candidate)) is not None:
-                return path
-        path = _inside(root, self._folder / name / ADAPTER_FILE)
-        has_config = path is not None and path.name == ADAPTER_FILE and _inside(root, path.parent / CONFIG_FILE)
-        return path if has_config else None
-
-
-def _inside(root: Path, candidate: Path) -> Path | None:
-    """Return the file that a path leads to, unless there is none or it is outside of the folder."""
-    try:
-        path = candidate.resolve(strict=True)
-    except (OSError, RuntimeError):
-        return None
-    return path if path.is_file() and path.is_relative_to(root) else None
+    def files(self) -> Mapping[str, Path]:
+        """Return the weights of all LoRAs by name: for all of them, far cheaper than `fetch` for each."""
+        listing = list_loras(self._folder)
+        self._left_out.tell(listing.left_out)
+        return listing.files
 
 
 def _entry(name: str, path: Path) -> LoraEntry | None:

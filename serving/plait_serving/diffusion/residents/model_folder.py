@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,11 +10,15 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from plait_serving.diffusion.values import NAME_PATTERN
+from plait_serving.diffusion.sources.layout import is_pickle, stem_of
+from plait_serving.diffusion.sources.names import NOWHERE, OUT, LeftOut, composed, shown, why_not
 
 __all__ = ["FolderOfModels", "FoundModel"]
 
+_log = logging.getLogger(__name__)
+
 _INDEX = "model_index.json"
+_SINGLE = "a single file; images.models names those"
 _MAX_FILES = 1000  # of one model
 _TICK_NS = 1_000_000_000  # coarse file systems keep whole seconds
 
@@ -27,11 +32,12 @@ class FoundModel:
 
 
 class FolderOfModels:
-    """Every diffusers folder in it is a base model, by its name. It is read anew at every call. Links that lead out of
-    it are ignored, and so are names that `NAME_PATTERN` refuses."""
+    """Every diffusers folder in it is a base model, by its name; of two whose names are one once they are composed, the
+    first by path. It is read anew at every call; what is not served is logged once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._left_out = LeftOut(_log, folder)
 
     def changed_ns(self) -> int:
         """Return when something was last moved in or out; 0 for an absent folder. Far cheaper than `list`.
@@ -48,21 +54,39 @@ class FolderOfModels:
     def list(self) -> Mapping[str, FoundModel]:
         """Return the models that exist now, in name order; an absent folder counts as empty."""
         try:
-            names = sorted(path.name for path in self._folder.iterdir() if NAME_PATTERN.fullmatch(path.name))
             root = self._folder.resolve(strict=True)
+            files = sorted(path.name for path in root.iterdir())
         except (OSError, RuntimeError):
             return MappingProxyType({})
-        return MappingProxyType({name: found for name in names if (found := _model(root, self._folder / name))})
+        models: dict[str, FoundModel] = {}
+        files_of: dict[str, str] = {}
+        left_out: dict[str, str] = {}
+        for file in files:
+            name, found = composed(file), _model(root, file)
+            if isinstance(found, FoundModel) and name not in models:
+                models[name], files_of[name] = found, file
+            elif found is not None:
+                left_out[file] = found if isinstance(found, str) else f"{shown(files_of[name])} has its name"
+        self._left_out.tell(left_out)
+        return MappingProxyType(dict(sorted(models.items())))
 
 
-def _model(root: Path, named: Path) -> FoundModel | None:
+def _model(root: Path, file: str) -> FoundModel | str | None:
+    """Return the model that has that name in the folder, or why it is not served; None: it is nothing that could be."""
     try:
-        folder = named.resolve(strict=True)
-        if not (folder.is_relative_to(root) and folder != root and (folder / _INDEX).is_file()):
-            return None
+        folder = (root / file).resolve(strict=True)
+        if not folder.is_relative_to(root) or folder == root:
+            return OUT
+        if not folder.is_dir():
+            return _SINGLE if stem_of(file) is not None or is_pickle(file) else None
+        why = why_not(file)
+        if why is not None:
+            return why
+        if not (folder / _INDEX).is_file():
+            return f"no diffusers folder: it has no {_INDEX}"
         return FoundModel(folder=folder, stamp=_stamp(folder))
     except (OSError, RuntimeError):
-        return None  # it went away between two looks
+        return NOWHERE if (root / file).is_symlink() else None  # it went away between two looks
 
 
 def _stamp(folder: Path) -> str:

@@ -1,1 +1,1 @@
-"""From what a configuration names to a folder with a model: hub ids, and how folders are written."""
+"""From what a configuration names to a folder with a model: hub ids, names of files, and how folders are written."""

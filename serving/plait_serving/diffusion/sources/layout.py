@@ -1,4 +1,4 @@
-"""What a checkpoint in one file looks like from outside: its name and the names of its tensors. Loads no library."""
+"""What files of weights look like from outside: their names and the names of their tensors. Loads no library."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from plait_serving.diffusion.published.architectures import FamilyName
 
-__all__ = ["PICKLE", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_pickle"]
+__all__ = ["PICKLE", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_pickle", "stem_of"]
 
 SUFFIX = ".safetensors"
 PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
@@ -24,6 +24,11 @@ _TEXTS: Mapping[str, FamilyName] = {
 def is_pickle(name: str) -> bool:
     """Return whether a file's name is one of those that hold pickles."""
     return name.lower().endswith(_PICKLES)
+
+
+def stem_of(name: str) -> str | None:
+    """Return a file's name without `SUFFIX`, in whatever case it is written; None: it has another."""
+    return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else None
 
 
 def family_of_keys(keys: Iterable[str]) -> FamilyName | None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle
+from plait_serving.diffusion.sources.layout import PICKLE, is_pickle, stem_of
 from plait_serving.diffusion.sources.single_file import converted
 
 __all__ = ["cache_folder", "resolve_source"]
@@ -38,7 +38,7 @@ def resolve_source(
         return place
     if is_pickle(str(source)):
         raise ModelError(f"{source}: {PICKLE}")
-    if place.suffix == SUFFIX:
+    if stem_of(place.name) is not None:
         return converted(place, config=config, cache=(cache or cache_folder()) / "converted")
     parts = str(source).split("/")
     if isinstance(source, Path) or len(parts) != 2 or not all(parts) or str(source).startswith((".", "~")):

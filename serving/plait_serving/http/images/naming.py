@@ -1,14 +1,16 @@
 """What `model` in a request means: a base model, an alias, or a base model with LoRAs, as `emoji+noto:0.8+pixel`. Pure.
 
-So that every client of OpenAI's API reaches LoRAs, which know no fields but its own.
+So that every client of OpenAI's API reaches LoRAs, which know no fields but its own. Names may hold a + themselves: of
+those that there are, the longest counts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_SCALE
 from plait_serving.http.images.schemas import LoraBody
 from plait_serving.images.service import BaseModelCard, Catalog
@@ -21,13 +23,28 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
     """Return the base model and the LoRAs that a request's `model` names. Raises `NotFound` or `RequestError`."""
     if text is None:
         return catalog.model, []
+    text = "+".join(map(composed, text.split("+")))  # nothing is composed with a +
     card, alias = catalog.base(text), catalog.alias(text)
     if card is not None:
         return card, []
     if alias is not None:
         return _base(alias.model, catalog), _bodies(alias.loras)
-    name, *parts = text.split("+")
+    name, rest = _first(text, [base.name for base in catalog.models])
+    names = [lora.name for lora in catalog.loras]
+    parts = []
+    while rest is not None:
+        part, rest = _first(rest, names)
+        parts.append(part)
     return _base(name, catalog), _bodies(dict(map(_lora, _once_each(parts))))
+
+
+def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
+    """Split a text at its first + that is in none of the names that it may begin with; None: there is none."""
+    whole = [
+        name for name in names if "+" in name and text.startswith(name) and text[len(name) : len(name) + 1] in "+:"
+    ]
+    end = text.find("+", len(max(whole, key=len, default="")))
+    return (text, None) if end < 0 else (text[:end], text[end + 1 :])
 
 
 def _base(name: str, catalog: Catalog) -> BaseModelCard:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from plait_serving.diffusion.admission import ImageLimits, check_sampler
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import (
     MAX_SEED,
     ControlRef,
@@ -165,20 +166,20 @@ def _check_stream(body: GenerationBody, n: int) -> None:
 
 def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: ImageLimits) -> LoraSet:
     """Return the set, given by the fields that name its parts."""
-    bodies = [lora for part in given.values() for lora in part]
-    if len(bodies) > limits.max_loras:
+    if sum(map(len, given.values())) > limits.max_loras:
         raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
-    seen: set[str] = set()
-    names = [card.name for card in catalog.loras]
+    scales: dict[str, float] = {}
+    names = dict.fromkeys(card.name for card in catalog.loras)
     for field, part in given.items():
         for i, lora in enumerate(part):
             param = f"loras.{i}.name" if field == "loras" else field
-            if lora.name in seen:
-                raise RequestError(f"LoRA {lora.name!r} is given twice; add the scales", param=param)
-            if not catalog.has_lora(lora.name):
-                raise NotFound(f"there is no LoRA {lora.name[:64]!r}{hint(lora.name, names)}", param=param)
-            seen.add(lora.name)
-    return tuple(LoraRef(name=lora.name, scale=float(lora.scale)) for lora in bodies)
+            name = composed(lora.name)
+            if name in scales:
+                raise RequestError(f"LoRA {name!r} is given twice; add the scales", param=param)
+            if name not in names:
+                raise NotFound(f"there is no LoRA {name[:64]!r}{hint(name, names)}", param=param)
+            scales[name] = float(lora.scale)
+    return tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items())
 
 
 def _lora_policy(body: GenerationBody, steps: int, loras: LoraSet) -> tuple[LoraPolicy, int]:

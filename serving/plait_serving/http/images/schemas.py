@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
+from plait_serving.diffusion.sources.names import RULE, composed, is_name
 from plait_serving.diffusion.values import (
     MAX_IMAGES,
     MAX_SCALE,
@@ -27,6 +28,7 @@ from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
 from plait_serving.images.codec import OutputFormat
 
 MAX_PROMPT_CHARS = 32_000  # OpenAI's limit
+MAX_MODEL_CHARS = 1024  # a base model and a few LoRAs, whose names may be long
 MAX_LIST = 64  # a guard against parsing a million entries; the model's own limits are lower
 
 IGNORED_FIELDS = (
@@ -64,6 +66,13 @@ def _name(text: str) -> str:
     return text
 
 
+def _lora_name(text: str) -> str:
+    name = composed(text)
+    if not is_name(name):
+        raise PydanticCustomError("name", RULE)
+    return name
+
+
 def _positive_zero(value: float) -> float:
     return value + 0.0  # -0.0 becomes 0.0, so that equal sets print and hash alike
 
@@ -95,6 +104,7 @@ def _upload(value: object) -> object:
 
 Text = Annotated[str, Field(max_length=MAX_PROMPT_CHARS), AfterValidator(_printable)]
 Name = Annotated[str, AfterValidator(_name)]
+LoraName = Annotated[str, AfterValidator(_lora_name)]
 Scale = Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE), AfterValidator(_positive_zero)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0), AfterValidator(_positive_zero)]
 
@@ -102,7 +112,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0), AfterValidator(_positive_zero
 class LoraBody(StrictBody):
     """One LoRA of the set, addressed by name."""
 
-    name: Name
+    name: LoraName
     scale: Scale = 1.0
 
 
@@ -125,7 +135,7 @@ class GenerationBody(StrictBody):
     """`POST /v1/images/generations`: OpenAI's fields, with plait's own at the top level beside them."""
 
     prompt: Annotated[Text, Field(min_length=1)]
-    model: Annotated[str, Field(max_length=256), AfterValidator(_printable)] | None = None
+    model: Annotated[str, Field(max_length=MAX_MODEL_CHARS), AfterValidator(_printable)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = None
     size: Annotated[str, Field(max_length=16, description='"WIDTHxHEIGHT" or "auto" (the model\'s own)')] | None = None
     response_format: Literal["b64_json", "url"] | None = None

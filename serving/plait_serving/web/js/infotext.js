@@ -1,6 +1,6 @@
 // The parameters that the server writes into its images, in A1111's form, read back into fields of a request.
 
-const LORA = / ?<lora:([A-Za-z0-9][A-Za-z0-9._-]*):(-?[0-9.e+-]+)>/g;
+const LORA = / ?<lora:([^:<>]+):(-?[0-9.e+-]+)>/g;
 
 /** Return the text that a PNG carries under `parameters`, or null. Throws a sentence if it is no PNG. */
 export async function parametersOf(blob) {

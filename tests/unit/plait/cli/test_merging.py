@@ -36,6 +36,15 @@ def test_what_was_written_is_served_as_any_model(lora, by_folder, config, tiny_s
     assert [entry["family"] for entry in json.loads(capsys.readouterr().out)] == ["sd1"]
 
 
+def test_names_with_dots_and_of_any_script(config, tiny_sd_folder, tmp_path, capsys):
+    """`v1.5` and `v1.6` are two names; a file may be spelled in capitals."""
+    for seed, name in enumerate(("v1.5", "v1.6", "花 (b)")):
+        tiny_lora(tmp_path / "loras" / f"{name}.safetensors", tiny_sd_folder, seed=seed)
+    tiny_lora(tmp_path / "X.SAFETENSORS", tiny_sd_folder, seed=7)
+    loras = [part for name in ("v1.5", "v1.6:0.5", "花 (b)", "X.SAFETENSORS") for part in ("--lora", name)]
+    assert main(["models", "merge", "tiny", *loras, "--out", "all", "--config", config]) == 0, capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [

@@ -84,6 +84,18 @@ def test_cli_doctor_finds_what_is_no_lora(config):
     assert "noise.safetensors" in found.detail
 
 
+def test_cli_doctor_looks_at_every_lora_that_is_served(config):
+    """Also in sub-folders, and with a suffix in capitals."""
+    loras = config.parent / "loras"
+    (loras / "deep" / "花").mkdir(parents=True)
+    shutil.copy(loras / "noto.safetensors", loras / "deep" / "ok.SAFETENSORS")
+    assert problems(config) == []
+    (loras / "deep" / "花" / "pytorch_lora_weights.safetensors").write_bytes(b"noise")
+    (loras / "NOISE.SAFETENSORS").write_bytes(b"noise")
+    (found,) = problems(config)
+    assert "NOISE.SAFETENSORS, deep/花/pytorch_lora_weights.safetensors in " in found.detail
+
+
 @pytest.mark.parametrize("harm", ["changed", "no package"])
 def test_cli_doctor_finds_harmed_packages(config, harm):
     """The sums in package.json are compared."""

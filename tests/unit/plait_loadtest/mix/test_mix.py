@@ -33,7 +33,7 @@ STYLED = {
     "guidance_scale": 4.5,
     "scheduler": "euler",
     "deadline_ms": 5000,
-    "loras": {"count": {0: 1, 2: 1}, "names": ["x", "y", "z"], "scale": 0.5},
+    "loras": {"count": {0: 1, 2: 1}, "names": ["x", "y", "花 (z)"], "scale": 0.5},
     "controlnets": {"count": {0: 1, 3: 1}, "popularity": {"e": 3, "f": 1, "g": 1, "h": 0}},
 }
 TABLES = {"rows": [10, 1000, 3], "ids_per_table": [1, 4, 2], "candidates": {2: 1, 5: 1}, "dense": 3}

@@ -20,6 +20,7 @@ from plait_serving.diffusion.values import (
     Sigmas,
 )
 from plait_serving.images.infotext import SAMPLER_NAMES, infotext
+from support.names import ODD_NAMES
 
 # stable-diffusion-webui, modules/infotext_utils.py: how it takes the last line apart.
 PAIR = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
@@ -103,3 +104,11 @@ def test_a_prompt_of_several_lines_stays_whole():
     """Newlines in prompts are kept."""
     prompt, negative, pairs = parse(infotext(request(prompt="a\nb", negative_prompt="c\nd"), model="m", index=0))
     assert (prompt, negative, pairs["Seed"]) == ("a\nb", "c\nd", "41")
+
+
+@pytest.mark.parametrize("name", [*ODD_NAMES, '"x"', '"x', "a, b"])
+def test_names_of_models_and_loras_read_back(name):
+    """Whatever script, and also in quotes."""
+    prompt, _, pairs = parse(infotext(request(loras=(LoraRef(name=name, scale=0.5),)), model=name, index=0))
+    assert prompt == f"red apple <lora:{name}:0.5>"
+    assert pairs["Model"] == name

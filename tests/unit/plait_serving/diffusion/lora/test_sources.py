@@ -20,6 +20,7 @@ from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource
 from plait_serving.diffusion.lora.testing import DelayedSource
 from plait_serving.diffusion.sources.staging import locked
+from support.names import ODD_NAMES
 
 # ---- folder ---------------------------------------------------------------------------------------------------------
 
@@ -88,21 +89,135 @@ def test_a_folder_that_is_itself_a_link_works(tmp_path):
     assert list(FolderSource(tmp_path / "link").list()) == ["a"]
 
 
-def test_only_files_of_valid_names_count(tmp_path):
-    """Directories, other suffixes, hidden files and names outside the pattern are passed over."""
-    (tmp_path / "dir.safetensors").mkdir()
-    (tmp_path / "empty").mkdir()
-    for name in (
-        ".hidden.safetensors",
-        "a b.safetensors",
-        "ü.safetensors",
-        "x" * 65 + ".safetensors",
-        "note.txt",
-        "b.pt",
-    ):
-        put(tmp_path, name)
-    put(tmp_path, "ok.safetensors")
-    assert list(FolderSource(tmp_path).list()) == ["ok"]
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_files_and_folders_of_any_script_are_served(tmp_path, name):
+    """As a file with its suffix in any case, and as a folder that a library saved; the name is the file's own."""
+    put(tmp_path / "files", f"{name}.safetensors")
+    put(tmp_path / "capitals", f"{name}.SafeTensors")
+    put(tmp_path / "folders", f"{name}/pytorch_lora_weights.safetensors")
+    put(tmp_path / "adapters", f"{name}/adapter_model.safetensors")
+    put(tmp_path / "adapters", f"{name}/adapter_config.json")
+    for folder in ("files", "capitals", "folders", "adapters"):
+        source = FolderSource(tmp_path / folder)
+        assert list(source.list()) == [name]
+        assert source.find(name) == source.list()[name]
+        assert source.fetch(name).is_relative_to(tmp_path / folder)
+
+
+def test_a_suffix_in_capitals(tmp_path):
+    """As cameras and Windows write them."""
+    put(tmp_path, "X.SAFETENSORS")
+    assert list(FolderSource(tmp_path).list()) == ["X"]
+
+
+def test_names_are_composed(tmp_path):
+    """macOS writes é as two characters: it is one name, found under its composed form."""
+    put(tmp_path, "cafe\u0301.safetensors", b"mac")
+    source = FolderSource(tmp_path)
+    assert list(source.list()) == ["caf\u00e9"]
+    assert source.fetch("caf\u00e9").read_bytes() == b"mac"
+
+
+def test_sub_folders_at_any_depth(tmp_path):
+    """Saved folders are named by themselves, other files by their stem, also beside what was saved."""
+    put(tmp_path, "top.safetensors")
+    put(tmp_path, "pytorch_lora_weights.safetensors")  # of the folder itself, which has no name
+    put(tmp_path, "styles/ink/wash.safetensors")
+    put(tmp_path, "runs/7/portrait/pytorch_lora_weights.safetensors")
+    put(tmp_path, "runs/7/portrait/optimizer.bin")
+    put(tmp_path, "runs/7/portrait/checkpoint-500/pytorch_lora_weights.safetensors")
+    put(tmp_path, "runs/8/landscape/adapter_model.safetensors")
+    put(tmp_path, "runs/8/landscape/adapter_config.json")
+    put(tmp_path, "runs/8/landscape/other.safetensors")
+    put(tmp_path, "bare/adapter_model.safetensors")  # without a configuration it is a file like any other
+    source = FolderSource(tmp_path)
+    places = {name: str(path.relative_to(tmp_path)) for name, path in source.files().items()}
+    assert places == {
+        "top": "top.safetensors",
+        "pytorch_lora_weights": "pytorch_lora_weights.safetensors",
+        "wash": "styles/ink/wash.safetensors",
+        "portrait": "runs/7/portrait/pytorch_lora_weights.safetensors",
+        "checkpoint-500": "runs/7/portrait/checkpoint-500/pytorch_lora_weights.safetensors",
+        "landscape": "runs/8/landscape/adapter_model.safetensors",
+        "other": "runs/8/landscape/other.safetensors",
+        "adapter_model": "bare/adapter_model.safetensors",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "served"),
+    [
+        (("a/x.safetensors", "x.safetensors"), "x.safetensors"),
+        (("a/b/x.safetensors", "z/x.safetensors"), "z/x.safetensors"),
+        (("b/x.safetensors", "a/x.safetensors"), "a/x.safetensors"),
+        (("b/x.safetensors", "x/pytorch_lora_weights.safetensors"), "x/pytorch_lora_weights.safetensors"),
+        (("a/x/pytorch_lora_weights.safetensors", "b/x.safetensors"), "a/x/pytorch_lora_weights.safetensors"),
+        (("x.safetensors", "x.SAFETENSORS"), "x.SAFETENSORS"),
+        (("u\u0308.safetensors", "a/\u00fc.safetensors"), "u\u0308.safetensors"),
+        (("\u00fc.safetensors", "u\u0308.safetensors"), "u\u0308.safetensors"),
+    ],
+)
+def test_of_two_with_one_name_one_is_served(tmp_path, caplog, files, served):
+    """The one nearer to the top, at one depth the first by path; the log says so once, and which one is."""
+    for file in files:
+        put(tmp_path, file)
+    source = FolderSource(tmp_path)
+    for _ in range(2):
+        assert [str(path.relative_to(tmp_path)) for path in source.files().values()] == [served]
+    (other,) = set(files) - {served}
+    said = [record.getMessage() for record in caplog.records]
+    assert said == [f"{tmp_path}/{other} is ignored: {served} has its name"]
+
+
+def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path, caplog):
+    """Whatever looks like a LoRA, or may hold some; a note and an empty folder do not."""
+    outside = put(tmp_path / "outside", "secret.safetensors").parent
+    folder = tmp_path / "loras"
+    put(folder, "ok.safetensors")
+    put(folder, "note.txt")
+    (folder / "empty").mkdir()
+    (folder / "dir.safetensors").mkdir()
+    reasons = {
+        ".hidden.safetensors": "hidden", ".git": "hidden", "a:b.safetensors": "a name has", " .safetensors": "a name",
+        "x\u200b/pytorch_lora_weights.safetensors": "a name has", f"{'x' * 201}.safetensors": "a name has",
+        "deep/er/b.PT": "only .safetensors files are read", "out.safetensors": "leads out", "outdir": "leads out",
+        "loop.safetensors": "leads nowhere", "linked/adapter_model.safetensors": "adapter_config.json is a link",
+        "pipe.safetensors": "not a file", "circle/adapter_model.safetensors": "adapter_config.json is a link",
+    }  # fmt: skip
+    for name in (".hidden.safetensors", ".git/x.safetensors", *list(reasons)[2:7], "linked/adapter_model.safetensors"):
+        put(folder, name)
+    (folder / "out.safetensors").symlink_to(outside / "secret.safetensors")
+    (folder / "outdir").symlink_to(outside)
+    (folder / "loop.safetensors").symlink_to(folder / "loop.safetensors")
+    (folder / "linked" / "adapter_config.json").symlink_to(put(outside, "adapter_config.json"))
+    put(folder, "circle/adapter_model.safetensors")
+    (folder / "circle" / "adapter_config.json").symlink_to(folder / "circle" / "adapter_config.json")
+    os.mkfifo(folder / "pipe.safetensors")
+    source = FolderSource(folder)
+    for _ in range(3):
+        assert list(source.list()) == ["ok"]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == len(reasons)
+    for path, reason in reasons.items():
+        shown = repr(str(folder / path))[1:-1]
+        assert sum(line.startswith(f"{shown} is ignored: ") and reason in line for line in said) == 1, path
+
+
+def test_a_folder_that_is_nowhere_is_empty(tmp_path):
+    """Not there yet, or a link to itself."""
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    for name in ("circle", "absent"):
+        assert dict(FolderSource(tmp_path / name).list()) == {}
+
+
+def test_links_inside_lead_to_their_names_and_to_no_end(tmp_path):
+    """A linked folder keeps the link's name; one that leads back up is read once."""
+    put(tmp_path, "a/pytorch_lora_weights.safetensors")
+    put(tmp_path, "a/inner.safetensors")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    (tmp_path / "a" / "up").symlink_to(tmp_path)
+    (tmp_path / "a" / "same").symlink_to(tmp_path / "a")
+    assert list(FolderSource(tmp_path).list()) == ["a", "b", "inner", "same"]
 
 
 def test_pickles_in_the_folder_are_mentioned_once(tmp_path, caplog):

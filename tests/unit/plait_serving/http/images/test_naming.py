@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import unicodedata
+import urllib.parse
 from dataclasses import replace
 
 import pytest
@@ -10,9 +13,11 @@ from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.http.images.naming import chosen_model
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
-from plait_serving.images.codec import DecodeLimits
-from plait_serving.images.service import AliasCard
-from plait_serving.images.testing import FAKE_CATALOG
+from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.service import AliasCard, LoraCard
+from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
+from support.http_app import make_client
+from support.names import NO_NAMES, ODD_NAMES
 
 LARGE = replace(FAKE_CATALOG.model, name="large", family="sdxl", default_width=64, controlnets=())
 CATALOG = replace(
@@ -86,3 +91,73 @@ def test_a_controlnet_of_another_family_is_refused_by_name():
 def test_without_a_model_the_first_is_meant():
     """As on a server that has one."""
     assert chosen_model(None, CATALOG) == (CATALOG.models[0], [])
+
+
+# ---- names from files ------------------------------------------------------------------------------------------------
+
+ODD = replace(
+    FAKE_CATALOG,
+    models=tuple(replace(FAKE_CATALOG.model, name=name) for name in ("emoji", *ODD_NAMES, "m+n")),
+    loras=tuple(LoraCard(name=name, family="sd1", format="peft") for name in (*ODD_NAMES, "n", "n+o")),
+)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_name_from_a_file_is_understood_wherever_a_request_may_have_it(name, form):
+    """As a LoRA, in a tag, as the model, behind the model, in a path; also as macOS spells it. The image's text has
+    it."""
+    service = FakeImageService(catalog=ODD)
+    client, typed = make_client(service), unicodedata.normalize(form, name)
+    for body in (
+        {"loras": [{"name": typed, "scale": 0.5}]},
+        {"prompt": f"x <lora:{typed}:0.5>", "prompt_syntax": "a1111"},
+        {"model": f"{typed}+{typed}:0.5"},
+    ):
+        answer = client.post("/v1/images/generations", json={"prompt": "x", **body})
+        assert answer.status_code == 200, answer.text
+        assert [(lora.name, lora.scale) for lora in service.submitted[-1].loras] == [(name, 0.5)]
+        text = read_parameters(base64.b64decode(answer.json()["data"][0]["b64_json"]))
+        assert f"<lora:{name}:0.5>" in text
+    assert service.submitted[-1].model == name
+    path = f"/v1/models/{urllib.parse.quote(typed, safe='')}"
+    assert client.get(path).json()["id"] == name
+    assert client.post(f"{path}/sleep").json() == {"id": name, "object": "model", "asleep": True}
+    assert service.asleep == {name}
+    assert name in {item["id"] for item in client.get("/v1/loras").json()["data"]}
+
+
+@pytest.mark.parametrize("name", [name for name in NO_NAMES if "\ud800" not in name], ids=ascii)
+def test_what_is_no_name_is_refused_with_the_rule(name):
+    """Not as something that is missing; but what is only not composed yet is, and then it is just unknown."""
+    body = {"prompt": "x", "loras": [{"name": name}]}
+    answer = make_client(FakeImageService()).post("/v1/images/generations", json=body)
+    error = answer.json()["error"]
+    if unicodedata.normalize("NFC", name) != name:
+        assert (answer.status_code, error["code"]) == (404, "lora_not_found")
+    else:
+        assert (answer.status_code, error["param"]) == (400, "loras.0.name")
+        assert "a name has 1 to 200 characters" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "model", "loras"),
+    [
+        ("m+n", "m+n", {}),
+        ("m+n+n", "m+n", {"n": 1.0}),
+        ("emoji+n", "emoji", {"n": 1.0}),
+        ("emoji+n+o", "emoji", {"n+o": 1.0}),
+        ("emoji+n+o:0.5+n:2", "emoji", {"n+o": 0.5, "n": 2.0}),
+        ('emoji+n:2+a"b#c?d%e+f:0.5', "emoji", {"n": 2.0, 'a"b#c?d%e+f': 0.5}),
+    ],
+)
+def test_a_plus_in_a_name(text, model, loras):
+    """The longest name that there is counts."""
+    base, found = chosen_model(text, ODD)
+    assert (base.name, {lora.name: lora.scale for lora in found}) == (model, loras)
+
+
+def test_many_pluses_take_no_time():
+    """Each is looked at once."""
+    with pytest.raises(RequestError, match="given twice"):
+        chosen_model("emoji" + "+" * 1_000, ODD)

@@ -1,0 +1,163 @@
+"""Which LoRAs a folder holds, by name. Reads directories, no file.
+
+A file is named by its stem; what diffusers or PEFT saved as a folder, by that folder. Of two with one name the one
+nearer to the top counts, and at one depth the first by path. Links are followed as long as they stay in the folder.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+
+from plait_serving.diffusion.sources.layout import SUFFIX, is_pickle, stem_of
+from plait_serving.diffusion.sources.names import HIDDEN, NOWHERE, OUT, composed, shown, why_not
+
+__all__ = ["ADAPTER_FILE", "CONFIG_FILE", "DIFFUSERS_FILE", "Listing", "list_loras"]
+
+DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
+"""The file name that diffusers' `save_lora_weights` uses in its folder."""
+ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+"""The file names that PEFT's `save_pretrained` uses in its folder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What a folder held when it was read. `files`: the weights by name, in name order; `left_out`: what is not served,
+    as paths below the folder, each with its reason."""
+
+    files: Mapping[str, Path]
+    left_out: Mapping[str, str]
+
+
+def list_loras(folder: Path) -> Listing:
+    """Read a folder and all below it; an absent one is empty."""
+    try:
+        walk = _Walk(folder.resolve(strict=True))
+    except (OSError, RuntimeError):  # the latter for links in a circle
+        return Listing(files=MappingProxyType({}), left_out=MappingProxyType({}))
+    walk.run()
+    files: dict[str, Path] = {}
+    places: dict[str, str] = {}
+    for found in sorted(walk.found, key=lambda found: (found.depth, found.place)):
+        if found.name in files:
+            walk.left_out[found.place] = f"{shown(places[found.name])} has its name"
+        else:
+            files[found.name], places[found.name] = found.file, found.place
+    return Listing(files=MappingProxyType(dict(sorted(files.items()))), left_out=MappingProxyType(walk.left_out))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _FoundLora:
+    """A LoRA. `place`: the path of its weights below the folder; `depth`: in how many sub-folders what it is named by
+    lies."""
+
+    name: str
+    depth: int
+    place: str
+    file: Path
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Reads a folder level by level, and what links lead to only once, so that it ends."""
+
+    root: Path
+    found: list[_FoundLora] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Fill `found` and `left_out`."""
+        level, seen = [("", self.root)], set[Path]()
+        while level:
+            inner: list[tuple[str, Path]] = []
+            for place, directory in level:
+                is_new = directory not in seen
+                seen.add(directory)
+                inner += self._read(place, directory, is_new)
+            level = inner
+
+    def _read(self, place: str, directory: Path, is_new: bool) -> Iterator[tuple[str, Path]]:
+        """Take the LoRAs of a directory, and yield those in it, each with its `place` (ends in a slash, or is empty).
+
+        Of one that was read under another name, only whether it is a LoRA as a whole.
+        """
+        try:
+            with os.scandir(directory) as entries:
+                inside = {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
+        except OSError as error:
+            if place:
+                self.left_out[place] = f"cannot be read ({error.strerror})"
+            return
+        saved = [DIFFUSERS_FILE] if DIFFUSERS_FILE in inside else []
+        saved += [ADAPTER_FILE] if {ADAPTER_FILE, CONFIG_FILE} <= inside.keys() else []
+        is_saved = bool(place and saved)
+        for name, entry in inside.items():
+            if is_saved and name in saved:
+                self._take(place, directory, entry, name_of=place.rstrip("/").rpartition("/")[2], up=1)
+            elif is_new and (path := self._directory(place + name, entry)) is not None:
+                yield f"{place}{name}/", path
+            elif is_new and (stem := stem_of(name)) is not None and not _is_directory(entry):
+                self._take(place, directory, entry, name_of=stem)
+            elif is_new and is_pickle(name) and not is_saved:  # beside what was saved lies what training needs
+                self.left_out[place + name] = f"only {SUFFIX} files are read"
+
+    def _directory(self, place: str, entry: os.DirEntry[str]) -> Path | None:
+        """Return where a directory is that is to be read."""
+        if not _is_directory(entry):
+            return None
+        path = self._target(place, entry)
+        if path is not None and entry.name.startswith("."):
+            self.left_out[place] = HIDDEN
+            return None
+        return path
+
+    def _take(self, place: str, directory: Path, entry: os.DirEntry[str], *, name_of: str, up: int = 0) -> None:
+        """Take a file, named by its stem or, `up` 1, by its directory."""
+        label = place + entry.name
+        why = why_not(name_of)
+        if why is not None:
+            self.left_out[label] = why
+            return
+        target = self._target(label, entry)
+        if target is None:
+            return
+        file = directory / entry.name if up else target  # a saved folder stays together, whatever its files link to
+        if not entry.is_file():
+            self.left_out[label] = "not a file"
+        elif file.name == ADAPTER_FILE and not self._holds(file.parent / CONFIG_FILE):
+            self.left_out[label] = f"its {CONFIG_FILE} is {OUT}, or nowhere"
+        else:
+            depth = place.count("/") - up
+            self.found.append(_FoundLora(name=composed(name_of), depth=depth, place=label, file=file))
+
+    def _target(self, place: str, entry: os.DirEntry[str]) -> Path | None:
+        """Return where an entry leads to, unless that is outside."""
+        path = Path(entry.path)
+        if not entry.is_symlink():
+            return path
+        try:
+            path = path.resolve(strict=True)
+        except (OSError, RuntimeError):
+            self.left_out[place] = NOWHERE
+            return None
+        if path.is_relative_to(self.root):
+            return path
+        self.left_out[place] = OUT
+        return None
+
+    def _holds(self, path: Path) -> bool:
+        """Return whether a file lies in the folder, or is not there."""
+        try:
+            return not path.is_symlink() or path.resolve(strict=True).is_relative_to(self.root)
+        except (OSError, RuntimeError):
+            return False
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # links in a circle
+        return False
