@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from plait_serving.diffusion.published.architectures import FamilyName
 
-__all__ = ["PICKLE", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_pickle"]
+__all__ = ["PICKLE", "SINGLE_CONTROLNET", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_controlnet", "is_pickle",
+           "no_single_file"]  # fmt: skip
 
 SUFFIX = ".safetensors"
 PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
+SINGLE_CONTROLNET = (
+    "a single file; ControlNets are read from diffusers folders: "
+    "ControlNetModel.from_single_file(FILE).save_pretrained(FOLDER) of diffusers makes one"
+)
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -24,6 +30,18 @@ _TEXTS: Mapping[str, FamilyName] = {
 def is_pickle(name: str) -> bool:
     """Return whether a file's name is one of those that hold pickles."""
     return name.lower().endswith(_PICKLES)
+
+
+def no_single_file(folder: Path) -> Path:
+    """Return a ControlNet's folder. Raises ValueError for a name that single files have."""
+    if is_pickle(folder.name) or folder.suffix.lower() == SUFFIX:
+        raise ValueError(f"{folder.name} is {SINGLE_CONTROLNET}")
+    return folder
+
+
+def is_controlnet(keys: Iterable[str]) -> bool:
+    """Return whether tensors of these names are a ControlNet's, in the original layout or in that of diffusers."""
+    return any("input_hint_block." in key or key.startswith("controlnet_") for key in keys)
 
 
 def family_of_keys(keys: Iterable[str]) -> FamilyName | None:
