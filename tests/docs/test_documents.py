@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from plait_bench import headlines, records
+from plait_serving.http.images.schemas import GenerationBody
 from support.app_server import AppServer
 from support.documents import FOLDERS, GUIDES, ROOT, anchors, blocks_of, links, read
 from support.readme_commands import USUAL_URL, DocumentShell
@@ -31,6 +32,15 @@ def test_readme_can_be_read_in_one_go():
 def test_every_folder_has_a_guide_that_readme_leads_to(folder):
     """A pillar's guide is one link away from README.md."""
     assert f"{folder}/README.md" in links(read("README.md"))
+
+
+def test_guide_and_page_say_what_clip_skip_skips():
+    """The prompt only, as in diffusers; with A1111's syntax the negative prompt too."""
+    (row,) = [line for line in read("serving/README.md").splitlines() if line.startswith("| `clip_skip` |")]
+    schema = GenerationBody.model_json_schema()["properties"]["clip_skip"]
+    for text in (row, str(schema)):
+        assert "negative prompt" in text
+        assert re.search("diffusers.*prompt_syntax: a1111.*A1111", text)
 
 
 @pytest.mark.parametrize("document", LINKED)

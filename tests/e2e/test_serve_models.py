@@ -21,6 +21,7 @@ from PIL import Image
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
+from support.app_server import wait_for
 from support.server import REAL, PlaitServer, free_port
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
@@ -53,6 +54,8 @@ def root(tmp_path_factory) -> Path:
     tiny_sdxl(root / "large", seed=3)
     tiny_sd(root / "late", seed=4)
     tiny_lora(root / "loras" / "noto.safetensors", one, seed=3)
+    (root / "more" / "broken").mkdir(parents=True)
+    (root / "more" / "broken" / "model_index.json").write_text("{}")
     return root
 
 
@@ -109,6 +112,14 @@ def test_every_model_draws_what_it_draws_alone(client, root):
         at_once = list(threads.map(lambda name: drawn(client, name), 2 * list(wanted)))
     for name, ours in zip(2 * list(wanted), at_once, strict=True):
         assert np.abs(ours - wanted[name]).max() <= 1, name
+
+
+def test_what_is_not_loaded_stands_in_the_line_that_it_is_ready(server, root):
+    """With the reason."""
+    wait_for(lambda: "plait serves" in server.errors())
+    (line,) = [line for line in server.errors().splitlines() if line.startswith("plait serves")]
+    assert line.startswith(f"plait serves one, two, large at {server.url} (ready after ")
+    assert f"; not loaded: broken ({root / 'more' / 'broken' / 'model_index.json'}: " in line
 
 
 def test_names_are_listed_and_unknown_ones_get_the_nearest(client, server):

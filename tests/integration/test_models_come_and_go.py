@@ -129,7 +129,8 @@ def test_a_model_that_is_replaced_makes_the_new_images(serving, models):
 
 
 def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, caplog):
-    """A broken folder, and a name of the configuration, are in the log once; a repaired one is served."""
+    """A broken folder, and a name of the configuration, are in the log once, and the engine knows why; a repaired one
+    is served."""
     assembled, folder = serving
     shutil.copytree(models["b"], folder / "first")
     broken = shutil.copytree(models["b"], folder / "broken")
@@ -139,9 +140,14 @@ def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, capl
     assert list(assembled.models) == ["first"]
     assert caplog.text.count("broken is not served") == 1
     assert caplog.text.count("the configuration has another model of that name") == 1
+    assert assembled.roster.refused == {
+        "broken": f"{broken / 'unet' / 'config.json'}: missing",
+        "first": f"{folder / 'first'}: the configuration has another model of that name",
+    }
     np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
     kept.rename(broken / "unet" / "config.json")
     np.testing.assert_array_equal(drawn(assembled, "broken"), alone(models["b"]))
+    assert list(assembled.roster.refused) == ["first"]
 
 
 def test_weights_that_vanish_in_use_fail_with_a_sentence(serving, models):

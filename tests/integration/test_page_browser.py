@@ -96,6 +96,13 @@ def test_a_prompt_is_completed_and_what_was_chosen_is_made(window):
         desk.ready()
         assert page.run("return document.querySelectorAll('#grid li').length") == 2
         assert page.run(VALUE, "#prompt") == "red apple"  # the form, too
+        page.fill("#seed", "-1")  # A1111's way to ask for any
+        page.fill("#n", "2")
+        page.click("#generate")
+        page.wait(MADE, 4)
+        seeds = {request.seed for request in desk.service.submitted}
+        assert len(seeds) == 4
+        assert min(seeds) >= 0
         assert page.complaints() == []
 
 

@@ -21,6 +21,7 @@ from plait_serving.diffusion.values import (
     LoraRef,
     Preview,
     Progress,
+    PromptSyntax,
     Scheduler,
     Sigmas,
 )
@@ -118,6 +119,23 @@ def test_guidance_rescale_and_clip_skip_equal_diffusers(model, request):
         (ours,) = probe.latents(asked)
         assert ulps(ours, reference(asked)) <= EQUAL
         assert (ours - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("negative", [None, "", "a red cat"])
+@pytest.mark.parametrize("model", ["sd", "sdxl"])
+def test_empty_and_equal_prompts_equal_diffusers(model, request, negative):
+    """An empty prompt is encoded like any other, in both syntaxes; layers are left out for the prompt only, also where
+    the negative prompt is the same text."""
+    probe, reference = request.getfixturevalue(model)
+    asked = ask(75, prompt="", negative_prompt=negative)
+    theirs = reference(asked)
+    for syntax in PromptSyntax:
+        (ours,) = probe.latents(replace(asked, prompt_syntax=syntax))
+        assert ulps(ours, theirs) <= EQUAL
+    for prompt in ("", "a red cat"):
+        skipping = replace(asked, prompt=prompt, clip_skip=1)
+        (ours,) = probe.latents(skipping)
+        assert ulps(ours, reference(skipping)) <= EQUAL
 
 
 def test_options_in_company_and_in_edits_equal_diffusers(sdxl):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import shutil
 import threading
@@ -11,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from plait_serving.deployments.images.hosted import load_images
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import ModelError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
@@ -18,6 +20,7 @@ from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.residents import policy
 from plait_serving.diffusion.residents.keeper import Residents
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
+from plait_serving.images.config import ControlNetSection, ImagesSection
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
 WAIT_S = 60.0
@@ -222,9 +225,34 @@ def test_a_model_larger_than_the_budget_is_refused_by_name(folders, engine_of):
 
 
 def test_a_second_name_for_a_folder_is_left_out(folders, engine_of, caplog):
-    """The log says which, and the others are served."""
+    """The log says which, the engine knows why, and the others are served."""
     several = engine_of({"a": folders["a"], "again": folders["a"], "b": folders["b"]})
     assert list(several.models) == ["a", "b"]
     assert "again is not served" in caplog.text
+    assert several.roster.refused == {
+        "again": f"{folders['a'].model} is a's folder; another name for it belongs into images.aliases"
+    }
     with pytest.raises(NotFound, match="again"):
         several.engine.generate(asked("again"), timeout_s=WAIT_S)
+
+
+def test_the_catalog_says_what_is_not_served(folders, tiny_sd_controlnets, tiny_sdxl_controlnets, tmp_path):
+    """Models that cannot be read, and ControlNets that no model takes, each with the reason; the rest is served."""
+    section = ImagesSection(
+        models={"a": str(folders["a"].model), "gone": str(tmp_path / "gone")},
+        controlnets={
+            "edges": ControlNetSection(folder=tiny_sd_controlnets[0]),
+            "wide": ControlNetSection(folder=tiny_sdxl_controlnets[0]),
+        },
+        loras={"folder": tmp_path},
+        knobs=KNOBS,
+    )
+    hosted = load_images(section, converts=False)
+    try:
+        catalog = asyncio.run(hosted.service.catalog())
+    finally:
+        hosted.stop(drain_s=0)
+    assert [card.name for card in catalog.models] == ["a"]
+    assert list(catalog.refused) == ["gone", "ControlNet wide"]
+    assert catalog.refused["gone"] == f"{tmp_path / 'gone'}: no such folder"
+    assert "is for another base model" in catalog.refused["ControlNet wide"]

@@ -38,7 +38,7 @@ def generate(
         float | None, typer.Option(help="share of the steps that run: how far to go from --image")
     ] = None,
     negative: Annotated[str | None, typer.Option(help="what not to draw")] = None,
-    seed: Annotated[int | None, typer.Option(help="image i uses seed + i; random if left out")] = None,
+    seed: Annotated[int | None, typer.Option(help="image i uses seed + i; random if left out, or -1")] = None,
     steps: Annotated[int | None, typer.Option(help="denoising steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="guidance scale")] = None,
     scheduler: Annotated[str | None, typer.Option(help="the sampler; serving/README.md has a table")] = None,

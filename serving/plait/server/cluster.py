@@ -33,6 +33,9 @@ _STATE_SHARE = 0.1
 here and in its controller (it pickles the request router of each), and models that are loading need the CPUs
 more. So a waiting process polls often at first, then less and less often."""
 
+_ANSWER_S = 5.0
+"""Time for a replica that is ready to answer a question."""
+
 _LAST_ANSWERS_S = 2.0
 """Time for the last answers: once the last image is finished, its answer still has to be encoded and sent."""
 
@@ -196,6 +199,13 @@ class Cluster:
             return "the connection to Ray was lost"
         dead = [name for name, _ in node.dead_processes()] if self.local else []
         return f"Ray's {', '.join(dead)} died" if dead else None
+
+    def ask(self, deployment: str, method: str) -> Any:
+        """Return what a method of one of a deployment's replicas returns."""
+        from ray import serve
+
+        handle = serve.get_deployment_handle(deployment, self._app_name)
+        return handle.broadcast(method).results(timeout_s=_ANSWER_S)[0]
 
     def drain(self, deployments: Sequence[str], *, drain_s: float, hurry: Callable[[], bool]) -> bool:
         """Ask the replicas of each deployment, in this order, to finish their requests. Return False if that was cut

@@ -12,12 +12,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from types import FrameType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from plait.config import TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
+from plait.config import ENGINE, TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
 from plait.errors import PlaitError, ServeError
 from plait.server import processes
 from plait.server.cluster import Cluster
@@ -27,6 +27,9 @@ from plait.server.ports import check_port, free_port, health, hold_port, with_po
 from plait.server.restarts import versions
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
+
+if TYPE_CHECKING:
+    from plait_serving.images.service import Catalog
 
 _log = logging.getLogger(__name__)
 
@@ -136,10 +139,9 @@ class _Run:
         try:
             self._start(compose, num_cpus)
             seconds = time.monotonic() - started_s
+            line = start_line(self._config.public_names, self._refused(), self._url, seconds)
             self._console.data(self._url)
-            self._console.progress(
-                f"plait serves {', '.join(self._config.public_names)} at {self._url} (ready after {seconds:.0f} s)"
-            )
+            self._console.progress(line)
             if (port := self._config.server.direct_port) is not None:
                 self._console.progress(f"plait: without Serve's proxy at {with_port(self._url, port)}")
             self._watch()
@@ -159,6 +161,17 @@ class _Run:
         if left:
             raise ServeError(f"{left} processes could not be ended; the next start tries again")
         return 0
+
+    def _refused(self) -> Mapping[str, str]:
+        """Return why models are not served, by name; none if the engine does not tell: its log has them too."""
+        if self._config.images is None:
+            return {}
+        assert self._cluster is not None
+        try:
+            return cast("Catalog", self._cluster.ask(ENGINE, "catalog")).refused
+        except Exception:
+            _log.exception("asking what is not served")
+            return {}
 
     @property
     def killed_ray(self) -> bool:
@@ -294,6 +307,13 @@ class _Run:
             if not self._cannot_write:
                 self._console.progress(f"plait: WARNING: {self._state.folder} cannot be written: {error.strerror}")
             self._cannot_write = True
+
+
+def start_line(names: Iterable[str], refused: Mapping[str, str], url: str, seconds: float) -> str:
+    """Return the line that says what is served, and what is not and why (`refused`, by name)."""
+    served = ", ".join(name for name in names if name not in refused)
+    missing = "; ".join(f"{name} ({reason})" for name, reason in refused.items())
+    return f"plait serves {served} at {url} (ready after {seconds:.0f} s){missing and f'; not loaded: {missing}'}"
 
 
 def leave(code: int) -> NoReturn:

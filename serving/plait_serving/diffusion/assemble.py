@@ -212,6 +212,7 @@ def _build(
         memory_bytes=memory_bytes,
     )
     models: dict[str, BaseModel] = {}
+    refused: dict[str, str] = {}
     for name, each in settings.items():
         try:
             model = BaseModel(name, each, around, costs=costs)
@@ -220,6 +221,7 @@ def _build(
         except ModelError as error:
             if not models:
                 raise
+            refused[name] = error.message
             _log.error("%s is not served: %s", name, error.message)
     engine = Engine(
         models=[model.served for model in models.values()],
@@ -237,6 +239,6 @@ def _build(
         return BaseModel(name, replace(first, model=found, revision=None, config=None), around, costs=costs)
 
     growth = None if folder is None else Growth(folder=folder, make=make, engine=engine)
-    live.roster = Roster(models, growth)
+    live.roster = Roster(models, growth, refused=refused)
     live.roster.look()
     return Assembled(engine=engine, roster=live.roster)

@@ -25,6 +25,7 @@ from plait_serving.diffusion.loading import load_module, outline_module, transla
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub
+from plait_serving.diffusion.sources.layout import SINGLE_CONTROLNET
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
@@ -234,6 +235,8 @@ def load_controlnet(
 
 def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
     """Raise `ModelError` for a ControlNet's folder that cannot run or does not fit the base model."""
+    if folder.is_file():
+        raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
     config = _read_json(folder / "config.json")

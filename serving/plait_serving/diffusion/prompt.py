@@ -86,10 +86,9 @@ class PromptEncoder:
         # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
         absent = request.negative_prompt is None
         zeros = uses_cfg and self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
-        read = (negative, prompt) if uses_cfg else (prompt,)
-        count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
-        # Like in diffusers, negative prompts are read with all layers.
-        texts = [self._filled(tokens, count, request.clip_skip if tokens is prompt else 0) for tokens in read]
+        read = ((negative, request.negative_clip_skip), (prompt, request.clip_skip))[0 if uses_cfg else 1 :]
+        count = max(len(chunks) for tokens, _ in read for chunks in tokens.chunks)
+        texts = [self._filled(tokens, count, skip) for tokens, skip in read]
         return PromptEncoding(
             texts[1:] if zeros else texts,
             run=self._run,

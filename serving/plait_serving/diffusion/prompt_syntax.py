@@ -1,30 +1,36 @@
 """The marks that A1111's users put into prompts: weights, breaks and LoRAs. Pure text, no tokenizer.
 
 `(a)` multiplies the weight of a by 1.1, `[a]` divides it by that, `(a:1.3)` multiplies it by 1.3; brackets nest, and
-those that stay open last to the end. A backslash makes the bracket after it ordinary. `BREAK` begins a new chunk.
-`<lora:name:0.8>` puts a LoRA into the set. So it is in stable-diffusion-webui, `modules/prompt_parser.py`; its other
-marks (prompt editing, alternation, AND) are refused, because as plain text they would silently mean something else.
+those that stay open last to the end. A backslash makes the mark after it ordinary, but not the colon of a weight.
+`BREAK` begins a new chunk. `<lora:name:0.8>`, in letters of any case, puts a LoRA into the set. So it is in
+stable-diffusion-webui, `modules/prompt_parser.py`; its other marks (prompt editing, alternation, AND) are refused,
+whatever is in them, because as plain text they would silently mean something else.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
+from types import MappingProxyType
 
 from plait_serving.diffusion.errors import RequestError
 
 __all__ = ["Span", "hint_of", "parse", "take_loras"]
 
-_ROUND, _SQUARE = 1.1, 1 / 1.1
+_FACTORS = MappingProxyType({"(": 1.1, "[": 1 / 1.1})
 _MAX_OPEN = 32
 _MAX_WEIGHT = 100.0
 
-_MARK = re.compile(r"\\[()\[\]\\]|[(\[\])]|:\s*[+-]?[.\d]+\s*\)")
+_MARK = re.compile(r"(\\(?:[()\[\]\\|]|:(?!\s*[+-]?[.\d]+\s*\)))?|[()\[\]])")
+_WEIGHT = re.compile(r":\s*([+-]?[.\d]+)\s*\Z")
 _BREAK = re.compile(r"\bBREAK\b")
-_LORA = re.compile(r"<lora:([^:<>]+)(?::([^:<>]*))?>")
-_UNKNOWN = re.compile(r"<[a-z]+:[^<>]*>|(?<!\\)\[[^\[\]():|]*[:|][^\[\]()]*\]|\bAND\b")
-_LIKE_MARKS = re.compile(r"\([^()]+:\s*[+-]?[.\d]+\s*\)|\(\([^()]+\)\)|\[[^\[\]]+\]|\bBREAK\b|<lora:[^<>]+>")
+_LORA = re.compile(r"<lora:([^:<>]+)(?::([^:<>]*))?>", re.IGNORECASE)
+_UNKNOWN = re.compile(r"<\w+:[^<>]*[<>]|\bAND\b")
+_LIKE_MARKS = re.compile(r"\([^()]+:\s*[+-]?[.\d]+\s*\)|\(\([^()]+\)\)|\[[^\[\]]+\]|\bBREAK\b|(?i:<lora:[^<>]+>)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,64 +57,85 @@ def take_loras(prompt: str, param: str) -> tuple[str, list[tuple[str, float]]]:
 
 
 def parse(prompt: str, param: str) -> list[Span]:
-    """Return the pieces of a prompt without LoRA tags; neighbours differ in weight or in `breaks`.
+    """Return the pieces of a prompt without LoRA tags; neighbours differ in weight or in `breaks`. Linear in the text.
 
     Raises `RequestError`, naming `param`, for marks that mean nothing here, and for weights beyond +-100.
     """
     unknown = _UNKNOWN.search(prompt)
     if unknown is not None:
-        raise RequestError(
-            f"{unknown[0][:80]!r} is not supported: weights, BREAK and <lora:name:scale> are", param=param
-        )
-    pieces: list[tuple[str, float]] = []
-    open_round: list[int] = []
-    open_square: list[int] = []
-    position = 0
-    for mark in _MARK.finditer(prompt):
-        pieces.append((prompt[position : mark.start()], 1.0))
-        position = mark.end()
-        text = mark[0]
-        if text == "(":
-            open_round.append(len(pieces))
-        elif text == "[":
-            open_square.append(len(pieces))
-        elif text.endswith(")") and text[0] != "\\" and open_round:
-            _weigh(pieces, open_round.pop(), _ROUND if text == ")" else _number(text[1:-1], param))
-        elif text == "]" and open_square:
-            _weigh(pieces, open_square.pop(), _SQUARE)
-        else:
-            pieces.append((text.removeprefix("\\"), 1.0))
-        if len(open_round) + len(open_square) > _MAX_OPEN:
-            raise RequestError(f"more than {_MAX_OPEN} brackets are open", param=param)
-    pieces.append((prompt[position:], 1.0))
-    for start in open_round:
-        _weigh(pieces, start, _ROUND)
-    for start in open_square:
-        _weigh(pieces, start, _SQUARE)
+        raise _unsupported(unknown[0], param)
+    pieces = _weighed(prompt, param)
     if not all(abs(weight) <= _MAX_WEIGHT for _, weight in pieces):
         raise RequestError(f"a weight is beyond {_MAX_WEIGHT:g}", param=param)
     return _joined(pieces)
 
 
-def _weigh(pieces: list[tuple[str, float]], start: int, factor: float) -> None:
-    pieces[start:] = [(text, weight * factor) for text, weight in pieces[start:]]
+def _weighed(prompt: str, param: str) -> list[tuple[str, float]]:
+    """Return the text with its weights. A pair of square brackets around a colon or a bar, unless that is in round ones
+    of its own, is editing or alternation: it is refused.
+
+    Brackets are numbered as they open. Round and square ones may cross; those of a kind nest, so each has one `outer`,
+    and a text needs to know the innermost of each kind only.
+    """
+    tokens = [*_MARK.split(prompt), ""]
+    factors, outer, opened_at = [1.0], [0], [0]
+    in_round = in_square = depth = 0
+    texts: list[str] = []
+    around: list[tuple[int, int]] = []
+    separators: list[int] = []  # of each colon or bar that no round brackets have hidden, the last bracket before it
+    for at in range(0, len(tokens), 2):
+        text, mark = tokens[at], tokens[at + 1]
+        if mark == ")" and in_round and ":" in text and (weight := _WEIGHT.search(text)):
+            factors[in_round] = _number(weight[1], param)
+            text = text[: weight.start()]
+        if text:
+            texts.append(text)
+            around.append((in_round, in_square))
+            if ":" in text or "|" in text:
+                separators.append(len(factors) - 1)
+        if mark in _FACTORS:
+            depth += 1
+            if depth > _MAX_OPEN:
+                raise RequestError(f"more than {_MAX_OPEN} brackets are open", param=param)
+            number = len(factors)
+            factors.append(_FACTORS[mark])
+            opened_at.append(at + 1)
+            if mark == "(":
+                outer.append(in_round)
+                in_round = number
+            else:
+                outer.append(in_square)
+                in_square = number
+        elif mark == ")" and in_round:
+            while separators and separators[-1] >= in_round:
+                separators.pop()
+            in_round, depth = outer[in_round], depth - 1
+        elif mark == "]" and in_square:
+            if separators and separators[-1] >= in_square:
+                raise _unsupported("".join(tokens[opened_at[in_square] : at + 2]), param)
+            in_square, depth = outer[in_square], depth - 1
+        elif literal := mark.removeprefix("\\"):
+            texts.append(literal)
+            around.append((in_round, in_square))
+    products = [1.0]
+    for number in range(1, len(factors)):
+        products.append(products[outer[number]] * factors[number])
+    return [(text, products[a] * products[b]) for text, (a, b) in zip(texts, around, strict=True)]
 
 
-def _joined(pieces: list[tuple[str, float]]) -> list[Span]:
+def _joined(pieces: Iterable[tuple[str, float]]) -> list[Span]:
     """Join neighbours of one weight, and cut at every BREAK."""
-    runs: list[tuple[str, float]] = []
-    for text, weight in pieces:
-        if runs and runs[-1][1] == weight:
-            runs[-1] = (runs[-1][0] + text, weight)
-        elif text:
-            runs.append((text, weight))
     spans = []
-    for text, weight in runs:
-        first, *rest = _BREAK.split(text)
+    for weight, run in groupby(pieces, key=itemgetter(1)):
+        first, *rest = _BREAK.split("".join(text for text, _ in run))
         if first.strip() or not rest:
             spans.append(Span(first, weight))
         spans += [Span(part, weight, breaks=True) for part in rest]
     return spans or [Span("", 1.0)]
+
+
+def _unsupported(text: str, param: str) -> RequestError:
+    return RequestError(f"{text[:80]!r} is not supported: weights, BREAK and <lora:name:scale> are", param=param)
 
 
 def _number(text: str, param: str) -> float:

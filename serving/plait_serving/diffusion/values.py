@@ -152,7 +152,7 @@ class ImageRequest:
 
     `sigmas` None: as the model's folder says. `eta` is DDIM's noise, 0 to 1. `guidance_rescale`: the share of the
     guided output that is brought back to the deviation of the conditional one. `clip_skip`: the layers that the text
-    encoders leave out at their end.
+    encoders leave out at their end, for the prompt (`negative_clip_skip`: for the negative prompt).
 
     For SDXL only: `prompt_2` and `negative_prompt_2` are what its second text encoder reads (None: what the first
     does), and the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
@@ -225,6 +225,12 @@ class ImageRequest:
     def uses_cfg(self) -> bool:
         """Whether classifier-free guidance runs: iff guidance_scale > 1 (diffusers' rule)."""
         return self.guidance_scale > 1.0
+
+    @property
+    def negative_clip_skip(self) -> int:
+        """The layers that the text encoders leave out for the negative prompt: none in diffusers, in A1111 as many as
+        for the prompt."""
+        return self.clip_skip if self.prompt_syntax is PromptSyntax.A1111 else 0
 
     def loras_at(self, call: int) -> LoraSet:
         """Return the LoRA set whose weights denoiser call `call` (0-based) needs."""

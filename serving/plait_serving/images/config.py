@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
-from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle, stem_of
+from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
 from plait_serving.sections import FolderPath, Name, Replicas, Replicated, Section, ServedName
@@ -79,7 +79,7 @@ class LorasSection(Section):
 class ControlNetSection(Replicated):
     """One ControlNet: its diffusers folder, and the number of replicas of its deployment."""
 
-    folder: FolderPath
+    folder: Annotated[FolderPath, AfterValidator(no_single_file)]
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0

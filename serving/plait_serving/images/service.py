@@ -62,13 +62,15 @@ class AliasCard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
     """What can be requested now; LoRAs may come and go while the server runs. The first model is what requests without
-    one mean. `start_s`: how long the process that answers took to start, if it is one of several."""
+    one mean. `refused`: why models of the configuration, or in its folder, are not served, by name. `start_s`: how long
+    the process that answers took to start, if it is one of several."""
 
     models: tuple[BaseModelCard, ...]
     aliases: tuple[AliasCard, ...] = ()
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     start_s: float | None = None
 
     @property

@@ -55,6 +55,12 @@ def test_defaults_serve_the_starter_on_loopback():
         ("images: {knobs: {largest_batch: 0}}", "images.knobs.largest_batch"),
         ("images: {knobs: {largest_bach: 1}}", "images.knobs.largest_bach: unknown key; did you mean largest_batch?"),
         ("images: {controlnets: {'../x': {folder: a}}}", "images.controlnets.../x"),
+        (
+            "images: {controlnets: {edges: {folder: cn/edges.safetensors}}}",
+            "images.controlnets.edges.folder: edges.safetensors is a single file; ControlNets are read from diffusers "
+            "folders",
+        ),
+        ("images: {controlnets: {edges: {folder: edges.PTH}}}", "edges.PTH is a single file"),
         ("images: {model: owner/name}", "give its commit as images.revision"),
         ("images: {model: emojy}", "is neither 'emoji' nor a path"),
         (f"images: {{revision: {REVISION}}}", "revision belongs to a hub id"),

@@ -190,6 +190,7 @@ class HostedImages:
                 for name, section in images.resolved_controlnets().items()
             ),
             preprocessors=tuple(sorted(PREPROCESSORS)),
+            refused={**self._assembled.roster.refused, **self._unfit},
         )
 
     def _card(self, name: str, model: BaseModel) -> BaseModelCard:
@@ -206,6 +207,12 @@ class HostedImages:
             controlnets=tuple(model.controlnets),
             limits=model.served.limits,
         )
+
+    @property
+    def _unfit(self) -> dict[str, str]:
+        """Why no model takes a ControlNet, in the words of the last that refused it."""
+        found = {name: why for model in self._assembled.models.values() for name, why in model.unfit.items()}
+        return {f"ControlNet {name}": why for name, why in found.items() if name not in self._families}
 
     @property
     def _families(self) -> dict[str, str]:

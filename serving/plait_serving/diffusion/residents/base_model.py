@@ -105,7 +105,8 @@ class Surroundings:
 
 
 class BaseModel:
-    """Makes a `ServedModel`. `denoiser` and `bundle` are those in memory now."""
+    """Makes a `ServedModel`. `denoiser` and `bundle` are those in memory now; `unfit` says of ControlNets, by name, why
+    they are not for it."""
 
     def __init__(self, name: str, settings: EngineSettings, around: Surroundings, *, costs: StepCosts | None) -> None:
         """Read the model's folder, its weights only if it is alone. Raises `ModelError`. `costs`: what is known of step
@@ -120,6 +121,7 @@ class BaseModel:
         if self._device == "cpu" and self._dtype is torch.bfloat16:
             warn_of_emulation()
         self.prepared: set[str] = set()
+        self.unfit: dict[str, str] = {}
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=around.is_idle)
         self._preparer = self._make_preparer()
         self.outline = self._bundle(outline=True)
@@ -236,16 +238,17 @@ class BaseModel:
                 measure=lambda here, there: _measure(here, there, self.denoiser, self.bundle),
             )
             for name, folder in self._settings.controlnets.items()
-            if self._takes(folder)
+            if self._takes(name, folder)
         }
 
-    def _takes(self, folder: Path) -> bool:
-        """Return whether a ControlNet is one for this model, as far as its folder says."""
+    def _takes(self, name: str, folder: Path) -> bool:
+        """Return whether a ControlNet is one for this model, as far as its folder says; if not, `unfit` says why."""
         if self._around.is_alone:
             return True  # then it is an error that it is not, and said when it is first used
         try:
             check_controlnet(folder, base=self.outline.config, vae_factor=self.outline.vae_factor)
-        except ModelError:
+        except ModelError as error:
+            self.unfit[name] = error.message
             return False
         return True
 

@@ -40,12 +40,15 @@ class Roster:
     know: so all of them serve what is in the folder, also those that start later.
     """
 
-    def __init__(self, models: Mapping[str, BaseModel], growth: Growth | None = None) -> None:
-        """Take the models of the configuration, which stay."""
+    def __init__(
+        self, models: Mapping[str, BaseModel], growth: Growth | None = None, *, refused: Mapping[str, str] | None = None
+    ) -> None:
+        """Take the models of the configuration, which stay; `refused`: those that cannot be used, with the reasons."""
         self._models = MappingProxyType(dict(models))
         self._growth = growth
         self._stamps: dict[str, str] = {}
-        self._refused: dict[str, str] = {}
+        self._left_out = dict(refused or {})
+        self._refused: Mapping[str, tuple[str, str]] = {}  # the stamp and the reason
         self._looked = (0, -math.inf)
         self._lock = threading.Lock()
 
@@ -53,6 +56,11 @@ class Roster:
     def models(self) -> Mapping[str, BaseModel]:
         """The models now; it does not change any more once it was returned."""
         return self._models
+
+    @property
+    def refused(self) -> Mapping[str, str]:
+        """Why models are not served, by name."""
+        return {**self._left_out, **{name: reason for name, (_, reason) in self._refused.items()}}
 
     def look(self, *, wait: bool = True) -> None:
         """Take in what came into the folder, and give up what left it. `wait` False: unless nothing was moved since
@@ -72,7 +80,7 @@ class Roster:
                 self._give_up(self._growth, name)
             self._refused = {name: why for name, why in self._refused.items() if name in found}
             for name, each in found.items():
-                if name not in self._stamps and self._refused.get(name) != each.stamp:
+                if name not in self._stamps and self._refused.get(name, ("",))[0] != each.stamp:
                     self._take_in(self._growth, name, each)
             self._looked = now  # last: until then nobody may take the list of before for what there is
         finally:
@@ -93,10 +101,11 @@ class Roster:
             model = growth.make(name, found.folder)
             check_no_twin(model, self._models)
         except ModelError as error:
-            self._refused[name] = found.stamp
+            self._refused = {**self._refused, name: (found.stamp, error.message)}
             _log.error("%s is not served: %s", name, error.message)
             return
         growth.engine.add(model.served)
+        self._refused = {other: why for other, why in self._refused.items() if other != name}
         self._stamps[name] = found.stamp
         self._models = MappingProxyType({**self._models, name: model})
         _log.info("%s is served from now on: %s", name, found.folder)

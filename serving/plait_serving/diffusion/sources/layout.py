@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 from plait_serving.diffusion.published.architectures import FamilyName
 
-__all__ = ["PICKLE", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_pickle", "stem_of"]
+__all__ = ["PICKLE", "SINGLE_CONTROLNET", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_controlnet", "is_pickle",
+           "no_single_file", "stem_of"]  # fmt: skip
 
 SUFFIX = ".safetensors"
 PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
+SINGLE_CONTROLNET = (
+    "a single file; ControlNets are read from diffusers folders: "
+    "ControlNetModel.from_single_file(FILE).save_pretrained(FOLDER) of diffusers makes one"
+)
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -29,6 +35,18 @@ def is_pickle(name: str) -> bool:
 def stem_of(name: str) -> str | None:
     """Return a file's name without `SUFFIX`, in whatever case it is written; None: it has another."""
     return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else None
+
+
+def no_single_file(folder: Path) -> Path:
+    """Return a ControlNet's folder. Raises ValueError for a name that single files have."""
+    if is_pickle(folder.name) or stem_of(folder.name) is not None:
+        raise ValueError(f"{folder.name} is {SINGLE_CONTROLNET}")
+    return folder
+
+
+def is_controlnet(keys: Iterable[str]) -> bool:
+    """Return whether tensors of these names are a ControlNet's, in the original layout or in that of diffusers."""
+    return any("input_hint_block." in key or key.startswith("controlnet_") for key in keys)
 
 
 def family_of_keys(keys: Iterable[str]) -> FamilyName | None:

@@ -39,7 +39,7 @@ from plait_serving.diffusion.lora.container import Header, inspect
 from plait_serving.diffusion.memory import gigabytes
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName
 from plait_serving.diffusion.published.configs import build_on_meta, published_name, write_configs
-from plait_serving.diffusion.sources.layout import SUFFIX, UNET, VAE, family_of_keys
+from plait_serving.diffusion.sources.layout import SINGLE_CONTROLNET, SUFFIX, UNET, VAE, family_of_keys, is_controlnet
 from plait_serving.diffusion.sources.staging import copy_parts, locked, new_folder
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 
@@ -87,6 +87,8 @@ def _what_it_lacks(header: Header) -> str:
     keys = header.tensors
     if any(key.startswith("conditioner.embedders.0.model.") for key in keys):
         return "an SDXL refiner is not supported as a base model"
+    if is_controlnet(keys):
+        return f"a ControlNet, no base model, and {SINGLE_CONTROLNET}"
     parts = {"UNet": UNET, "VAE": VAE}
     lacks = [name for name, prefix in parts.items() if not any(key.startswith(prefix) for key in keys)]
     if len(lacks) == len(parts):

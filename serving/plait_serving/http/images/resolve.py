@@ -33,6 +33,7 @@ from plait_serving.spelling import hint
 # The share of steps that bounded_async may run without its LoRAs if the request gives no k. SwiftDiffusion
 # (ATC'25) lets about the first 10 of 50 steps run without them.
 LORA_FREE_SHARE = 5
+RANDOM_SEED = -1  # A1111's way to ask for one
 
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 
@@ -151,7 +152,7 @@ def _steps(body: GenerationBody, model: BaseModelCard) -> int:
 
 
 def _seed(body: GenerationBody, n: int, random_seed: int) -> int:
-    seed = random_seed if body.seed is None else body.seed
+    seed = random_seed if body.seed is None or body.seed == RANDOM_SEED else body.seed
     if seed + n - 1 > MAX_SEED:
         raise RequestError(f"seed + n - 1 must not be above {MAX_SEED}", param="seed")
     return seed

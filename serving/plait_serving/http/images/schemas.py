@@ -134,7 +134,7 @@ class ControlNetBody(StrictBody):
 class GenerationBody(StrictBody):
     """`POST /v1/images/generations`: OpenAI's fields, with plait's own at the top level beside them."""
 
-    prompt: Annotated[Text, Field(min_length=1)]
+    prompt: Text
     model: Annotated[str, Field(max_length=MAX_MODEL_CHARS), AfterValidator(_printable)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_IMAGES)] | None = None
     size: Annotated[str, Field(max_length=16, description='"WIDTHxHEIGHT" or "auto" (the model\'s own)')] | None = None
@@ -166,9 +166,9 @@ class GenerationBody(StrictBody):
     ) = None
     num_inference_steps: Annotated[int, Field(ge=1)] | None = None
     guidance_scale: Annotated[float, Field(ge=0.0, le=MAX_SCALE), AfterValidator(_positive_zero)] | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED, description="image i uses seed + i; random if left out")] | None = (
-        None
-    )
+    seed: (
+        Annotated[int, Field(ge=-1, le=MAX_SEED, description="image i uses seed + i; random if left out, or -1")] | None
+    ) = None
     scheduler: (
         Annotated[
             Literal["ddim", "ddpm", "euler", "euler_a", "heun", "lms", "dpmpp_2m", "dpmpp_2m_sde", "dpmpp_sde", "unipc",
@@ -201,7 +201,13 @@ class GenerationBody(StrictBody):
     ) = None
     clip_skip: (
         Annotated[
-            int, Field(ge=0, le=64, description="text encoder layers to leave out; A1111's `Clip skip` is one more")
+            int,
+            Field(
+                ge=0,
+                le=64,
+                description="text encoder layers that the prompt leaves out, as in diffusers, and with prompt_syntax: "
+                "a1111 the negative prompt too; A1111's `Clip skip` is one more",
+            ),
         ]
         | None
     ) = None

@@ -73,7 +73,8 @@ export class Form {
   /** Return one request per image: `{path, body}`, all with seeds. `null` if something is missing, which is shown. */
   requests() {
     if (!this.element.reportValidity()) return null;
-    const seed = byId("seed").value === "" ? randomSeed() : Number(byId("seed").value);
+    const given = byId("seed").value;
+    const seed = given === "" || Number(given) < 0 ? randomSeed() : Number(given);
     const count = Number(byId("n").value);
     const source = this.source.read();
     const path = source ? "v1/images/edits" : "v1/images/generations";

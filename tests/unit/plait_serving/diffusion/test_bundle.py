@@ -17,7 +17,7 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 
-from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.bundle import check_controlnet, load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.model_config import Family, check_controlnet_config
 from plait_serving.diffusion.samplers import sampler_factory
@@ -240,6 +240,19 @@ def test_a_controlnet_for_another_base_is_refused(tiny_sd_folder, tiny_sdxl_cont
     """The error says what does not fit."""
     with pytest.raises(ModelError, match="another base model"):
         load_controlnet(tiny_sdxl_controlnets[0], base=load_bundle(tiny_sd_folder).config)
+
+
+def test_a_controlnet_in_one_file_is_called_that(tmp_path, tiny_sd_controlnets):
+    """Where its folder belongs, and as a base model, in the original layout and in that of diffusers."""
+    path = tmp_path / "canny.safetensors"
+    shutil.copy(tiny_sd_controlnets[0] / "diffusion_pytorch_model.safetensors", path)
+    with pytest.raises(ModelError, match=r"canny\.safetensors: a single file; .*from_single_file"):
+        check_controlnet(path)
+    with pytest.raises(ModelError, match=r"a ControlNet, no base model"):
+        load_bundle(path)
+    save_file({"control_model.input_hint_block.0.weight": torch.zeros(1)}, path)
+    with pytest.raises(ModelError, match=r"a ControlNet, no base model"):
+        load_bundle(path)
 
 
 @pytest.mark.parametrize(

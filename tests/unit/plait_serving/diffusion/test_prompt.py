@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
@@ -9,6 +11,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.prompt import PromptEncoder
 from plait_serving.diffusion.prompt_tokens import chunks_of, word_ids
+from plait_serving.diffusion.values import PromptSyntax
 from support.denoise import make_request
 
 LONG = "apple " * 80
@@ -24,12 +27,15 @@ def case(request):
     return bundle, PromptEncoder(bundle), kind.from_pretrained(folder)
 
 
-def reference(pipeline, prompt: str, negative: str | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+def reference(pipeline, prompt: str, negative: str | None, **more) -> tuple[torch.Tensor, torch.Tensor | None]:
     """diffusers' text and pooled rows, unconditional first."""
+    if not hasattr(pipeline.text_encoder, "text_model"):  # diffusers asks for the level that transformers 5 dropped
+        object.__setattr__(pipeline.text_encoder, "text_model", pipeline.text_encoder)
     with torch.no_grad():
         found = pipeline.encode_prompt(
-            prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True, negative_prompt=negative
-        )
+            prompt, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=True, negative_prompt=negative,
+            **more,
+        )  # fmt: skip
     pooled = torch.cat([found[3], found[2]]) if len(found) == 4 else None
     return torch.cat([found[1], found[0]]), pooled
 
@@ -46,6 +52,23 @@ def test_prompts_that_fit_have_diffusers_bits(case, prompt, negative):
     assert ours.uses_cfg
     if pooled is not None:
         assert torch.equal(ours.added["text_embeds"], pooled)
+
+
+@pytest.mark.parametrize("negative", [None, "", "a cat"])
+@pytest.mark.parametrize("prompt", ["", "a cat"])
+def test_only_the_prompt_skips_layers(case, prompt, negative):
+    """diffusers' rule, also where the two are one text; with A1111's syntax, and its rule, the negative prompt skips as
+    many, as it does in diffusers where it is the prompt."""
+    _, encoder, pipeline = case
+    asked = make_request(prompt=prompt, negative_prompt=negative, clip_skip=1)
+    text, _ = reference(pipeline, prompt, negative, clip_skip=1)
+    assert torch.equal(encoder.prepare(asked).text, text)
+    both = encoder.prepare(replace(asked, prompt_syntax=PromptSyntax.A1111)).text
+    assert torch.equal(both[1], text[1])
+    is_zero = negative is None and not text[0].any()  # SDXL's rule for none
+    skipped, _ = reference(pipeline, negative or "", "", clip_skip=1)
+    assert torch.equal(both[0], text[0] if is_zero else skipped[1])
+    assert is_zero or not torch.equal(both[0], text[0])
 
 
 def test_without_guidance_only_the_prompt_is_encoded(case):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
+from plait_serving.diffusion import prompt_syntax
 from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt import PromptEncoder
@@ -46,6 +49,15 @@ def spans(text: str) -> list[tuple[str, float]]:
         ("[[x]]", [("x", 0.8264)]),
         ("a: 5) b", [("a: 5) b", 1.0)]),
         ("", [("", 1.0)]),
+        ("[(cat:1.2)]", [("cat", 1.0909)]),
+        ("[cat] dog", [("cat", 0.9091), (" dog", 1.0)]),
+        (r"\[a|b\]", [("[a|b]", 1.0)]),
+        ("(a:1.3), b", [("a", 1.3), (", b", 1.0)]),
+        ("a|b: (c|d: e) [(f|g: h)]", [("a|b: ", 1.0), ("c|d: e", 1.1), (" f|g: h", 1.0)]),
+        (r"[a\:b\|c]", [("a:b|c", 0.9091)]),
+        (r"(a\:1.3) \b", [("a", 1.3), (" b", 1.0)]),
+        ("(a [b) c]", [("a ", 1.1), ("b", 1.0), (" c", 0.9091)]),
+        ("[a: b", [("a: b", 0.9091)]),
     ],
 )  # fmt: skip
 def test_brackets_weigh(text, expected):
@@ -61,7 +73,10 @@ def test_breaks_cut():
 
 @pytest.mark.parametrize(
     "text", ["[cat:dog:0.5]", "[cat|dog]", "a AND b", "<hypernet:x:1>", "(a:1.2.3)", "(b:101)", "(" * 33, "((a:20):20)",
-             "(a:" + "9" * 400 + ")"],
+             "(a:" + "9" * 400 + ")",
+             "[(cat:1.2):(dog:1.2):0.5]", "[(cat)|(dog)]", "[[cat]:dog:0.5]", "[(a:1.1)::5]",
+             "[cat:[dog]:0.5]", "[a|(b:1.1)]", "([(a):(b):5])", "x [[[b]]:2]", "[(cat:dog:0.5]", "[(a) b: c]", "[:]",
+             "<Hypernet:x:1>", "<lora::1>", "<lora:a<b:1>", "<LORA:a:1>"],
 )  # fmt: skip
 def test_marks_without_a_meaning_here_are_refused(text):
     """What A1111 knows besides, weights that are no numbers, and brackets without end name the field."""
@@ -73,6 +88,7 @@ def test_marks_without_a_meaning_here_are_refused(text):
 def test_lora_tags_leave_the_prompt():
     """Names and scales come out; without a scale it is 1; what is no number is refused."""
     assert take_loras("a <lora:noto:0.8> cat<lora:x>", "prompt") == ("a  cat", [("noto", 0.8), ("x", 1.0)])
+    assert take_loras("a <LORA:x:1> cat<Lora:Y>", "prompt") == ("a  cat", [("x", 1.0), ("Y", 1.0)])
     with pytest.raises(RequestError, match="no number"):
         take_loras("<lora:noto:much>", "prompt")
 
@@ -80,11 +96,43 @@ def test_lora_tags_leave_the_prompt():
 @pytest.mark.parametrize(
     ("prompt", "mark"),
     [("a (red:1.2) cat", "(red:1.2)"), ("((red)) cat", "((red))"), ("[red] cat", "[red]"), ("a BREAK b", "BREAK"),
-     ("cat <lora:noto:1>", "<lora:noto:1>"), ("a cat (on a mat)", None), ("time: 12:30", None)],
+     ("cat <lora:noto:1>", "<lora:noto:1>"), ("cat <LORA:x>", "<LORA:x>"), ("a cat (on a mat)", None),
+     ("time: 12:30", None)],
 )  # fmt: skip
 def test_marks_in_plain_prompts_are_seen(prompt, mark):
     """Only what hardly anybody writes otherwise is worth a hint."""
     assert hint_of(prompt) == mark
+
+
+def work(text: str) -> int:
+    """How many of Python's operations `parse` makes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        if frame.f_code.co_filename != prompt_syntax.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        parse(text, "prompt")
+    finally:
+        sys.settrace(before)
+    return count
+
+
+@pytest.mark.parametrize("piece", ["(a)", "[a]", "(a:1.1)", "(a", r"\(", "a:", "a|", "[(a:1.2)]", "(a [b) c]"])
+def test_the_work_is_linear_in_the_text(piece):
+    """Twice the text is twice the work, and a piece within many open brackets is no more than one alone."""
+    count = 30 if piece == "(a" else 400
+    once, twice = work(piece * (count // 2)), work(piece * count)
+    assert twice <= 2.1 * once
+    nested = work("(" * 15 + "[" * 15 + piece * count) if piece != "(a" else 0
+    assert nested <= 1.2 * twice + work("(" * 15 + "[" * 15)
 
 
 def naive(bundle, encoder, parts: list[list[tuple[str, float]]]) -> torch.Tensor:

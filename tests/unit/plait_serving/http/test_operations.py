@@ -152,7 +152,7 @@ def test_metrics_count_answers_stages_and_refusals():
     client.post(URL, json={"prompt": "x", "n": 2})
     client.post(URL, json={"prompt": "x", "stream": True})
     client.post(URL, json={"prompt": "nan"})
-    client.post(URL, json={"prompt": ""})
+    client.post(URL, json={"prompt": "x", "n": 0})
     client.post(URL, json={"prompt": "busy"})
     got = samples(client)
     assert got[("plait_requests_total", URL, "ok")] == 2

@@ -11,10 +11,12 @@ import math
 import numpy as np
 import pytest
 from PIL import Image
+from starlette.testclient import TestClient
 
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
-from plait_serving.http.context import HttpSettings
+from plait_serving.http.app import app_from_context
+from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
@@ -56,6 +58,28 @@ def test_a_bare_prompt_gets_the_models_defaults(client, service):
     assert (request.lora_policy, request.lora_free_steps) == (LoraPolicy.EXACT, 0)
     assert (request.deadline_s, request.partial_images) == (None, 0)
     assert answer.json()["seed"] == FIXED_SEED
+
+
+def test_seed_minus_one_draws_another_seed_each_time():
+    """A1111's way to ask for a random one: two requests get two images, each with the seed that makes it again."""
+    service = FakeImageService()
+    drawn = iter((5, 70))
+    context = RouteContext(images=service, settings=HttpSettings(), random_seed=lambda: next(drawn))
+    client = TestClient(app_from_context(context))
+    for seed in (5, 70):
+        body = post(client, seed=-1, n=2).json()
+        assert [body["seed"], *(item["seed"] for item in body["data"])] == [seed, seed, seed + 1]
+        for item in body["data"]:
+            assert np.array_equal(pixels(item["b64_json"]), fake_image(service.submitted[-1], item["seed"]))
+
+
+@pytest.mark.parametrize("syntax", ["plain", "a1111"])
+def test_an_empty_prompt_is_a_prompt(client, service, syntax):
+    """It reaches the engine as it is; no prompt at all is still an error."""
+    assert post(client, prompt="", prompt_syntax=syntax).status_code == 200
+    assert (service.submitted[0].prompt, service.submitted[0].negative_prompt) == ("", None)
+    answer = client.post(URL, json={"prompt_syntax": syntax})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
 def test_null_means_left_out(client, service):
@@ -171,7 +195,6 @@ LORA = {"name": "noto"}
 NAN, INF = math.nan, math.inf
 BAD = [
     ({"prompt": None}, "prompt"),
-    ({"prompt": ""}, "prompt"),
     ({"prompt": 5}, "prompt"),
     ({"prompt": ["a"]}, "prompt"),
     ({"prompt": "a\x00b"}, "prompt"),
@@ -234,7 +257,7 @@ BAD = [
     ({"guidance_scale": "7"}, "guidance_scale"),
     ({"guidance_scale": True}, "guidance_scale"),
     ({"guidance_scale": 10**400}, "guidance_scale"),
-    ({"seed": -1}, "seed"),
+    ({"seed": -2}, "seed"),
     ({"seed": MAX_SEED + 1}, "seed"),
     ({"seed": MAX_SEED, "n": 2}, "seed"),
     ({"seed": 1.0}, "seed"),
@@ -380,7 +403,7 @@ def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
     """With the syntax on, tags join the set after the field's own LoRAs, and the other marks reach the engine."""
     answer = post(
         client,
-        prompt="a (red:1.2) cat <lora:sketch:0.5>",
+        prompt="a (red:1.2) cat <LoRA:sketch:0.5>",
         prompt_syntax="a1111",
         loras=[{"name": "noto", "scale": 0.8}],
     )
@@ -399,6 +422,12 @@ def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
         ({"prompt": "cat <lora:noto:1>", "loras": [{"name": "noto"}]}, 400, "prompt"),
         ({"prompt": "cat <lora:noto:x>"}, 400, "prompt"),
         ({"prompt": "[cat:dog:0.5]"}, 400, "prompt"),
+        ({"prompt": "[(cat:1.2):(dog:1.2):0.5]"}, 400, "prompt"),
+        ({"prompt": "[(cat)|(dog)]"}, 400, "prompt"),
+        ({"prompt": "[[cat]:dog:0.5]"}, 400, "prompt"),
+        ({"prompt": "[(a:1.1)::5]"}, 400, "prompt"),
+        ({"prompt": "cat <LORA:nobody:1>"}, 404, "prompt"),
+        ({"negative_prompt": "<LORA:noto:1>"}, 400, "negative_prompt"),
         ({"negative_prompt": "<lora:noto:1>"}, 400, "negative_prompt"),
         ({"prompt_2": "a AND b"}, 400, "prompt_2"),
     ],
