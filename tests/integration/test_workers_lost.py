@@ -329,8 +329,8 @@ WORKER = textwrap.dedent(
 )
 
 
-async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
-    """The process that has the request dies: the request ends, and the next process answers."""
+async def test_kill_nine_is_noticed_at_once(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    """The process that has the request dies: the request ends, the log says how, and the next process answers."""
     addresses = [f"shm://{rig.folder}/{name}" for name in ("first", "second")]
     processes = [_start(rig, address, slow_s=slow_s) for address, slow_s in zip(addresses, (30.0, 0.0), strict=True)]
     try:
@@ -346,6 +346,8 @@ async def test_kill_nine_is_noticed_at_once(rig: Rig) -> None:
         with pytest.raises(WorkerUnavailable, match="model tiny"):
             await asyncio.wait_for(asked, 60)
         await until(lambda: ranker.core.ready() is None)
+        assert "was killed, probably for memory" in caplog.text
+        assert "hung up" not in caplog.text
         await _right(rig, ranker)
         await ranker.close(drain_s=1)
     finally:

@@ -36,6 +36,7 @@ __all__ = [
     "input_to_json",
     "ports_of",
     "range_of",
+    "range_text",
     "tensor_names",
 ]
 
@@ -158,6 +159,11 @@ def range_of(item: Input) -> tuple[float | None, float | None]:
     if isinstance(item, Dense):
         return item.low, item.high
     return (0 if item.min is None and item.max is not None else item.min), item.max
+
+
+def range_text(first: float | None, last: float | None) -> str:
+    """Return a range for people to read."""
+    return f"at least {first}" if last is None else f"at most {last}" if first is None else f"{first} to {last}"
 
 
 def input_to_json(item: Input) -> dict[str, Any]:

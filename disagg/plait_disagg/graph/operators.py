@@ -82,8 +82,8 @@ _TABLE: dict[str, Operator] = {
     **_words("elementwise", rows.differences, "diff"),
     **_words("elementwise", rows.per_row_weight, "prelu"),
     **_words("elementwise", rows.made, "zeros ones full new_zeros new_ones new_full"),
-    **_words("elementwise", rows.evaluated("training"), "batch_norm"),
-    **_words("elementwise", rows.evaluated("train"), "dropout"),
+    **_words("elementwise", rows.batch_normed, "batch_norm"),
+    **_words("elementwise", rows.dropped, "dropout"),
     **_words("elementwise", rows.square, "tril triu"),
     **_words("elementwise", rows.pointwise, "contiguous alias detach lift_fresh_copy", view=True),
     **_words(
@@ -172,6 +172,11 @@ def _elementwise(op: str) -> Operator | None:
 VOCABULARY: Mapping[str, Operator] = _Vocabulary()
 """Every ATen overload that a program may call, except `SIZE`."""
 
+_VIEWS: Mapping[str, Callable[..., Any]] = {
+    "aten.view.default": torch.reshape,
+    "aten.view_as.default": torch.Tensor.reshape_as,
+}
+
 _OURS: Mapping[str, Kind] = {LOOKUP: "lookup", TILE: "tile", SIZE: "size"}
 
 
@@ -181,13 +186,29 @@ def kind_of(op: str) -> Kind:
 
 
 def overload(op: str) -> Callable[..., Any]:
-    """Return the ATen overload of that name. Raises KeyError if it is not in the vocabulary."""
+    """Return the ATen overload of that name. Raises KeyError if it is not in the vocabulary.
+
+    A view is a reshape: a tensor that is tiled, on a GPU or without data may have other strides than the module's.
+    """
     if op != SIZE and op not in VOCABULARY:
         raise KeyError(op)
     name, _, part = op.partition(":")
     _, packet, which = name.split(".")
     found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), which)
+    if op in _VIEWS:
+        return _with_schema_of(found, _VIEWS[op])
     return _part_of(found, int(part)) if part else found
+
+
+@functools.cache
+def _with_schema_of(replaced: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that computes `how` in place of an overload."""
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        return how(*args, **kwargs)
+
+    computed._schema = replaced._schema  # type: ignore[attr-defined]
+    return computed
 
 
 @functools.cache

@@ -20,9 +20,16 @@ from typing import Any, TypeAlias
 
 from plait_disagg.graph.program import ROWS
 
-__all__ = ["PER_ROW", "Fact", "MixesRows", "OperatorCall", "RowCount", "Rule"]
+__all__ = ["DROPS", "PER_ROW", "Fact", "MixesRows", "OperatorCall", "RowCount", "Rule"]
 
 PER_ROW = "rows"
+
+_IN_TRAINING = (
+    "although the module is in evaluation mode: give it training=self.training, and eval() to a part that was set to "
+    "training again"
+)
+DROPS = f"it drops numbers at random, {_IN_TRAINING}"
+_NORMALISES = f"it normalises over the rows, {_IN_TRAINING}"
 
 
 class MixesRows(Exception):
@@ -213,7 +220,7 @@ def attention(call: OperatorCall) -> str | None:
         if fact.ndim < 3 or fact.ndim != len(call.out):
             raise MixesRows("its rows would attend to each other: give it (rows, tokens, features)")
     if call.arguments.get("dropout_p"):
-        raise MixesRows("it is random (dropout_p is not 0)")
+        raise MixesRows("it is random: give it dropout_p=0.0 unless self.training")
     return one_count(call)
 
 
@@ -242,15 +249,18 @@ def normalised(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def evaluated(flag: str) -> Rule:
-    """Return a rule for batch_norm and dropout: only in evaluation mode."""
+def batch_normed(call: OperatorCall) -> str | None:
+    """Check batch_norm: only by statistics that were kept."""
+    if call.arguments["training"]:
+        raise MixesRows(_NORMALISES)
+    return one_count(call)
 
-    def rule(call: OperatorCall) -> str | None:
-        if call.arguments[flag]:
-            raise MixesRows("it is in training mode: call module.eval() before it is packaged")
-        return one_count(call)
 
-    return rule
+def dropped(call: OperatorCall) -> str | None:
+    """Check dropout: only in evaluation mode, where it does nothing."""
+    if call.arguments["train"]:
+        raise MixesRows(DROPS)
+    return one_count(call)
 
 
 def indexed(call: OperatorCall) -> str | None:

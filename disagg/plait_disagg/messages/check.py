@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from plait_disagg.errors import BadInput
-from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, range_text, tensor_names
 from plait_disagg.values import ModelCard, RankRequest
 
 __all__ = ["check_request"]
@@ -143,8 +143,8 @@ def _check_range(item: Input, tensor: torch.Tensor) -> None:
     bad |= numbers > last if last is not None else False
     if bad.any():
         where = int(bad.argmax())
-        text = f"at least {first}" if last is None else f"at most {last}" if first is None else f"{first} to {last}"
-        raise BadInput(f"{item.name}: number {where} is {numbers[where]}; this input takes {text}", param=item.name)
+        takes = range_text(first, last)
+        raise BadInput(f"{item.name}: number {where} is {numbers[where]}; this input takes {takes}", param=item.name)
 
 
 def _check_ids(names: Sequence[str], tensors: Mapping[str, torch.Tensor], rows: Mapping[str, int]) -> None:

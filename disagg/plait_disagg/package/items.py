@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
+from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, range_text, tensor_names
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.tensor_files import save_tensors
 
@@ -71,13 +71,26 @@ def _take_bags(offsets: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor,
     return torch.arange(len(shift)) + shift, taken
 
 
-def write_items(folder: Path, features_file: str, names_file: str, items: Items, inputs: Sequence[Input]) -> int:
-    """Write the files (names only if there are any); return the number of items. Raises ValueError as `StoredItems`."""
+def write_items(
+    features_path: Path,
+    names_path: Path,
+    items: Items,
+    inputs: Sequence[Input],
+    id_rows: Mapping[str, int],
+) -> int:
+    """Write the files (names only if there are any); return the number of items.
+
+    `id_rows`: from which id on a table would reject an input's. Raises ValueError as `StoredItems`, and for an item
+    that no request could rank, naming input, item, number and bound.
+    """
     stored = StoredItems(items, inputs)
-    save_tensors({name: tensor.contiguous() for name, tensor in items.features.items()}, folder / features_file)
+    for item in inputs:
+        if item.side == "item":
+            _check_numbers(item, items.features, id_rows.get(item.name))
+    save_tensors({name: tensor.contiguous() for name, tensor in items.features.items()}, features_path)
     if items.names is not None:
         text = json.dumps(list(items.names), ensure_ascii=False)
-        (folder / names_file).write_text(text + "\n", encoding="utf-8")
+        names_path.write_text(text + "\n", encoding="utf-8")
     return len(stored)
 
 
@@ -135,3 +148,32 @@ def _count(item: Input, features: Mapping[str, torch.Tensor]) -> int:
     if weights is not None and (weights.dtype is not torch.float32 or weights.shape != tensor.shape):
         raise ValueError(f"items: {item.name}{WEIGHTS} must have a float32 for each of {len(tensor)} ids")
     return len(offsets) - 1
+
+
+def _check_numbers(item: Input, features: Mapping[str, torch.Tensor], rows: int | None) -> None:
+    """Check for each number of an input what a request's would be checked for (`messages.check`)."""
+    tensor = features[item.name]
+    if isinstance(item, Dense):
+        _refuse(item, item.name, features, ~tensor.isfinite(), "finite numbers")
+    elif isinstance(item, Bag) and item.weighted:
+        _refuse(item, item.name + WEIGHTS, features, ~features[item.name + WEIGHTS].isfinite(), "finite numbers")
+    for first, last in (range_of(item), (None, None) if rows is None else (0, rows - 1)):
+        bad = torch.zeros(tensor.shape, dtype=torch.bool)
+        if first is not None:
+            bad |= tensor < first
+        if last is not None:
+            bad |= tensor > last
+        _refuse(item, item.name, features, bad, range_text(first, last))
+
+
+def _refuse(item: Input, name: str, features: Mapping[str, torch.Tensor], bad: torch.Tensor, takes: str) -> None:
+    """Raise ValueError for the first number that is bad, if there is one."""
+    if not bad.any():
+        return
+    place = int(bad.reshape(-1).to(torch.uint8).argmax())
+    number = features[name].reshape(-1)[place].item()
+    if isinstance(item, Bag):
+        owner = int(torch.searchsorted(features[item.name + OFFSETS], place, right=True)) - 1
+    else:
+        owner = place // bad[0].numel()
+    raise ValueError(f"items: {name} of item {owner} is {number}; this input takes {takes}")

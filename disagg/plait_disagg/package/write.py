@@ -19,7 +19,7 @@ from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
-from plait_disagg.graph.verify import verify_halves
+from plait_disagg.graph.verify import ReturnsNan, verify_halves
 from plait_disagg.package.bounds import reject_from
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.errors import PackageError
@@ -39,7 +39,7 @@ from plait_disagg.package.manifest import (
     write_manifest,
 )
 from plait_disagg.package.memory import check_cn, check_hn
-from plait_disagg.package.samples import check_samples
+from plait_disagg.package.samples import blamed, check_samples
 from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupRequest
@@ -109,6 +109,8 @@ def _write(
 ) -> Manifest:
     captured = capture(module, inputs)
     _check_numbers({**captured.tables, **captured.constants})
+    bounds = reject_from(captured, options.out_of_range)
+    count = None if items is None else write_items(folder / ITEMS, folder / ITEM_NAMES, items, captured.inputs, bounds)
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
         captured.program,
@@ -129,13 +131,12 @@ def _write(
         (folder / file).write_text(_readable(dump_program(program)), encoding="utf-8")
     held = {**captured.constants, **ready.constants, **small}
     save_tensors({key: tensor.detach().contiguous().clone() for key, tensor in held.items()}, folder / CONSTANTS)
-    count = None if items is None else write_items(folder, ITEMS, ITEM_NAMES, items, captured.inputs)
     manifest = Manifest(
         name=name,
         version=options.version,
         inputs=captured.inputs,
         outputs=_outputs(captured),
-        bounds=reject_from(captured, options.out_of_range),
+        bounds=bounds,
         cut=CutFacts(cutter=options.cutter, tiled=options.tile, candidates=options.candidates),
         largest_candidates=options.largest_candidates,
         items=count,
@@ -175,16 +176,19 @@ def _check_memory(halves: Halves, manifest: Manifest, captured: Captured) -> Non
 
 def _verify(module: nn.Module, captured: Captured, halves: Halves, ready: Cuttable, options: PackageOptions) -> None:
     """Verify both halves against the module on random requests, with the module's own rows: row formats come later."""
-    found = verify_halves(
-        module,
-        captured.inputs,
-        halves,
-        constants={**{rows_name(table): rows for table, rows in captured.tables.items()}, **ready.constants},
-        tables=SeparateTables(captured.tables),
-        bounds=ready.bounds,
-        bits_promised=not options.tile and captured.keeps_bits and keeps_bits(ready.program),
-        ids_per_bag=options.ids_per_bag,
-    )
+    try:
+        found = verify_halves(
+            module,
+            captured.inputs,
+            halves,
+            constants={**{rows_name(table): rows for table, rows in captured.tables.items()}, **ready.constants},
+            tables=SeparateTables(captured.tables),
+            bounds=ready.bounds,
+            bits_promised=not options.tile and captured.keeps_bits and keeps_bits(ready.program),
+            ids_per_bag=options.ids_per_bag,
+        )
+    except ReturnsNan as nan:
+        raise PackageError(blamed(module, ready, nan.batch, nan)) from nan
     if not found.ok:
         raise PackageError(f"the halves do not make what the model makes: {'; '.join(found.failures)}")
 

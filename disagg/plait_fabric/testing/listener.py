@@ -125,7 +125,7 @@ class ProcessConformance:
                     assert [bytes(buffer) for buffer in message.buffers] == [payload, b"tail"]
 
     def test_killed_peer_wakes_recv_and_leaves_nothing(self, listener: Listener) -> None:
-        """kill -9 of the peer ends a waiting `recv` with `PeerLost` at once; /dev/shm is as before."""
+        """kill -9 of the peer ends a waiting `recv` at once with a `PeerLost` that says so; /dev/shm is as before."""
         before = _shared_memory_files()
         with spawned_peer("hold", listener.address, SECRET) as process, listener.accept(WAIT_S) as channel:
             channel.recv(WAIT_S).release()
@@ -134,8 +134,10 @@ class ProcessConformance:
                 time.sleep(SOON_S)
                 start_s = time.monotonic()
                 process.kill()
-                assert isinstance(waiting.exception(WAIT_S), PeerLost)
+                lost = waiting.exception(WAIT_S)
                 assert time.monotonic() - start_s < AT_ONCE_S
+                assert isinstance(lost, PeerLost)
+                assert "was killed, probably for memory" in str(lost)
             assert channel.closed
             with pytest.raises(PeerLost):
                 channel.send({}, [bytes(100_000)])

@@ -22,9 +22,12 @@ from plait_fabric.transport.frames import encode_header
 from plait_fabric.transport.staging import Part, leases_of, take_over
 from plait_fabric.values import ChannelStatistics, Message, MessageLimits
 
-__all__ = ["ChannelBase", "Deadline"]
+__all__ = ["GONE", "ChannelBase", "Deadline"]
 
 log = logging.getLogger(__name__)
+
+GONE = "is gone without a goodbye: it was killed, probably for memory, unless its log says otherwise"
+"""What a peer's socket says when the kernel closed it: channels say goodbye, and who cuts a peer off logs why."""
 
 
 class Deadline:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 from plait_fabric.errors import FabricError, PeerClosed, PeerLost, ProtocolViolation
 from plait_fabric.memory.pool import Lease, release_all
-from plait_fabric.transport.base import Deadline
+from plait_fabric.transport.base import GONE, Deadline
 from plait_fabric.transport.waiting import POLL_IN, Waiter
 
 __all__ = ["CreditLine"]
@@ -127,7 +127,7 @@ class CreditLine:
             except ConnectionResetError:
                 continue
             if not packet:
-                raise self._fail(PeerLost("the peer hung up"))
+                raise self._fail(PeerLost(f"the peer {GONE}"))
             self._take(packet)
         try:
             os.eventfd_read(self._wake)

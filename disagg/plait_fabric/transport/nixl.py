@@ -138,7 +138,7 @@ class _Notes:
             if self._openings != ticket:
                 return True
             if has_hung_up(self._sock):
-                raise PeerLost("the peer hung up")
+                raise PeerLost("the peer is gone")
             if deadline.passed:
                 return False
         return False
@@ -214,7 +214,7 @@ class NixlChannel(TcpChannel):
                     waited = True
                 self._raise_if_unusable()
                 if has_hung_up(self._sock):
-                    raise PeerLost(f"the peer {self._peer} hung up")
+                    raise PeerLost(f"the peer {self._peer} is gone")
                 if deadline.passed:
                     raise SendTimeout(
                         f"the peer {self._peer} took no data for {deadline.timeout_s} s; a message is half sent",
@@ -252,7 +252,7 @@ class NixlChannel(TcpChannel):
             if lost is None and has_hung_up(self._sock):
                 lost = Deadline(_LAST_NOTE_S)
             if lost is not None and lost.passed:
-                raise self._lost("hung up in the middle of a message")
+                raise self._lost("is gone in the middle of a message")
             if time.monotonic() - self._heard_s > self._stall_timeout_s:
                 raise ProtocolViolation(f"the peer announced a message, then nothing for {self._stall_timeout_s} s")
             if deadline.passed:

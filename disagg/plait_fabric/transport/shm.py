@@ -29,7 +29,7 @@ from plait_fabric.errors import (
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.memory.ring import RingReader, RingWriter, ring_bytes
 from plait_fabric.memory.segment import Segment
-from plait_fabric.transport.base import ChannelBase, Deadline
+from plait_fabric.transport.base import GONE, ChannelBase, Deadline
 from plait_fabric.transport.credit import CreditLine
 from plait_fabric.transport.frames import (
     PREFIX_BYTES,
@@ -175,7 +175,7 @@ class ShmChannel(ChannelBase):
         else:
             self._trusted += 1
             if self._trusted % _TRUSTED_SENDS == 0 and self._broken.wait(0.0):
-                raise self._lost("hung up")
+                raise self._closed_error()
 
     def _wait_for_room(self, head: bytes, payload: Sequence[memoryview], deadline: Deadline) -> None:
         self._count_send_wait()
@@ -184,7 +184,7 @@ class ShmChannel(ChannelBase):
             if deadline.passed:
                 raise SendTimeout(f"the peer took no message for {deadline.timeout_s} s")
             if self._broken.wait(0.0):
-                raise self._lost("hung up")
+                raise self._closed_error()
             time.sleep(_ROOM_S)
 
     def _wake(self) -> None:
@@ -192,6 +192,8 @@ class ShmChannel(ChannelBase):
             self._control.send(_WAKE)
         except BlockingIOError:
             return  # it has more than one of these to read
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise self._closed_error() from error
         except OSError as error:
             self._raise_if_unusable()
             raise self._lost(f"was lost while we sent: {error}") from error
@@ -262,7 +264,7 @@ class ShmChannel(ChannelBase):
         self._raise_if_unusable()
         if self._reader.said_goodbye():
             return self._fail(PeerClosed(f"the peer {self._peer} closed the channel"))
-        return self._lost("hung up")
+        return self._lost(GONE)
 
     def _parse(self, packet: bytes) -> tuple[Message, int]:
         one = unpack_one(packet, self._limits)

@@ -40,7 +40,7 @@ from plait_fabric.transport.auth import (
     ClientHandshake,
     ServerHandshake,
 )
-from plait_fabric.transport.base import ChannelBase, Deadline
+from plait_fabric.transport.base import GONE, ChannelBase, Deadline
 from plait_fabric.transport.frames import FrameKind, decode_header, pack_head, pack_lengths
 from plait_fabric.transport.staging import Part, leases_of, part_view
 from plait_fabric.transport.stream import FrameReader, StreamFrame
@@ -163,10 +163,10 @@ class TcpChannel(ChannelBase):
                 continue
             except OSError as error:
                 self._raise_if_unusable()
-                raise self._lost(f"was lost: {error}") from error
+                raise self._lost(GONE if isinstance(error, ConnectionResetError) else f"was lost: {error}") from error
             if not received:
                 self._raise_if_unusable()
-                raise self._lost("hung up")
+                raise self._lost("is gone in the middle of a message" if reader.begun else GONE)
             self._heard_s = time.monotonic()
             reader.filled(received)
 

@@ -12,6 +12,7 @@ from torch import fx
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
+from plait_disagg.graph.rows import DROPS
 from plait_disagg.graph.trace.source import source_line
 
 __all__ = [
@@ -48,11 +49,18 @@ _WHY: Mapping[str, str] = {
     **dict.fromkeys(("item", "_local_scalar_dense"), _NUMBER),
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like", "bernoulli", "multinomial", "randperm"), _RANDOM),
     **dict.fromkeys(("sum", "mean", "max", "min", "std", "var", "prod", "any", "all", "median"), _ALL_ROWS),
+    "native_dropout": DROPS,
     "embedding_renorm_": "max_norm changes the table while it is read; normalise the rows before packaging",
     "_native_multi_head_attention": "its fused form cannot be looked into",
     "index_put": "it writes rows by their place; choose with torch.where instead",
     "index_put_": "it writes rows by their place; choose with torch.where instead",
 }
+
+
+_DROPOUTS = frozenset(
+    {"aten.alpha_dropout.default", "aten.feature_dropout.default", "aten.feature_alpha_dropout.default"}
+)
+"""Operators that do nothing in evaluation mode, as dropout does, which has their arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +113,8 @@ def functional_name(node: fx.Node) -> str:
     if name == "aten.detach_.default":  # changes no data; stands behind every tensor literal
         return "aten.detach.default"
     if not target._schema.is_mutable:
-        return _contiguous_clone(node, name)
-    functional = functional_base(name)
+        return _plain(_contiguous_clone(node, name))
+    functional = _plain(functional_base(name))
     source = node.args[0] if node.args else None
     private = isinstance(source, fx.Node) and len(source.users) == 1 and source.op == "call_function"
     operator = VOCABULARY.get(str(source.target)) if private and isinstance(source, fx.Node) else None
@@ -136,6 +144,10 @@ def changes_what_is_seen(node: fx.Node) -> bool:
     return not node.users and any(len(read.users) > 1 for read in node.all_input_nodes)
 
 
+def _plain(name: str) -> str:
+    return "aten.dropout.default" if name in _DROPOUTS else name
+
+
 _SPLITS = frozenset({"aten.split.Tensor", "aten.split_with_sizes.default", "aten.chunk.default", "aten.split.sizes"})
 _PARTED = _SPLITS | {
     "aten.unbind.int",
@@ -151,7 +163,7 @@ _PLACED = frozenset({"aten.to.dtype_layout", "aten.to.device", "aten.to.other"})
 
 def has_lowered_parts(name: str) -> bool:
     """Return whether an operator, or the parts of its result, can be lowered to another one."""
-    return name in _PARTED or name in _PLACED or f"{name}:0" in VOCABULARY
+    return name in _PARTED or name in _PLACED or name in _DROPOUTS or f"{name}:0" in VOCABULARY
 
 
 def lower_placement(node: fx.Node, lowered: Lowered) -> Lowered:
@@ -188,7 +200,8 @@ def lower_part(parent: fx.Node, index: int, arguments: Mapping[str, Any], where:
         return Lowered("aten.batch_norm.default", made, frozenset(made))
     if f"{name}:{index}" in VOCABULARY:
         return Lowered(f"{name}:{index}", arguments, frozenset(arguments))
-    raise UnsupportedOperator(name, "it returns several tensors, and this one is not in the vocabulary", where)
+    several = "it returns several tensors, and this one is not in the vocabulary"
+    raise UnsupportedOperator(name, why_unknown(name) if is_explained(name) else several, where)
 
 
 def is_explained(op: str) -> bool:

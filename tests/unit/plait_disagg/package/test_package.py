@@ -110,6 +110,36 @@ class TestRoundTrip:
         found, exact = scores(open_package(tmp_path / "p"), request), wanted(request, candidates=[64])
         assert 0 < (found - exact).abs().max() < tolerance
 
+    @pytest.mark.parametrize("asks", ["user", "item"])
+    def test_attention_then_transpose_and_view(self, tmp_path, asks):
+        """As torch's own examples write it: a kernel's result lies as its queries do, which tiling moves."""
+        inputs = (Ids("history", "user", (5,)), Ids("parts", "item", (3,)))
+
+        class Attends(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.rows, self.heads = nn.Embedding(ITEMS, 8), nn.Linear(8, 8)
+
+            def forward(self, history, parts):
+                asking, asked = (history, parts) if asks == "user" else (parts, history)
+                q, k = (self.heads(self.rows(ids)).view(*ids.shape, 2, 4).transpose(1, 2) for ids in (asking, asked))
+                made = nn.functional.scaled_dot_product_attention(q, k, k).transpose(1, 2)
+                rows = self.rows(asking)
+                made = made.view(rows.shape) if asks == "user" else made.view_as(rows.unflatten(2, (1, 8)).squeeze(2))
+                return (made * rows).sum((1, 2))
+
+        torch.manual_seed(1)
+        module = Attends().eval()
+        write_package(tmp_path / "p", module, inputs, name="p")
+        package = open_package(tmp_path / "p")
+        for candidates in ([1], [64], [5, 1, 30]):
+            requests = [sample(inputs, {"history": ITEMS, "parts": ITEMS}, candidates=n, seed=n) for n in candidates]
+            checked = [check_request(package.card(), request, request_id="r") for request in requests]
+            found = package.dense().run(package.sparse().run(checked), candidates)["score"]
+            with torch.no_grad():
+                exact = module(**for_module(inputs, collate(inputs, requests, candidates)))
+            torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
     def test_the_card_tells_what_a_client_needs(self, folder):
         """Inputs, outputs, and the rows behind each id input, the smallest where several tables are fed."""
         card = open_package(folder).card(mode="split")
@@ -275,6 +305,58 @@ class TestItems:
         given_features = {name: tensor for name, tensor in {**features(), **change}.items() if tensor is not None}
         with pytest.raises(ValueError, match=says):
             StoredItems(Items(features=given_features), INPUTS)
+
+    def test_an_item_that_no_request_could_rank_is_refused(self, tmp_path):
+        """With the input, the item, its number and the bound; the ends of all bounds are taken."""
+
+        class Dated(Model):
+            def forward(self, age, liked, liked_offsets, item, genres, genres_offsets, year, month, **tags):
+                made = super().forward(age, liked, liked_offsets, item, genres, genres_offsets, year / 2000)["scores"]
+                return made * month.log() + self.tagged(**tags).sum(1)
+
+            def tagged(self, tags, tags_offsets, tags_weights):
+                options = {"mode": "sum", "per_sample_weights": tags_weights, "include_last_offset": True}
+                return nn.functional.embedding_bag(tags, self.items.weight, tags_offsets, **options)
+
+        dated = (Dense("year", low=1900, high=2050), Ids("month", min=1, max=12), Bag("tags", weighted=True))
+        offsets = torch.tensor([0, 2, 2, 5, 5, 6])
+        fine = {
+            "item": torch.tensor([0, 1, 2, 3, ITEMS - 1]),
+            "genres": torch.tensor([0, 1, 2, 3, GENRES - 1, 0]),
+            "genres_offsets": offsets,
+            "year": torch.tensor([[1900.0], [2050.0], [1999.0], [2000.0], [2001.0]]),
+            "month": torch.tensor([1, 12, 3, 4, 5]),
+            "tags": torch.full((6,), ITEMS - 1),
+            "tags_offsets": offsets.clone(),
+            "tags_weights": torch.ones(6),
+        }
+
+        def package(name, features):
+            items = Items(features=features)
+            write_package(tmp_path / name, Dated().eval(), (*INPUTS[:4], *dated), name=name, items=items)
+
+        package("fine", fine)
+        for name, place, number, says in [
+            ("item", 3, ITEMS, f"item of item 3 is {ITEMS}; this input takes 0 to {ITEMS - 1}"),
+            ("item", 1, -1, f"item of item 1 is -1; this input takes 0 to {ITEMS - 1}"),
+            ("genres", 4, 99, f"genres of item 2 is 99; this input takes 0 to {GENRES - 1}"),
+            ("tags", 5, ITEMS, f"tags of item 4 is {ITEMS}; this input takes 0 to {ITEMS - 1}"),
+            ("year", 2, 2100.0, "year of item 2 is 2100.0; this input takes 1900 to 2050"),
+            ("year", 2, float("nan"), "year of item 2 is nan; this input takes finite numbers"),
+            ("month", 4, 13, "month of item 4 is 13; this input takes 1 to 12"),
+            ("tags_weights", 0, float("inf"), "tags_weights of item 0 is inf; this input takes finite numbers"),
+        ]:
+            changed = {**fine, name: fine[name].clone()}
+            changed[name].view(-1)[place] = number
+            with pytest.raises(ValueError, match=says):
+                package("refused", changed)
+        assert [path.name for path in tmp_path.iterdir()] == ["fine"]
+
+    def test_ids_that_a_table_takes_in_are_items_ids_too(self, tmp_path):
+        """With the policy clip an id beyond the table is the last row."""
+        beyond = {**features(), "item": torch.full((5,), 10**9)}
+        options = PackageOptions(out_of_range={"items": "clip"})
+        write_package(tmp_path / "p", model(), INPUTS, name="p", items=Items(features=beyond), options=options)
 
     def test_every_item_has_a_name_or_none_has(self):
         """A list of another length would name the wrong items."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.capture import capture, obstacles
@@ -16,7 +17,7 @@ from plait_disagg.graph.tile import tile
 from plait_disagg.graph.verify import verify_halves
 from plait_disagg.messages.check import check_request
 from plait_disagg.package.errors import PackageError
-from plait_disagg.package.write import write_package
+from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.values import ModelCard
 
@@ -97,6 +98,42 @@ def test_a_helpers_line_is_named_rather_than_its_callers():
     assert said.where.endswith("return x.cumsum(0)")
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda self, x: F.dropout(x, 0.5).sum(1),
+        lambda self, x: F.dropout(x * 2, 0.5, inplace=True).sum(1),
+        lambda self, x: F.dropout1d(x.unsqueeze(1), 0.5).sum((1, 2)),
+        lambda self, x: F.alpha_dropout(x, 0.5, training=True).sum(1),
+        lambda self, x: F.dropout(F.instance_norm(x.view(-1, 2, 2)), 0.5).sum((1, 2)),
+        lambda self, x: F.batch_norm(x, None, None, training=True).sum(1),
+    ],
+)
+def test_what_ignores_evaluation_mode_is_named_with_its_line(call):
+    """The module is in evaluation mode, so `module.eval()` would not help: the call itself is told otherwise."""
+    said = refusal(call, (Dense("x", shape=(4,)),))
+    assert "although the module is in evaluation mode: give it training=self.training" in said.why
+    assert "module.eval()" not in str(said)
+    assert "test_refusals.py" in said.where
+    assert " F." in said.where
+
+
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout])
+def test_layers_that_drop_are_nothing_in_evaluation_mode(kind):
+    """The program has no trace of them."""
+
+    class Drops(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drops = kind()
+
+        def forward(self, x):
+            return self.drops(x.unsqueeze(1)).sum((1, 2))
+
+    captured = capture(Drops().eval(), (Dense("x", shape=(4,)),))
+    assert [node.op for node in captured.program.nodes] == ["aten.unsqueeze.default", "aten.sum.dim_IntList"]
+
+
 class _Obstacles(nn.Module):
     def __init__(self):
         super().__init__()
@@ -144,6 +181,37 @@ def test_a_module_that_raises_on_samples_names_the_input(tmp_path):
     with pytest.raises(PackageError, match=r"random length .*out of bounds.*Ids\(\"length\", min=1, max=50\)"):
         write_package(tmp_path / "model", _Checked(), inputs_of(), name="model")
     write_package(tmp_path / "declared", _Checked(), inputs_of(min=1, max=5), name="model")
+
+
+def test_a_nan_of_the_models_own_is_told_as_such(tmp_path):
+    """With the input and its numbers: a logarithm of what may be negative, a mean over what may be nothing."""
+
+    class Spends(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rows = nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=True)
+
+        def forward(self, bought, bought_offsets, price):
+            mean = self.rows(bought, bought_offsets).sum(1) / bought_offsets.diff()
+            return mean + price.squeeze(1).log()
+
+    class Nothing(Spends):
+        def forward(self, bought, bought_offsets, price):
+            return super().forward(bought, bought_offsets, price * 0 - 1)
+
+    bought, price = Bag("bought", "user"), Dense("price", low=0.5, high=2)
+    for module, inputs, said in [
+        (
+            Spends(),
+            [bought, Dense("price")],
+            r'random price \[-\d.*\]; declare .* as in Dense\("price", low=0, high=1\)$',
+        ),
+        (Spends(), [bought, price], r"random bought \[\]$"),
+        (Nothing(), [bought, price], r"random request: bought \[.*\], price \[.*\]$"),
+    ]:
+        with pytest.raises(PackageError, match=f"^the model itself returns NaN for a {said}"):
+            options = PackageOptions(ids_per_bag={"bought": 2})
+            write_package(tmp_path / "model", module.eval(), inputs, name="model", options=options)
 
 
 def test_declared_ranges_are_kept_by_samples_and_checked_in_requests():
