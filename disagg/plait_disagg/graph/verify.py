@@ -24,7 +24,7 @@ _EPS = torch.finfo(torch.float32).eps
 _MAX_ROUNDING = 1e-3
 """The share of their spread by which rounding may move scores: more would move candidates past each other."""
 
-_LARGEST_ID = 1 << 22
+_MAX_ID = 1 << 22
 """Whole numbers below may be ids that a model holds as floats: these are not rounded."""
 
 
@@ -287,7 +287,7 @@ def _moved_by_rounding(
         if not isinstance(made, torch.Tensor) or not made.is_floating_point():
             return made
         share = torch.finfo(made.dtype).eps * (2 * torch.rand(made.shape, generator=generator) - 1)
-        is_id = (made == made.round()) & (made.abs() < _LARGEST_ID)
+        is_id = (made == made.round()) & (made.abs() < _MAX_ID)
         return torch.where(is_id, made, made * (1 + share).to(made.dtype))
 
     cn = run_reference(halves.cn, constants, tables, run.batch, moved)
