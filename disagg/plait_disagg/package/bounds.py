@@ -1,16 +1,20 @@
-"""From which id on a request is rejected, by input: what its table would reject, said before anything is looked up."""
+"""What a table would reject, said before anything is looked up: from which id on a request is, and items that are."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
 from plait_disagg.graph.capture import Captured
+from plait_disagg.graph.edit import live
 from plait_disagg.graph.program import LOOKUP, Node, Ref
+from plait_disagg.graph.reference import run_reference
+from plait_disagg.package.items import first_bad
 from plait_disagg.tables.values import OutOfRange
 
-__all__ = ["reject_from"]
+__all__ = ["check_items", "reject_from"]
 
 _KEEPS_IDS = frozenset(
     {
@@ -49,6 +53,37 @@ def reject_from(captured: Captured, policies: OutOfRange | Mapping[str, OutOfRan
             if policy == "error" and name in inputs and first > 0:
                 bounds[name] = min(first, bounds.get(name, first))
     return bounds
+
+
+def check_items(
+    captured: Captured, policies: OutOfRange | Mapping[str, OutOfRange], features: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise ValueError for an item with which a table would be read outside its rows, whatever is computed of the
+    item's inputs before. `features`: those of all items (`Items`)."""
+    program = captured.program
+    for node in program.nodes:
+        if node.op != LOOKUP:
+            continue
+        ids, offsets = node.args[:2]
+        table = str(node.kwargs["table"])
+        wanted = tuple((ref.name, ref) for ref in (ids, offsets) if isinstance(ref, Ref))
+        needed = live(replace(program, outputs=wanted))
+        read = {name for name, _ in wanted} | {name for one in needed.nodes for name in one.inputs}
+        inputs = tuple(port for port in program.inputs if port.name in read)
+        known = all(port.name in features for port in inputs) and all(one.op != LOOKUP for one in needed.nodes)
+        policy = policies if isinstance(policies, str) else policies.get(table, "error")
+        if policy != "error" or not known or not isinstance(ids, Ref):
+            continue
+        values = run_reference(replace(needed, inputs=inputs), captured.constants, None, features)
+        made, rows = values[ids.name], int(captured.tables[table].shape[0])
+        starts = offsets.name if isinstance(offsets, Ref) else ""
+        found = first_bad((made < 0) | (made >= rows), values.get(starts))
+        if found is not None:
+            by = " and ".join(port.name for port in inputs if port.name != starts)
+            number = int(made.reshape(-1)[found[0]])
+            raise ValueError(
+                f"items: {by} of item {found[1]} is id {number} of table {table}, which takes 0 to {rows - 1}"
+            )
 
 
 def _sources(

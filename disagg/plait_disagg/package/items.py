@@ -15,7 +15,7 @@ from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.tensor_files import save_tensors
 
-__all__ = ["Items", "StoredItems", "read_items", "write_items"]
+__all__ = ["Items", "StoredItems", "first_bad", "read_items", "write_items"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,12 +168,21 @@ def _check_numbers(item: Input, features: Mapping[str, torch.Tensor], rows: int 
 
 def _refuse(item: Input, name: str, features: Mapping[str, torch.Tensor], bad: torch.Tensor, takes: str) -> None:
     """Raise ValueError for the first number that is bad, if there is one."""
+    found = first_bad(bad, features.get(item.name + OFFSETS) if isinstance(item, Bag) else None)
+    if found is not None:
+        place, owner = found
+        number = features[name].reshape(-1)[place].item()
+        raise ValueError(f"items: {name} of item {owner} is {number}; this input takes {takes}")
+
+
+def first_bad(bad: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, int] | None:
+    """Return the place of the first number that is bad, and whose item it is; None if there is none.
+
+    `bad`: a row for each item, or flat where each has its own by `offsets`.
+    """
     if not bad.any():
-        return
+        return None
     place = int(bad.reshape(-1).to(torch.uint8).argmax())
-    number = features[name].reshape(-1)[place].item()
-    if isinstance(item, Bag):
-        owner = int(torch.searchsorted(features[item.name + OFFSETS], place, right=True)) - 1
-    else:
-        owner = place // bad[0].numel()
-    raise ValueError(f"items: {name} of item {owner} is {number}; this input takes {takes}")
+    if offsets is None:
+        return place, place // bad[0].numel()
+    return place, int(torch.searchsorted(offsets, place, right=True)) - 1

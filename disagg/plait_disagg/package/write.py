@@ -20,7 +20,7 @@ from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import ReturnsNan, verify_halves
-from plait_disagg.package.bounds import reject_from
+from plait_disagg.package.bounds import check_items, reject_from
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items, write_items
@@ -111,6 +111,8 @@ def _write(
     _check_numbers({**captured.tables, **captured.constants})
     bounds = reject_from(captured, options.out_of_range)
     count = None if items is None else write_items(folder / ITEMS, folder / ITEM_NAMES, items, captured.inputs, bounds)
+    if items is not None:
+        check_items(captured, options.out_of_range, items.features)
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
         captured.program,

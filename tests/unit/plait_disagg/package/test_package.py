@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -351,6 +352,35 @@ class TestItems:
             with pytest.raises(ValueError, match=says):
                 package("refused", changed)
         assert [path.name for path in tmp_path.iterdir()] == ["fine"]
+
+    @pytest.mark.parametrize("kind", ["ids", "floats", "bag"])
+    def test_ids_that_the_model_makes_of_items_are_checked_too(self, tmp_path, kind):
+        """Packed into one matrix, of integers or of floats, or computed."""
+
+        class Packs(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.items, self.genres = nn.Embedding(ITEMS, 4), nn.EmbeddingBag(GENRES, 4, include_last_offset=True)
+
+            def forward(self, age, packed, packed_offsets=None):
+                if kind == "bag":
+                    return self.genres(packed + 1, packed_offsets).sum(1) + age.squeeze(1)
+                return (self.items(packed[:, 1].abs().long()) * age).sum(1)
+
+        offsets = torch.tensor([0, 2, 2, 5])
+        packed, bad, features, says = {
+            "ids": (Ids("packed", shape=(2,)), (2, 1), torch.full((3, 2), ITEMS - 1), "id 99 of table items"),
+            "floats": (Dense("packed", shape=(2,)), (1, 1), torch.full((3, 2), ITEMS - 1.0), "id 99 of table items"),
+            "bag": (Bag("packed"), (3,), torch.full((5,), GENRES - 2), "id 100 of table genres"),
+        }[kind]
+        features = {"packed": features} | ({"packed_offsets": offsets} if kind == "bag" else {})
+        inputs = (Dense("age", "user", low=0, high=1), packed)
+        check = partial(write_package, module=Packs().eval(), inputs=inputs, name="p", items=Items(features=features))
+        check(tmp_path / "p")
+        features["packed"][bad] = 99
+        item = 2 if kind != "floats" else 1
+        with pytest.raises(ValueError, match=f"packed of item {item} is {says}, which takes 0 to"):
+            check(tmp_path / "q")
 
     def test_ids_that_a_table_takes_in_are_items_ids_too(self, tmp_path):
         """With the policy clip an id beyond the table is the last row."""
