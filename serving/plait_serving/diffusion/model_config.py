@@ -49,6 +49,16 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
         )
 
 
+def check_vae_config(vae: Mapping[str, Any], path: Path) -> None:
+    """Raise `ModelError` for a VAE of another class, or whose latents are not those of the UNet times a factor."""
+    kind = vae.get("_class_name", "AutoencoderKL")
+    if kind != "AutoencoderKL":
+        raise ModelError(f"{path}: {kind} is not supported; AutoencoderKL is")
+    for key in ("latents_mean", "latents_std", "shift_factor"):
+        if vae.get(key) is not None:
+            raise ModelError(f"{path}: {key} = {vae[key]!r} is not supported")
+
+
 def check_controlnet_config(
     config: Mapping[str, Any], path: Path, *, base: Mapping[str, Any] | None, vae_factor: int | None
 ) -> None:

@@ -108,6 +108,7 @@ def test_a_missing_part_is_named(folder, part):
         ("unet/config.json", {"cross_attention_dim": 48}, "the text is 32 wide"),
         ("unet/config.json", {"down_block_types": ["DownBlock2D", "SimpleCrossAttnDownBlock2D"]}, "SimpleCrossAttn"),
         ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "prediction_type"),
+        ("scheduler/scheduler_config.json", {"beta_schedule": "laplace"}, "beta_schedule"),
     ],
 )
 def test_what_can_not_run_is_refused_with_a_reason(folder, file, changes, reason):
