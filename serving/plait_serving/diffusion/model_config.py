@@ -91,10 +91,13 @@ def _refuse_features(config: Mapping[str, Any], path: Path) -> None:
     unsupported = {
         "class_embed_type": "class conditioning",
         "num_class_embeds": "class conditioning",
+        "class_embeddings_concat": "class conditioning",
+        "encoder_hid_dim": "a projection of the text",
         "encoder_hid_dim_type": "a projection of text or image embeddings (IP-Adapter, Kandinsky)",
+        "dual_cross_attention": "attention to text and image",
     }
     for key, what in unsupported.items():
-        if config.get(key) is not None:
+        if config.get(key) not in (None, False):
             raise ModelError(f"{path}: {key} = {config[key]!r}: {what} is not supported")
     if config.get("attention_type", "default") != "default":
         raise ModelError(f"{path}: attention_type = {config['attention_type']!r}: GLIGEN is not supported")

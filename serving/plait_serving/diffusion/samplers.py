@@ -59,6 +59,16 @@ _KEEPS_SCALED = (EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, HeunDi
                  DPMSolverSDEScheduler)  # fmt: skip
 """Their latents are x0 + s * e, scaled down for the model's input only."""
 _BY_ALPHA = (DDIMScheduler, DDPMScheduler, LCMScheduler)
+_LEARNED = {"variance_type": ("learned", "learned_range")}
+_UNABLE: Mapping[Scheduler, Mapping[str, tuple[object, ...]]] = {
+    Scheduler.DDPM: _LEARNED,
+    Scheduler.DPMPP_2M: _LEARNED,
+    Scheduler.DPMPP_2M_SDE: _LEARNED,
+    Scheduler.EULER_A: {"prediction_type": ("sample",)},
+    Scheduler.DPMPP_SDE: {"prediction_type": ("sample",)},
+    Scheduler.UNIPC: {"lower_order_final": (False,), "solver_type": ("bh1",)},
+}
+"""What diffusers makes a scheduler of that raises, or divides by zero, when it steps."""
 
 SEED_LIMIT = 2**64
 """Seeds are taken modulo this, as torch's generators do for negative numbers."""
@@ -195,6 +205,11 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
     if steps < 1:
         raise RequestError("must be at least 1", param="num_inference_steps")
     scheduler = scheduler_class.from_config({**config, **overrides})
+    for key, values in _UNABLE.get(kind, {}).items():
+        if scheduler.config[key] in values:
+            raise RequestError(
+                f"{kind} cannot step with this model's {key}: {scheduler.config[key]}", param="scheduler"
+            )
     max_steps = int(scheduler.config.num_train_timesteps)
     if kind is Scheduler.LCM:
         # LCM steps are a subset of the distillation's own schedule.
@@ -210,7 +225,8 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
 
 
 def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
-    """Refuse schedules that diffusers makes but cannot step through when there are nearly as many steps as timesteps.
+    """Refuse schedules that diffusers makes but cannot step through, most when there are nearly as many steps as
+    timesteps.
 
     An offset of 1 puts the first of 1000 steps outside the table, and the multistep solvers divide by the distance
     of neighbouring noise levels, which is zero for a repeated one.
@@ -219,3 +235,7 @@ def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
     multistep = kind in (Scheduler.DPMPP_2M, Scheduler.DPMPP_2M_SDE, Scheduler.UNIPC, Scheduler.LMS)
     if outside or (multistep and steps > 1 and float(scheduler.sigmas.diff().max()) >= 0.0):
         raise RequestError(f"{steps} steps are too many for {kind} with this model", param="num_inference_steps")
+    predicts_noise = isinstance(scheduler, _BY_ALPHA) and scheduler.config.prediction_type == "epsilon"
+    if predicts_noise and not float(scheduler.alphas_cumprod[int(scheduler.timesteps.max())]):
+        # Where there is no signal, the noise does not tell x0.
+        raise RequestError(f"{kind} cannot step with this model's rescale_betas_zero_snr: True", param="scheduler")

@@ -10,6 +10,7 @@ import torch
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.samplers import Sampler
+from plait_serving.diffusion.sources.scheduler import READ
 from plait_serving.diffusion.values import Edit, Scheduler, Sigmas
 from support.denoise import make_request
 
@@ -127,6 +128,74 @@ def test_step_counts_that_a_scheduler_can_not_take_are_refused(kind, steps, conf
     with pytest.raises(RequestError) as caught:
         make(kind, config, steps=steps)
     assert caught.value.param == "num_inference_steps"
+
+
+OPTIONS = [
+    {"prediction_type": "sample"}, {"prediction_type": "v_prediction", "rescale_betas_zero_snr": True},
+    {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}, {"timestep_spacing": "linspace"},
+    {"beta_schedule": "squaredcos_cap_v2"}, {"trained_betas": [0.01] * 1000}, {"steps_offset": 0},
+    {"lower_order_final": False}, {"lower_order_final": False, "solver_order": 3}, {"solver_order": 1},
+    {"solver_type": "heun"}, {"solver_type": "bh1"}, {"solver_type": "logrho"}, {"euler_at_final": True},
+    {"use_lu_lambdas": True}, {"lambda_min_clipped": -5.1}, {"disable_corrector": [0]}, {"algorithm_type": "deis"},
+    {"use_karras_sigmas": True}, {"use_exponential_sigmas": True}, {"use_beta_sigmas": True},
+    {"clip_sample": True, "clip_sample_range": 2.0}, {"thresholding": True, "dynamic_thresholding_ratio": 0.9},
+    {"thresholding": True, "sample_max_value": 2.0}, {"variance_type": "fixed_large"}, {"variance_type": "learned"},
+    {"set_alpha_to_one": True}, {"skip_prk_steps": True}, {"original_inference_steps": 20}, {"timestep_scaling": 1.0},
+    {"flow_shift": 3.0}, {"time_shift_type": "linear"}, {"num_train_timesteps": 100}, {"beta_start": 0.01},
+    {"beta_end": 0.02},
+]  # fmt: skip
+
+
+def _end(kind: Scheduler, config: dict) -> torch.Tensor | str:
+    """What an image ends as, or the field that a refusal names."""
+    try:
+        sampler = make(kind, config, steps=4 // kind.calls_per_step, seeds=(1,))
+    except RequestError as error:
+        return str(error.param)
+    latents = sampler.init_latents()
+    for step in range(len(sampler.timesteps)):
+        latents = sampler.step(torch.tanh(sampler.scale_input(latents, step)), step, latents)
+    return latents
+
+
+@pytest.mark.parametrize("kind", list(Scheduler))
+def test_whatever_a_folder_may_say_a_sampler_ends_or_refuses(kind, tiny_sd_folder):
+    """No option of a folder's scheduler ends in NaN or in an error of a library."""
+    assert {key for option in OPTIONS for key in option} == READ
+    config = json.loads((tiny_sd_folder / "scheduler" / "scheduler_config.json").read_text())
+    for option in OPTIONS:
+        end = _end(kind, {**config, **option})
+        assert end == "scheduler" if isinstance(end, str) else bool(end.isfinite().all()), option
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        (Scheduler.UNIPC, "lower_order_final", False),
+        (Scheduler.UNIPC, "solver_type", "bh1"),
+        (Scheduler.EULER_A, "prediction_type", "sample"),
+        (Scheduler.DPMPP_SDE, "prediction_type", "sample"),
+        (Scheduler.DDPM, "variance_type", "learned"),
+    ],
+)
+def test_a_model_that_a_sampler_can_not_step_with_is_refused(kind, key, value, config):
+    """A `RequestError` that names the sampler and the key, where diffusers would raise or divide by zero."""
+    for sigmas in (None, *Sigmas) if kind.takes_sigmas else (None,):
+        with pytest.raises(RequestError, match=f"{kind} cannot step with this model's {key}: {value}") as caught:
+            make(kind, {**config, key: value}, sigmas=sigmas)
+        assert caught.value.param == "scheduler"
+
+
+@pytest.mark.parametrize("kind", [Scheduler.DDIM, Scheduler.DDPM, Scheduler.LCM])
+def test_noise_without_signal_that_is_predicted_is_refused(kind, config):
+    """Only where the schedule begins there, and the model predicts the noise: x0 would be divided by zero."""
+    dark = {**config, "rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+    if config["prediction_type"] == "v_prediction":
+        make(kind, dark)
+        return
+    with pytest.raises(RequestError, match=f"{kind} cannot step with this model's rescale_betas_zero_snr") as caught:
+        make(kind, dark)
+    assert caught.value.param == "scheduler"
 
 
 def test_large_and_negative_seeds_work(config):
