@@ -186,7 +186,7 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     index = _read_json(folder / "model_index.json")
     _check_pipeline(folder, index)
     unet, vae = _read_json(folder / "unet" / "config.json"), _read_json(folder / "vae" / "config.json")
-    check_vae_config(vae, folder / "vae" / "config.json")
+    check_vae_config(vae, family_of(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
 

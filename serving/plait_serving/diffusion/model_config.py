@@ -28,6 +28,7 @@ def family_of(unet_config: Mapping[str, Any]) -> Family:
 
 # ---- checks on configurations ---------------------------------------------------------------------------------------
 
+_MOMENTS = "; a mean and a deviation for each channel of an SDXL model are"
 _PLAIN_BLOCKS = {
     "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D",
     "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
@@ -49,14 +50,17 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
         )
 
 
-def check_vae_config(vae: Mapping[str, Any], path: Path) -> None:
-    """Raise `ModelError` for a VAE of another class, or whose latents are not those of the UNet times a factor."""
+def check_vae_config(vae: Mapping[str, Any], family: Family, path: Path) -> None:
+    """Raise `ModelError` for a VAE of another class, or for latents that the family's pipelines do not scale so."""
     kind = vae.get("_class_name", "AutoencoderKL")
     if kind != "AutoencoderKL":
         raise ModelError(f"{path}: {kind} is not supported; AutoencoderKL is")
-    for key in ("latents_mean", "latents_std", "shift_factor"):
+    moments = [key for key in ("latents_mean", "latents_std") if vae.get(key) is not None]
+    channels = vae.get("latent_channels", 4)
+    are_read = family is Family.SDXL and [len(vae[key]) for key in moments] == [channels, channels]
+    for key in ["shift_factor", *([] if are_read else moments)]:
         if vae.get(key) is not None:
-            raise ModelError(f"{path}: {key} = {vae[key]!r} is not supported")
+            raise ModelError(f"{path}: {key} = {vae[key]!r} is not supported{_MOMENTS if key in moments else ''}")
 
 
 def check_controlnet_config(

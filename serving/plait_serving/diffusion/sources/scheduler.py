@@ -3,6 +3,9 @@
 The requests of one model choose among many samplers, each a class of diffusers that takes some of the folder's keys and
 drops the others. A key that says what the model was trained on, and that only some of them take, would make images
 wrong without a sign of it; such a key is refused, and so is one that nobody here has looked at.
+
+An EDM model is one of Karras et al. 2022 (https://huggingface.co/papers/2206.00364), which is fed noise levels instead
+of timesteps: Playground v2.5, CosXL.
 """
 
 from __future__ import annotations
@@ -18,15 +21,18 @@ import diffusers
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.model_config import Family
 
-__all__ = ["READ", "SERVED", "SchedulerConfig", "scheduler_config"]
+__all__ = ["COSINE", "EDM", "EDM_READ", "OF_BETAS", "READ", "SchedulerConfig", "scheduler_config"]
 
-SERVED = frozenset(
+OF_BETAS = frozenset(
     f"{name}Scheduler"
     for name in ("PNDM", "DDIM", "DDPM", "EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "LMSDiscrete",
                  "KDPM2Discrete", "KDPM2AncestralDiscrete", "DPMSolverMultistep", "DPMSolverSinglestep", "DPMSolverSDE",
                  "DEISMultistep", "UniPCMultistep", "LCM", "TCD")
 )  # fmt: skip
-"""The classes that a folder may name. All have one noise schedule, made of betas."""
+"""The classes of models whose noise schedule is made of betas."""
+EDM = frozenset(("EDMEulerScheduler", "EDMDPMSolverMultistepScheduler"))
+COSINE = frozenset(("CosineDPMSolverMultistepScheduler",))
+"""That of EDM models which are fed an angle, the arc tangent of the noise level, instead of its logarithm."""
 
 READ = frozenset(
     # The noise schedule and what the model predicts. Heun, LMS and DPM++ SDE know no betas of zero SNR, in diffusers
@@ -42,12 +48,11 @@ READ = frozenset(
      "flow_shift", "time_shift_type")
 )  # fmt: skip
 """The keys that may have any value."""
+EDM_READ = frozenset(("sigma_min", "sigma_max", "sigma_data", "sigma_schedule", "rho"))
+"""Those that only EDM models have."""
 
-_VALUES: Mapping[str, tuple[object, ...]] = {
-    "prediction_type": ("epsilon", "v_prediction", "sample"),
-    "beta_schedule": ("linear", "scaled_linear", "squaredcos_cap_v2"),
-}
-"""What all samplers can take of keys that have more values."""
+_BETA_SCHEDULES = ("linear", "scaled_linear", "squaredcos_cap_v2")
+"""Those that every sampler knows."""
 
 _MENDED: Mapping[str, Any] = {"steps_offset": 1, "clip_sample": False}
 
@@ -73,14 +78,17 @@ def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, fa
     kind = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
     if kind is None:
         raise ModelError(f"{folder / 'model_index.json'}: scheduler names no class of diffusers: {names!r}")
+    alike: frozenset[str] = next((names for names in (OF_BETAS, EDM, COSINE) if kind.__name__ in names), frozenset())
     for place, name in ((folder / "model_index.json", kind.__name__), (path, written.get("_class_name"))):
-        if name is not None and name not in SERVED:
+        if name is not None and name not in alike:
             raise ModelError(f"{place}: {name} is not supported: no sampler here steps as it does")
-    for key, values in _VALUES.items():
+    is_edm = alike is not OF_BETAS
+    predictions = ("epsilon", "v_prediction") if is_edm else ("epsilon", "v_prediction", "sample")
+    for key, values in {"prediction_type": predictions, "beta_schedule": _BETA_SCHEDULES}.items():
         if key in written and written[key] not in values:
             raise ModelError(f"{path}: {key} = {written[key]!r} is not supported")
     known = inspect.signature(kind.__init__).parameters
-    for key in sorted(written.keys() & known.keys() - READ):
+    for key in sorted(written.keys() & known.keys() - READ - (EDM_READ if is_edm else frozenset())):
         if written[key] is not None and written[key] != known[key].default:
             raise ModelError(f"{path}: {key} = {written[key]!r} is not supported: samplers here do not read it")
     # StableDiffusionPipeline mends outdated configurations; the SDXL pipeline takes them as they are. What the file

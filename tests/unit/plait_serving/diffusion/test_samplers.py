@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 
+import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.samplers import Sampler
-from plait_serving.diffusion.sources.scheduler import READ
+from plait_serving.diffusion.samplers import Sampler, samplers_of
+from plait_serving.diffusion.sources.scheduler import EDM, READ, SchedulerConfig
 from plait_serving.diffusion.values import Edit, Scheduler, Sigmas
 from support.denoise import make_request
 
@@ -26,7 +28,7 @@ def config(request, tiny_sd_folder) -> dict:
 
 def make(kind: Scheduler, config: dict, *, steps: int = 5, seeds=(1, 2), **more) -> Sampler:
     """A sampler."""
-    return Sampler(kind, config, steps=steps, seeds=seeds, shape=SHAPE, **more)
+    return Sampler(kind, SchedulerConfig(written=config), steps=steps, seeds=seeds, shape=SHAPE, **more)
 
 
 def perfect(sampler: Sampler, latents: torch.Tensor, step: int, target: torch.Tensor, prediction: str) -> torch.Tensor:
@@ -196,6 +198,73 @@ def test_noise_without_signal_that_is_predicted_is_refused(kind, config):
     with pytest.raises(RequestError, match=f"{kind} cannot step with this model's rescale_betas_zero_snr") as caught:
         make(kind, dark)
     assert caught.value.param == "scheduler"
+
+
+EDM_CONFIGS = {
+    "EDMDPMSolverMultistepScheduler": {},
+    "EDMEulerScheduler": {"sigma_max": 120.0, "sigma_data": 1.0, "sigma_schedule": "exponential"},
+    "CosineDPMSolverMultistepScheduler": {"sigma_min": 0.1, "sigma_max": 80.0},
+}
+OWN = [
+    ("EDMDPMSolverMultistepScheduler", {}, Scheduler.DPMPP_2M),
+    ("EDMDPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++"}, Scheduler.DPMPP_2M_SDE),
+    ("EDMEulerScheduler", {}, Scheduler.EULER),
+    ("CosineDPMSolverMultistepScheduler", {}, Scheduler.DPMPP_2M_SDE),
+]
+
+
+def edm(own_class: str, **more) -> SchedulerConfig:
+    """An EDM model's scheduler."""
+    return SchedulerConfig(written={"_class_name": own_class, **EDM_CONFIGS[own_class], **more}, own_class=own_class)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(("own_class", "more", "own"), OWN)
+def test_edm_samplers_step_as_their_class_does(own_class, more, own, prediction):
+    """Whole and from the middle; the folder's own is the one of requests that name none."""
+    config = edm(own_class, prediction_type=prediction, **more)
+    assert samplers_of(config).default is own
+    for first in (0, 3):
+        ours = Sampler(own, config, steps=8, seeds=(1, 2), shape=SHAPE, first_step=first)
+        theirs = getattr(diffusers, own_class).from_config(dict(config.written))
+        theirs.set_timesteps(8)
+        theirs.set_begin_index(first)
+        generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+        noise = randn_tensor((2, *SHAPE), generator=generators)
+        latents, expected = ours.init_latents(), noise * theirs.init_noise_sigma
+        if first:
+            image = torch.full_like(noise, 0.3)
+            latents, expected = ours.add_noise(image, noise, 0), theirs.add_noise(image, noise, theirs.timesteps[3:4])
+        for step, timestep in enumerate(theirs.timesteps[first:]):
+            given = theirs.scale_model_input(expected, timestep)
+            assert torch.equal(ours.scale_input(latents, step), given)
+            assert torch.equal(ours.timesteps[step], timestep)
+            output = torch.tanh(given + timestep)
+            expected = theirs.step(output, timestep, expected, generator=generators, return_dict=False)[0]
+            latents = ours.step(output, step, latents)
+            assert torch.equal(latents, expected)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize("own_class", EDM_CONFIGS)
+def test_an_edm_model_that_knows_the_picture_is_previewed_and_reached(own_class, prediction):
+    """By every sampler that it takes; previews change nothing."""
+    config = edm(own_class, prediction_type=prediction)
+    target = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(3))
+    data = dict(config.written).get("sigma_data", 0.5 if own_class in EDM else 1.0)
+    for kind in samplers_of(config).among:
+        sampler = Sampler(kind, config, steps=8, seeds=(1, 2), shape=SHAPE)
+        latents = sampler.init_latents()
+        for step in range(8):
+            sampler.scale_input(latents, step)
+            sigma = sampler._scheduler.sigmas[step]
+            skipped = data**2 / (sigma**2 + data**2) * latents
+            factor = sigma * data / (sigma**2 + data**2) ** 0.5 * (1 if prediction == "epsilon" else -1)
+            output = (target - skipped) / factor
+            for _ in range(2):
+                assert float((sampler.predicted_original(output, step, latents) - target).abs().max()) < 1e-3
+            latents = sampler.step(output, step, latents)
+        assert float((latents - target).abs().max()) < 1e-3
 
 
 def test_large_and_negative_seeds_work(config):

@@ -13,7 +13,7 @@ import pytest
 from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.model_config import Family, check_vae_config
-from plait_serving.diffusion.sources.scheduler import READ, SERVED, scheduler_config
+from plait_serving.diffusion.sources.scheduler import COSINE, EDM, EDM_READ, OF_BETAS, READ, scheduler_config
 
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
 _OLD = {**_BETAS, "clip_sample": False, "set_alpha_to_one": False, "skip_prk_steps": True, "steps_offset": 1,
@@ -52,7 +52,6 @@ VAES = {
                           "latents_std": None, "shift_factor": None, "use_quant_conv": True},
 }  # fmt: skip
 OTHERS = [
-    "EDMDPMSolverMultistepScheduler", "EDMEulerScheduler", "CosineDPMSolverMultistepScheduler",
     "FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler", "FlowMatchLCMScheduler", "SASolverScheduler",
     "IPNDMScheduler", "DDIMParallelScheduler", "CMStochasticIterativeScheduler",
 ]  # fmt: skip
@@ -66,6 +65,7 @@ KEYS = [
     ("EulerDiscreteScheduler", "sigma_max", 700.0),
     ("EulerDiscreteScheduler", "interpolation_type", "log_linear"),
     ("UniPCMultistepScheduler", "predict_x0", False),
+    ("EDMEulerScheduler", "final_sigmas_type", "sigma_min"),
 ]
 NO_REASON = [
     ("DPMSolverMultistepScheduler", {"algorithm_type": "sde-dpmsolver++", "solver_order": 3, "solver_type": "heun"}),
@@ -105,11 +105,11 @@ def test_published_schedulers_load(name, folder):
 @pytest.mark.parametrize("name", VAES)
 def test_published_vaes_load(name):
     """As their files are."""
-    check_vae_config(VAES[name], Path("config.json"))
+    check_vae_config(VAES[name], Family.SDXL, Path("config.json"))
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
-@pytest.mark.parametrize("name", sorted(SERVED))
+@pytest.mark.parametrize("name", sorted(OF_BETAS))
 def test_schedulers_of_noise_made_of_betas_load(name, prediction):
     """As diffusers writes them, with each thing that a model may predict."""
     kind = getattr(diffusers, name)
@@ -131,6 +131,19 @@ def test_other_schedulers_are_refused(name, place, folder):
         load_bundle(folder, outline=True)
 
 
+@pytest.mark.parametrize("name", sorted(EDM | COSINE))
+def test_edm_schedulers_load(name, folder):
+    """As diffusers writes them; not as the noise of another kind of model, nor for what they cannot be told."""
+    written = json.loads(getattr(diffusers, name)(sigma_max=90.0, sigma_data=0.7, rho=6.0).to_json_string())
+    put(folder, written)
+    assert load_bundle(folder, outline=True).scheduler_config.own_class == name
+    for other in ("EulerDiscreteScheduler", *((EDM | COSINE) - {name} if name in COSINE else COSINE)):
+        with pytest.raises(ModelError, match=f"scheduler_config.json: {name} is not supported"):
+            read(written, other)
+    with pytest.raises(ModelError, match="prediction_type = 'sample' is not supported"):
+        read({**written, "prediction_type": "sample"})
+
+
 @pytest.mark.parametrize(("name", "key", "value"), KEYS)
 def test_keys_that_samplers_do_not_read_are_refused(name, key, value, folder):
     """By name; left out, null and the class' default they are no reason."""
@@ -150,20 +163,26 @@ def test_keys_of_samplers_are_no_reason(name, more):
 
 def test_every_key_was_looked_at():
     """A key that a new version of diffusers brings is refused until somebody has said who reads it."""
-    looked_at = READ | {key for _, key, _ in KEYS} | {"sigma_min", "shift_terminal", "solver_p", "noise_sampler_seed"}
-    for name in SERVED:
-        assert set(inspect.signature(getattr(diffusers, name).__init__).parameters) - {"self"} <= looked_at, name
+    known = READ | EDM_READ | {key for _, key, _ in KEYS}
+    known |= {"self", "sigma_min", "shift_terminal", "solver_p", "noise_sampler_seed"}
+    for name in OF_BETAS | EDM | COSINE:
+        assert set(inspect.signature(getattr(diffusers, name).__init__).parameters) <= known, name
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("latents_mean", [0.1] * 4), ("latents_std", [2.0] * 4), ("shift_factor", 0.1)]
+    ("family", "changes", "key"),
+    [
+        (Family.SD1, {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 4}, "latents_mean"),
+        (Family.SDXL, {"latents_mean": [0.1] * 4}, "latents_mean"),
+        (Family.SDXL, {"latents_std": [2.0] * 4}, "latents_std"),
+        (Family.SDXL, {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 3}, "latents_mean"),
+        (Family.SDXL, {"shift_factor": 0.1}, "shift_factor"),
+    ],
 )
-def test_latents_of_a_vae_that_nobody_shifts_are_refused(key, value, folder):
-    """By name."""
-    path = folder / "vae" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+def test_latents_of_a_vae_that_pipelines_do_not_scale_so_are_refused(family, changes, key):
+    """By name. SDXL's pipelines alone read a mean and a deviation, and only both."""
     with pytest.raises(ModelError, match=f"config.json: {key} = "):
-        load_bundle(folder, outline=True)
+        check_vae_config({**_VAE, **changes}, family, Path("config.json"))
 
 
 def test_a_vae_of_another_class_is_refused(folder):
