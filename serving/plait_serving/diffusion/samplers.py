@@ -235,7 +235,10 @@ def _make(
     scheduler_class, overrides = _classes(config)[kind]
     if steps < 1:
         raise RequestError("must be at least 1", param="num_inference_steps")
-    scheduler = scheduler_class.from_config({**config.of(scheduler_class.__name__), **wishes, **overrides})
+    try:
+        scheduler = scheduler_class.from_config({**config.of(scheduler_class.__name__), **wishes, **overrides})
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise RequestError(f"{kind} cannot be made of this model's scheduler: {error}", param="scheduler") from error
     for key, values in _UNABLE.get(kind, {}).items():
         if (value := scheduler.config.get(key)) in values:
             raise RequestError(f"{kind} cannot step with this model's {key}: {value}", param="scheduler")

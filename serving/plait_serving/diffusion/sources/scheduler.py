@@ -39,7 +39,7 @@ READ = frozenset(
     # as here.
     ("num_train_timesteps", "beta_start", "beta_end", "beta_schedule", "trained_betas", "prediction_type",
      "timestep_spacing", "steps_offset", "rescale_betas_zero_snr",
-     # How a sampler steps: those that have such an option read it, and where a request names the sampler, so does it.
+     # How a sampler steps: those that have such an option read it, and it says nothing of the model.
      "algorithm_type", "solver_order", "solver_type", "lower_order_final", "euler_at_final", "disable_corrector",
      "use_lu_lambdas", "lambda_min_clipped", "use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas",
      "clip_sample", "clip_sample_range", "thresholding", "dynamic_thresholding_ratio", "sample_max_value",
@@ -78,7 +78,7 @@ def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, fa
     kind = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
     if kind is None:
         raise ModelError(f"{folder / 'model_index.json'}: scheduler names no class of diffusers: {names!r}")
-    alike: frozenset[str] = next((names for names in (OF_BETAS, EDM, COSINE) if kind.__name__ in names), frozenset())
+    alike: frozenset[str] = next((group for group in (OF_BETAS, EDM, COSINE) if kind.__name__ in group), frozenset())
     for place, name in ((folder / "model_index.json", kind.__name__), (path, written.get("_class_name"))):
         if name is not None and name not in alike:
             raise ModelError(f"{place}: {name} is not supported: no sampler here steps as it does")

@@ -188,6 +188,16 @@ def test_a_model_that_a_sampler_can_not_step_with_is_refused(kind, key, value, c
         assert caught.value.param == "scheduler"
 
 
+@pytest.mark.parametrize("kind", [kind for kind in Scheduler if kind.takes_sigmas])
+def test_a_folder_with_two_spacings_needs_a_request_with_one(kind, config):
+    """diffusers raises for two."""
+    both = {**config, "use_karras_sigmas": True, "use_exponential_sigmas": True}
+    with pytest.raises(RequestError, match=f"{kind} cannot be made of this model's scheduler: Only one") as caught:
+        make(kind, both)
+    assert caught.value.param == "scheduler"
+    make(kind, both, sigmas=Sigmas.KARRAS)
+
+
 @pytest.mark.parametrize("kind", [Scheduler.DDIM, Scheduler.DDPM, Scheduler.LCM])
 def test_noise_without_signal_that_is_predicted_is_refused(kind, config):
     """Only where the schedule begins there, and the model predicts the noise: x0 would be divided by zero."""
