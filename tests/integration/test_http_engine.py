@@ -17,6 +17,8 @@ from PIL import Image
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.samplers import Sampler
+from plait_serving.diffusion.sources.scheduler import SchedulerConfig
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
 from plait_serving.images.local import LocalImageService
@@ -30,14 +32,14 @@ STEP_S = 0.01
 class Rig:
     """The application, the service and the engine under it. The image of a seed is grey: seed + steps."""
 
-    def __init__(self, *, provider=None, **knobs) -> None:
+    def __init__(self, *, provider=None, samplers=fake_samplers, **knobs) -> None:
         self.merger = FakeMerger(broken=frozenset({"broken"}))
         self.text_merger = FakeMerger()
         self.denoiser = FakeDenoiser(self.merger, self.text_merger, lambda: time.sleep(STEP_S))
         self.provider = provider or FakeProvider(["noto", "sketch"])
         limits = ImageLimits(max_edge_px=512, max_pixels=64 * 64, max_steps=500)
         stepper = Stepper(
-            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=fake_samplers,
+            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=samplers,
             controlnets={}, clock=time.monotonic,
         )  # fmt: skip
         self.engine = Engine(
@@ -261,3 +263,23 @@ def base64_png(array: np.ndarray) -> str:
     out = io.BytesIO()
     Image.fromarray(array).save(out, "PNG")
     return base64.b64encode(out.getvalue()).decode()
+
+
+@pytest.mark.parametrize("fields", [{}, {"sigmas": "karras"}])
+def test_a_sampler_that_can_not_step_with_the_model_is_a_400(rig, fields):
+    """Its last step would divide by zero; other samplers make images of the same model."""
+    config = SchedulerConfig(written={"lower_order_final": False, "use_karras_sigmas": True})
+
+    def samplers(request, seeds, shape):
+        return Sampler(
+            request.scheduler, config, steps=request.steps, seeds=seeds, shape=shape, sigmas=request.sigmas
+        )  # fmt: skip
+
+    async def ask():
+        own = rig(samplers=samplers)
+        return [await own.answer(scheduler=name, **fields) for name in ("unipc", "dpmpp_2m")]
+
+    (refused, why), (status, _) = asyncio.run(ask())
+    assert (refused, why["error"]["param"]) == (400, "scheduler")
+    assert "unipc cannot step with this model's lower_order_final: False" in why["error"]["message"]
+    assert status == 200

@@ -18,6 +18,7 @@ from plait_serving.diffusion.values import (
     ImageRequest,
     LoraPolicy,
     PromptSize,
+    SamplerChoice,
     Scheduler,
     Sigmas,
 )
@@ -42,11 +43,16 @@ class ImageLimits:
 
 
 def check_request(
-    request: ImageRequest, limits: ImageLimits, *, loras: Container[str], controlnets: Container[str]
+    request: ImageRequest,
+    limits: ImageLimits,
+    *,
+    loras: Container[str],
+    controlnets: Container[str],
+    samplers: SamplerChoice,
 ) -> None:
     """Raise `RequestError` or `NotFound`, naming the field, unless the request can run."""
     _check_numbers(request, limits)
-    check_sampler(request.scheduler, request.sigmas, request.eta)
+    check_sampler(request.scheduler, request.sigmas, request.eta, samplers)
     if not 0.0 <= request.guidance_rescale <= 1.0:
         raise RequestError("guidance_rescale must be 0..1", param="guidance_rescale")
     if request.clip_skip < 0:
@@ -108,8 +114,13 @@ def _check_numbers(request: ImageRequest, limits: ImageLimits) -> None:
         raise RequestError("partial_images must be 0..3", param="partial_images")
 
 
-def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float) -> None:
-    """Raise `RequestError`, naming the field, for an option that a sampler does not have."""
+def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float, samplers: SamplerChoice) -> None:
+    """Raise `RequestError`, naming the field, for a sampler that the model does not take, or an option that the sampler
+    does not have."""
+    if scheduler not in samplers.among:
+        raise RequestError(f"this model takes {', '.join(samplers.among)}, not {scheduler}", param="scheduler")
+    if sigmas is not None and not samplers.takes_sigmas:
+        raise RequestError("this model has a spacing of its own", param="sigmas")
     if sigmas is not None and not scheduler.takes_sigmas:
         names = ", ".join(other for other in Scheduler if other.takes_sigmas)
         raise RequestError(f"{scheduler} has a spacing of its own; {names} take one", param="sigmas")

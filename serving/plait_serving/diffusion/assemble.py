@@ -28,7 +28,7 @@ from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.residents.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
 from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.residents.roster import Growth, Roster, check_no_twin
-from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler, Tenant
+from plait_serving.diffusion.values import ControlRef, ImageRequest, Tenant
 
 __all__ = ["Assembled", "EngineSettings", "build_engine", "build_engine_of"]
 
@@ -108,7 +108,7 @@ class Assembled:
             steps=1,
             guidance_scale=5.0,
             seed=0,
-            scheduler=Scheduler.EULER,
+            scheduler=self.first.served.samplers.default,
             controlnets=controlnets,
             tenant=Tenant(name=""),
         )

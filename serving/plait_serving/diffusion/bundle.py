@@ -6,15 +6,13 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import diffusers
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
 from torch import nn
@@ -23,30 +21,20 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
-from plait_serving.diffusion.model_config import Family, check_controlnet_config, check_unet_config, family_of
+from plait_serving.diffusion.model_config import (
+    Family,
+    check_controlnet_config,
+    check_unet_config,
+    check_vae_config,
+    family_of,
+)
 from plait_serving.diffusion.sources.hub import fetch_from_hub
 from plait_serving.diffusion.sources.layout import SINGLE_CONTROLNET
 from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.sources.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)
-
-
-_MENDED: Mapping[str, Any] = {"steps_offset": 1, "clip_sample": False}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """A folder's scheduler as diffusers' pipeline has it: the configuration `written`, and the defaults of its own
-    class that the pipeline changes."""
-
-    written: Mapping[str, Any]
-    own_class: str = ""
-    own_defaults: Mapping[str, Any] = field(default_factory=dict)
-
-    def of(self, class_name: str) -> Mapping[str, Any]:
-        """Return the configuration that a scheduler of that class is made of."""
-        return {**self.written, **(self.own_defaults if class_name == self.own_class else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -165,7 +153,7 @@ def load_bundle(
     if extractor is not None:
         kinds["safety_checker"] = _checker_kind()
     kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
-    scheduler_config = _scheduler_config(folder, index, family)
+    scheduler = _scheduler_config(folder, index, family)
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
     decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
     need = MemoryNeed.of(files.values(), activation_bytes=decoding)
@@ -180,7 +168,7 @@ def load_bundle(
         vae=modules["vae"],
         tokenizers=tokenizers or _tokenizers(folder, encoders),
         text_encoders=tuple(modules[part] for part in encoders),
-        scheduler_config=scheduler_config,
+        scheduler_config=scheduler,
         safety_checker=modules.get("safety_checker"),
         feature_extractor=extractor,
         force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
@@ -198,6 +186,7 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     index = _read_json(folder / "model_index.json")
     _check_pipeline(folder, index)
     unet, vae = _read_json(folder / "unet" / "config.json"), _read_json(folder / "vae" / "config.json")
+    check_vae_config(vae, family_of(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
 
@@ -335,24 +324,8 @@ def _checker_kind() -> Any:
 
 
 def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> SchedulerConfig:
-    path = folder / "scheduler" / "scheduler_config.json"
-    config = _read_json(path)
-    prediction = config.get("prediction_type", "epsilon")
-    if prediction not in ("epsilon", "v_prediction", "sample"):
-        raise ModelError(f"{path}: prediction_type = {prediction!r} is not supported")
-    names = index.get("scheduler")
-    kind = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
-    if kind is None:
-        raise ModelError(f"{folder / 'model_index.json'}: scheduler names no class of diffusers: {names!r}")
-    # StableDiffusionPipeline mends outdated configurations; the SDXL pipeline takes them as they are. What the file
-    # does not say is mended in the folder's own scheduler only: one of another class takes its own defaults for it.
-    mended = {} if family is Family.SDXL else _MENDED
-    known = inspect.signature(kind.__init__).parameters
-    return SchedulerConfig(
-        written={**config, **{key: value for key, value in mended.items() if key in config}},
-        own_class=kind.__name__,
-        own_defaults={key: value for key, value in mended.items() if key in known and key not in config},
-    )
+    written = _read_json(folder / "scheduler" / "scheduler_config.json")
+    return scheduler_config(folder, written, index.get("scheduler"), family)
 
 
 def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:

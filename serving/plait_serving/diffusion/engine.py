@@ -146,7 +146,7 @@ class Engine:
         now_s = self._clock()
         model = self._model_of(request)
         request = request if request.model else replace(request, model=model.name)
-        check_request(request, model.limits, loras=model.loras, controlnets=model.controlnets)
+        check_request(request, model.limits, loras=model.loras, controlnets=model.controlnets, samplers=model.samplers)
         self._residents.check(model)
         size = model.measure(request)
         check_prompts(size, model.limits)

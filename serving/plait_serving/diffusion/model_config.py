@@ -28,6 +28,7 @@ def family_of(unet_config: Mapping[str, Any]) -> Family:
 
 # ---- checks on configurations ---------------------------------------------------------------------------------------
 
+_MOMENTS = "; a mean and a deviation for each channel of an SDXL model are"
 _PLAIN_BLOCKS = {
     "DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D",
     "UNetMidBlock2DCrossAttn", "UNetMidBlock2D",
@@ -47,6 +48,19 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
             f"{path}: the UNet takes {unet.get('in_channels')} channels and the VAE makes {latents}; only models for "
             f"inpainting ({2 * latents + 1} channels) take more than that"
         )
+
+
+def check_vae_config(vae: Mapping[str, Any], family: Family, path: Path) -> None:
+    """Raise `ModelError` for a VAE of another class, or for latents that the family's pipelines do not scale so."""
+    kind = vae.get("_class_name", "AutoencoderKL")
+    if kind != "AutoencoderKL":
+        raise ModelError(f"{path}: {kind} is not supported; AutoencoderKL is")
+    moments = [key for key in ("latents_mean", "latents_std") if vae.get(key) is not None]
+    channels = vae.get("latent_channels", 4)
+    are_read = family is Family.SDXL and [len(vae[key]) for key in moments] == [channels, channels]
+    for key in ["shift_factor", *([] if are_read else moments)]:
+        if vae.get(key) is not None:
+            raise ModelError(f"{path}: {key} = {vae[key]!r} is not supported{_MOMENTS if key in moments else ''}")
 
 
 def check_controlnet_config(
@@ -81,10 +95,13 @@ def _refuse_features(config: Mapping[str, Any], path: Path) -> None:
     unsupported = {
         "class_embed_type": "class conditioning",
         "num_class_embeds": "class conditioning",
+        "class_embeddings_concat": "class conditioning",
+        "encoder_hid_dim": "a projection of the text",
         "encoder_hid_dim_type": "a projection of text or image embeddings (IP-Adapter, Kandinsky)",
+        "dual_cross_attention": "attention to text and image",
     }
     for key, what in unsupported.items():
-        if config.get(key) is not None:
+        if config.get(key) not in (None, False):
             raise ModelError(f"{path}: {key} = {config[key]!r}: {what} is not supported")
     if config.get("attention_type", "default") != "default":
         raise ModelError(f"{path}: attention_type = {config['attention_type']!r}: GLIGEN is not supported")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from diffusers import (
+    CosineDPMSolverMultistepScheduler,
     DDIMScheduler,
     DDPMScheduler,
     DPMSolverMultistepScheduler,
     DPMSolverSDEScheduler,
+    EDMDPMSolverMultistepScheduler,
+    EDMEulerScheduler,
     EulerAncestralDiscreteScheduler,
     EulerDiscreteScheduler,
     HeunDiscreteScheduler,
@@ -27,25 +30,32 @@ from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
+from plait_serving.diffusion.sources.scheduler import COSINE, EDM, SchedulerConfig
+from plait_serving.diffusion.values import ImageRequest, SamplerChoice, Scheduler, Sigmas
 
-_CLASSES: Mapping[Scheduler, tuple[type[Any], Mapping[str, Any]]] = {
+# A folder made with the SDE or the DEIS variant names its algorithm; ours is the one the request asked for.
+_2M = {"algorithm_type": "dpmsolver++", "solver_order": 2}
+_2M_SDE = {"algorithm_type": "sde-dpmsolver++", "solver_order": 2}
+_Classes: TypeAlias = Mapping[Scheduler, tuple[type[Any], Mapping[str, Any]]]
+_OF_BETAS: _Classes = {
     Scheduler.DDIM: (DDIMScheduler, {}),
     Scheduler.DDPM: (DDPMScheduler, {}),
     Scheduler.EULER: (EulerDiscreteScheduler, {}),
     Scheduler.EULER_A: (EulerAncestralDiscreteScheduler, {}),
     Scheduler.HEUN: (HeunDiscreteScheduler, {}),
     Scheduler.LMS: (LMSDiscreteScheduler, {}),
-    # A folder made with the SDE or the DEIS variant names its algorithm; ours is the one the request asked for.
-    Scheduler.DPMPP_2M: (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "solver_order": 2}),
-    Scheduler.DPMPP_2M_SDE: (
-        DPMSolverMultistepScheduler,
-        {"algorithm_type": "sde-dpmsolver++", "solver_order": 2},
-    ),
+    Scheduler.DPMPP_2M: (DPMSolverMultistepScheduler, _2M),
+    Scheduler.DPMPP_2M_SDE: (DPMSolverMultistepScheduler, _2M_SDE),
     Scheduler.DPMPP_SDE: (DPMSolverSDEScheduler, {}),
     Scheduler.UNIPC: (UniPCMultistepScheduler, {}),
     Scheduler.LCM: (LCMScheduler, {}),
 }
+_OF_EDM: _Classes = {
+    Scheduler.EULER: (EDMEulerScheduler, {}),
+    Scheduler.DPMPP_2M: (EDMDPMSolverMultistepScheduler, _2M),
+    Scheduler.DPMPP_2M_SDE: (EDMDPMSolverMultistepScheduler, _2M_SDE),
+}
+_OF_COSINE: _Classes = {Scheduler.DPMPP_2M_SDE: (CosineDPMSolverMultistepScheduler, {"solver_order": 2})}
 
 _SPACINGS = {
     Sigmas.KARRAS: "use_karras_sigmas",
@@ -59,6 +69,17 @@ _KEEPS_SCALED = (EulerDiscreteScheduler, EulerAncestralDiscreteScheduler, HeunDi
                  DPMSolverSDEScheduler)  # fmt: skip
 """Their latents are x0 + s * e, scaled down for the model's input only."""
 _BY_ALPHA = (DDIMScheduler, DDPMScheduler, LCMScheduler)
+_BY_LEVEL = (EDMEulerScheduler, EDMDPMSolverMultistepScheduler, CosineDPMSolverMultistepScheduler)
+_LEARNED = {"variance_type": ("learned", "learned_range")}
+_UNABLE: Mapping[Scheduler, Mapping[str, tuple[object, ...]]] = {
+    Scheduler.DDPM: _LEARNED,
+    Scheduler.DPMPP_2M: _LEARNED,
+    Scheduler.DPMPP_2M_SDE: _LEARNED,
+    Scheduler.EULER_A: {"prediction_type": ("sample",)},
+    Scheduler.DPMPP_SDE: {"prediction_type": ("sample",)},
+    Scheduler.UNIPC: {"lower_order_final": (False,), "solver_type": ("bh1",)},
+}
+"""What diffusers makes a scheduler of that raises, or divides by zero, when it steps."""
 
 SEED_LIMIT = 2**64
 """Seeds are taken modulo this, as torch's generators do for negative numbers."""
@@ -73,7 +94,7 @@ class Sampler:
     def __init__(
         self,
         kind: Scheduler,
-        config: Mapping[str, Any],
+        config: SchedulerConfig,
         *,
         steps: int,
         seeds: Sequence[int],
@@ -92,7 +113,7 @@ class Sampler:
         seeds = [seed % SEED_LIMIT for seed in seeds]
         # DPM++ SDE takes no generators: each image has a Brownian path of its own, which its seed decides.
         paths = {"noise_sampler_seed": seeds} if kind is Scheduler.DPMPP_SDE else {}
-        self._scheduler = _make(kind, {**config, **_spacing(sigmas), **paths}, steps, device)
+        self._scheduler = _make(kind, config, {**_spacing(sigmas), **paths}, steps, device)
         self._first = first_step * int(self._scheduler.order)
         # Without this, schedules with a repeated timestep would start at the second of the two.
         if hasattr(self._scheduler, "set_begin_index"):
@@ -140,6 +161,10 @@ class Sampler:
 
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
         """Return the x0 estimate at step `step`, for previews. Changes no state and draws no noise."""
+        if isinstance(self._scheduler, _BY_LEVEL):
+            sigma = self._scheduler.sigmas[self._first + step]
+            found: torch.Tensor = self._scheduler.precondition_outputs(latents.float(), output.float(), sigma)
+            return found.to(latents.dtype)
         signal, noise, scale = self._levels(step)
         # With x = signal * x0 + noise * eps; Euler keeps its latents scaled up by ``scale``.
         x, e = latents.float() / scale, output.float()
@@ -171,7 +196,7 @@ def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tu
     def make(request: ImageRequest, seeds: Sequence[int], shape: tuple[int, int, int]) -> Sampler:
         return Sampler(
             request.scheduler,
-            bundle.scheduler_config.of(_CLASSES[request.scheduler][0].__name__),
+            bundle.scheduler_config,
             steps=request.steps,
             seeds=seeds,
             shape=shape,
@@ -185,16 +210,38 @@ def sampler_factory(bundle: Bundle) -> Callable[[ImageRequest, Sequence[int], tu
     return make
 
 
+def samplers_of(config: SchedulerConfig) -> SamplerChoice:
+    """Return what a model of that scheduler takes. Requests that name no sampler get an EDM model's own."""
+    classes = _classes(config)
+    if classes is _OF_BETAS:
+        return SamplerChoice()
+    own = [kind for kind, (scheduler_class, _) in classes.items() if scheduler_class.__name__ == config.own_class]
+    is_random = config.written.get("algorithm_type") == _2M_SDE["algorithm_type"]
+    return SamplerChoice(among=tuple(classes), default=own[-1] if is_random else own[0], takes_sigmas=False)
+
+
+def _classes(config: SchedulerConfig) -> _Classes:
+    return _OF_EDM if config.own_class in EDM else _OF_COSINE if config.own_class in COSINE else _OF_BETAS
+
+
 def _spacing(sigmas: Sigmas | None) -> dict[str, bool]:
     """Return what a configuration says of a spacing; a folder's own may name another."""
     return {} if sigmas is None else {key: sigmas is spacing for spacing, key in _SPACINGS.items()}
 
 
-def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.device | str) -> Any:
-    scheduler_class, overrides = _CLASSES[kind]
+def _make(
+    kind: Scheduler, config: SchedulerConfig, wishes: Mapping[str, Any], steps: int, device: torch.device | str
+) -> Any:
+    scheduler_class, overrides = _classes(config)[kind]
     if steps < 1:
         raise RequestError("must be at least 1", param="num_inference_steps")
-    scheduler = scheduler_class.from_config({**config, **overrides})
+    try:
+        scheduler = scheduler_class.from_config({**config.of(scheduler_class.__name__), **wishes, **overrides})
+    except (ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise RequestError(f"{kind} cannot be made of this model's scheduler: {error}", param="scheduler") from error
+    for key, values in _UNABLE.get(kind, {}).items():
+        if (value := scheduler.config.get(key)) in values:
+            raise RequestError(f"{kind} cannot step with this model's {key}: {value}", param="scheduler")
     max_steps = int(scheduler.config.num_train_timesteps)
     if kind is Scheduler.LCM:
         # LCM steps are a subset of the distillation's own schedule.
@@ -210,7 +257,8 @@ def _make(kind: Scheduler, config: Mapping[str, Any], steps: int, device: torch.
 
 
 def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
-    """Refuse schedules that diffusers makes but cannot step through when there are nearly as many steps as timesteps.
+    """Refuse schedules that diffusers makes but cannot step through, most when there are nearly as many steps as
+    timesteps.
 
     An offset of 1 puts the first of 1000 steps outside the table, and the multistep solvers divide by the distance
     of neighbouring noise levels, which is zero for a repeated one.
@@ -219,3 +267,7 @@ def _check_schedule(kind: Scheduler, scheduler: Any, steps: int) -> None:
     multistep = kind in (Scheduler.DPMPP_2M, Scheduler.DPMPP_2M_SDE, Scheduler.UNIPC, Scheduler.LMS)
     if outside or (multistep and steps > 1 and float(scheduler.sigmas.diff().max()) >= 0.0):
         raise RequestError(f"{steps} steps are too many for {kind} with this model", param="num_inference_steps")
+    predicts_noise = isinstance(scheduler, _BY_ALPHA) and scheduler.config.prediction_type == "epsilon"
+    if predicts_noise and not float(scheduler.alphas_cumprod[int(scheduler.timesteps.max())]):
+        # Where there is no signal, the noise does not tell x0.
+        raise RequestError(f"{kind} cannot step with this model's rescale_betas_zero_snr: True", param="scheduler")

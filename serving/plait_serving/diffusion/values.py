@@ -53,6 +53,16 @@ class Scheduler(StrEnum):
         return self not in (Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER_A, Scheduler.LCM)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplerChoice:
+    """Which samplers a model takes, and the one of requests that name none. `takes_sigmas`: whether a request may
+    choose the spacing of noise levels."""
+
+    among: tuple[Scheduler, ...] = tuple(Scheduler)
+    default: Scheduler = Scheduler.EULER
+    takes_sigmas: bool = True
+
+
 class Sigmas(StrEnum):
     """How a schedule's noise levels are spaced: NORMAL as the model's timesteps, or by one of the formulae that
     diffusers has for it."""

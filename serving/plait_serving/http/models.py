@@ -15,7 +15,6 @@ from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.sources.names import composed
-from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.ranking.describe import metadata
@@ -49,8 +48,8 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "default_num_inference_steps": card.default_steps,
         "default_guidance_scale": card.default_guidance_scale,
         "default_scheduler": card.default_scheduler.value,
-        "schedulers": [scheduler.value for scheduler in Scheduler],
-        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in Scheduler},
+        "schedulers": [scheduler.value for scheduler in card.samplers.among],
+        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in card.samplers.among},
         "dtype": card.dtype,
         **({} if card.controlnets is None else {"controlnets": list(card.controlnets)}),
         "limits": asdict(card.limits),

@@ -150,7 +150,9 @@ class DefaultsSection(Section):
     guidance_scale: Annotated[
         float | None, Field(ge=0, le=100, description="unset: 7.5, diffusers' default; the starter model's own is 3")
     ] = None
-    scheduler: Scheduler = Scheduler.EULER
+    scheduler: Annotated[
+        Scheduler | None, Field(description="unset, and where a model does not take it: euler; an EDM model's own")
+    ] = None
 
 
 class SingleFileSection(Section):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, Scheduler
+from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, SamplerChoice, Scheduler
 from plait_serving.health import Health
 
 
@@ -27,6 +27,7 @@ class BaseModelCard:
     default_steps: int = 20
     default_guidance_scale: float = 7.5
     default_scheduler: Scheduler = Scheduler.EULER
+    samplers: SamplerChoice = field(default_factory=SamplerChoice)
     dtype: str = "float32"
     controlnets: tuple[str, ...] | None = None
     limits: ImageLimits = field(default_factory=ImageLimits)

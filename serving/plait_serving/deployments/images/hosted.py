@@ -194,7 +194,7 @@ class HostedImages:
         )
 
     def _card(self, name: str, model: BaseModel) -> BaseModelCard:
-        outline, defaults = model.outline, self._images.defaults
+        outline, defaults, samplers = model.outline, self._images.defaults, model.served.samplers
         return BaseModelCard(
             name=name,
             family=str(outline.family),
@@ -202,7 +202,8 @@ class HostedImages:
             default_height=outline.height,
             default_steps=defaults.steps,
             default_guidance_scale=self._images.guidance_of(name),
-            default_scheduler=defaults.scheduler,
+            default_scheduler=defaults.scheduler if defaults.scheduler in samplers.among else samplers.default,
+            samplers=samplers,
             dtype=str(outline.dtype).removeprefix("torch."),
             controlnets=tuple(model.controlnets),
             limits=model.served.limits,

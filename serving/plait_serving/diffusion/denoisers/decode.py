@@ -8,7 +8,6 @@ import torch
 
 from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.model_config import Family
 
 
 def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgram | None = None) -> torch.Tensor:
@@ -27,14 +26,12 @@ def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgr
 
 
 def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
-    """Scale latents to the VAE's input: SDXL folders may carry a mean and a deviation per channel."""
+    """Scale latents to the VAE's input: SDXL's may have a mean and a deviation per channel."""
     config: Any = bundle.vae.config
-    mean, deviation = getattr(config, "latents_mean", None), getattr(config, "latents_std", None)
-    if bundle.family is Family.SDXL and mean is not None and deviation is not None:
+    if config.latents_mean is not None:
         shape = (1, latents.shape[1], 1, 1)
-        spread, centre = latents.new_tensor(deviation).view(shape), latents.new_tensor(mean).view(shape)
-        normalised: torch.Tensor = latents * spread / config.scaling_factor + centre
-        return normalised
-    unscaled: torch.Tensor = latents / config.scaling_factor
-    shift = getattr(config, "shift_factor", None)
-    return unscaled if shift is None else unscaled + shift
+        spread, centre = (latents.new_tensor(each).view(shape) for each in (config.latents_std, config.latents_mean))
+        latents = latents * spread / config.scaling_factor + centre
+    else:
+        latents = latents / config.scaling_factor
+    return latents

@@ -48,7 +48,7 @@ from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
 from plait_serving.diffusion.safety import safety_of
-from plait_serving.diffusion.samplers import sampler_factory
+from plait_serving.diffusion.samplers import sampler_factory, samplers_of
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.takeover import Takeover
@@ -144,6 +144,7 @@ class BaseModel:
             nbytes=self.outline.weights_bytes,
             costs=costs,
             forecast=WorkForecast(costs),
+            samplers=samplers_of(self.outline.scheduler_config),
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.decoding import Decoder
@@ -11,7 +11,7 @@ from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, SamplerChoice
 
 __all__ = ["ModelParts", "ServedModel"]
 
@@ -45,6 +45,7 @@ class ServedModel:
     nbytes: int
     costs: StepCosts
     forecast: WorkForecast
+    samplers: SamplerChoice = field(default_factory=SamplerChoice)
     parts: ModelParts | None = None
     leaves: bool = False
     is_retired: bool = False

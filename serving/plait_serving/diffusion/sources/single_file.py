@@ -28,6 +28,7 @@ from diffusers.loaders.single_file_utils import (
     convert_open_clip_checkpoint,
     load_single_file_checkpoint,
 )
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
@@ -37,9 +38,15 @@ from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header, inspect
 from plait_serving.diffusion.memory import gigabytes
-from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName
+from plait_serving.diffusion.published.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    FamilyName,
+    SchedulerPart,
+)
 from plait_serving.diffusion.published.configs import build_on_meta, published_name, write_configs
 from plait_serving.diffusion.sources.layout import SINGLE_CONTROLNET, SUFFIX, UNET, VAE, family_of_keys, is_controlnet
+from plait_serving.diffusion.sources.scheduler import EDM
 from plait_serving.diffusion.sources.staging import copy_parts, locked, new_folder
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 
@@ -47,10 +54,14 @@ __all__ = ["converted"]
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2
 """Of what is written: raised by a change that folders of before do not have."""
 
 _INDEX = "model_index.json"
+_EDM_MARK = "edm_"
+"""What the names of tensors begin with that tell an EDM model: Playground v2.5's, CosXL's and no others."""
+_MOMENTS = frozenset(("edm_mean", "edm_std"))
+_LEVELS = frozenset(("edm_vpred.sigma_max", "edm_vpred.sigma_min"))
 _ADVICE = (
     "if its architecture is none of the published ones, name a folder with its configuration (images.models.X.config)"
 )
@@ -114,6 +125,7 @@ def _convert(path: Path, header: Header, family: FamilyName, folder: Path, confi
             write_configs(architecture, staged, modules)
         else:
             _copy_configs(config, staged)
+            _check_marks(path, header, staged)
         tensors = translate(path, lambda file: load_single_file_checkpoint(str(file), local_files_only=True))
         try:
             for name, kind, prefix in _parts(family):
@@ -188,10 +200,49 @@ def _architecture(path: Path, header: Header, family: FamilyName) -> Architectur
     elif family is FamilyName.SD21:
         scheduler["prediction_type"] = "epsilon"
         changes["sample_size"] = 64  # those models were made for 512 pixels
-    parts = tuple(
-        replace(part, config={**part.config, **changes}) if part.folder == "unet" else part for part in published.parts
-    )
-    return replace(published, parts=parts, scheduler=replace(published.scheduler, config=scheduler))
+    said: dict[str, Mapping[str, Any]] = {"unet": changes}
+    kind = published.scheduler.class_name
+    if marks := _marks(path, header, family):
+        kind, scheduler, said["vae"] = _edm(path, marks)
+    parts = tuple(replace(part, config={**part.config, **said.get(part.folder, {})}) for part in published.parts)
+    return replace(published, parts=parts, scheduler=SchedulerPart(class_name=kind, config=scheduler))
+
+
+def _marks(path: Path, header: Header, family: FamilyName) -> frozenset[str]:
+    """Return the marks of an EDM model that a file has. Raises `ModelError` for any that nothing here reads."""
+    marks = _edm_marks(header)
+    is_known = marks == _MOMENTS or (marks <= _LEVELS and "edm_vpred.sigma_max" in marks)
+    if marks and not (is_known and family is FamilyName.SDXL):
+        raise ModelError(f"{path}: {', '.join(sorted(marks))}: such an EDM model of {family} is not supported")
+    return marks
+
+
+def _edm_marks(header: Header) -> frozenset[str]:
+    return frozenset(key for key in header.tensors if key.startswith(_EDM_MARK))
+
+
+def _edm(path: Path, marks: frozenset[str]) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """Return the scheduler, its configuration and what the VAE's says beside, of a file with such marks.
+
+    What the marks do not say is Playground v2.5's and CosXL's, as in diffusers and in ComfyUI, which writes them.
+    """
+    with safe_open(path, framework="pt") as file:
+        found = {mark: file.get_tensor(mark).float().flatten().tolist() for mark in marks}
+    if marks == _MOMENTS:
+        scheduler = {"prediction_type": "epsilon", "sigma_min": 0.002, "sigma_max": 80.0, "sigma_data": 0.5}
+        vae = {"latents_mean": found["edm_mean"], "latents_std": found["edm_std"], "scaling_factor": 0.5}
+        return "EDMDPMSolverMultistepScheduler", scheduler, vae
+    levels = {key.removeprefix("edm_vpred."): values[0] for key, values in found.items()}
+    own = {"prediction_type": "v_prediction", "sigma_data": 1.0, "sigma_schedule": "exponential"}
+    return "EDMEulerScheduler", {"sigma_min": 0.002, **own, **levels}, {}
+
+
+def _check_marks(path: Path, header: Header, staged: Path) -> None:
+    """Raise `ModelError` if a file has the marks of an EDM model and the folder of its configurations is of another."""
+    marks = _edm_marks(header)
+    names = json.loads((staged / _INDEX).read_text(encoding="utf-8")).get("scheduler") or [None]
+    if marks and names[-1] not in EDM:
+        raise ModelError(f"{path}: {', '.join(sorted(marks))}: an EDM model, but its config names {names[-1]}")
 
 
 def _predicts_v(path: Path, header: Header, family: FamilyName) -> bool:

@@ -60,7 +60,7 @@ def resolve(
     _check_allowed(allowed, pixels=width * height, steps=steps, images=n, limits=model.limits)
     scheduler = model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler)
     sigmas = None if body.sigmas is None else Sigmas(body.sigmas)
-    check_sampler(scheduler, sigmas, body.eta or 0.0)
+    check_sampler(scheduler, sigmas, body.eta or 0.0, model.samplers)
     seed = _seed(body, n, random_seed)
     _check_stream(body, n)
     prompts = prompts_of(body)

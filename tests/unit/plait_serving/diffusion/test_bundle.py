@@ -104,10 +104,14 @@ def test_a_missing_part_is_named(folder, part):
         ("unet/config.json", {"attention_type": "gated"}, "GLIGEN"),
         ("unet/config.json", {"encoder_hid_dim_type": "ip_image_proj"}, "IP-Adapter"),
         ("unet/config.json", {"addition_embed_type": "image"}, "addition_embed_type"),
+        ("unet/config.json", {"dual_cross_attention": True}, "dual_cross_attention"),
+        ("unet/config.json", {"class_embeddings_concat": True}, "class_embeddings_concat"),
+        ("unet/config.json", {"encoder_hid_dim": 32}, "encoder_hid_dim"),
         ("unet/config.json", {"in_channels": 8}, "inpainting"),
         ("unet/config.json", {"cross_attention_dim": 48}, "the text is 32 wide"),
         ("unet/config.json", {"down_block_types": ["DownBlock2D", "SimpleCrossAttnDownBlock2D"]}, "SimpleCrossAttn"),
         ("scheduler/scheduler_config.json", {"prediction_type": "flow"}, "prediction_type"),
+        ("scheduler/scheduler_config.json", {"beta_schedule": "laplace"}, "beta_schedule"),
     ],
 )
 def test_what_can_not_run_is_refused_with_a_reason(folder, file, changes, reason):

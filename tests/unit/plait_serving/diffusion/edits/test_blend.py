@@ -12,7 +12,7 @@ from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.edits.blend import overlaid
 from plait_serving.diffusion.edits.source import EditSource, to_pixels
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.values import Edit, ImageRequest, LoraPolicy, Scheduler
+from plait_serving.diffusion.values import Edit, ImageRequest, LoraPolicy, SamplerChoice, Scheduler
 
 MASK = np.array([[0, 255, 51]], np.uint8)
 EDIT = Edit(image=np.full((1, 3, 3), 100, np.uint8), mask=MASK)
@@ -83,9 +83,9 @@ def test_no_more_is_encoded_than_is_needed(edit, inpaints, images):
 )
 def test_the_engine_refuses_what_cannot_be_an_edit(changes, param):
     """Whoever asks: arrays of another size or type, no step that runs, LoRAs that would never act."""
-    check_request(asked(), ImageLimits(), loras=(), controlnets=())
+    check_request(asked(), ImageLimits(), loras=(), controlnets=(), samplers=SamplerChoice())
     with pytest.raises(RequestError) as caught:
-        check_request(asked(**changes), ImageLimits(), loras=(), controlnets=())
+        check_request(asked(**changes), ImageLimits(), loras=(), controlnets=(), samplers=SamplerChoice())
     assert caught.value.param == param
 
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler, StableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
@@ -56,7 +57,7 @@ def weights(folder) -> dict[str, torch.Tensor]:
     }
 
 
-def image(model, cache, **more) -> np.ndarray:
+def image(model, cache, *, steps=2, scheduler=Scheduler.EULER, **more) -> np.ndarray:
     """What an engine makes of a model."""
     settings = EngineSettings(
         model=model, device="cpu", dtype="float32", prepared_folder=cache / "prepared", converts=False,
@@ -64,8 +65,8 @@ def image(model, cache, **more) -> np.ndarray:
     )  # fmt: skip
     engine = build_engine(settings).engine
     request = ImageRequest(
-        request_id="one", prompt="red apple, größe", width=32, height=32, steps=2, guidance_scale=4.0, seed=3,
-        scheduler=Scheduler.EULER,
+        request_id="one", prompt="red apple, größe", width=32, height=32, steps=steps, guidance_scale=4.0, seed=3,
+        scheduler=scheduler,
     )  # fmt: skip
     try:
         return engine.generate(request, timeout_s=60.0).images[0]
@@ -159,6 +160,74 @@ def test_what_the_unet_predicts_is_told_by_a_mark_or_a_yaml(family, yaml, marks,
     scheduler = json.loads((found / "scheduler" / "scheduler_config.json").read_text())
     assert scheduler.get("prediction_type", "epsilon") == expected
     assert scheduler.get("rescale_betas_zero_snr", False) == ("ztsnr" in marks)
+
+
+PLAYGROUND = {
+    "edm_mean": torch.tensor([-1.6574, 1.886, -1.383, 2.5155]).view(1, 4, 1, 1),
+    "edm_std": torch.tensor([8.4927, 5.9022, 6.5498, 5.2299]).view(1, 4, 1, 1),
+}
+COSXL = {"edm_vpred.sigma_max": torch.tensor(120.0), "edm_vpred.sigma_min": torch.tensor(0.004)}
+
+
+def _edm_folder(base, folder, scheduler, **vae):
+    """A copy of a folder with another scheduler and entries of the VAE's configuration."""
+    shutil.copytree(base, folder)
+    scheduler.save_pretrained(folder / "scheduler")
+    for path, changes in {
+        "model_index.json": {"scheduler": ["diffusers", type(scheduler).__name__]},
+        "vae/config.json": vae,
+    }.items():
+        (folder / path).write_text(json.dumps({**json.loads((folder / path).read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["playground", "cosxl"])
+def test_the_marks_of_edm_models_are_read(name, folders, tmp_path):
+    """Images are those of diffusers' pipeline on a folder with their scheduler, mean and deviation."""
+    if name == "playground":
+        moments = {f"latents_{key[4:]}": tensor.flatten().tolist() for key, tensor in PLAYGROUND.items()}
+        scheduler, vae, marks = EDMDPMSolverMultistepScheduler(), {**moments, "scaling_factor": 0.5}, PLAYGROUND
+    else:
+        levels = {"sigma_max": 120.0, "sigma_min": 0.004, "sigma_data": 1.0, "sigma_schedule": "exponential"}
+        scheduler, vae, marks = EDMEulerScheduler(prediction_type="v_prediction", **levels), {}, COSXL
+    folder = _edm_folder(folders / "sdxl", tmp_path / "folder", scheduler, **vae)
+    path = write_ldm(folders / "sdxl", tmp_path / "model.safetensors", **marks)
+    own = Scheduler.DPMPP_2M if name == "playground" else Scheduler.EULER
+    ours = image(path, tmp_path, steps=10, scheduler=own)
+    pipeline = StableDiffusionXLPipeline.from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        "red apple, größe", width=32, height=32, num_inference_steps=10, guidance_scale=4.0,
+        generator=torch.Generator().manual_seed(3),
+    ).images[0]  # fmt: skip
+    assert np.abs(ours.astype(int) - np.asarray(theirs).astype(int)).max() <= 2
+
+
+@pytest.mark.parametrize(
+    ("family", "marks"),
+    [
+        ("sdxl", ("edm_mean",)),
+        ("sdxl", ("edm_vpred.sigma_min",)),
+        ("sdxl", ("edm_vpred.sigma_max", "edm_vpred.sigma_data")),
+        ("sdxl", ("edm_mean", "edm_std", "edm_vpred.sigma_max")),
+        ("sd15", ("edm_mean", "edm_std")),
+    ],
+)
+def test_marks_of_other_edm_models_are_refused(family, marks, folders, tmp_path):
+    """By name: nothing here would make their images."""
+    path = write_ldm(folders / family, tmp_path / "model.safetensors", **{mark: torch.ones(4) for mark in marks})
+    with pytest.raises(ModelError, match=f"{', '.join(sorted(marks))}: such an EDM model of {family} is not"):
+        resolve_source(path, cache=tmp_path)
+
+
+def test_a_configuration_of_another_noise_is_refused_for_an_edm_model(folders, tmp_path):
+    """One with an EDM scheduler is taken."""
+    path = write_ldm(folders / "sdxl", tmp_path / "model.safetensors", **COSXL)
+    with pytest.raises(ModelError, match=r"edm_vpred\.sigma_min: an EDM model, but its config names EulerDiscrete"):
+        resolve_source(path, config=folders / "sdxl", cache=tmp_path)
+    config = _edm_folder(folders / "sdxl", tmp_path / "config", EDMEulerScheduler())
+    found = load_bundle(resolve_source(path, config=config, cache=tmp_path), outline=True)
+    assert found.scheduler_config.own_class == "EDMEulerScheduler"
 
 
 def _without(folders, tmp_path, prefix):

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.values import SamplerChoice, Scheduler
 from plait_serving.http.images.naming import chosen_model
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
@@ -161,3 +162,14 @@ def test_many_pluses_take_no_time():
     """Each is looked at once."""
     with pytest.raises(RequestError, match="given twice"):
         chosen_model("emoji" + "+" * 1_000, ODD)
+
+
+def test_a_sampler_or_a_spacing_that_the_model_does_not_take_is_refused():
+    """By the name of the field, before anything is decoded or sent to an engine."""
+    takes = SamplerChoice(among=(Scheduler.EULER, Scheduler.DPMPP_2M), takes_sigmas=False)
+    catalog = replace(CATALOG, models=(replace(LARGE, samplers=takes),))
+    for fields, param in (({"scheduler": "heun"}, "scheduler"), ({"sigmas": "karras"}, "sigmas")):
+        body = GenerationBody.model_validate({"prompt": "x", **fields})
+        with pytest.raises(RequestError) as refused:
+            resolve(body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits())
+        assert refused.value.param == param

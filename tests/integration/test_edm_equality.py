@@ -1,0 +1,179 @@
+"""EDM models against diffusers' pipelines with their own scheduler: images within 2 of 255 levels.
+
+Tiny random SDXL models, shaped as Playground v2.5 (with a mean and a deviation of latents) and CosXL. For masks the
+reference is diffusers' pipeline with what it forgets: mean and deviation when it encodes, and with a ControlNet also
+when it decodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+from diffusers import ControlNetModel
+
+from plait_serving.deployments.images.hosted import HostedImages, LoraCards
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, Scheduler, Sigmas
+from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images.schemas import GenerationBody
+from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.config import ImagesSection
+from support.denoise import control_image, edits_of, run_pipeline
+from support.rig import rig_of
+from support.tiny import IMAGE_SIZE
+
+__all__ = ["rig_of"]
+
+PLAYGROUND = {
+    "_class_name": "EDMDPMSolverMultistepScheduler", "algorithm_type": "dpmsolver++", "euler_at_final": False,
+    "dynamic_thresholding_ratio": 0.995, "final_sigmas_type": "zero", "lower_order_final": True, "solver_order": 2,
+    "num_train_timesteps": 1000, "prediction_type": "epsilon", "rho": 7.0, "sample_max_value": 1.0, "sigma_data": 0.5,
+    "sigma_max": 80.0, "sigma_min": 0.002, "solver_type": "midpoint", "thresholding": False,
+}  # fmt: skip
+COSXL = {
+    "_class_name": "EDMEulerScheduler", "num_train_timesteps": 1000, "prediction_type": "v_prediction", "rho": 7.0,
+    "sigma_data": 1.0, "sigma_max": 120.0, "sigma_min": 0.002, "sigma_schedule": "exponential",
+}  # fmt: skip
+MOMENTS = {
+    "latents_mean": [-1.6574, 1.886, -1.383, 2.5155],
+    "latents_std": [8.4927, 5.9022, 6.5498, 5.2299],
+    "scaling_factor": 0.5,
+}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], Scheduler]] = {
+    "playground": (PLAYGROUND, MOMENTS, Scheduler.DPMPP_2M),
+    "cosxl": (COSXL, {}, Scheduler.EULER),
+}
+AMONG = (Scheduler.EULER, Scheduler.DPMPP_2M, Scheduler.DPMPP_2M_SDE)
+
+CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, end=0.7)
+IMAGE = control_image(5, IMAGE_SIZE)
+MASK = np.zeros((IMAGE_SIZE, IMAGE_SIZE), np.uint8)
+MASK[5:22, 3:18] = 255
+IMG2IMG = Edit(image=IMAGE, strength=0.7)
+INPAINT = Edit(image=IMAGE, mask=MASK, strength=0.7, overlay=False)
+ANEW = replace(INPAINT, strength=1.0)
+
+
+def change(path: Path, **changes: object) -> None:
+    """Changes entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def shaped(base: Path, folder: Path, scheduler: dict[str, Any], vae: dict[str, Any]) -> Path:
+    """Writes a copy of `base` with that scheduler and those entries of the VAE's configuration."""
+    shutil.copytree(base, folder)
+    (folder / "scheduler" / "scheduler_config.json").write_text(json.dumps(scheduler))
+    change(folder / "model_index.json", scheduler=["diffusers", scheduler["_class_name"]])
+    change(folder / "vae" / "config.json", **vae)
+    return folder
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, rig_of, tmp_path_factory, tiny_sdxl_folder, tiny_sdxl_controlnets):
+    """A model's folder, its ControlNet, an engine on both and the sampler that is the folder's own."""
+    scheduler, vae, own = MODELS[request.param]
+    folder = shaped(tiny_sdxl_folder, tmp_path_factory.mktemp("edm") / request.param, scheduler, vae)
+    probe, _ = rig_of(folder, tiny_sdxl_controlnets[0])
+    return folder, tiny_sdxl_controlnets[0], probe, own
+
+
+def ask(scheduler: Scheduler, **more: Any) -> ImageRequest:
+    """A request of 10 steps."""
+    fields = {
+        "request_id": "r", "prompt": "a red cat", "negative_prompt": "blue", "width": IMAGE_SIZE, "height": IMAGE_SIZE,
+        "steps": 10, "guidance_scale": 3.0, "seed": 11, "scheduler": scheduler, **more,
+    }  # fmt: skip
+    return ImageRequest(**fields)
+
+
+def _moments(vae: Any) -> tuple[torch.Tensor | float, torch.Tensor | float]:
+    if vae.config.latents_mean is None:
+        return 0.0, 1.0
+    return tuple(torch.tensor(each).view(1, 4, 1, 1) for each in (vae.config.latents_mean, vae.config.latents_std))
+
+
+def _encode(pipeline: Any, image: torch.Tensor, generator: Any) -> torch.Tensor:
+    """`_encode_vae_image` as it would be with mean and deviation."""
+    (own,) = generator
+    mean, deviation = _moments(pipeline.vae)
+    latents = pipeline.vae.encode(image).latent_dist.sample(own)
+    return (latents - mean) * pipeline.vae.config.scaling_factor / deviation
+
+
+def theirs(folder: Path, controlnet: Path, asked: ImageRequest) -> list[np.ndarray]:
+    """The images of diffusers' pipeline with the folder's own scheduler."""
+    name = f"StableDiffusionXL{'ControlNet' if asked.controlnets else ''}{edits_of(asked)}Pipeline"
+    more = {"controlnet": ControlNetModel.from_pretrained(controlnet)} if asked.controlnets else {}
+    pipeline = getattr(diffusers, name).from_pretrained(folder, **more)
+    pipeline.set_progress_bar_config(disable=True)
+    forgets = edits_of(asked) == "Inpaint"
+    if forgets:
+        pipeline._encode_vae_image = MethodType(_encode, pipeline)
+    with torch.inference_mode():
+        images = run_pipeline(pipeline, asked, output_type="latent" if forgets and asked.controlnets else "pil")
+        if torch.is_tensor(images):
+            mean, deviation = _moments(pipeline.vae)
+            images = pipeline.vae.decode(images * deviation / pipeline.vae.config.scaling_factor + mean).sample
+            images = pipeline.image_processor.postprocess(images)
+    return [np.asarray(image).astype(int) for image in images]
+
+
+REQUESTS: dict[str, dict[str, Any]] = {
+    "whole": {"n": 2},
+    "controlnet": {"controlnets": (CONTROL,)},
+    "img2img": {"edit": IMG2IMG},
+    "img2img-controlnet": {"edit": IMG2IMG, "controlnets": (CONTROL,)},
+    "inpaint": {"edit": INPAINT},
+    "inpaint-controlnet": {"edit": INPAINT, "controlnets": (CONTROL,)},
+    "anew": {"edit": ANEW},
+}
+
+
+def test_images_are_those_of_the_model_s_own_pipeline(model):
+    """Generations and edits, with and without a ControlNet, all at once; each is as diffusers makes it alone."""
+    folder, controlnet, probe, own = model
+    asked = [ask(own, request_id=name, seed=i, **fields) for i, (name, fields) in enumerate(REQUESTS.items())]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        results = list(pool.map(probe.engine.generate, asked))
+    for one, result in zip(asked, results, strict=True):
+        for ours, image in zip(result.images, theirs(folder, controlnet, one), strict=True):
+            assert np.abs(ours - image).max() <= 2, one.request_id
+
+
+def test_requests_that_name_no_sampler_get_the_model_s_own(model, tmp_path):
+    """Unless the configuration names one that it takes."""
+    folder, _, probe, own = model
+    for configured, expected in (({}, own), ({"scheduler": "heun"}, own), ({"scheduler": "dpmpp_2m_sde"}, None)):
+        images = ImagesSection.model_validate({"model": str(folder), "defaults": configured})
+        cards = LoraCards(FolderSource(tmp_path), lambda: "sdxl")
+        catalog = asyncio.run(HostedImages(images, probe.assembled, cards).service.catalog())
+        body = GenerationBody(prompt="x")
+        made = resolve(
+            body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits()
+        )  # fmt: skip
+        assert made.scheduler is (expected or Scheduler.DPMPP_2M_SDE)
+        assert catalog.model.samplers.among == AMONG
+
+
+def test_samplers_of_another_noise_are_refused(model):
+    """By name, and so is a spacing: an EDM model has its own."""
+    _, _, probe, own = model
+    for scheduler in set(Scheduler) - set(AMONG):
+        with pytest.raises(RequestError, match=f"takes euler, dpmpp_2m, dpmpp_2m_sde, not {scheduler}") as caught:
+            probe.engine.generate(ask(scheduler))
+        assert caught.value.param == "scheduler"
+    with pytest.raises(RequestError, match="spacing of its own") as caught:
+        probe.engine.generate(ask(own, sigmas=Sigmas.NORMAL))
+    assert caught.value.param == "sigmas"
