@@ -152,7 +152,7 @@ def test_json_tells_files_seeds_and_timings(service, tmp_path, capsys):
         (["--controlnet", "edges"], "--controlnet"),
         (["--controlnet", "edges=missing.png"], "--controlnet"),
         (["--controlnet", f"edges={__file__}"], "--controlnet"),
-        (["--seed", "-1"], "--seed"),
+        (["--seed", "-2"], "--seed"),
         (["--steps", "0"], "--steps"),
         (["--steps", "51"], "--steps"),
         (["--guidance", "nan"], "--guidance"),
@@ -175,9 +175,9 @@ def test_wrong_usage_is_exit_code_2_and_names_the_option(service, tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_empty_prompt_is_wrong_usage(service, tmp_path, capsys):
+def test_a_prompt_with_control_characters_is_wrong_usage(service, tmp_path, capsys):
     """The argument has no dashes, so it is named in capitals as in the help."""
-    assert run("", "-o", tmp_path / "a.png") == 2
+    assert run("a\x1b", "-o", tmp_path / "a.png") == 2
     assert "PROMPT" in capsys.readouterr().err
 
 
