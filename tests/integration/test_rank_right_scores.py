@@ -204,6 +204,15 @@ def no_rest(monkeypatch):
     monkeypatch.setattr(prepared, "_REST", 0.0)
 
 
+def test_an_hns_audits_are_counted(client):
+    """With the answers of a split model, now and then."""
+    body = as_json({key: value.numpy() for key, value in CASES["euler"].tame.items()} | {"item": np.array([0, 1])})
+    until_s = time.monotonic() + PATIENCE_S
+    while 'plait_ranker_hn_audit_drifted_total{model="euler-split"} 0' not in client.get("/metrics").text:
+        assert time.monotonic() < until_s
+        assert client.post("/v2/models/euler-split/infer", json=body).status_code == 200
+
+
 @pytest.mark.parametrize(("name", "mode"), [(name, mode) for name in CASES for mode in ("whole", "split")])
 def test_scores_are_torchs(client, name, mode):
     """For one candidate, for the rows of the case, and for a hundred of them."""
