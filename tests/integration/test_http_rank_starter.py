@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -27,14 +28,9 @@ INFER = f"/v2/models/{STARTER_RANKING_MODEL}/infer"
 USER = {"age_band": 3, "liked_genres": [11, 7], "history": [5, 900], "daypart": 2}
 
 
-@pytest.fixture(scope="module")
-def dense():
-    return open_package(STARTER_RANKING_FOLDER).dense(prepares=True)
-
-
-@pytest.fixture(scope="module")
-def app(dense):
-    package = open_package(STARTER_RANKING_FOLDER)
+@contextmanager
+def served(package, dense):
+    """An application with that dense half."""
     ranker = WholeRanker(package.card(), package.sparse(), dense)
     yield create_app(
         None,
@@ -42,6 +38,13 @@ def app(dense):
         ranking=LocalRankingService({STARTER_RANKING_MODEL: ServedRanker(ranker=ranker, items=package.items)}),
     )
     asyncio.run(ranker.close(drain_s=1.0))
+
+
+@pytest.fixture(scope="module")
+def app():
+    package = open_package(STARTER_RANKING_FOLDER)
+    with served(package, package.dense()) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -60,16 +63,19 @@ def test_the_example_is_answered(client, candidates):
     assert ((scores > 0) & (scores < 1)).all()
 
 
-def test_recurring_rankings_run_on_openvino(client, dense):
+def test_recurring_rankings_run_on_openvino():
     """All of its operators are proven."""
     pytest.importorskip("openvino", reason="needs openvino")
-    example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates=64")
-    with programs_win():
+    package = open_package(STARTER_RANKING_FOLDER)
+    dense = package.dense(prepares=True)
+    with served(package, dense) as made, programs_win():
+        client = TestClient(made, raise_server_exceptions=False)
+        example = client.get(f"/v2/models/{STARTER_RANKING_MODEL}/example?candidates=64")
         for _ in range(5):
             assert client.post(INFER, content=example.content).status_code == 200
             background.wait()
+        assert "plait_ranker_audit_checked_total" in client.get("/metrics").text
     assert dense.programs.batches
-    assert "plait_ranker_audit_checked_total" in client.get("/metrics").text
 
 
 def test_people_and_tensors_get_the_same_scores(client):
