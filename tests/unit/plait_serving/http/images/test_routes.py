@@ -436,6 +436,7 @@ def test_wrong_marks_are_refused_with_the_field(client, service, fields, status,
     """A mark that cannot be meant is refused before the engine sees it."""
     answer = post(client, **{"prompt": "cat", "prompt_syntax": "a1111", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert answer.json()["error"]["code"] == ("lora_not_found" if status == 404 else "invalid_value")
     assert service.submitted == []
 
 
