@@ -142,12 +142,12 @@ def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, capl
     assert caplog.text.count("the configuration has another model of that name") == 1
     assert assembled.roster.refused == {
         "broken": f"{broken / 'unet' / 'config.json'}: missing",
-        "first": f"{folder / 'first'}: the configuration has another model of that name",
+        "another first": f"{folder / 'first'}: the configuration has another model of that name",
     }
     np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
     kept.rename(broken / "unet" / "config.json")
     np.testing.assert_array_equal(drawn(assembled, "broken"), alone(models["b"]))
-    assert list(assembled.roster.refused) == ["first"]
+    assert list(assembled.roster.refused) == ["another first"]
 
 
 def test_weights_that_vanish_in_use_fail_with_a_sentence(serving, models):

@@ -34,6 +34,7 @@ def list_models(config: Config = None, as_json: AsJson = False) -> None:
     """List the names that requests may use, read from the folders without loading any model."""
     from plait.config import load_config
     from plait.offline.inventory import inventory
+    from plait_serving.diffusion.sources.names import shown
 
     loaded = load_config(config)
     entries = [asdict(entry) for entry in inventory(loaded.images, loaded.ranking_models)]
@@ -41,7 +42,8 @@ def list_models(config: Config = None, as_json: AsJson = False) -> None:
         print(json.dumps(entries, indent=1))
     else:
         columns = ("name", "kind", "family", "format", "folder")
-        print(table([columns, *[[entry[column] for column in columns] for entry in entries]]))
+        rows = [{**entry, "folder": shown(entry["folder"])} for entry in entries]
+        print(table([columns, *[[row[column] for column in columns] for row in rows]]))
 
 
 @app.command("verify")

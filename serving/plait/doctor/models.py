@@ -103,13 +103,14 @@ def _loras(folder: Path) -> Iterator[CheckResult]:
     from plait.offline.inventory import safetensors_header
     from plait_serving.diffusion.lora.layouts import layout_of
     from plait_serving.diffusion.lora.listing import list_loras
+    from plait_serving.diffusion.sources.names import shown
 
     if not folder.is_dir():
         yield finding("models", False, f"{folder}: there is no such folder", "correct images.loras.folder")
         return
     files = list_loras(folder).files
     unknown = [path for path in files.values() if layout_of(safetensors_header(path)) == "unknown"]
-    bad = [str(path.relative_to(folder.resolve())) for path in unknown]
+    bad = [shown(path.relative_to(folder.resolve())) for path in unknown]
     detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else f"{folder}: {len(files)} LoRAs"
     yield finding("models", not bad, detail, "remove it, or save it as PEFT or kohya safetensors")
 

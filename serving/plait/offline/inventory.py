@@ -39,7 +39,7 @@ def inventory(
 ) -> list[ModelEntry]:
     """Return the base models, their ControlNets and LoRAs sorted by name, then the recommendation models.
 
-    Raises `PlaitError` for a broken folder.
+    Raises `PlaitError` for a broken folder that the configuration names.
     """
     ranking = [
         ModelEntry(name=name, kind="recommender", family="graph", folder=str(section.folder), format=_package(section))
@@ -55,8 +55,8 @@ def _package(section: RankModelSection) -> str:
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
     more = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
-    found = {name: BaseSource(model=str(each.folder)) for name, each in more.items()} | images.base_models
-    bases = [_base(name, found[name]) for name in (*images.base_models, *(found.keys() - images.base_models.keys()))]
+    bases = [_base(name, base) for name, base in images.base_models.items()]
+    bases += [_found(name, each.folder) for name, each in more.items() if name not in images.base_models]
     controlnets = [
         ModelEntry(
             name=name,
@@ -81,6 +81,14 @@ def _base(name: str, base: BaseSource) -> ModelEntry:
         return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="single file")
     family = _family(_json(Path(base.folder) / "unet" / "config.json"))
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
+
+
+def _found(name: str, folder: Path) -> ModelEntry:
+    """Return what lies in a folder of models, where one that is broken keeps no other from being listed."""
+    try:
+        return _base(name, BaseSource(model=str(folder)))
+    except PlaitError:
+        return ModelEntry(name=name, kind="base", family="unknown", folder=str(folder), format="unreadable")
 
 
 def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:

@@ -63,6 +63,8 @@ def parse(prompt: str, param: str) -> list[Span]:
     """
     unknown = _UNKNOWN.search(prompt)
     if unknown is not None:
+        if param != "prompt" and _LORA.fullmatch(unknown[0]):
+            raise RequestError(f"{unknown[0][:80]!r} belongs into prompt, as all LoRAs do", param=param)
         raise _unsupported(unknown[0], param)
     pieces = _weighed(prompt, param)
     if not all(abs(weight) <= _MAX_WEIGHT for _, weight in pieces):
@@ -124,13 +126,16 @@ def _weighed(prompt: str, param: str) -> list[tuple[str, float]]:
 
 
 def _joined(pieces: Iterable[tuple[str, float]]) -> list[Span]:
-    """Join neighbours of one weight, and cut at every BREAK."""
+    """Join neighbours of one weight, and cut at every BREAK that something follows."""
     spans = []
     for weight, run in groupby(pieces, key=itemgetter(1)):
         first, *rest = _BREAK.split("".join(text for text, _ in run))
         if first.strip() or not rest:
             spans.append(Span(first, weight))
         spans += [Span(part, weight, breaks=True) for part in rest]
+    last = max((i for i, span in enumerate(spans) if span.breaks), default=len(spans))
+    if not any(span.text.strip() for span in spans[last:]):
+        del spans[last:]
     return spans or [Span("", 1.0)]
 
 

@@ -57,10 +57,10 @@ def test_defaults_serve_the_starter_on_loopback():
         ("images: {controlnets: {'../x': {folder: a}}}", "images.controlnets.../x"),
         (
             "images: {controlnets: {edges: {folder: cn/edges.safetensors}}}",
-            "images.controlnets.edges.folder: edges.safetensors is a single file; ControlNets are read from diffusers "
-            "folders",
+            "images.controlnets.edges.folder: 'edges.safetensors' is a single file; ControlNets are read from "
+            "diffusers folders",
         ),
-        ("images: {controlnets: {edges: {folder: edges.PTH}}}", "edges.PTH is a single file"),
+        ("images: {controlnets: {edges: {folder: Edges.PTH}}}", "'Edges.PTH' is a single file"),
         ("images: {model: owner/name}", "give its commit as images.revision"),
         ("images: {model: emojy}", "is neither 'emoji' nor a path"),
         (f"images: {{revision: {REVISION}}}", "revision belongs to a hub id"),
@@ -126,6 +126,14 @@ def test_config_names_what_lies_in_folders_by_its_own_name(tmp_path):
         (alone,) = load_config(write(tmp_path, f"images: {{model: '{model}'}}")).images.base_models.items()
         assert alone[0] == name
         assert alone[1].is_file == model.endswith("S")
+
+
+def test_a_controlnets_folder_may_be_called_like_a_file(tmp_path):
+    """Only what is no folder is a single file."""
+    (tmp_path / "depth.safetensors").mkdir()
+    (tmp_path / "plait.yaml").write_text("images: {controlnets: {depth: {folder: depth.safetensors}}}")
+    images = load_config(tmp_path / "plait.yaml").images
+    assert images.resolved_controlnets()["depth"].folder == tmp_path / "depth.safetensors"
 
 
 def test_config_reports_every_problem_at_once():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -90,11 +91,13 @@ class FolderSource:
 
 
 def _entry(name: str, path: Path) -> LoraEntry | None:
-    read = [path, path.parent / CONFIG_FILE] if path.name == ADAPTER_FILE else [path]
     try:
-        stats = [one.stat() for one in read]
+        stats = [path.stat()]
     except OSError:
         return None  # removed between two looks
+    if path.name == ADAPTER_FILE:
+        with suppress(FileNotFoundError):  # it may have none
+            stats.append((path.parent / CONFIG_FILE).stat())
     stamp = "-".join(f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}" for stat in stats)
     return LoraEntry(name=name, nbytes=stats[0].st_size, stamp=stamp)
 

@@ -59,8 +59,10 @@ class Roster:
 
     @property
     def refused(self) -> Mapping[str, str]:
-        """Why models are not served, by name."""
-        return {**self._left_out, **{name: reason for name, (_, reason) in self._refused.items()}}
+        """Why models are not served, by name; `another NAME` is not, though one of that name is."""
+        models, found = self._models, self._refused
+        in_folder = {(f"another {name}" if name in models else name): reason for name, (_, reason) in found.items()}
+        return {**self._left_out, **in_folder}
 
     def look(self, *, wait: bool = True) -> None:
         """Take in what came into the folder, and give up what left it. `wait` False: unless nothing was moved since

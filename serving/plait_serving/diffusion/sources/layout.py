@@ -39,8 +39,8 @@ def stem_of(name: str) -> str | None:
 
 def no_single_file(folder: Path) -> Path:
     """Return a ControlNet's folder. Raises ValueError for a name that single files have."""
-    if is_pickle(folder.name) or stem_of(folder.name) is not None:
-        raise ValueError(f"{folder.name} is {SINGLE_CONTROLNET}")
+    if (is_pickle(folder.name) or stem_of(folder.name) is not None) and not folder.is_dir():
+        raise ValueError(f"{folder.name!r} is {SINGLE_CONTROLNET}")
     return folder
 
 

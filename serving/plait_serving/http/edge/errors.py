@@ -121,7 +121,10 @@ RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, ErrorReply], ...] = (
 V2 = "/v2"
 """The prefix of paths that follow the Open Inference Protocol."""
 
-_NOT_FOUND_CODES = {"model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found"}
+_NOT_FOUND_CODES = {
+    "model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found",
+    "prompt": "lora_not_found",  # in a tag
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

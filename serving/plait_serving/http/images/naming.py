@@ -29,8 +29,8 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
         return card, []
     if alias is not None:
         return _base(alias.model, catalog), _bodies(alias.loras)
-    name, rest = _first(text, [base.name for base in catalog.models])
-    names = [lora.name for lora in catalog.loras]
+    name, rest = _first(text, [base.name for base in catalog.models if "+" in base.name])
+    names = [lora.name for lora in catalog.loras if "+" in lora.name]
     parts = []
     while rest is not None:
         part, rest = _first(rest, names)
@@ -39,16 +39,17 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
 
 
 def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
-    """Split a text at its first + that is in none of the names that it may begin with; None: there is none."""
-    whole = [
-        name for name in names if "+" in name and text.startswith(name) and text[len(name) : len(name) + 1] in "+:"
-    ]
+    """Split a text at its first + that is in none of the names, which have one, that it may begin with; None: there is
+    none."""
+    whole = [name for name in names if text.startswith(name) and text[len(name) : len(name) + 1] in "+:"]
     end = text.find("+", len(max(whole, key=len, default="")))
     return (text, None) if end < 0 else (text[:end], text[end + 1 :])
 
 
 def _base(name: str, catalog: Catalog) -> BaseModelCard:
     card = catalog.base(name)
+    if card is None and catalog.alias(name) is not None:
+        raise RequestError(f"{name!r} is an alias, which takes no more LoRAs; name its model instead", param="model")
     if card is None:
         known = [*(base.name for base in catalog.models), *(alias.name for alias in catalog.aliases)]
         near = hint(name, known) or f"; this server has {', '.join(map(repr, known))}"

@@ -167,8 +167,11 @@ def _check_stream(body: GenerationBody, n: int) -> None:
 
 def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: ImageLimits) -> LoraSet:
     """Return the set, given by the fields that name its parts."""
-    if sum(map(len, given.values())) > limits.max_loras:
-        raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
+    room = limits.max_loras
+    for field, part in given.items():
+        room -= len(part)
+        if room < 0:
+            raise RequestError(f"at most {limits.max_loras} LoRAs", param=field)
     scales: dict[str, float] = {}
     names = dict.fromkeys(card.name for card in catalog.loras)
     for field, part in given.items():

@@ -96,6 +96,31 @@ def test_the_table_is_for_people(config, capsys):
     assert [line.split()[0] for line in lines[1:]] == ["base", "depth", "a", "b", "films"]
 
 
+def test_the_table_prints_no_path_as_it_is(config, tmp_path, capsys):
+    """A folder may be called in bytes that are no text, or in a terminal's language."""
+    odd = tmp_path / "loras" / "\x1b[31m\udcff"
+    odd.mkdir()
+    write_safetensors(odd / "z.safetensors", ["unet.x.lora_A.weight"])
+    assert main(["models", "list", "--config", str(config)]) == 0
+    assert r"/loras/\x1b[31m\udcff/z.safetensors" in capsys.readouterr().out
+
+
+def test_what_lies_in_a_folder_of_models_is_listed_in_order(config, tmp_path, capsys):
+    """After the configuration's own, by name; a broken one is called that, and keeps no other from being listed."""
+    for name in ("d", "b", "a", "c"):
+        (tmp_path / "more" / name / "unet").mkdir(parents=True)
+        (tmp_path / "more" / name / "model_index.json").write_text("{}")
+        (tmp_path / "more" / name / "unet" / "config.json").write_text("{" if name == "b" else "{}")
+    settings = yaml.safe_load(config.read_text())
+    settings["images"]["models_folder"] = "more"
+    config.write_text(yaml.safe_dump(settings))
+    assert main(["models", "list", "--json", "--config", str(config)]) == 0
+    bases = [it for it in json.loads(capsys.readouterr().out) if it["kind"] == "base"]
+    assert [(it["name"], it["format"]) for it in bases] == [
+        ("base", "diffusers"), ("a", "diffusers"), ("b", "unreadable"), ("c", "diffusers"), ("d", "diffusers"),
+    ]  # fmt: skip
+
+
 def test_a_missing_folder_is_one_sentence(tmp_path, capsys):
     """A base or a package that is not there is named; exit code 1."""
     path = tmp_path / "plait.yaml"

@@ -96,6 +96,15 @@ def test_cli_doctor_looks_at_every_lora_that_is_served(config):
     assert "NOISE.SAFETENSORS, deep/花/pytorch_lora_weights.safetensors in " in found.detail
 
 
+def test_cli_doctor_prints_no_path_as_it_is(config):
+    """A folder may be called in bytes that are no text, or in a terminal's language."""
+    odd = config.parent / "loras" / "\x1b[31m\udcff"
+    odd.mkdir()
+    (odd / "noise.safetensors").write_bytes(b"noise")
+    (found,) = problems(config)
+    assert found.detail.startswith(r"\x1b[31m\udcff/noise.safetensors in ")
+
+
 @pytest.mark.parametrize("harm", ["changed", "no package"])
 def test_cli_doctor_finds_harmed_packages(config, harm):
     """The sums in package.json are compared."""

@@ -72,6 +72,32 @@ def test_breaks_cut():
 
 
 @pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a BREAK", [Span("a ", 1.0)]),
+        ("(a BREAK) b", [Span("a ", 1.1), Span("", 1.1, breaks=True), Span(" b", 1.0)]),
+        ("a BREAK ( :2)", [Span("a ", 1.0)]),
+        ("a ( :2)", [Span("a ", 1.0), Span(" ", 2.0)]),
+        ("a BREAK BREAK", [Span("a ", 1.0), Span(" ", 1.0, breaks=True)]),
+        ("BREAK a", [Span(" a", 1.0, breaks=True)]),
+        ("BREAK", [Span("", 1.0)]),
+        ("BREAK BREAK", [Span(" ", 1.0, breaks=True)]),
+    ],
+)
+def test_a_break_that_nothing_follows_begins_no_chunk(text, expected):
+    """stable-diffusion-webui closes a chunk at a BREAK, and after the last one makes another only for words."""
+    assert parse(text, "prompt") == expected
+
+
+@pytest.mark.parametrize("param", ["negative_prompt", "prompt_2"])
+def test_a_tag_elsewhere_is_told_where_it_belongs(param):
+    """It is supported, but not there."""
+    with pytest.raises(RequestError, match=r"^'<lora:noto:1>' belongs into prompt") as caught:
+        parse("dull <lora:noto:1>", param)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
     "text", ["[cat:dog:0.5]", "[cat|dog]", "a AND b", "<hypernet:x:1>", "(a:1.2.3)", "(b:101)", "(" * 33, "((a:20):20)",
              "(a:" + "9" * 400 + ")",
              "[(cat:1.2):(dog:1.2):0.5]", "[(cat)|(dog)]", "[[cat]:dog:0.5]", "[(a:1.1)::5]",
@@ -182,7 +208,7 @@ def test_breaks_count_as_words(case):
     """A thousand breaks are as long a prompt as what is read for them."""
     _, encoder = case
     size = encoder.size(make_request(prompt="a BREAK " * 30, prompt_syntax=A1111, guidance_scale=1.0))
-    assert (size.prompt_tokens, size.chunks) == (30 * 75, 31)
+    assert (size.prompt_tokens, size.chunks) == (29 * 75 + 1, 30)
 
 
 @pytest.mark.parametrize("negative", [(None, None), ("blue", None), ("blue", "a dog"), (None, "a dog")])

@@ -142,6 +142,7 @@ def test_sub_folders_at_any_depth(tmp_path):
         "other": "runs/8/landscape/other.safetensors",
         "adapter_model": "bare/adapter_model.safetensors",
     }
+    assert source.list().keys() == places.keys()
 
 
 @pytest.mark.parametrize(

@@ -72,6 +72,7 @@ def test_the_loras_of_the_field_come_on_top():
         ("emoji+noto:much", RequestError, "'noto:much' is not NAME or NAME:SCALE"),
         ("emoji+noto:nan", RequestError, "is not NAME or NAME:SCALE"),
         ("emoji+noto:1+noto:2", RequestError, "given twice"),
+        ("large-noto+sketch", RequestError, "'large-noto' is an alias, which takes no more LoRAs"),
     ],
 )
 def test_a_wrong_name_is_refused_as_what_it_is(text, kind, says):

@@ -430,12 +430,15 @@ def test_a1111_prompts_name_loras_and_keep_their_weights(client, service):
         ({"negative_prompt": "<LORA:noto:1>"}, 400, "negative_prompt"),
         ({"negative_prompt": "<lora:noto:1>"}, 400, "negative_prompt"),
         ({"prompt_2": "a AND b"}, 400, "prompt_2"),
+        ({"prompt": "".join(f"<lora:l{i}:1>" for i in range(17))}, 400, "prompt"),
+        ({"prompt": "<lora:noto:1>", "loras": [{"name": f"l{i}"} for i in range(17)]}, 400, "loras"),
     ],
 )
 def test_wrong_marks_are_refused_with_the_field(client, service, fields, status, param):
     """A mark that cannot be meant is refused before the engine sees it."""
     answer = post(client, **{"prompt": "cat", "prompt_syntax": "a1111", **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+    assert answer.json()["error"]["code"] == ("lora_not_found" if status == 404 else "invalid_value")
     assert service.submitted == []
 
 
