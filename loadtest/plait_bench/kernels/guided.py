@@ -6,7 +6,6 @@ times larger: there the share is a bound from above.
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,18 +62,17 @@ class GuidedUpdate(Workload):
             if preparer is not None:
                 with torch.inference_mode(mode=False):
                     denoiser.adopt(preparer.make_unet(folder / "unet"))
-            yield _Steps(denoiser, folder, self._edge)
+            yield _Steps(denoiser, bundle.scheduler_config, self._edge)
 
 
 class _Steps:
     """A request's steps, timed in parts."""
 
-    def __init__(self, denoiser: Any, folder: Path, edge: int) -> None:
+    def __init__(self, denoiser: Any, config: Any, edge: int) -> None:
         from plait_serving.diffusion.protocols import StepCall
         from plait_serving.diffusion.values import ImageRequest, Scheduler
 
-        self._denoiser, self._edge = denoiser, edge
-        self._config = json.loads((folder / "scheduler" / "scheduler_config.json").read_text(encoding="utf-8"))
+        self._denoiser, self._config, self._edge = denoiser, config, edge
         self._kind, self._call = Scheduler.DDIM, StepCall
         self._conditioning = denoiser.prepare(
             ImageRequest(
