@@ -111,7 +111,7 @@ def unet_is_mapped(probe: Probe) -> bool:
 
 def wait_prepared(probe: Probe, *parts: str) -> None:
     """Block until these run on programs."""
-    until_s = time.monotonic() + 200
+    until_s = time.monotonic() + 600
     while not probe.assembled.prepared_parts() >= set(parts):
         assert time.monotonic() < until_s, probe.assembled.prepared_parts()
         time.sleep(0.05)
