@@ -29,12 +29,13 @@ from plait_kernels.executors import conversion  # after the skip
 
 
 def narrow(part: ModelPart) -> Any:
-    """A module of a published configuration, with few channels and one transformer layer in each block."""
+    """A module of a published configuration, with few channels and layers."""
     config = dict(part.config)
     levels = len(config.get("block_out_channels", (0,) * 4))
     config["block_out_channels"] = (32, 64, 64, 64)[:levels]
     if not isinstance(config.get("attention_head_dim", 0), int):
         config["attention_head_dim"] = (1, 2, 2, 2)[:levels]
+    config["layers_per_block"] = 1
     if "transformer_layers_per_block" in config:
         config["transformer_layers_per_block"] = 1
     return getattr(diffusers, part.class_name)(**config).eval().requires_grad_(requires_grad=False)
