@@ -4,6 +4,7 @@
   * `JobError`: base of these.
     * `JobRefused`: the job file, the target or the scenario is wrong; nothing was measured. The user must change it.
     * `JobBroken`: measuring is no longer possible (the child does not start, the disk is full); resume once repaired.
+      * `NothingValid`: the host was too busy to measure the reference.
     * `JobBusy`: another process holds what only one may hold: the live service of this job.
 """
 
@@ -22,6 +23,10 @@ class JobRefused(JobError):
 
 class JobBroken(JobError):
     """Whatever the message names must be repaired; then the job continues where it stopped."""
+
+
+class NothingValid(JobBroken):
+    """Every load test of the reference was invalid: the host was too busy to measure on."""
 
 
 class JobBusy(JobError):

@@ -21,7 +21,7 @@ from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
-from plait_autoconfig.jobs.errors import JobBroken
+from plait_autoconfig.jobs.errors import JobBroken, NothingValid
 from plait_autoconfig.jobs.exclusive import exclusive_lock
 from plait_autoconfig.jobs.heartbeat import Heartbeat, is_present
 from plait_autoconfig.jobs.hints import expected_per_s, to_beat
@@ -167,7 +167,7 @@ class _JobWorker:
             else:
                 self._sleep(_WAIT_S)
         if isinstance(step, NoReference):
-            raise JobBroken(step.why)
+            raise NothingValid(step.why) if step.is_invalid else JobBroken(step.why)
         self._store.set_done(step.why)
         self._conclude(subject, step.why)
 

@@ -50,9 +50,10 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class NoReference:
-    """The reference cannot be measured, so nothing can be compared."""
+    """The reference cannot be measured, so nothing can be compared. `is_invalid`: for the host, not for what it is."""
 
     why: str
+    is_invalid: bool = False
 
 
 Step: TypeAlias = RunMeasurement | RunSearch | Wait | Done | NoReference
@@ -124,7 +125,8 @@ def _first_reference(spec: JobSpec, active: Sequence[Record]) -> Step | None:
     if failed or len(raw) > _MAX_INVALID:
         last = (failed or raw)[-1]
         kind = str(last.failure).replace("_", " ")
-        return NoReference(f"the reference configuration could not be measured: {kind}: {last.detail}")
+        why = f"the reference configuration could not be measured: {kind}: {last.detail}"
+        return NoReference(why, is_invalid=not failed)
     warm_ups = [record for record in active if record.kind is MeasurementKind.WARM_UP]
     if any(record.status == "running" for record in [*own, *warm_ups]):
         return Wait()

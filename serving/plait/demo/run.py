@@ -109,12 +109,12 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
                 rank_for_everybody(lambda body: post_rank(client, url, body), say=say)
         say(smoke(url, out / "load.html"))
     say("server stopped")
+    sheet = out / "contact-sheet.png"
+    contact_sheet(images).save(sheet)
     if ranks:
         from plait.demo.tuning import tune_ranking
 
         say(tune_ranking(out / "tune"))
-    sheet = out / "contact-sheet.png"
-    contact_sheet(images).save(sheet)
     return sheet
 
 

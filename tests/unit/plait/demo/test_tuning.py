@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from plait.demo import tuning as demo_tuning
+from plait.errors import PlaitError
+from plait.tuning.job.local_run import errors_as_messages
+from plait_autoconfig.jobs.errors import JobBroken, NothingValid
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -36,3 +39,22 @@ def test_cli_demo_keeps_its_hands_off_other_folders(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(demo_tuning, "run", lambda job, folder: (state_of(spec, []), folder))
     demo_tuning.tune_ranking(tmp_path)
     assert (tmp_path / "mine.txt").exists()
+
+
+def test_cli_demo_goes_on_where_the_host_is_too_busy_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its images are made; what is broken ends it all the same."""
+
+    def fails(error: Exception) -> None:
+        def run(job: Path, *, folder: Path) -> None:
+            with errors_as_messages():
+                raise error
+
+        monkeypatch.setattr(demo_tuning, "run", run)
+
+    fails(NothingValid("requests left late"))
+    assert "NOTHING TUNED: requests left late" in demo_tuning.tune_ranking(tmp_path)
+    fails(JobBroken("the child died"))
+    with pytest.raises(PlaitError, match="the child died"):
+        demo_tuning.tune_ranking(tmp_path)

@@ -74,7 +74,9 @@ def test_an_invalid_load_test_of_the_reference_is_repeated_twice():
     """The generator may have stumbled; three times in a row it has not."""
     invalid = [record(number, DEFAULT, outcome=INVALID, kind=MeasurementKind.REFERENCE) for number in range(3)]
     assert step(job(), invalid[:2]) == RunMeasurement(MeasurementKind.REFERENCE, DEFAULT)
-    assert isinstance(step(job(), invalid), NoReference)
+    given_up = step(job(), invalid)
+    assert isinstance(given_up, NoReference)
+    assert given_up.is_invalid
 
 
 def test_the_reference_returns_after_every_few_trials():
