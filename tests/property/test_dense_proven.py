@@ -280,6 +280,7 @@ def test_any_other_operator_stays_with_torch_and_is_named_once(op, caplog):
     ("op", "call"),
     {
         "integers": ("aten.add.Tensor", Call((X, 1), {"x": torch.ones(2, 3, dtype=torch.int64)})),
+        "a number of rows": ("aten.mul.Tensor", Call((X, Ref("rows")), {"x": torch.ones(2, 3)}, sized="rows")),
         "a divisor that varies": ("aten.div.Tensor", Call((X, Y), {"x": torch.ones(2, 3), "y": torch.ones(2, 3)})),
         "a divisor of 0": ("aten.div.Tensor", Call((X, 0.0), {"x": torch.ones(2, 3)})),
         "a constant with a 0": ("aten.div.Tensor", Call((X, C), {"x": torch.ones(2, 2)}, {"c": torch.eye(2)})),

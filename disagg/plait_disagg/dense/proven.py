@@ -18,6 +18,7 @@ __all__ = ["PROVEN", "unproven"]
 
 _DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
 _INDEX = "aten.index.Tensor"
+_RESHAPES = frozenset({"aten.view.default", "aten.reshape.default"})
 
 PROVEN = frozenset(
     {
@@ -39,7 +40,8 @@ PROVEN = frozenset(
         SIZE,
     }
 )
-"""Operators over float32. Divisors are constants other than 0; an index is a constant without negative numbers (with
+"""Operators over float32. Sizes are only those of a shape: where a batch fills a part of its program, they count all
+rows. Divisors are constants other than 0; an index is a constant without negative numbers (with
 several indices OpenVINO takes these wrong), or the ids of a small table's rows, which were checked against the table
 before."""
 
@@ -73,7 +75,8 @@ def _why_not(
         return f"{', '.join(node.kwargs)} is not proven to be equal"
     for name in node.inputs:
         value = values[name]
-        integer_is_proven = _is_size(value) or name == USER_OF or _indexes(node, value, compiled)
+        is_size = isinstance(value, Node) and value.op == SIZE and node.op in _RESHAPES
+        integer_is_proven = is_size or name == USER_OF or _indexes(node, value, constants, compiled)
         if value.dtype != "float32" and not integer_is_proven:
             return f"{name} is {value.dtype}"
     if node.op in _DIVISIONS and not _divides(node.args[1], compiled, constants):
@@ -81,17 +84,12 @@ def _why_not(
     return None
 
 
-def _is_size(value: Port | Node) -> bool:
-    return isinstance(value, Node) and value.op == SIZE
-
-
-def _indexes(node: Node, index: Port | Node, compiled: Compiled) -> bool:
+def _indexes(node: Node, index: Port | Node, constants: Mapping[str, Port], compiled: Compiled) -> bool:
     """Return whether a tensor of integers is no more than the index of an indexing: a constant, or ids as they
     crossed (`graph.small_tables`) that index a constant."""
     source = node.args[0]
     if node.op != _INDEX or not isinstance(index, Port) or not isinstance(source, Ref) or source.name == index.name:
         return False
-    constants = {port.name for port in compiled.program.constants}
     if index.name in constants:
         return not compiled.constant(index.name).lt(0).any()
     return index.dtype == "int32" and source.name in constants

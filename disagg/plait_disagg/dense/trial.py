@@ -55,8 +55,8 @@ def _noise(value: torch.Tensor, rng: torch.Generator) -> torch.Tensor:
 
 
 def difference(got: Given, wanted: Given) -> float:
-    """Return the largest difference of a number, as a share as `TOLERANCE` is; infinite where integers differ. It may
-    be NaN, but not where both have the same infinity, or both NaN."""
+    """Return the largest difference of a number, as a share as `TOLERANCE` is; infinite where integers differ, or
+    only one of both is NaN. The same infinity, or NaN in both, is no difference."""
     return max(_difference(got[name], value) for name, value in wanted.items())
 
 
@@ -67,7 +67,8 @@ def _difference(got: torch.Tensor, wanted: torch.Tensor) -> float:
         return math.inf
     same = (got == wanted) | (got.isnan() & wanted.isnan())
     shares = (got - wanted).abs() / wanted.abs().clamp(min=1.0)
-    return float(shares.masked_fill(same, 0.0).max())
+    # Not NaN: `max` over several outputs would lose it.
+    return float(shares.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf).max())
 
 
 def medians(

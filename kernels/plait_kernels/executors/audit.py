@@ -11,6 +11,7 @@ for.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import OrderedDict, deque
@@ -193,7 +194,7 @@ class Auditor:
         with _GivingWay(self._wait_idle):
             wanted = reference.run(sample.inputs, sample.factors)
         share = max(map(_difference, sample.outputs, wanted)) / program.tolerance
-        drifts = not share <= 1.0  # NaN drifts
+        drifts = share > 1.0
         with self._lock:
             self._statistics.checked += 1
             self._statistics.drifted += drifts
@@ -346,12 +347,13 @@ class AuditedProgram:
 
 
 def _difference(answer: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the largest difference as a share of the largest number wanted."""
+    """Return the largest difference as a share of the largest number wanted; infinite where there is NaN."""
     if answer.shape != wanted.shape:
         return float("inf")
     if not answer.numel():
         return 0.0
-    return float((answer - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-6)
+    share = float((answer - wanted).abs().max()) / max(float(wanted.abs().max()), 1e-6)
+    return float("inf") if math.isnan(share) else share  # `max` over several outputs would lose NaN
 
 
 def _copies(values: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

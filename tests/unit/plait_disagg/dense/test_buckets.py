@@ -102,4 +102,7 @@ def test_a_difference_is_relative_only_to_outputs_above_one():
     assert difference({"s": small + 1e-3}, {"s": small}) == pytest.approx(1e-3, rel=1e-3)
     assert difference({"s": large + 1e-3}, {"s": large}) == pytest.approx(5e-6, rel=0.1)
     assert not difference({"s": torch.tensor([float("nan")])}, {"s": small}) <= 1.0
-    assert not difference({"s": small, "t": large}, {"s": torch.tensor([float("nan")]), "t": large}) <= 1.0
+    nan = torch.tensor([float("nan")])
+    for first, second in ((nan, large), (small, nan)):
+        assert not difference({"s": first, "t": second}, {"s": small, "t": large}) <= 1.0
+        assert not difference({"s": small, "t": large}, {"s": first, "t": second}) <= 1.0
