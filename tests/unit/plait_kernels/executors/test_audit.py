@@ -23,19 +23,21 @@ TOLERANCE = 1e-4
 
 
 class WrongSomewhere(TorchProgram):
-    """A program that adds `error` where `where(inputs)`."""
+    """A program that adds `error` to one of its outputs where `where(inputs)`."""
 
-    def __init__(self, where: Callable[[Sequence[torch.Tensor]], bool], error: float = 1.0) -> None:
+    def __init__(self, where: Callable[[Sequence[torch.Tensor]], bool], error: float = 1.0, output: int = 0) -> None:
         super().__init__(small_computation(small_block()))
-        self.where, self.error, self.calls = where, error, 0
+        self.where, self.error, self.output, self.calls = where, error, output, 0
 
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
     ) -> tuple[torch.Tensor, ...]:
         """Compute, and spoil."""
         self.calls += 1
-        *others, last = super().run(inputs, factors, copy=copy)  # a NaN of the last output is lost the easiest
-        return (*others, last + self.error if self.where(inputs) else last)
+        outputs = list(super().run(inputs, factors, copy=copy))
+        if self.where(inputs):
+            outputs[self.output] = outputs[self.output] + self.error
+        return tuple(outputs)
 
 
 def reference() -> TorchProgram:
@@ -98,11 +100,12 @@ def test_a_shape_is_audited_once_and_then_one_call_in_so_many():
     assert audited.layers == reference().layers
 
 
+@pytest.mark.parametrize("output", [0, -1])
 @pytest.mark.parametrize("error", [float("nan"), float("inf")])
-def test_what_is_no_number_drifts(error):
-    """NaN and infinity are no answers of torch here."""
+def test_what_is_no_number_drifts(error, output):
+    """NaN and infinity are no answers of torch here, whichever output has them."""
     auditor = auditor_in()
-    audited = watched(auditor, WrongSomewhere(lambda _: True, error))
+    audited = watched(auditor, WrongSomewhere(lambda _: True, error, output))
     audited.run(small_inputs(1, 4, 4))
     auditor.wait()
     assert auditor.statistics().drifted == 1
