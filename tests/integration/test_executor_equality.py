@@ -131,10 +131,10 @@ def test_the_same_sets_on_torch(converted):
 @pytest.mark.skipif(not has_bfloat16(), reason="needs a CPU with instructions for bfloat16")
 @pytest.mark.parametrize("executor", [ExecutorName.AUTO, ExecutorName.TORCH])
 def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted, executor):
-    """Over 20 seeds the mean error of bf16 latents is at most 1.1 times that of diffusers in bf16, LoRAs included,
+    """Over eight seeds the mean error of bf16 latents is at most 1.1 times that of diffusers in bf16, LoRAs included,
     alone and in company."""
     probe = converted.build(dtype="bfloat16", executor=executor)
-    requests = [asked("bf16", n=10, seed=100), asked("bf16 text", n=10, seed=200, loras=SETS["text"])]
+    requests = [asked("bf16", n=4, seed=100), asked("bf16 text", n=4, seed=200, loras=SETS["text"])]
     try:
         assert bool(probe.assembled.prepared_parts()) == (executor is ExecutorName.AUTO)
         together = probe.latents(*requests)
