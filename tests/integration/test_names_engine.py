@@ -23,6 +23,7 @@ from support.tiny import tiny_lora, tiny_sd
 
 MODELS = ("花", 'a"b#c?d%e+f', "_x")
 SAVED = "saved/by diffusers"
+LORAS = sorted([*ODD_NAMES, "by diffusers", "plain"])
 
 
 @pytest.fixture(scope="module")
@@ -77,14 +78,10 @@ def drawn(client: TestClient, **body) -> np.ndarray:
     return pixels(answer.json()["data"][0]["b64_json"])
 
 
-def test_every_name_is_listed(client, images):
-    """Over HTTP, and by `plait models list`."""
-    loras = sorted([*ODD_NAMES, "by diffusers", "plain"])
-    assert [item["id"] for item in client.get("/v1/loras").json()["data"]] == loras
+def test_every_name_is_listed(client):
+    """Over HTTP."""
+    assert [item["id"] for item in client.get("/v1/loras").json()["data"]] == LORAS
     assert [item["id"] for item in client.get("/v1/models").json()["data"]] == ["first", *sorted(MODELS)]
-    offline = inventory(images)
-    assert sorted(entry.name for entry in offline if entry.kind == "lora") == loras
-    assert {entry.name for entry in offline if entry.kind == "base"} == {"first", *MODELS}
 
 
 def test_every_lora_acts(client):
@@ -118,3 +115,10 @@ def test_the_log_tells_what_is_served_and_what_is_not_once(client, said, images)
         f"{images.models_folder}/single.safetensors is ignored: a single file; images.models names those",
         f"{images.loras.folder}/{SAVED}/my lora.safetensors is ignored: my lora.safetensors has its name",
     ]
+
+
+def test_the_command_lists_them_too(images):
+    """`plait models list`; last, because it logs what it leaves out for itself."""
+    found = inventory(images)
+    assert sorted(entry.name for entry in found if entry.kind == "lora") == LORAS
+    assert {entry.name for entry in found if entry.kind == "base"} == {"first", *MODELS}
