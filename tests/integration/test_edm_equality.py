@@ -22,7 +22,8 @@ import pytest
 import torch
 from diffusers import ControlNetModel
 
-from plait_serving.deployments.images.hosted import HostedImages, LoraCards
+from plait_serving.deployments.images.hosted import HostedImages
+from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, Scheduler, Sigmas

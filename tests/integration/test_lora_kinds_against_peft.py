@@ -102,7 +102,7 @@ def ours(files: dict[str, LoadedLora], scales: dict[str, float]) -> dict[str, to
 def read(folder: Path) -> LoadedLora:
     """The adapter in a folder of LoRAs."""
     source = FolderSource(folder.parent)
-    assert folder.name in source.list()
+    assert folder.name in source.names()
     return parse(folder.name, source.fetch(folder.name), LoraTargets.of({"unet": Layers()}))
 
 

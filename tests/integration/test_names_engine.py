@@ -111,9 +111,9 @@ def test_the_log_tells_what_is_served_and_what_is_not_once(client, said, images)
         drawn(client, loras=[{"name": "my lora"}], model="花")
     for name in MODELS:
         assert said.count(f"{name} is served from now on: {images.models_folder / name}") == 1
-    assert [line for line in said if " is ignored: " in line] == [
-        f"{images.models_folder}/single.safetensors is ignored: a single file; images.models names those",
+    assert sorted(line for line in said if " is ignored: " in line) == [
         f"{images.loras.folder}/{SAVED}/my lora.safetensors is ignored: my lora.safetensors has its name",
+        f"{images.models_folder}/single.safetensors is ignored: a single file; images.models names those",
     ]
 
 

@@ -116,7 +116,7 @@ def test_cve_2026_56671_links_and_paths_of_a_lora_folder(tmp_path: Path) -> None
     (folder / "linked.safetensors").symlink_to(path)
     (folder / "linked").symlink_to(tmp_path)
     source = FolderSource(folder)
-    assert list(source.list()) == ["noto"]
+    assert list(source.names()) == ["noto"]
     for name in (*PATHS, "../secret", "linked", "linked/secret"):
         assert source.find(name) is None
         with pytest.raises(NotFound):

@@ -59,4 +59,4 @@ def _file(source: LoraSource, name: str) -> Path:
     try:
         return source.fetch(composed(name))
     except NotFound as error:
-        raise PlaitError(f"{error.message}{hint(name, source.list())}") from error
+        raise PlaitError(f"{error.message}{hint(name, source.names())}") from error

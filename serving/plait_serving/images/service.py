@@ -5,10 +5,13 @@ Imports neither FastAPI nor torch, so a command, a test or a replica can use it.
 
 from __future__ import annotations
 
+import json
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping
+import zlib
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import lru_cache
+from typing import Protocol, Self
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, SamplerChoice, Scheduler
@@ -40,6 +43,30 @@ class LoraCard:
     name: str
     family: str
     format: str
+
+
+class PackedLoras(tuple[LoraCard, ...]):
+    """Cards that every request's answer brings to another process, as a few kilobytes that are made once, and taken
+    apart there once for as long as they stay the same."""
+
+    packed: bytes
+
+    def __new__(cls, cards: Iterable[LoraCard] = ()) -> Self:
+        """Take the cards."""
+        made = super().__new__(cls, cards)
+        text = json.dumps([(card.name, card.family, card.format) for card in made])
+        made.packed = zlib.compress(text.encode(), level=1)
+        return made
+
+    def __reduce__(self) -> tuple[Callable[[bytes], PackedLoras], tuple[bytes]]:
+        """Let pickle take the bytes."""
+        return _unpacked, (self.packed,)
+
+
+@lru_cache(maxsize=4)  # a replica of another age may differ
+def _unpacked(packed: bytes) -> PackedLoras:
+    found = json.loads(zlib.decompress(packed))
+    return PackedLoras(LoraCard(name=name, family=family, format=fmt) for name, family, fmt in found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

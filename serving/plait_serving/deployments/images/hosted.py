@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from plait_disagg.queue.scale import Gauge
@@ -15,14 +14,12 @@ from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.images.controlnet import ServeConnect
+from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
-from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
+from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.lora.container import inspect
-from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
-from plait_serving.diffusion.lora.layouts import layout_of
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.queue.pressure import engine_pressure
@@ -32,7 +29,7 @@ from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
-from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService, LoraCard
+from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService
 from plait_serving.replica_metrics import label
 from plait_serving.starter.preprocess import PREPROCESSORS
 
@@ -67,7 +64,8 @@ def load_images(
     """Load the first base model and start the engine, without a warm-up image. Raises `ModelError`.
 
     `services`: the ControlNets that are deployments. One that runs in this process is loaded when first used.
-    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it.
+    `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it, and no thread
+    looks what is in their folder.
     `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
@@ -95,7 +93,10 @@ def load_images(
     }
     folder = None if images.models_folder is None else FolderOfModels(images.models_folder)
     assembled = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
-    return HostedImages(images, assembled, LoraCards(loras, lambda: _family(assembled), formats=lora_formats))
+    cards = LoraCards(loras, lambda: _family(assembled))
+    if lora_formats:
+        cards.watch()
+    return HostedImages(images, assembled, cards)
 
 
 def _family(assembled: Assembled) -> str:
@@ -172,6 +173,7 @@ class HostedImages:
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
         self._assembled.engine.stop(drain_s=drain_s)
+        self._lora_cards.close()
 
     def _catalog(self) -> Catalog:
         self._assembled.roster.look(wait=False)
@@ -221,39 +223,6 @@ class HostedImages:
         return {
             name: str(model.outline.family) for model in self._assembled.models.values() for name in model.controlnets
         }
-
-
-class LoraCards:
-    """The LoRAs that exist now, as cards. Each file is inspected once, and again when it changes; without `formats`
-    none is."""
-
-    def __init__(self, source: LoraSource, family: Callable[[], str], *, formats: bool = True) -> None:
-        self._source = source
-        self._family = family
-        self._reads_formats = formats
-        self._formats: dict[tuple[str, str], str] = {}
-
-    def cards(self) -> tuple[LoraCard, ...]:
-        """Return the cards, sorted by name."""
-        keys = [(name, entry.stamp) for name, entry in self._source.list().items()]
-        files = {} if all(key in self._formats for key in keys) else self._files()
-        self._formats = {key: self._formats.get(key) or _format(files.get(key[0])) for key in keys}
-        family = self._family()
-        return tuple(LoraCard(name=name, family=family, format=fmt) for (name, _), fmt in self._formats.items())
-
-    def _files(self) -> Mapping[str, Path]:
-        """Return the files of a folder; a store's entry is not downloaded for a listing."""
-        return self._source.files() if self._reads_formats and isinstance(self._source, FolderSource) else {}
-
-
-def _format(path: Path | None) -> str:
-    if path is None:
-        return "unknown"
-    try:
-        keys = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
-    except EngineError:
-        return "unreadable"
-    return layout_of(keys)
 
 
 def lora_source(images: ImagesSection) -> LoraSource:

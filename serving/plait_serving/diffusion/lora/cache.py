@@ -129,10 +129,6 @@ class LoraCache:
         """Return whether a LoRA of that name exists now."""
         return isinstance(name, str) and self._source.find(name) is not None
 
-    def list(self) -> Mapping[str, LoraEntry]:
-        """Return all LoRAs that exist now, in memory or not."""
-        return self._source.list()
-
     def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
         """Start loading a set; never blocks. The future fails with `NotFound`, `LoraError` or `EngineStopped`.
 

@@ -2,12 +2,14 @@
 
 A file is named by its stem; what diffusers or PEFT saved as a folder, by that folder. Of two with one name the one
 nearer to the top counts, and at one depth the first by path. Links are followed as long as they stay in the folder.
+Whether anything came or went since is seen from the times of the directories, without reading them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -22,22 +24,53 @@ DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 """The file names that PEFT's `save_pretrained` uses in its folder."""
 
+_TICK_NS = 2_000_000_000  # the coarsest clock of a file system
+
+_Mark = tuple[int, int, int, int] | None
+
+
+def _mark(path: Path) -> _Mark:
+    """Return what changes when something comes into a directory or leaves it, or when a link leads elsewhere."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return None
+    return stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a folder held when it was read. `files`: the weights by name, in name order; `left_out`: what is not served,
-    as paths below the folder, each with its reason."""
+    """What a folder held when it was read. `files`: the weights by name, in name order; `places`: the paths on which
+    they were found; `left_out`: what is not served, as paths below the folder, each with its reason; `root`: where the
+    folder is; `marks`: how its directories and links were at `read_ns`."""
 
     files: Mapping[str, Path]
+    places: Mapping[str, Path]
     left_out: Mapping[str, str]
+    root: Path
+    marks: Mapping[Path, _Mark]
+    read_ns: int
+
+    def is_current(self) -> bool:
+        """Return whether the folder still holds the same, by a stat of every directory and link in it. False where one
+        changed just before it was read: it may have changed once more at the same time of its clock."""
+        changed_ns = max((max(mark[2:]) for mark in self.marks.values() if mark), default=0)
+        is_settled = abs(self.read_ns - changed_ns) >= _TICK_NS
+        return is_settled and all(_mark(path) == mark for path, mark in self.marks.items())
+
+    def leads_to(self, name: str) -> Path | None:
+        """Return the file of that name, if that is still where it was found: no link on the way was changed."""
+        try:
+            path, found = self.files[name], self.places[name].resolve(strict=True)
+            return path if found == path.resolve(strict=True) and found.is_relative_to(self.root) else None
+        except (KeyError, OSError, RuntimeError):
+            return None
 
 
 def list_loras(folder: Path) -> Listing:
     """Read a folder and all below it; an absent one is empty."""
-    try:
-        walk = _Walk(folder.resolve(strict=True))
-    except (OSError, RuntimeError):  # the latter for links in a circle
-        return Listing(files=MappingProxyType({}), left_out=MappingProxyType({}))
+    read_ns, marks = time.time_ns(), {folder: _mark(folder)}
+    walk = _Walk(Path(os.path.realpath(folder)), marks)  # which takes links in a circle
     walk.run()
     files: dict[str, Path] = {}
     places: dict[str, str] = {}
@@ -46,7 +79,14 @@ def list_loras(folder: Path) -> Listing:
             walk.left_out[found.place] = f"{shown(places[found.name])} has its name"
         else:
             files[found.name], places[found.name] = found.file, found.place
-    return Listing(files=MappingProxyType(dict(sorted(files.items()))), left_out=MappingProxyType(walk.left_out))
+    return Listing(
+        files=MappingProxyType(dict(sorted(files.items()))),
+        places={name: folder / place for name, place in places.items()},
+        left_out=MappingProxyType(walk.left_out),
+        root=walk.root,
+        marks=marks,
+        read_ns=read_ns,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +105,7 @@ class _Walk:
     """Reads a folder level by level, and what links lead to only once, so that it ends."""
 
     root: Path
+    marks: dict[Path, _Mark]
     found: list[_FoundLora] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
@@ -84,6 +125,7 @@ class _Walk:
 
         Of one that was read under another name, only whether it is a LoRA as a whole.
         """
+        self.marks[directory] = _mark(directory)
         try:
             with os.scandir(directory) as entries:
                 inside = {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
@@ -99,14 +141,14 @@ class _Walk:
                 self._take(place, directory, entry, name_of=place.rstrip("/").rpartition("/")[2], up=1)
             elif is_new and (path := self._directory(place + name, entry)) is not None:
                 yield f"{place}{name}/", path
-            elif is_new and (stem := stem_of(name)) is not None and not _is_directory(entry):
+            elif is_new and (stem := stem_of(name)) is not None and not _is(entry.is_dir):
                 self._take(place, directory, entry, name_of=stem)
             elif is_new and is_pickle(name) and not is_saved:  # beside what was saved lies what training needs
                 self.left_out[place + name] = f"only {SUFFIX} files are read"
 
     def _directory(self, place: str, entry: os.DirEntry[str]) -> Path | None:
         """Return where a directory is that is to be read."""
-        if not _is_directory(entry):
+        if not _is(entry.is_dir):
             return None
         path = self._target(place, entry)
         if path is not None and entry.name.startswith("."):
@@ -125,7 +167,7 @@ class _Walk:
         if target is None:
             return
         file = directory / entry.name if up else target  # a saved folder stays together, whatever its files link to
-        if not entry.is_file():
+        if not _is(entry.is_file):
             self.left_out[label] = "not a file"
         elif file.name == ADAPTER_FILE and not self._holds(file.parent / CONFIG_FILE):
             self.left_out[label] = f"its {CONFIG_FILE} is {OUT}, or nowhere"
@@ -138,6 +180,7 @@ class _Walk:
         path = Path(entry.path)
         if not entry.is_symlink():
             return path
+        self.marks[path] = _mark(path)
         try:
             path = path.resolve(strict=True)
         except (OSError, RuntimeError):
@@ -151,13 +194,17 @@ class _Walk:
     def _holds(self, path: Path) -> bool:
         """Return whether a file lies in the folder, or is not there."""
         try:
-            return not path.is_symlink() or path.resolve(strict=True).is_relative_to(self.root)
+            if not path.is_symlink():
+                return True
+            self.marks[path] = _mark(path)
+            return path.resolve(strict=True).is_relative_to(self.root)
         except (OSError, RuntimeError):
             return False
 
 
-def _is_directory(entry: os.DirEntry[str]) -> bool:
+def _is(test: Callable[[], bool]) -> bool:
+    """Ask an entry what it is; of links in a circle, and where a file system does not say, it is nothing."""
     try:
-        return entry.is_dir()
-    except OSError:  # links in a circle
+        return test()
+    except OSError:
         return False

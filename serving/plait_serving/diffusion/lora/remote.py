@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -74,16 +74,16 @@ class RemoteSource:
         self._options = options
         self._closed = Event()
 
+    def names(self) -> Collection[str]:
+        """Return the names of all configured entries."""
+        return self._entries
+
     def find(self, name: str) -> LoraEntry | None:
         """Return the entry of that name, or None. No network."""
         entry = self._entries.get(name)
         if entry is None:
             return None
         return LoraEntry(name=name, nbytes=entry.nbytes, stamp=entry.sha256, sha256=entry.sha256)
-
-    def list(self) -> Mapping[str, LoraEntry]:
-        """Return all configured entries. No network."""
-        return MappingProxyType({name: found for name in self._entries if (found := self.find(name))})
 
     def fetch(self, name: str) -> Path:
         """Return the verified file in the node's cache, downloading it if it is missing or damaged."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection
 from pathlib import Path
 
 from plait_serving.diffusion.errors import EngineStopped
@@ -43,13 +43,13 @@ class DelayedSource:
             if not self._changed.wait_for(lambda: len(self.fetched) >= count, timeout_s):
                 raise TimeoutError(f"{len(self.fetched)} of {count} fetches began within {timeout_s} s")
 
+    def names(self) -> Collection[str]:
+        """Return the inner source's names."""
+        return self._source.names()
+
     def find(self, name: str) -> LoraEntry | None:
         """Return the inner source's entry."""
         return self._source.find(name)
-
-    def list(self) -> Mapping[str, LoraEntry]:
-        """Return the inner source's entries."""
-        return self._source.list()
 
     def fetch(self, name: str) -> Path:
         """Fetch from the inner source, later."""

@@ -173,7 +173,7 @@ def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: Im
         if room < 0:
             raise RequestError(f"at most {limits.max_loras} LoRAs", param=field)
     scales: dict[str, float] = {}
-    names = dict.fromkeys(card.name for card in catalog.loras)
+    names = dict.fromkeys(card.name for card in catalog.loras) if any(given.values()) else {}
     for field, part in given.items():
         for i, lora in enumerate(part):
             param = f"loras.{i}.name" if field == "loras" else field

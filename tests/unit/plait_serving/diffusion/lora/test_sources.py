@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import multiprocessing
 import os
+import shutil
 import signal
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import fsspec
 import pytest
 
 from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
-from plait_serving.diffusion.lora import remote
+from plait_serving.diffusion.lora import listing, remote
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource
 from plait_serving.diffusion.lora.testing import DelayedSource
@@ -33,27 +37,150 @@ def put(folder: Path, name: str, content: bytes = b"x") -> Path:
     return path
 
 
-def test_new_and_removed_files_are_seen_at_once(tmp_path):
-    """No restart, no rescan: the folder is the truth, also before it exists."""
-    source = FolderSource(tmp_path / "loras")
-    assert dict(source.list()) == {}
-    path = put(tmp_path / "loras", "a.safetensors")
-    assert list(source.list()) == ["a"]
-    path.unlink()
-    assert source.find("a") is None
+class Watched:
+    """A folder source on a clock that the test holds, long after what is put into the folder; counts what is read."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.entries = 0
+        self.probe = folder.with_name("probe")
+        self.wall_ns = time.time_ns() + 10**12
+        self.source = FolderSource(folder, clock=lambda: self.now_s)
+        monkeypatch.setattr(listing, "time", SimpleNamespace(time_ns=lambda: self.wall_ns))
+        monkeypatch.setattr(listing, "os", SimpleNamespace(scandir=self._scandir, path=os.path))
+
+    def _scandir(self, directory: Path):
+        self.entries += len(list(directory.iterdir()))
+        return os.scandir(directory)
+
+    def tick(self) -> None:
+        """Wait until the file system's clock moves, so that changes have another time than what was read."""
+        probe = self.probe
+        probe.write_bytes(b"")
+        before_ns = probe.stat().st_ctime_ns
+        while probe.stat().st_ctime_ns == before_ns:
+            probe.write_bytes(b"x")
+
+    def names(self) -> list[str]:
+        """Return what a request is told."""
+        return list(self.source.names())
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch) -> Watched:
+    """Over `loras` in the test's folder, which is not there yet."""
+    return Watched(tmp_path / "loras", monkeypatch)
+
+
+def test_a_folder_is_listed_once_for_any_number_of_requests(tmp_path, watched):
+    """Nor is it again while nothing comes or goes: neither for LoRAs that are there nor for those that are not."""
+    for i in range(300):
+        put(tmp_path / "loras", f"s{i % 3}/f{i}.safetensors")
+    for _ in range(40):
+        watched.now_s += 0.2
+        assert len(watched.names()) == 300
+        assert watched.source.find("f17").name == watched.source.fetch("f17").stem == "f17"
+        assert watched.source.find("nobody") is None
+    assert watched.entries == 3 + 300
+
+
+def test_new_files_are_known_within_two_seconds(tmp_path, watched):
+    """No restart: the folder is the truth, also before it exists, and in sub-folders; who asks for the LoRA itself
+    gets it at once."""
+    places = ("a.safetensors", "b/c/b.safetensors", "b/c/d.safetensors", "e/pytorch_lora_weights.safetensors")
+    for i, place in enumerate(places):
+        watched.names()
+        watched.tick()
+        path = put(tmp_path / "loras", place)
+        name = path.stem if i < 3 else "e"
+        if i == 2:
+            assert watched.source.find(name) is not None
+        watched.now_s += 2.0
+        assert name in watched.names()
+        assert watched.source.fetch(name) == path
+
+
+@pytest.mark.parametrize("how", ["removed", "renamed", "folder", "pipe", "leads out", "folder leads out"])
+def test_what_is_no_file_of_the_folder_any_more_is_not_found_at_once(tmp_path, watched, how):
+    """Not even for the two seconds in which it may still be listed."""
+    path = put(tmp_path / "loras", "sub/a.safetensors")
+    outside = put(tmp_path / "outside", "a.safetensors")
+    assert watched.source.find("a") is not None
+    watched.tick()
+    if how == "folder leads out":
+        path.parent.rename(tmp_path / "loras" / "other.d")
+        shutil.rmtree(tmp_path / "loras" / "other.d")
+        path.parent.symlink_to(outside.parent)
+    elif how == "renamed":
+        path.rename(path.with_name("b.safetensors"))
+    else:
+        path.unlink()
+    if how == "folder":
+        path.mkdir()
+    elif how == "pipe":
+        os.mkfifo(path)
+    elif how == "leads out":
+        path.symlink_to(outside)
+    assert watched.source.find("a") is None
     with pytest.raises(NotFound):
-        source.fetch("a")
+        watched.source.fetch("a")
+    watched.now_s += 2.0
+    assert "a" not in watched.names()
 
 
-@pytest.mark.parametrize("change", ["content", "time", "replaced"])
+@pytest.mark.parametrize("link", ["loras", "loras/styles", "loras/styles/a.safetensors"])
+def test_a_link_that_leads_elsewhere_is_followed_at_once(tmp_path, watched, link):
+    """Whole folders are replaced by a link that is turned: nothing of the old one is served from then on."""
+    path, root = tmp_path / link, tmp_path / ("" if link == "loras" else "loras")
+    for version in ("v1", "v2"):
+        put(root / version, {"loras": "styles/a.safetensors"}.get(link, "a.safetensors"), version.encode())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    below = "a.safetensors" if link.endswith(".safetensors") else ""
+    for version in ("v1", "v2"):
+        watched.tick()
+        path.unlink(missing_ok=True)
+        path.symlink_to(root / version / below)
+        assert watched.source.fetch("a").read_bytes() == version.encode()
+
+
+def test_a_change_in_the_same_moment_is_not_missed(tmp_path, watched):
+    """Where the file system's clock stood still between a reading and the next change, the times are equal."""
+    put(tmp_path / "loras", "a.safetensors")
+    folder = tmp_path / "loras"
+    watched.wall_ns = folder.stat().st_ctime_ns + 10**9
+    assert watched.names() == ["a"]
+    for _ in range(3):
+        watched.now_s += 2.0
+        watched.names()
+    assert watched.entries == 4
+    watched.wall_ns += 10**12
+    for _ in range(3):
+        watched.now_s += 2.0
+        watched.names()
+    assert watched.entries == 5
+
+
+def test_a_file_system_that_keeps_no_times_is_read_every_ten_seconds(tmp_path, watched, monkeypatch):
+    """Some of those of object stores: all that is put there is known, if later."""
+    monkeypatch.setattr(listing, "_mark", lambda path: None)
+    put(tmp_path / "loras", "a.safetensors")
+    assert watched.names() == ["a"]
+    put(tmp_path / "loras", "b.safetensors")
+    watched.now_s += 10.0
+    assert watched.names() == ["a", "b"]
+
+
+@pytest.mark.parametrize("change", ["content", "time", "replaced", "in place"])
 def test_a_changed_file_has_a_new_stamp(tmp_path, change):
-    """Overwritten in place, touched, or replaced by a file of the same size and time."""
+    """Overwritten in place, also by as many bytes with the time put back, touched, or replaced by a file of the same
+    size and time."""
     path = put(tmp_path, "a.safetensors", b"one")
     source = FolderSource(tmp_path)
     before = source.find("a")
-    times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
-    if change == "content":
-        path.write_bytes(b"three")
+    times, changed_ns = (path.stat().st_atime_ns, path.stat().st_mtime_ns), path.stat().st_ctime_ns
+    if change in ("content", "in place"):
+        while path.stat().st_ctime_ns == changed_ns:  # until the file system's clock moves
+            path.write_bytes(b"three" if change == "content" else b"two")
         os.utime(path, ns=times)
     elif change == "time":
         os.utime(path, ns=(times[0], times[1] + 1))
@@ -76,7 +203,7 @@ def test_links_that_lead_out_do_not_exist(tmp_path):
     (folder / "dangling.safetensors").symlink_to(folder / "nothing")
     (folder / "inside.safetensors").symlink_to(folder / "real.safetensors")
     source = FolderSource(folder)
-    assert list(source.list()) == ["inside", "real"]
+    assert list(source.names()) == ["inside", "real"]
     for name in ("out", "outdir", "loop", "dangling"):
         with pytest.raises(NotFound):
             source.fetch(name)
@@ -86,7 +213,7 @@ def test_a_folder_that_is_itself_a_link_works(tmp_path):
     """Operators mount folders through links."""
     put(tmp_path / "real", "a.safetensors")
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    assert list(FolderSource(tmp_path / "link").list()) == ["a"]
+    assert list(FolderSource(tmp_path / "link").names()) == ["a"]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES)
@@ -99,22 +226,22 @@ def test_files_and_folders_of_any_script_are_served(tmp_path, name):
     put(tmp_path / "adapters", f"{name}/adapter_config.json")
     for folder in ("files", "capitals", "folders", "adapters"):
         source = FolderSource(tmp_path / folder)
-        assert list(source.list()) == [name]
-        assert source.find(name) == source.list()[name]
+        assert list(source.names()) == [name]
+        assert source.find(name).stamp == source.stamps()[name]
         assert source.fetch(name).is_relative_to(tmp_path / folder)
 
 
 def test_a_suffix_in_capitals(tmp_path):
     """As cameras and Windows write them."""
     put(tmp_path, "X.SAFETENSORS")
-    assert list(FolderSource(tmp_path).list()) == ["X"]
+    assert list(FolderSource(tmp_path).names()) == ["X"]
 
 
 def test_names_are_composed(tmp_path):
     """macOS writes é as two characters: it is one name, found under its composed form."""
     put(tmp_path, "cafe\u0301.safetensors", b"mac")
     source = FolderSource(tmp_path)
-    assert list(source.list()) == ["caf\u00e9"]
+    assert list(source.names()) == ["caf\u00e9"]
     assert source.fetch("caf\u00e9").read_bytes() == b"mac"
 
 
@@ -142,7 +269,7 @@ def test_sub_folders_at_any_depth(tmp_path):
         "other": "runs/8/landscape/other.safetensors",
         "adapter_model": "bare/adapter_model.safetensors",
     }
-    assert source.list().keys() == places.keys()
+    assert list(source.names()) == sorted(places)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +289,8 @@ def test_of_two_with_one_name_one_is_served(tmp_path, caplog, files, served):
     """The one nearer to the top, at one depth the first by path; the log says so once, and which one is."""
     for file in files:
         put(tmp_path, file)
-    source = FolderSource(tmp_path)
+    clock = itertools.count(step=60)
+    source = FolderSource(tmp_path, clock=lambda: next(clock))
     for _ in range(2):
         assert [str(path.relative_to(tmp_path)) for path in source.files().values()] == [served]
     (other,) = set(files) - {served}
@@ -194,9 +322,10 @@ def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path, caplog):
     put(folder, "circle/adapter_model.safetensors")
     (folder / "circle" / "adapter_config.json").symlink_to(folder / "circle" / "adapter_config.json")
     os.mkfifo(folder / "pipe.safetensors")
-    source = FolderSource(folder)
+    clock = itertools.count(step=60)
+    source = FolderSource(folder, clock=lambda: next(clock))
     for _ in range(3):
-        assert list(source.list()) == ["ok"]
+        assert list(source.names()) == ["ok"]
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == len(reasons)
     for path, reason in reasons.items():
@@ -208,7 +337,7 @@ def test_a_folder_that_is_nowhere_is_empty(tmp_path):
     """Not there yet, or a link to itself."""
     (tmp_path / "circle").symlink_to(tmp_path / "circle")
     for name in ("circle", "absent"):
-        assert dict(FolderSource(tmp_path / name).list()) == {}
+        assert list(FolderSource(tmp_path / name).names()) == []
 
 
 def test_links_inside_lead_to_their_names_and_to_no_end(tmp_path):
@@ -218,16 +347,17 @@ def test_links_inside_lead_to_their_names_and_to_no_end(tmp_path):
     (tmp_path / "b").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to(tmp_path)
     (tmp_path / "a" / "same").symlink_to(tmp_path / "a")
-    assert list(FolderSource(tmp_path).list()) == ["a", "b", "inner", "same"]
+    assert list(FolderSource(tmp_path).names()) == ["a", "b", "inner", "same"]
 
 
 def test_pickles_in_the_folder_are_mentioned_once(tmp_path, caplog):
     """Whoever drops a .pt file finds in the log why it is not offered."""
     put(tmp_path, "old.pt")
-    source = FolderSource(tmp_path)
+    clock = itertools.count(step=60)
+    source = FolderSource(tmp_path, clock=lambda: next(clock))
     with caplog.at_level(logging.WARNING):
-        source.list()
-        source.list()
+        source.names()
+        source.names()
     assert caplog.text.count("old.pt is ignored") == 1
 
 
@@ -247,7 +377,7 @@ def test_chain_prefers_the_first(tmp_path):
     put(tmp_path / "2", "only.safetensors")
     source = ChainSource([first, second])
     assert source.fetch("both").read_bytes() == b"first"
-    assert source.find("both") == source.list()["both"] == first.find("both")
+    assert source.find("both") == first.find("both")
     assert source.find("only") == second.find("only")
 
 

@@ -1,0 +1,85 @@
+"""The LoRAs of an engine as cards, made once for as long as they stay the same: every request asks for them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.lora.container import inspect
+from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
+from plait_serving.diffusion.lora.layouts import layout_of
+from plait_serving.diffusion.lora.source import FolderSource, LoraSource
+from plait_serving.images.service import LoraCard, PackedLoras
+
+__all__ = ["LoraCards"]
+
+_PERIOD_S = 1.0  # half of what a new file may take to be known
+_HEADERS_S = 0.1  # of every period: images are made on the same cores
+
+
+class LoraCards:
+    """The LoRAs that exist now. `watch` keeps them up to date behind the requests: each file's header is read once, and
+    again when the file has changed; until then its format is "unknown", as that of a file in a store."""
+
+    def __init__(
+        self, source: LoraSource, family: Callable[[], str], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source = source
+        self._family = family
+        self._clock = clock
+        self._closed = threading.Event()
+        self._listing: object = None
+        self._stamps: dict[str, str] = {}
+        self._formats: Mapping[str, tuple[str, str]] = {}  # by name: the file's stamp, and its format
+        self._made: tuple[object, PackedLoras] = (None, PackedLoras())
+
+    def cards(self) -> PackedLoras:
+        """Return the cards, sorted by name: the same object while nothing has changed."""
+        of = (self._source.names(), self._formats, self._family())
+        made_of, cards = self._made
+        if of != made_of:
+            names, formats, family = of
+            cards = PackedLoras(
+                LoraCard(name=name, family=family, format=formats.get(name, ("", "unknown"))[1]) for name in names
+            )
+            self._made = (of, cards)
+        return cards
+
+    def watch(self) -> None:
+        """Follow a folder on a thread of its own until `close`."""
+        if isinstance(self._source, FolderSource):
+            threading.Thread(target=self._watch, args=(self._source,), name="plait-lora-cards", daemon=True).start()
+
+    def close(self) -> None:
+        """Let the thread end. Idempotent."""
+        self._closed.set()
+
+    def _watch(self, folder: FolderSource) -> None:
+        while not self._closed.is_set():
+            self.look(folder)
+            self._closed.wait(_PERIOD_S)
+
+    def look(self, folder: FolderSource) -> None:
+        """Take in what came, went or changed, and read headers for a while."""
+        listing = folder.look()
+        if listing is not self._listing:
+            self._listing, self._stamps = listing, folder.stamps()
+        stop_s = self._clock() + _HEADERS_S
+        formats = {name: it for name, it in self._formats.items() if self._stamps.get(name) == it[0]}
+        for name, stamp in self._stamps.items():
+            if self._clock() > stop_s:
+                break
+            if name not in formats:
+                formats[name] = (stamp, _format(folder, name))
+        if formats != self._formats:
+            self._formats = formats
+        self.cards()
+
+
+def _format(folder: FolderSource, name: str) -> str:
+    try:
+        return layout_of(inspect(folder.fetch(name), max_bytes=MAX_FILE_BYTES).tensors)
+    except (EngineError, OSError):
+        return "unreadable"
