@@ -71,7 +71,7 @@ def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets, tmp_path_factory, probe_of):
     folder = tmp_path_factory.mktemp("loras")
     tiny_lora(folder / "one.safetensors", tiny_sdxl_folder, fmt="peft", rank=3, with_text_encoder=True)
     tiny_lora(folder / "two.safetensors", tiny_sdxl_folder, fmt="kohya", rank=2, conv=True, seed=5)
-    tiny_lora(folder / "three.safetensors", tiny_sdxl_folder, fmt="peft", rank=1, with_text_encoder=True, seed=7)
+    tiny_lora(folder / "three.safetensors", tiny_sdxl_folder, fmt="peft", rank=6, with_text_encoder=True, seed=7)
     names = dict(zip(("a", "b"), tiny_sdxl_controlnets, strict=True))
     probe = probe_of(model=tiny_sdxl_folder, lora_source=FolderSource(folder), controlnets=names)
 

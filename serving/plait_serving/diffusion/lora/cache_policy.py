@@ -241,10 +241,10 @@ class CachePolicy(Generic[T]):
         line: dict[T, _Claim] = {}
         overtaken: dict[str, int] = {}
         for ticket, claim in self._waiters.items():
-            most = overtaken.get(claim.tenant.name)
-            if most is None or (most < MAX_OVERTAKEN and all(key in self._entries for key in claim.wanted)):
+            passed = overtaken.get(claim.tenant.name)
+            if passed is None or (passed < MAX_OVERTAKEN and all(key in self._entries for key in claim.wanted)):
                 line[ticket] = claim
-            overtaken[claim.tenant.name] = max(most or 0, claim.overtaken)
+            overtaken[claim.tenant.name] = max(passed or 0, claim.overtaken)
         return line
 
     def _turn(self, turn_s: float, *, asks_now: bool) -> str:

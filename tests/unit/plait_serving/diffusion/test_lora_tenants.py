@@ -249,14 +249,18 @@ def test_who_leaves_while_its_set_waits_leaves_nothing(world):
 def test_a_refused_request_has_touched_no_lora(world):
     """With a full queue: ten with LoRAs that nobody used so far; nothing is fetched, nothing leaves the cache."""
     one = world(queue_limit=1)
-    one.send("first", VICTIM, loras("v"), steps=STEPS)
-    one.gate.wait_step()
+    one.send("before", VICTIM, loras("b", BUDGET), steps=STEPS)
+    one.wait("before")
+    one.rig.denoiser.gate = gate = Gate()
+    one.send("first", VICTIM, loras("b"), steps=STEPS)
+    gate.wait_step()
     for i in range(10):
         with pytest.raises(Overloaded):
-            one.send(f"more-{i}", VICTIM, loras("a", BUDGET))
+            one.send(f"more-{i}", VICTIM, (LoraRef(name=f"a{i}"),))
     statistics = one.cache.statistics()
-    assert one.source.fetched == ["v0"]
-    assert (statistics.misses, statistics.evictions, statistics.waiting_sets) == (1, 0, 0)
+    gate.release_all()
+    assert sorted(one.source.fetched) == [f"b{i}" for i in range(BUDGET)]
+    assert (statistics.misses, statistics.evictions, statistics.waiting_sets) == (BUDGET, 0, 0)
     one.wait("first")
 
 
