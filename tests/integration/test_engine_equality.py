@@ -6,6 +6,7 @@ the starter models. diffusers' LoRAs are fused, as ours are: unfused branches ro
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,16 @@ from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.testing import EveryBatchPays
-from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
+from plait_serving.diffusion.values import (
+    ControlRef,
+    Failed,
+    Finished,
+    ImageRequest,
+    LoraRef,
+    Progress,
+    Scheduler,
+    Tenant,
+)
 from plait_serving.images.config import STARTER_FOLDER
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.engine_probe import Probe, fused_reference
@@ -61,6 +71,7 @@ def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets, tmp_path_factory, probe_of):
     folder = tmp_path_factory.mktemp("loras")
     tiny_lora(folder / "one.safetensors", tiny_sdxl_folder, fmt="peft", rank=3, with_text_encoder=True)
     tiny_lora(folder / "two.safetensors", tiny_sdxl_folder, fmt="kohya", rank=2, conv=True, seed=5)
+    tiny_lora(folder / "three.safetensors", tiny_sdxl_folder, fmt="peft", rank=6, with_text_encoder=True, seed=7)
     names = dict(zip(("a", "b"), tiny_sdxl_controlnets, strict=True))
     probe = probe_of(model=tiny_sdxl_folder, lora_source=FolderSource(folder), controlnets=names)
 
@@ -108,6 +119,34 @@ def test_the_same_seed_gives_the_same_picture_after_other_loras(sdxl):
     probe.latents(request(32, loras=BOTH_LORAS), request(33, loras=BOTH_LORAS[1:]))
     (after,) = probe.latents(request(31, scheduler=Scheduler.EULER_A))
     assert torch.equal(before, after)
+
+
+def test_a_request_whose_loras_made_room_for_another_tenant_has_the_same_bits(sdxl):
+    """Its set, all that the cache holds, leaves at two steps for another tenant's and comes back: equal latents."""
+    probe, _ = sdxl
+    (cache,) = set(probe.assembled.loras.values())
+    room = sum(cache.list()[lora.name].nbytes for lora in BOTH_LORAS)
+    asked = request(35, steps=8, loras=BOTH_LORAS, tenant=Tenant(name="large"))
+    (alone,) = probe.latents(asked)
+    probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"host_lora_bytes": room}))
+    ends, ended = [], threading.Event()
+
+    def tell(seed, event):
+        if seed == 35 and isinstance(event, Progress) and event.step in (3, 5):
+            other = request(36 + event.step, steps=2, loras=(LoraRef(name="three"),), tenant=Tenant(name="other"))
+            probe.engine.submit(other, lambda seen: tell(other.seed, seen))
+        if isinstance(event, Finished | Failed):
+            ends.append(seed if isinstance(event, Finished) else event.error)
+        if len(ends) == 3:
+            ended.set()
+
+    before = cache.statistics().evictions
+    probe.engine.submit(asked, lambda event: tell(35, event))
+    assert ended.wait(120.0)
+    assert ends == [39, 41, 35]
+    assert cache.statistics().evictions - before >= 3
+    assert torch.equal(probe._decoded[-1], alone)
+    probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"host_lora_bytes": KNOBS.host_lora_bytes}))
 
 
 @pytest.fixture(scope="module")

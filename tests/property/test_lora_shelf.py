@@ -18,10 +18,13 @@ from plait_serving.diffusion.lora.cache_policy import (
     EntryState,
     Key,
 )
+from plait_serving.diffusion.values import Tenant
 
 BUDGET = 10
 NAMES = "abcdefg"
 SIZES = {name: 1 + i for i, name in enumerate(NAMES)}
+TENANTS = {name: Tenant(name=name, weight=weight) for name, weight in (("one", 1.0), ("two", 1.0), ("three", 2.0))}
+TURN_S = 1.0
 
 
 class ShelfMachine(RuleBasedStateMachine):
@@ -34,11 +37,21 @@ class ShelfMachine(RuleBasedStateMachine):
         self.tickets = itertools.count()
         self.admitted: dict[int, tuple[Key, ...]] = {}
         self.waiting: dict[int, dict[Key, int]] = {}
+        self.tenants: dict[int, str] = {}
         self.overtaken: dict[int, int] = {}
         self.present: dict[Key, EntryState] = {}
+        self.now_s = 0.0
 
     def wanted(self, names: set[str]) -> dict[Key, int]:
         return {Key(name, str(self.stamps[name])): SIZES[name] for name in sorted(names)}
+
+    def held_bytes(self, tenant: str, *more: Key) -> int:
+        keys = {key for ticket, held in self.admitted.items() if self.tenants[ticket] == tenant for key in held}
+        return sum(SIZES[key.name] for key in keys.union(more))
+
+    def share(self, tenant: str) -> float:
+        present = {self.tenants[ticket] for ticket in (*self.admitted, *self.waiting)} | {tenant}
+        return BUDGET * TENANTS[tenant].weight / sum(TENANTS[name].weight for name in present)
 
     def enter(self, ticket: int, wanted: dict[Key, int], admission: Admission) -> None:
         self.leave(admission.evicted)
@@ -53,35 +66,50 @@ class ShelfMachine(RuleBasedStateMachine):
             assert not any(key in keys for keys in self.admitted.values()), "evicted in use"
 
     def admit_waiting(self) -> None:
-        order = list(self.waiting)
-        got = self.shelf.admit_waiting()
-        assert [ticket for ticket, _ in got] == order[: len(got)], "out of order"
-        for ticket, admission in got:
+        for ticket, admission in self.shelf.admit_waiting(TURN_S):
+            tenant = self.tenants[ticket]
+            older = [other for other in self.waiting if self.tenants[other] == tenant]
+            older = older[: older.index(ticket)]
+            if older:
+                assert self.waiting[ticket].keys() <= self.present.keys(), "a set that needs room overtook"
+            for other in older:
+                self.overtaken[other] += 1
+            share, others_wait = self.share(tenant), {self.tenants[other] for other in self.waiting} - {tenant}
+            alone = tenant not in {self.tenants[other] for other in self.admitted}
             self.enter(ticket, self.waiting.pop(ticket), admission)
+            assert not others_wait or alone or self.held_bytes(tenant) <= share, "more than its share while others wait"
 
-    @rule(names=st.sets(st.sampled_from(NAMES), min_size=1, max_size=4))
-    def acquire(self, names: set[str]) -> None:
+    @rule(names=st.sets(st.sampled_from(NAMES), min_size=1, max_size=4), tenant=st.sampled_from(sorted(TENANTS)))
+    def acquire(self, names: set[str], tenant: str) -> None:
         wanted = self.wanted(names)
         if not self.shelf.fits_ever(wanted):
             return
         ticket = next(self.tickets)
-        is_here = wanted.keys() <= self.present.keys()
-        admission = self.shelf.admit(ticket, wanted)
-        if admission is None:
-            self.waiting[ticket] = wanted
-            self.overtaken[ticket] = 0
-        else:
-            if self.waiting:
-                assert is_here, "a set that needs room overtook"
-            for other in self.waiting:
-                self.overtaken[other] += 1
-            self.enter(ticket, wanted, admission)
+        self.waiting[ticket], self.tenants[ticket], self.overtaken[ticket] = wanted, tenant, 0
+        self.shelf.enter(ticket, wanted, TENANTS[tenant], work_s=2.0)
+        self.admit_waiting()
 
     @precondition(lambda self: self.admitted)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         ticket = data.draw(st.sampled_from(sorted(self.admitted)))
-        self.leave(self.shelf.release(self.admitted.pop(ticket)))
+        del self.admitted[ticket]
+        self.leave(self.shelf.release(ticket))
+        self.admit_waiting()
+
+    @precondition(lambda self: self.shelf.asked_back)
+    @rule(data=st.data())
+    def give_back(self, data: st.DataObject) -> None:
+        ticket, again = data.draw(st.sampled_from(sorted(self.shelf.asked_back))), next(self.tickets)
+        self.waiting = {again: {key: SIZES[key.name] for key in self.admitted.pop(ticket)}, **self.waiting}
+        self.tenants[again], self.overtaken[again] = self.tenants[ticket], self.overtaken[ticket]
+        self.leave(self.shelf.give_back(ticket, again))
+        self.admit_waiting()
+
+    @rule(seconds=st.floats(0.0, 5.0))
+    def time_passes(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.shelf.pass_time(self.now_s)
         self.admit_waiting()
 
     @precondition(lambda self: EntryState.LOADING in self.present.values())
@@ -98,8 +126,8 @@ class ShelfMachine(RuleBasedStateMachine):
             self.shelf.failed(key)
             del self.present[key]
             for ticket in [ticket for ticket, keys in self.admitted.items() if key in keys]:
-                others = tuple(other for other in self.admitted.pop(ticket) if other != key)
-                self.leave(self.shelf.release(others))
+                del self.admitted[ticket]
+                self.leave(self.shelf.release(ticket))
         self.admit_waiting()
 
     @precondition(lambda self: self.waiting)
@@ -136,15 +164,24 @@ class ShelfMachine(RuleBasedStateMachine):
 
     @invariant()
     def _assert_who_waits_has_a_reason(self) -> None:
-        """The first in line does not fit beside what is in use or loading."""
+        """A tenant's first in line does not fit beside what is in use or loading, or into its share."""
         assert list(self.waiting) == list(self.shelf.waiting)
-        if self.waiting:
-            wanted = next(iter(self.waiting.values()))
+        for tenant in {self.tenants[ticket] for ticket in self.waiting}:
+            wanted = next(self.waiting[ticket] for ticket in self.waiting if self.tenants[ticket] == tenant)
+            others_wait = any(self.tenants[ticket] != tenant for ticket in self.waiting)
+            if others_wait and self.held_bytes(tenant, *wanted) > self.share(tenant):
+                continue
             busy = {
                 k for k, s in self.present.items() if s is EntryState.LOADING or self.shelf.users(k)
             } - wanted.keys()
             need = sum(wanted.values()) + sum(SIZES[key.name] for key in busy)
-            assert need > BUDGET
+            assert need > BUDGET or self.shelf.asked_back
+
+    @invariant()
+    def _assert_who_is_asked_is_another_than_who_waits(self) -> None:
+        for ticket in self.shelf.asked_back:
+            assert ticket in self.admitted
+            assert any(self.tenants[other] != self.tenants[ticket] for other in self.waiting)
 
 
 TestShelf = ShelfMachine.TestCase
@@ -158,7 +195,7 @@ def test_what_the_table_does_not_allow_changes_nothing(state, event):
     """An illegal event raises (KeyError for an entry that is not there) and leaves the shelf as it was."""
     shelf: CachePolicy[int] = CachePolicy(5)
     if state is not EntryState.ABSENT:
-        shelf.admit(1, {A: 1})
+        admit(shelf, 1, {A: 1})
     if state is EntryState.READY:
         shelf.loaded(A, 1)
     provoke = {
@@ -172,29 +209,35 @@ def test_what_the_table_does_not_allow_changes_nothing(state, event):
     assert shelf.reserved_bytes == (0 if state is EntryState.ABSENT else 1)
 
 
+def admit(shelf: CachePolicy[int], ticket: int, wanted: dict[Key, int]) -> Admission | None:
+    """Enters a set of one tenant; returns its admission, if there is room."""
+    shelf.enter(ticket, wanted, Tenant(), work_s=1.0)
+    return dict(shelf.admit_waiting()).get(ticket)
+
+
 def ready(shelf: CachePolicy[int], ticket: int, *keys: Key) -> None:
     """Admits a set of size 1 each and ends its loads."""
-    admission = shelf.admit(ticket, dict.fromkeys(keys, 1))
+    admission = admit(shelf, ticket, dict.fromkeys(keys, 1))
     assert admission is not None
     for key in admission.to_load:
         shelf.loaded(key, 1)
 
 
-def test_releasing_more_than_was_taken_raises():
+def test_releasing_what_was_not_taken_raises():
     """A counting mistake is found where it happens."""
     shelf: CachePolicy[int] = CachePolicy(5)
     ready(shelf, 1, A)
-    shelf.release([A])
-    with pytest.raises(ValueError, match="more often"):
-        shelf.release([A])
-    with pytest.raises(KeyError):
-        shelf.release([B])
+    shelf.release(1)
+    for ticket in (1, 2):
+        with pytest.raises(KeyError):
+            shelf.release(ticket)
+    assert shelf.users(A) == 0
 
 
 def test_more_bytes_than_reserved_raise():
     """A file that turned out larger than announced does not slip past the budget."""
     shelf: CachePolicy[int] = CachePolicy(5)
-    shelf.admit(1, {A: 2})
+    admit(shelf, 1, {A: 2})
     with pytest.raises(ValueError, match="2 were reserved"):
         shelf.loaded(A, 3)
     assert shelf.state(A) is EntryState.LOADING
@@ -204,18 +247,18 @@ def test_sets_in_memory_overtake_a_bounded_number_of_times():
     """While one waits for room, sets that need none pass it, but not for ever."""
     shelf: CachePolicy[int] = CachePolicy(2)
     ready(shelf, 0, A)
-    assert shelf.admit(1, {B: 1, C: 1}) is None
-    passed = [shelf.admit(2 + i, {A: 1}) is not None for i in range(MAX_OVERTAKEN + 3)]
+    assert admit(shelf, 1, {B: 1, C: 1}) is None
+    passed = [admit(shelf, 2 + i, {A: 1}) is not None for i in range(MAX_OVERTAKEN + 3)]
     assert passed == [True] * MAX_OVERTAKEN + [False] * 3
 
 
 def test_a_set_that_needs_room_does_not_overtake():
-    """A small set behind a large one waits, or the large one would starve."""
+    """A small set behind a large one of its tenant waits, or the large one would starve."""
     shelf: CachePolicy[int] = CachePolicy(2)
     ready(shelf, 0, A)
-    assert shelf.admit(1, {B: 1, C: 1}) is None
-    assert shelf.admit(2, {D: 1}) is None
-    shelf.release([A])
+    assert admit(shelf, 1, {B: 1, C: 1}) is None
+    assert admit(shelf, 2, {D: 1}) is None
+    shelf.release(0)
     assert [ticket for ticket, _ in shelf.admit_waiting()] == [1]
 
 
@@ -225,8 +268,7 @@ def test_outdated_entries_leave_first():
     ready(shelf, 0, B)
     ready(shelf, 1, A)
     newer = Key("a", "1")
-    shelf.release([A])
-    shelf.release([B])
-    admission = shelf.admit(2, {newer: 1})
-    assert admission == Admission(to_load=(newer,), evicted=(A,))
+    shelf.release(1)
+    shelf.release(0)
+    assert admit(shelf, 2, {newer: 1}) == Admission(to_load=(newer,), evicted=(A,))
     assert shelf.state(B) is EntryState.READY

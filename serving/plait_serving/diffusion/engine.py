@@ -155,26 +155,23 @@ class Engine:
             self._registry.count(rejected=1)
             self._usage.add(request.tenant.name, rejected=1)
             raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
-        lease = model.loras.acquire([lora.name for lora in request.loras]) if request.loras else None
         job = ImageJob(
             request=request,
             sink=sink,
             spent=SpentSeconds(accepted_at_s=now_s),
-            loras=lease,
+            loras=None,
             deadline_at_s=None if request.deadline_s is None else now_s + request.deadline_s,
             work_s=model.forecast.work_s(request, size.chunks),
             chunks=size.chunks,
         )
         bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
-        try:
-            self._registry.admit(job, bounds)
-        except BaseException:
-            job.release_loras()
-            raise
+        with self._registry.admitted(job, bounds):
+            if request.loras:  # not before: who is refused has read nothing, and taken nobody's room
+                names = [lora.name for lora in request.loras]
+                job.loras = model.loras.acquire(names, request.tenant, work_s=job.work_s)
+                job.loras.add_done_callback(lambda _: self._loaded(job))
         usual_s = self._request_s.get(model.name, job.work_s)
         self._request_s[model.name] = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
-        if lease is not None:
-            lease.add_done_callback(lambda _: self._loaded(job))
         return Ticket(job, self._registry.wake)
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:

@@ -101,6 +101,7 @@ class DenoiseLoop:
         self._run_between_steps()
         self._take_in(knobs)
         self._drop_lost()
+        self._residents.share_loras(self._jobs)
         self._tend_models()
         if self._decodes.run_next(stepping=bool(self._jobs)):
             return

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, RgbImage
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, RgbImage, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -241,16 +241,27 @@ class LoraLease(Protocol):
     def weights(self) -> Mapping[str, LoraWeights]:
         """Parsed files by name."""
 
+    @property
+    def is_asked_back(self) -> bool:
+        """Whether others wait for it, as of the provider's last `settle`."""
+
     def release(self) -> None:
         """Release the set. Idempotent."""
+
+    def give_back(self) -> Future[LoraLease] | None:
+        """Release the set and wait for the same files again; None, and nothing is done, if nobody waits for it any
+        more."""
 
 
 class LoraProvider(Protocol):
     """Where LoRA sets come from. All methods are thread-safe."""
 
-    def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
-        """Start loading on other threads. The future fails with `NotFound` or `LoraError`; cancelling it releases the
-        set."""
+    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
+        """Start loading on other threads, for a request of `work_s` seconds. The future fails with `NotFound` or
+        `LoraError`; cancelling it releases the set."""
+
+    def settle(self) -> None:
+        """Let leases say which of them others wait for; call it between steps."""
 
     def __contains__(self, name: object) -> bool:
         """Return whether a LoRA of that name exists now (new files are seen without a restart)."""

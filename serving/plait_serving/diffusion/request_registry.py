@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
@@ -36,7 +37,8 @@ class EngineStatistics:
 
 
 class RequestRegistry:
-    """Thread-safe. A job enters with `admit`, is handed to the compute thread by `take_in`, and leaves with `close`."""
+    """Thread-safe. A job enters with `admitted`, is handed to the compute thread by `take_in`, and leaves with
+    `close`."""
 
     def __init__(self, clock: Callable[[], float], usage: UsageLedger) -> None:
         self._clock = clock
@@ -56,11 +58,13 @@ class RequestRegistry:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether `admit` can succeed."""
+        """Whether `admitted` can succeed."""
         return not self._closed_to_new and not self._shut
 
-    def admit(self, job: ImageJob, bounds: QueueBounds) -> None:
-        """Admit a job. Raises `EngineStopped` or `Overloaded`; the job is then not admitted."""
+    @contextmanager
+    def admitted(self, job: ImageJob, bounds: QueueBounds) -> Iterator[None]:
+        """Admit a job, and hand it to the compute thread after the block, in which it begins to take what it needs.
+        Raises `EngineStopped` or `Overloaded` before; the job is not admitted, either, if the block raises."""
         tenant = job.request.tenant
         with self._changed:
             if not self.takes_requests:
@@ -76,9 +80,19 @@ class RequestRegistry:
                     retry_after_s=max(1.0, retry_after_s),
                 )
             self._open.append(job)
-            self._counts["accepted"] += 1
-            self._inbox.append(job)
-            self._changed.notify_all()
+        try:
+            yield
+            with self._changed:
+                if self._shut:
+                    raise EngineStopped("the engine is shutting down")
+                self._counts["accepted"] += 1
+                self._inbox.append(job)
+                self._changed.notify_all()
+        except BaseException:
+            with self._changed:
+                self._open.remove(job)
+                self._changed.notify_all()
+            raise
 
     def take_in(self) -> list[ImageJob]:
         """Return everything that arrived since the last call."""
@@ -99,7 +113,7 @@ class RequestRegistry:
                 self._changed.wait(timeout_s)
 
     def close_to_new(self) -> None:
-        """Make `admit` raise from now on."""
+        """Make `admitted` raise from now on."""
         with self._changed:
             self._closed_to_new = True
 

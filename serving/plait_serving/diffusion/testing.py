@@ -29,7 +29,7 @@ from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, Tenant
 
 
 class EveryBatchPays(StepCosts):
@@ -69,14 +69,18 @@ class FakeMerger:
 
 @dataclass(slots=True, eq=False)
 class FakeLease:
-    """A lease that counts its releases."""
+    """A lease that counts its releases, and that nobody else wants."""
 
     weights: Mapping[str, LoraWeights]
     releases: int = 0
+    is_asked_back: bool = False
 
     def release(self) -> None:
         """Count the release."""
         self.releases += 1
+
+    def give_back(self) -> None:
+        """Do nothing."""
 
 
 class FakeProvider:
@@ -103,7 +107,7 @@ class FakeProvider:
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
-    def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
+    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
         """Return a future that is done unless a name is held or failing."""
         future: Future[LoraLease] = Future()
         if self.failing.intersection(names):
@@ -113,6 +117,9 @@ class FakeProvider:
         else:
             self._deliver(names, future)
         return future
+
+    def settle(self) -> None:
+        """Do nothing."""
 
     def arrive(self) -> None:
         """Deliver everything that was held."""

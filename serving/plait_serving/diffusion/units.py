@@ -56,7 +56,7 @@ class SpentSeconds:
 class ImageJob:
     """One accepted request. `work_s`: the compute-seconds that it will be charged, by forecast; `chunks` of its prompts
     are encoded. `source`: the image that it starts from, from its first step on. `runs`: it took part in the latest
-    step."""
+    step. `given_back_at`: how many calls its tenant had made when its LoRA set was last given back."""
 
     request: ImageRequest
     sink: Callable[[Event], None]
@@ -71,6 +71,7 @@ class ImageJob:
     units: list[Unit] = field(default_factory=list)
     source: EditSource | None = None
     previews_sent: int = 0
+    given_back_at: int = -1
 
     def advance(self, phase: RequestPhase) -> None:
         """Move to the next phase. Raises ValueError and changes nothing if the table does not allow it."""
@@ -107,6 +108,14 @@ class ImageJob:
         """Stop waiting for the LoRA set, or release it. Idempotent."""
         if self.loras is not None and not self.loras.cancel():
             self.loras.add_done_callback(_release)
+
+    def give_back_loras(self, calls: int, wake: Callable[[], None]) -> None:
+        """Let others have the LoRA set if they wait for it, and wait for it again; `wake` is called when it came."""
+        lease = self.lease
+        again = lease.give_back() if lease is not None and lease.is_asked_back else None
+        if again is not None:
+            self.loras, self.given_back_at = again, calls
+            again.add_done_callback(lambda _: wake())
 
     @property
     def lease(self) -> LoraLease | None:

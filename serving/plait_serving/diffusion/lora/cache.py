@@ -1,7 +1,8 @@
 """The host cache of LoRA files: `protocols.LoraProvider` over a `LoraSource`, with concurrent loads.
 
 Loading starts at `acquire`, on loader threads, several names at once and every name once. `cache_policy` decides
-what stays in memory; this module adds the threads, the futures and the parsed values. A set that is larger than the
+what stays in memory and whose set comes next; this module adds the threads, the futures and the parsed values. A set
+that others wait for is only asked back: whoever holds it gives it back where it can do without. One larger than the
 whole budget is refused with a clear error: the budget guards the host, and a request that can only run by exceeding
 it would do so at the worst time. Failures are not remembered: a repaired file works at once.
 """
@@ -11,9 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,11 +25,19 @@ from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, En
 from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.protocols import LoraLease, LoraWeights
+from plait_serving.diffusion.queue.turns import TurnQueue
+from plait_serving.diffusion.values import Tenant
 
 _log = logging.getLogger(__name__)
 
 LOADER_THREADS = 8
 """Loads wait for disk or network most of the time. A local file has to wait only if this many downloads hang."""
+
+_LOADING_SHARE = 0.2
+"""Of the time that tenants take turns in: a turn is so much longer than loading a set."""
+
+_SHORTEST_TURN_S, _LONGEST_TURN_S = 0.1, 10.0
+"""Steps with a set that is new have a cost beside loading it; and nobody is to wait for a slow store's sake."""
 
 Deliveries = list[Callable[[], None]]
 """What to do once the lock is released: callbacks of futures run code that is not ours."""
@@ -58,6 +68,7 @@ class _Set:
     """One `acquire` that has not been delivered yet. `missing` is None until the set is admitted."""
 
     keys: tuple[Key, ...]
+    tenant: Tenant
     future: Future[LoraLease]
     missing: set[Key] | None = None
 
@@ -71,32 +82,18 @@ class _CacheCounts:
     load_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class LoraCacheLease:
     """A `protocols.LoraLease`: nothing in `weights` is evicted before `release`."""
 
     weights: Mapping[str, LoraWeights]
     _let_go: Callable[[], None]
+    give_back: Callable[[], Future[LoraLease] | None]
+    is_asked_back: bool = False
 
     def release(self) -> None:
         """Release the set. Idempotent."""
         self._let_go()
-
-
-@dataclass(slots=True, eq=False)
-class _Once:
-    """Runs a function at the first call only, on whichever thread that is."""
-
-    function: Callable[[], None]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _done: bool = False
-
-    def __call__(self) -> None:
-        with self._lock:
-            if self._done:
-                return
-            self._done = True
-        self.function()
 
 
 class LoraCache:
@@ -119,7 +116,9 @@ class LoraCache:
         self._policy: CachePolicy[int] = CachePolicy(host_bytes)
         self._values: dict[Key, LoadedLora] = {}
         self._sets: dict[int, _Set] = {}
+        self._leases: dict[int, LoraCacheLease] = {}
         self._tickets = 0
+        self._to_load: TurnQueue[Key] = TurnQueue()
         self._counts = _CacheCounts()
         self._closed = False
         # One torch thread per loader: parsing must not fight the compute thread for cores.
@@ -129,36 +128,39 @@ class LoraCache:
         """Return whether a LoRA of that name exists now."""
         return isinstance(name, str) and self._source.find(name) is not None
 
-    def acquire(self, names: Sequence[str]) -> Future[LoraLease]:
+    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
         """Start loading a set; never blocks. The future fails with `NotFound`, `LoraError` or `EngineStopped`.
 
         Cancelling the future releases the set; loads that already run complete and stay in the cache.
         """
         future: Future[LoraLease] = Future()
-        deliveries: Deliveries = []
         try:
             wanted = {Key(entry.name, entry.stamp): entry.nbytes for entry in map(self._entry, dict.fromkeys(names))}
-            with self._lock:
-                ticket = self._take(wanted, future, deliveries)
+            with self._change():
+                if self._closed:
+                    raise EngineStopped("the engine is shutting down")
+                if not self._policy.fits_ever(wanted):
+                    raise self._too_large(wanted)
+                self._policy.enter(self._promise(_Set(tuple(wanted), tenant, future)), wanted, tenant, work_s)
         except EngineError as error:
             future.set_exception(error)
-            return future
-        _run(deliveries)
-        future.add_done_callback(lambda done: self._abandon(ticket) if done.cancelled() else None)
         return future
+
+    def settle(self) -> None:
+        """Look whose turn it is now, if any set waits; leases then say whether they are asked back."""
+        if self._policy.is_waited_for:
+            with self._change():
+                pass
 
     def reconfigure(self, *, host_bytes: int) -> None:
         """Set the budget. Idle entries are evicted until it is met; waiting sets that can no longer fit fail."""
-        deliveries: Deliveries = []
-        with self._lock:
+        with self._change() as deliveries:
             self._evicted(self._policy.resize(host_bytes))
             for ticket in self._policy.waiting:
                 wanted = self._policy.wanted(ticket)
                 if not self._policy.fits_ever(wanted):
                     self._policy.forget(ticket)
                     deliveries.append(_failure(self._sets.pop(ticket).future, self._too_large(wanted)))
-            self._admit_waiting(deliveries)
-        _run(deliveries)
 
     def statistics(self) -> CacheStatistics:
         """Return a consistent snapshot."""
@@ -184,13 +186,11 @@ class LoraCache:
 
     def close(self) -> None:
         """Fail what is in flight with `EngineStopped` and let the loader threads end. Idempotent."""
-        deliveries: Deliveries = []
-        with self._lock:
+        with self._change() as deliveries:
             self._closed = True
             for pending in self._sets.values():
                 deliveries.append(_failure(pending.future, EngineStopped("the engine is shutting down")))
             self._sets.clear()
-        _run(deliveries)
         self._source.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -202,17 +202,25 @@ class LoraCache:
             raise not_found(name)
         return entry
 
-    def _take(self, wanted: Mapping[Key, int], future: Future[LoraLease], deliveries: Deliveries) -> int:
-        if self._closed:
-            raise EngineStopped("the engine is shutting down")
-        if not self._policy.fits_ever(wanted):
-            raise self._too_large(wanted)
+    @contextmanager
+    def _change(self) -> Iterator[Deliveries]:
+        """Hold the lock; then admit the sets for which there is room now, and deliver without the lock."""
+        deliveries: Deliveries = []
+        with self._lock:
+            self._policy.pass_time(self._clock())
+            yield deliveries
+            if not self._closed:
+                self._admit_waiting(deliveries)
+        for deliver in deliveries:
+            deliver()
+
+    def _promise(self, asked: _Set) -> int:
+        """Return the ticket of a set that is to be delivered."""
         self._tickets += 1
-        self._sets[self._tickets] = _Set(tuple(wanted), future)
-        admission = self._policy.admit(self._tickets, wanted)
-        if admission is not None:
-            self._admitted(self._tickets, admission, deliveries)
-        return self._tickets
+        ticket = self._tickets
+        self._sets[ticket] = asked
+        asked.future.add_done_callback(lambda done: self._abandon(ticket) if done.cancelled() else None)
+        return ticket
 
     def _too_large(self, wanted: Mapping[Key, int]) -> LoraError:
         need_bytes, budget_bytes = sum(wanted.values()), self._policy.budget_bytes
@@ -228,20 +236,25 @@ class LoraCache:
         self._counts.hits += len(entered.keys) - len(admission.to_load)
         entered.missing = {key for key in entered.keys if self._policy.state(key) is EntryState.LOADING}
         for key in admission.to_load:
-            self._pool.submit(self._load, key)
+            self._to_load.put(entered.tenant.name, key)
+            self._pool.submit(self._load)
         if not entered.missing:
             self._complete(ticket, deliveries)
 
     def _admit_waiting(self, deliveries: Deliveries) -> None:
-        if self._closed:
-            return
-        for ticket, admission in self._policy.admit_waiting():
+        mean_s = self._counts.load_s / max(1, self._counts.misses)
+        load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
+        turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
+        for ticket, admission in self._policy.admit_waiting(turn_s):
             self._admitted(ticket, admission, deliveries)
+        for ticket, lease in self._leases.items():
+            lease.is_asked_back = ticket in self._policy.asked_back
 
     def _complete(self, ticket: int, deliveries: Deliveries) -> None:
         finished = self._sets.pop(ticket)
         weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
-        lease = LoraCacheLease(weights, _Once(lambda: self._release(finished.keys)))
+        lease = LoraCacheLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket, finished))
+        self._leases[ticket] = lease
         deliveries.append(_delivery(finished.future, lease))
 
     def _evicted(self, keys: Iterable[Key]) -> None:
@@ -251,24 +264,34 @@ class LoraCache:
 
     # ---- events ---------------------------------------------------------------------------------------------------
 
-    def _release(self, keys: Iterable[Key]) -> None:
-        deliveries: Deliveries = []
-        with self._lock:
-            self._evicted(self._policy.release(keys))
-            self._admit_waiting(deliveries)
-        _run(deliveries)
+    def _release(self, ticket: int) -> None:
+        with self._change():
+            if self._leases.pop(ticket, None) is not None:
+                self._evicted(self._policy.release(ticket))
+
+    def _give_back(self, ticket: int, given: _Set) -> Future[LoraLease] | None:
+        again = _Set(given.keys, given.tenant, Future())
+        with self._change():
+            if ticket not in self._policy.asked_back:
+                return None
+            self._evicted(self._policy.give_back(ticket, self._promise(again)))
+            del self._leases[ticket]
+        return again.future
 
     def _abandon(self, ticket: int) -> None:
         """Give up a set whose future was cancelled; if it was delivered at the same moment, the delivery releases it
         instead."""
-        with self._lock:
+        with self._change():
             abandoned = self._sets.pop(ticket, None)
             self._policy.forget(ticket)
-        if abandoned is not None:
-            self._release(abandoned.keys if abandoned.missing is not None else ())
+            if abandoned is not None and abandoned.missing is not None:
+                self._evicted(self._policy.release(ticket))
 
-    def _load(self, key: Key) -> None:
-        started_s = self._clock()
+    def _load(self) -> None:
+        """Load one file: of the tenant that has waited longest for one."""
+        waiting = self._to_load.take()
+        assert waiting is not None
+        key, started_s = waiting[1], self._clock()
         try:
             value = self._read(key)
         except EngineError as error:
@@ -287,8 +310,7 @@ class LoraCache:
         return value
 
     def _loaded(self, key: Key, value: LoadedLora, load_s: float) -> None:
-        deliveries: Deliveries = []
-        with self._lock:
+        with self._change() as deliveries:
             self._counts.load_s += load_s
             self._values[key] = value
             self._evicted(self._policy.loaded(key, value.nbytes))
@@ -297,21 +319,16 @@ class LoraCache:
                     waiting.missing.discard(key)
                     if not waiting.missing:
                         self._complete(ticket, deliveries)
-            self._admit_waiting(deliveries)
-        _run(deliveries)
 
     def _failed(self, key: Key, error: EngineError) -> None:
-        deliveries: Deliveries = []
-        with self._lock:
+        with self._change() as deliveries:
             self._counts.failures += 1
             self._policy.failed(key)
             for ticket, waiting in list(self._sets.items()):
                 if waiting.missing and key in waiting.missing:
                     del self._sets[ticket]
-                    self._evicted(self._policy.release(other for other in waiting.keys if other != key))
+                    self._evicted(self._policy.release(ticket))
                     deliveries.append(_failure(waiting.future, error))
-            self._admit_waiting(deliveries)
-        _run(deliveries)
 
 
 def _delivery(future: Future[LoraLease], lease: LoraCacheLease) -> Callable[[], None]:
@@ -330,8 +347,3 @@ def _failure(future: Future[LoraLease], error: EngineError) -> Callable[[], None
             future.set_exception(error)
 
     return deliver
-
-
-def _run(deliveries: Deliveries) -> None:
-    for deliver in deliveries:
-        deliver()

@@ -1,23 +1,38 @@
 """Which LoRA files are in host memory: the pure policy of the cache. No threads, no clock, no files.
 
-It holds entries within a byte budget. Sets are admitted whole (all the room they need is reserved at once, so two
-sets cannot wait for each other) and in order; a set that is already in memory may overtake waiting ones, but none is
-overtaken more than `MAX_OVERTAKEN` times. Entries in use are never evicted; the others are evicted in order of last
-use, those whose file has changed first.
+It holds entries within a byte budget. Sets are admitted whole: all the room they need is reserved at once, so two
+sets cannot wait for each other. Entries in use are never evicted; the others are evicted in order of last use, those
+whose file has changed first.
+
+A tenant's sets are admitted in order; one that is already in memory may overtake waiting ones, but none is overtaken
+more than `MAX_OVERTAKEN` times. Between tenants:
+
+- Each has a share of the budget, by its weight among those that hold sets or wait. Alone, one may use all of it. While
+  another waits, it is given no more than its share; and for a set that fits into its tenant's share, those that hold
+  more are asked for sets, the newest first (`asked_back`).
+- A set that is larger than its tenant's share takes turns. Whose turn it is, is as for compute (`queue/shares`), with
+  the part of the budget that is held, times seconds, as what is shared: who holds seven times as much has it a seventh
+  as long. In its turn such a set is asked for by nobody, and all others are where it needs their room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Generic, TypeVar
 
+from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.values import Tenant
+
 MAX_OVERTAKEN = 8
 
+_CREDIT = 1.25
+"""Of the shortest request: so much is a tenant ahead that comes back. Forecasts are some per cent off."""
+
 T = TypeVar("T", bound=Hashable)
-"""The key of a waiting set."""
+"""The key of a set."""
 
 
 class EntryState(Enum):
@@ -76,24 +91,40 @@ class Admission:
 
 
 @dataclass(slots=True)
-class _Waiter:
+class _Claim:
+    """A set that is admitted or waits. `work_s`: what its request takes, were it to hold the whole budget."""
+
+    tenant: Tenant
     wanted: Mapping[Key, int]
+    work_s: float
     overtaken: int = 0
 
 
 class CachePolicy(Generic[T]):
-    """The policy that the module docstring describes. `wanted` maps keys to the bytes that they will take."""
+    """The policy that the module docstring describes. `wanted` maps keys to the bytes that they will take.
+
+    Call `pass_time` before anything else happens at a later moment, and `admit_waiting` after it."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self.asked_back: frozenset[T] = frozenset()
+        """The admitted sets that others wait for, as of the last `admit_waiting`."""
         self._entries: dict[Key, _CacheEntry] = {}
-        self._waiters: dict[T, _Waiter] = {}
+        self._held: dict[T, _Claim] = {}
+        self._waiters: dict[T, _Claim] = {}
+        self._shares = TenantShares()
+        self._now_s = 0.0
         self._uses = 0
 
     @property
     def reserved_bytes(self) -> int:
         """The bytes of everything that is loaded or loading."""
         return sum(entry.nbytes for entry in self._entries.values())
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether any set waits."""
+        return bool(self._waiters)
 
     @property
     def waiting(self) -> tuple[T, ...]:
@@ -114,28 +145,25 @@ class CachePolicy(Generic[T]):
         """Return whether a set fits an empty cache."""
         return sum(wanted.values()) <= self.budget_bytes
 
-    def admit(self, ticket: T, wanted: Mapping[Key, int]) -> Admission | None:
-        """Admit a set, or let it wait under `ticket` and return None (see `admit_waiting`)."""
-        overtakes = all(waiter.overtaken < MAX_OVERTAKEN for waiter in self._waiters.values())
-        is_here = all(key in self._entries for key in wanted)
-        if not self._waiters or (is_here and overtakes):
-            admission = self._try(wanted)
-            if admission is not None:
-                for waiter in self._waiters.values():
-                    waiter.overtaken += 1
-                return admission
-        self._waiters[ticket] = _Waiter(wanted)
-        return None
+    def pass_time(self, now_s: float) -> None:
+        """Charge tenants for what they held until now."""
+        tenants = self._tenants()
+        for name, held in self._by_tenant().items():
+            part = _bytes(held) / max(1, self.budget_bytes)
+            self._shares.charge(tenants[name], part * (now_s - self._now_s))
+        self._now_s = now_s
 
-    def admit_waiting(self) -> list[tuple[T, Admission]]:
-        """Admit waiting sets, in order, as far as there is room. Call this after anything was released or freed."""
+    def enter(self, ticket: T, wanted: Mapping[Key, int], tenant: Tenant, work_s: float) -> None:
+        """Let a set wait behind its tenant's others, under `ticket`; it is expected to be held for `work_s`."""
+        self._outdate(wanted)
+        self._waiters[ticket] = _Claim(tenant, wanted, work_s * _bytes(wanted) / max(1, self.budget_bytes))
+
+    def admit_waiting(self, turn_s: float = 0.0) -> list[tuple[T, Admission]]:
+        """Admit waiting sets as far as there is room for them. A turn lasts until its tenant had the whole budget for
+        `turn_s` longer than another."""
         admitted = []
-        for ticket, waiter in list(self._waiters.items()):
-            admission = self._try(waiter.wanted)
-            if admission is None:
-                break
-            del self._waiters[ticket]
-            admitted.append((ticket, admission))
+        while (found := self._next(turn_s)) is not None:
+            admitted.append(found)
         return admitted
 
     def wanted(self, ticket: T) -> Mapping[Key, int]:
@@ -154,19 +182,25 @@ class CachePolicy(Generic[T]):
         return self._make_room(0, keep=()) or ()
 
     def failed(self, key: Key) -> None:
-        """Record that a load failed; nothing of it is kept. Sets that waited for it must release their other keys, not
-        this one."""
+        """Record that a load failed; nothing of it is kept. Sets that waited for it must be released."""
         self._step(key, EntryEvent.FAILED)
         del self._entries[key]
+        for claim in self._held.values():
+            claim.wanted = {other: nbytes for other, nbytes in claim.wanted.items() if other != key}
 
-    def release(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Release an admitted set's entries. Return the evicted keys: outdated entries, and those over the budget."""
-        for key in keys:
-            entry = self._entries[key]
-            if entry.users < 1:
-                raise ValueError(f"{key} was released more often than it was taken")
-            entry.users -= 1
+    def release(self, ticket: T) -> tuple[Key, ...]:
+        """Release an admitted set. Return the evicted keys: outdated entries, and those over the budget."""
+        for key in self._held.pop(ticket).wanted:
+            self._entries[key].users -= 1
         return self._make_room(0, keep=()) or ()
+
+    def give_back(self, ticket: T, again: T) -> tuple[Key, ...]:
+        """Release a set that waits again, under the ticket `again`, before its tenant's others. Return the evicted
+        keys."""
+        claim = self._held[ticket]
+        evicted = self.release(ticket)
+        self._waiters = {again: claim, **self._waiters}
+        return evicted
 
     def resize(self, budget_bytes: int) -> tuple[Key, ...]:
         """Set a new budget; idle entries are evicted until it is met. Entries in use stay and may exceed it until
@@ -176,9 +210,99 @@ class CachePolicy(Generic[T]):
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
+    def _next(self, turn_s: float) -> tuple[T, Admission] | None:
+        """Admit one set, or say which must be given back for one."""
+        self.asked_back = frozenset()
+        line, held = self._line(), self._by_tenant()
+        small = {ticket for ticket, claim in line.items() if self._is_small(claim, held.get(claim.tenant.name, {}))}
+        turn = self._turn(turn_s, asks_now=bool(small))
+        for ticket in sorted(line, key=lambda ticket: line[ticket].tenant.name != turn):
+            claim = line[ticket]
+            takes_turn = claim.tenant.name == turn and ticket not in small and turn not in held
+            others_wait = any(other.tenant.name != claim.tenant.name for other in line.values())
+            if others_wait and not takes_turn and ticket not in small:
+                continue
+            admission = self._try(claim.wanted)
+            if admission is not None:
+                self._hold(ticket)
+                return ticket, admission
+            if takes_turn or ticket in small:
+                self.asked_back = self._to_ask(claim, turn, of_all=takes_turn)
+            if self.asked_back:
+                return None  # the room that is made is for this one
+        return None
+
+    def _is_small(self, claim: _Claim, held: Mapping[Key, int]) -> bool:
+        """Return whether a tenant that gets a set has no more than its share then, or no more than before."""
+        return _bytes(held, claim.wanted) <= max(self._share(claim), _bytes(held))
+
+    def _line(self) -> dict[T, _Claim]:
+        """Return the sets that may be next: each tenant's oldest, and those in memory that may still overtake it."""
+        line: dict[T, _Claim] = {}
+        overtaken: dict[str, int] = {}
+        for ticket, claim in self._waiters.items():
+            passed = overtaken.get(claim.tenant.name)
+            if passed is None or (passed < MAX_OVERTAKEN and all(key in self._entries for key in claim.wanted)):
+                line[ticket] = claim
+            overtaken[claim.tenant.name] = max(passed or 0, claim.overtaken)
+        return line
+
+    def _turn(self, turn_s: float, *, asks_now: bool) -> str:
+        """Return whose turn it is. `asks_now`: a set that fits into its share waits for no longer turn than is due."""
+        tenants = self._tenants()
+        if not tenants:
+            return ""
+        request_s = min(claim.work_s for claim in (*self._held.values(), *self._waiters.values()))
+        slack_s, credit_s = 0.0 if asks_now else turn_s, turn_s + _CREDIT * request_s
+        return self._shares.turn(list(tenants.values()), slack_s=slack_s, credit_s=credit_s).tenant
+
+    def _to_ask(self, claim: _Claim, turn: str, *, of_all: bool) -> frozenset[T]:
+        """Return the sets to ask for so that one fits, first those of tenants with more than their share; none if that
+        is not enough."""
+        asked: list[T] = []
+        spared, all_of_turn = {claim.tenant.name}, _bytes(self._by_tenant().get(turn, {}))
+        if any(held.tenant.name == turn and _bytes(held.wanted) == all_of_turn for held in self._held.values()):
+            spared.add(turn)
+        for also_others in (False, True)[: 1 + of_all]:
+            for ticket, held in reversed(self._held.items()):
+                if ticket in asked or held.tenant.name in spared or not self.fits_ever(held.wanted):
+                    continue
+                if also_others or _bytes(self._by_tenant(asked)[held.tenant.name]) > self._share(held):
+                    asked.append(ticket)
+                    if self._fits_without(asked, claim):
+                        return frozenset(asked)
+        return frozenset()
+
+    def _fits_without(self, asked: Collection[T], claim: _Claim) -> bool:
+        stay = self._by_tenant(asked).values()
+        abandoned = {k: e.nbytes for k, e in self._entries.items() if e.state is EntryState.LOADING and not e.users}
+        return _bytes(*stay, abandoned, claim.wanted) <= self.budget_bytes
+
+    def _tenants(self) -> dict[str, Tenant]:
+        return {claim.tenant.name: claim.tenant for claim in (*self._held.values(), *self._waiters.values())}
+
+    def _by_tenant(self, without: Collection[T] = ()) -> dict[str, dict[Key, int]]:
+        """Return what tenants hold; what several of their sets share counts once."""
+        held: dict[str, dict[Key, int]] = {}
+        for ticket, claim in self._held.items():
+            if ticket not in without:
+                held.setdefault(claim.tenant.name, {}).update(claim.wanted)
+        return held
+
+    def _share(self, claim: _Claim) -> float:
+        """Return the bytes that are the share of a set's tenant."""
+        return self.budget_bytes * claim.tenant.weight / sum(tenant.weight for tenant in self._tenants().values())
+
+    def _hold(self, ticket: T) -> None:
+        """Take a set out of the line."""
+        for other, claim in self._waiters.items():
+            if other == ticket:
+                break
+            claim.overtaken += claim.tenant.name == self._waiters[ticket].tenant.name
+        self._held[ticket] = self._waiters.pop(ticket)
+
     def _try(self, wanted: Mapping[Key, int]) -> Admission | None:
         missing = tuple(key for key in wanted if key not in self._entries)
-        self._outdate(wanted)
         evicted = self._make_room(sum(wanted[key] for key in missing), keep=wanted)
         if evicted is None:
             return None
@@ -232,3 +356,8 @@ class CachePolicy(Generic[T]):
         entry = self._entries[key]
         entry.state = state
         return entry
+
+
+def _bytes(*wanted: Mapping[Key, int]) -> int:
+    """Return the bytes of what is in any of these."""
+    return sum({key: nbytes for one in wanted for key, nbytes in one.items()}.values())

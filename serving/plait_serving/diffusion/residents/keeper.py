@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -129,6 +129,20 @@ class Residents:
         """Return whether the next step could be one of this job."""
         model = self._models[job.request.model]
         return model.parts is not None and (not model.leaves or job.has_begun)
+
+    def share_loras(self, jobs: Sequence[ImageJob]) -> None:
+        """Give back the LoRA sets that others wait for, once their tenant has made a step with what it got back: or
+        its requests would never end."""
+        with_loras = [job for job in jobs if job.loras is not None]
+        calls = Counter[str]()
+        for job in with_loras:
+            calls[job.request.tenant.name] += sum(unit.step for unit in job.units)
+        for loras in {self._models[job.request.model].loras for job in with_loras}:
+            loras.settle()
+        for job in with_loras:
+            made = calls[job.request.tenant.name]
+            if made != job.given_back_at or not self.may_run(job):
+                job.give_back_loras(made, self._wake)
 
     def stepped(self, batch: Sequence[ImageJob], waiting: Sequence[ImageJob], seconds: float) -> None:
         """Record what a step took, and which models it overtook."""

@@ -18,12 +18,14 @@ from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.lora.testing import DelayedSource
 from plait_serving.diffusion.protocols import LoraLease
+from plait_serving.diffusion.values import Tenant
 from support.loras import TwoLayers, tiny_lora_file
 
 torch.set_num_threads(1)
 
 TARGETS = LoraTargets.of({"unet": TwoLayers()})
 SOON_S = 10.0
+ONE, OTHER = Tenant(name="one"), Tenant(name="other")
 
 
 def as_large_as_its_file(name: str, path: Path) -> LoadedLora:
@@ -42,9 +44,13 @@ class Bench:
         self.source = DelayedSource(FolderSource(folder))
         self.cache = LoraCache(self.source, as_large_as_its_file, host_bytes=int(budget_files * self.file_bytes))
 
+    def acquire(self, names, tenant=ONE) -> Future[LoraLease]:
+        """A set of a tenant, on its way."""
+        return self.cache.acquire(names, tenant, work_s=1.0)
+
     def lease(self, *names: str) -> LoraLease:
         """A set, loaded."""
-        return self.cache.acquire(names).result(SOON_S)
+        return self.acquire(names).result(SOON_S)
 
 
 @pytest.fixture
@@ -75,7 +81,7 @@ def test_a_set_arrives_whole(make):
 
 def test_an_empty_set_is_there_at_once(make):
     """Nothing to load, nothing to wait for."""
-    future = make().cache.acquire([])
+    future = make().acquire([])
     assert future.done()
     assert dict(future.result().weights) == {}
 
@@ -84,7 +90,7 @@ def test_acquire_does_not_wait_for_the_load(make):
     """The caller goes on while the file is fetched; that is what hides loading behind the queue."""
     bench = make()
     bench.source.hold("a")
-    future = bench.cache.acquire(["a"])
+    future = bench.acquire(["a"])
     bench.source.wait_fetching(1)
     assert not future.done()
     bench.source.let_go("a")
@@ -95,7 +101,7 @@ def test_distinct_names_load_at_the_same_time(make):
     """Of one set and of several."""
     bench = make()
     bench.source.hold("a", "b", "c", "d")
-    futures = [bench.cache.acquire(["a", "b"]), bench.cache.acquire(["c"]), bench.cache.acquire(["d"])]
+    futures = [bench.acquire(["a", "b"]), bench.acquire(["c"]), bench.acquire(["d"])]
     bench.source.wait_fetching(4)
     assert bench.source.max_at_once == 4
     bench.source.let_go("a", "b", "c", "d")
@@ -107,7 +113,7 @@ def test_a_slow_load_holds_up_no_other(make):
     """Ray's multiplexer loads one after another; here a hanging download is its own set's problem."""
     bench = make()
     bench.source.hold("a")
-    slow = bench.cache.acquire(["a"])
+    slow = bench.acquire(["a"])
     bench.source.wait_fetching(1)
     bench.lease("b", "c").release()
     assert not slow.done()
@@ -117,7 +123,7 @@ def test_one_name_is_loaded_once(make):
     """Ten requests for it while it loads, and later ones, share one load and one copy."""
     bench = make()
     bench.source.hold("a")
-    futures = [bench.cache.acquire(["a"]) for _ in range(10)]
+    futures = [bench.acquire(["a"]) for _ in range(10)]
     bench.source.wait_fetching(1)
     bench.source.let_go("a")
     leases = [future.result(SOON_S) for future in futures] + [bench.lease("a")]
@@ -156,7 +162,7 @@ def test_releasing_twice_counts_once(make):
     first, second = bench.lease("a"), bench.lease("a")
     first.release()
     first.release()
-    waiting = bench.cache.acquire(["b"])
+    waiting = bench.acquire(["b"])
     assert not settled(waiting)
     second.release()
     waiting.result(SOON_S)
@@ -166,7 +172,7 @@ def test_a_set_waits_until_there_is_room(make):
     """With everything in use a set waits instead of failing, and starts when room is made."""
     bench = make(2)
     first, second = bench.lease("a"), bench.lease("b")
-    waiting = bench.cache.acquire(["c", "d"])
+    waiting = bench.acquire(["c", "d"])
     assert bench.cache.statistics().waiting_sets == 1
     first.release()
     assert not settled(waiting)
@@ -196,7 +202,7 @@ def test_two_large_sets_never_wait_for_each_other(make):
 def test_a_set_larger_than_the_budget_is_refused(make):
     """At once, with both numbers; smaller ones go on."""
     bench = make(2)
-    future = bench.cache.acquire(["a", "b", "c"])
+    future = bench.acquire(["a", "b", "c"])
     with pytest.raises(LoraError, match=rf"{3 * bench.file_bytes} bytes .* allows {2 * bench.file_bytes}"):
         future.result(0)
     assert bench.source.fetched == []
@@ -207,7 +213,7 @@ def test_unknown_names_are_not_found(make):
     """At once; nothing of the set is loaded."""
     bench = make()
     with pytest.raises(NotFound, match="'nobody'"):
-        bench.cache.acquire(["a", "nobody"]).result(0)
+        bench.acquire(["a", "nobody"]).result(0)
     assert bench.source.fetched == []
     assert "nobody" not in bench.cache
     assert "a" in bench.cache
@@ -241,7 +247,7 @@ def test_failures_are_not_remembered(make):
     path = bench.folder / "a.safetensors"
     good = path.read_bytes()
     path.write_bytes(good[:-10])
-    other = bench.cache.acquire(["a", "b"])
+    other = bench.acquire(["a", "b"])
     with pytest.raises(LoraError, match="LoRA 'a'"):
         other.result(SOON_S)
     path.write_bytes(good)
@@ -254,8 +260,8 @@ def test_a_failure_fails_every_set_that_needs_the_file_and_no_other(make):
     bench = make()
     (bench.folder / "a.safetensors").write_bytes(b"no LoRA" * 100)
     bench.source.hold("a", "b")
-    bad = [bench.cache.acquire(["a"]), bench.cache.acquire(["b", "a"])]
-    good = bench.cache.acquire(["b"])
+    bad = [bench.acquire(["a"]), bench.acquire(["b", "a"])]
+    good = bench.acquire(["b"])
     bench.source.wait_fetching(2)
     bench.source.let_go("a", "b")
     for future in bad:
@@ -272,8 +278,8 @@ def test_a_failure_makes_room_for_who_waits(make):
     bench = make(1)
     (bench.folder / "a.safetensors").write_bytes(b"x" * bench.file_bytes)
     bench.source.hold("a")
-    failing = bench.cache.acquire(["a"])
-    waiting = bench.cache.acquire(["b"])
+    failing = bench.acquire(["a"])
+    waiting = bench.acquire(["b"])
     bench.source.let_go("a")
     with pytest.raises(LoraError):
         failing.result(SOON_S)
@@ -286,7 +292,7 @@ def test_a_file_that_vanishes_while_it_loads(make):
     path = bench.folder / "a.safetensors"
     content = path.read_bytes()
     bench.source.hold("a")
-    future = bench.cache.acquire(["a"])
+    future = bench.acquire(["a"])
     bench.source.wait_fetching(1)
     path.unlink()
     bench.source.let_go("a")
@@ -300,7 +306,7 @@ def test_a_file_that_is_replaced_while_it_loads(make):
     """What was announced is not what was read: an error that says to ask again, never the wrong content."""
     bench = make()
     bench.source.hold("a")
-    future = bench.cache.acquire(["a"])
+    future = bench.acquire(["a"])
     bench.source.wait_fetching(1)
     fresh = tiny_lora_file(bench.folder, "fresh", seed=50)
     fresh.replace(bench.folder / "a.safetensors")
@@ -315,7 +321,7 @@ def test_a_bug_in_the_parser_is_an_error_of_that_set(make, caplog):
     bench = make()
     bench.cache._parse = lambda *_: 1 / 0
     with pytest.raises(LoraError, match="ZeroDivisionError"):
-        bench.cache.acquire(["a"]).result(SOON_S)
+        bench.acquire(["a"]).result(SOON_S)
     assert "could not be loaded" in caplog.text
 
 
@@ -326,10 +332,10 @@ def test_cancelling_a_load_lets_go(make):
     """The load ends and stays as an idle entry, which may be evicted at once."""
     bench = make(1)
     bench.source.hold("a")
-    future = bench.cache.acquire(["a"])
+    future = bench.acquire(["a"])
     bench.source.wait_fetching(1)
     assert future.cancel()
-    waiting = bench.cache.acquire(["b"])
+    waiting = bench.acquire(["b"])
     bench.source.let_go("a")
     assert list(waiting.result(SOON_S).weights) == ["b"]
     with pytest.raises(CancelledError):
@@ -340,8 +346,8 @@ def test_cancelling_a_waiting_set_lets_the_next_go(make):
     """A set that gave up its place does not block those behind it."""
     bench = make(2)
     held = bench.lease("a")
-    large = bench.cache.acquire(["b", "c"])
-    small = bench.cache.acquire(["d"])
+    large = bench.acquire(["b", "c"])
+    small = bench.acquire(["d"])
     assert not settled(small)
     assert large.cancel()
     assert list(small.result(SOON_S).weights) == ["d"]
@@ -352,7 +358,7 @@ def test_cancelling_one_of_two_keeps_the_load(make):
     """The other request gets its set."""
     bench = make()
     bench.source.hold("a")
-    gone, stays = bench.cache.acquire(["a"]), bench.cache.acquire(["a"])
+    gone, stays = bench.acquire(["a"]), bench.acquire(["a"])
     assert gone.cancel()
     bench.source.let_go("a")
     assert list(stays.result(SOON_S).weights) == ["a"]
@@ -361,7 +367,7 @@ def test_cancelling_one_of_two_keeps_the_load(make):
 def test_a_delivered_set_can_not_be_cancelled(make):
     """`cancel` then says False, and the caller releases the lease as usual."""
     bench = make()
-    future = bench.cache.acquire(["a"])
+    future = bench.acquire(["a"])
     lease = future.result(SOON_S)
     assert not future.cancel()
     lease.release()
@@ -373,7 +379,7 @@ def test_cancelling_while_it_arrives_leaks_nothing(make):
     bench = make()
     for turn in range(60):
         name = "abcde"[turn % 5]
-        future = bench.cache.acquire([name])
+        future = bench.acquire([name])
         if turn % 2:
             time.sleep(0.0005 * (turn % 4))
         if not future.cancel():
@@ -386,6 +392,67 @@ def test_cancelling_while_it_arrives_leaks_nothing(make):
     while bench.cache.statistics().in_use and time.monotonic() < until_s:
         time.sleep(0.001)
     assert bench.cache.statistics().in_use == 0
+
+
+# ---- between tenants ------------------------------------------------------------------------------------------------
+
+
+def test_who_holds_more_than_its_share_is_asked_and_waits_again(make):
+    """It goes on with the same content once there is room, and is first of its tenant then."""
+    bench = make(2)
+    first, second = bench.lease("a", "b"), bench.acquire(["c"])
+    assert not first.is_asked_back
+    assert first.give_back() is None  # nobody else waits
+    other = bench.acquire(["d"], OTHER)
+    assert first.is_asked_back
+    again = first.give_back()
+    first.release()  # it is given back already
+    lease = other.result(SOON_S)
+    assert not again.done()
+    assert not second.done()
+    lease.release()
+    assert list(again.result(SOON_S).weights) == ["a", "b"]
+    assert not second.done()
+
+
+def test_a_file_that_was_replaced_meanwhile_does_not_go_on_as_another(make):
+    """One image is never made with two contents of a LoRA."""
+    bench = make(1)
+    first, other = bench.lease("a"), bench.acquire(["b"], OTHER)
+    again = first.give_back()
+    tiny_lora_file(bench.folder, "a", seed=99)
+    if again is not None:
+        other.result(SOON_S).release()
+        with pytest.raises(LoraError, match="the file changed"):
+            again.result(SOON_S)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_whoever_waits_and_goes_leaves_nothing(make, again):
+    """Neither a place in the line, nor a set that is asked for, nor an entry in use."""
+    bench = make(2)
+    held, waits = bench.lease("a", "b"), bench.acquire(["c"], OTHER)
+    if again:
+        waits, held = held.give_back(), waits.result(SOON_S)
+    assert waits.cancel()
+    assert not held.is_asked_back
+    assert bench.cache.statistics().waiting_sets == 0
+    held.release()
+    assert bench.cache.statistics().in_use == 0
+
+
+def test_files_of_tenants_are_loaded_in_turn(make):
+    """However many files another has loaded, one's own is next."""
+    bench = make()
+    bench.cache._pool._max_workers = 1
+    bench.source.hold("a")
+    flood = [bench.acquire([name]) for name in "abcd"]
+    bench.source.wait_fetching(1)
+    own = bench.acquire(["e"], OTHER)
+    bench.source.let_go("a")
+    for future in (own, *flood):
+        future.result(SOON_S)
+    assert bench.source.fetched.index("e") <= 2
 
 
 # ---- budget and end -------------------------------------------------------------------------------------------------
@@ -406,7 +473,7 @@ def test_a_smaller_budget_fails_sets_that_can_never_fit(make):
     """A waiting set is told instead of waiting for ever."""
     bench = make(2)
     held = bench.lease("a")
-    waiting = bench.cache.acquire(["b", "c"])
+    waiting = bench.acquire(["b", "c"])
     bench.cache.reconfigure(host_bytes=bench.file_bytes)
     with pytest.raises(LoraError, match="host_lora_bytes"):
         waiting.result(0)
@@ -417,7 +484,7 @@ def test_a_larger_budget_lets_waiting_sets_in(make):
     """Without anybody releasing anything."""
     bench = make(1)
     held = bench.lease("a")
-    waiting = bench.cache.acquire(["b"])
+    waiting = bench.acquire(["b"])
     assert not settled(waiting)
     bench.cache.reconfigure(host_bytes=2 * bench.file_bytes)
     waiting.result(SOON_S).release()
@@ -429,11 +496,11 @@ def test_close_fails_what_is_under_way(make):
     bench = make(2)
     held = bench.lease("a")
     bench.source.hold("b")
-    loading, waiting = bench.cache.acquire(["b"]), bench.cache.acquire(["c"])
+    loading, waiting = bench.acquire(["b"]), bench.acquire(["c"])
     bench.source.wait_fetching(2)
     bench.cache.close()
     bench.cache.close()
-    for future in (loading, waiting, bench.cache.acquire(["d"])):
+    for future in (loading, waiting, bench.acquire(["d"])):
         with pytest.raises(EngineStopped):
             future.result(SOON_S)
     held.release()
@@ -442,8 +509,13 @@ def test_close_fails_what_is_under_way(make):
 def test_statistics_add_up(make):
     """Hits, misses, load time and bytes, from an injected clock."""
     bench = make(2)
-    ticks = iter(range(1000))
-    bench.cache._clock = lambda: float(next(ticks))
+    ticks = threading.local()
+
+    def clock():
+        ticks.now_s = getattr(ticks, "now_s", 0.0) + 1.0
+        return ticks.now_s
+
+    bench.cache._clock = clock  # a second between two looks of one thread
     bench.lease("a").release()
     lease = bench.lease("a", "b")
     seen = bench.cache.statistics()
