@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import heapq
 import re
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel
@@ -13,14 +15,21 @@ from pydantic import BaseModel
 __all__ = ["choice_hint", "fields_at", "hint"]
 
 _MAX_CHARS = 64  # of names that are compared: the work grows with their square
+_MAX_COMPARED = 16
+"""Of more names only those are compared that share the most pairs of letters: folders may have thousands."""
 _QUOTED = re.compile(r"'([^']*)'")
 
 
 def hint(name: str, known: Iterable[str]) -> str:
     """Return `; did you mean X?`, or nothing if no known name is near."""
-    folded = {other.lower(): other for other in known}
-    near = difflib.get_close_matches(name[:_MAX_CHARS].lower(), folded, n=1)
+    folded, pairs = {other.lower(): other for other in known}, _pairs(name[:_MAX_CHARS].lower())
+    alike = heapq.nlargest(_MAX_COMPARED, folded, key=lambda other: len(pairs & _pairs(other)))
+    near = difflib.get_close_matches(name[:_MAX_CHARS].lower(), alike, n=1)
     return f"; did you mean {folded[near[0]]}?" if near else ""
+
+
+def _pairs(text: str) -> set[tuple[str, str]]:
+    return set(pairwise(text[:_MAX_CHARS]))
 
 
 def choice_hint(error: Mapping[str, Any]) -> str:
