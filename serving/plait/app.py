@@ -200,6 +200,7 @@ def http_settings(
         tenants=tenants,
         anyone=without_key if server.is_open else ANYONE,
         allowed_hosts=server.answered_hosts,
+        allowed_origins=server.allowed_origins,
         max_body_bytes=server.largest_body_bytes,
         preprocessors=PREPROCESSORS,
         results=None if results is None else _kept_at(results),

@@ -58,6 +58,10 @@ def _host_name(text: str) -> str:
     return text
 
 
+_ORIGIN = r"^[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"
+"""`https://studio.example`, `http://localhost:3000`, `app://desk`: as browsers send it, without a path."""
+
+
 class ServerSection(Section):
     """Where HTTP listens and who may send requests. Without keys, anyone who can reach the port may."""
 
@@ -78,6 +82,10 @@ class ServerSection(Section):
             "unset: any, but without keys on loopback only its own"
         ),
     ] = None
+    allowed_origins: Annotated[
+        tuple[Annotated[str, Field(pattern=_ORIGIN)], ...],
+        Field(description="whose pages may send changes, as https://site.example, beside the server's own"),
+    ] = ()
     api_keys: tuple[ApiKeySection, ...] = ()
     tenants: dict[TenantName, TenantSection] = Field(
         default_factory=dict, description="shares and limits by tenant; without keys there is one, 'default'"

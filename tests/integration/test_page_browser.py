@@ -417,3 +417,24 @@ def test_another_sampler_of_the_catalog_is_offered(window):
         assert page.run(VALUE, "#steps") == "9"
         assert page.run("return document.querySelector('#loras-part').hidden")
         assert page.run("return document.querySelector('#tab-rank').hidden")
+
+
+def test_a_page_of_another_port_changes_nothing(window):
+    """By script or by form, the model stays awake; the server's own page may put it to sleep."""
+    script = "return fetch(args[0], {method: 'POST', mode: 'no-cors'}).then(() => true)"
+    form = "document.body.innerHTML = `<form method=post action=${args[0]}>`; document.forms[0].submit(); return true"
+    with Desk(window, path="version") as desk:
+        other = AppServer(create_app(FakeImageService(), HttpSettings()))
+        try:
+            sleep = f"{desk.url}v1/models/emoji/sleep"
+            for host in ("127.0.0.1", "localhost"):
+                desk.page.open(f"http://{host}:{other.port}/version")
+                assert desk.page.run(script, sleep)
+                assert desk.page.run(form, sleep)
+                desk.page.wait("return document.body.innerText.includes('origin_not_allowed')")
+            assert desk.service.asleep == set()
+            desk.page.open(f"{desk.url}version")
+            assert desk.page.run(script, sleep)
+            assert desk.service.asleep == {"emoji"}
+        finally:
+            other.stop()

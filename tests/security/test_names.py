@@ -256,7 +256,7 @@ def test_cve_2025_62727_ranges(client: TestClient) -> None:
 
 def test_cve_2025_62593_dns_rebinding(tmp_path: Path) -> None:
     """A web page could point its own name at 127.0.0.1 and drive Ray's dashboard: a server on loopback answers to its
-    own names only, on every route, and changes nothing for a page of another name."""
+    own names only, on every route, and changes nothing for a page of another name or port."""
     desk = desk_in(tmp_path / "jobs", Threads())
     settings = HttpSettings(allowed_hosts=LOOPBACK_HOSTS)
     ranking = LocalRankingService(fake_rankers())
@@ -266,11 +266,15 @@ def test_cve_2025_62593_dns_rebinding(tmp_path: Path) -> None:
     for method, path, _ in _operations(client):
         answer = client.request(method, path, headers={"host": "evil.example:8000"}, content=b"{}")
         assert (answer.status_code, "allowed_hosts" in answer.text) == (403, True), path
-        for origin in ("http://evil.example", "null", "http://127.0.0.1.evil.example:8000", "https://evil.example"):
+        for origin in ("http://evil.example", "null", "http://127.0.0.1.evil.example:8000", "https://evil.example",
+                       "http://127.0.0.1:3000", "http://localhost:8000"):  # fmt: skip
             simple = {"origin": origin, "content-type": "text/plain"}
             answer = client.request(method, path, headers=simple, content=b"{}")
             assert "access-control-allow-origin" not in answer.headers
             assert (answer.status_code == 403) == (method != "get"), path
+        silent = {"sec-fetch-site": "same-site", "content-type": "text/plain"}
+        answer = client.request(method, path, headers=silent, content=b"{}")
+        assert (answer.status_code == 403) == (method != "get"), path
     own = client.post(IMAGES, json={"prompt": "x"}, headers={"origin": "http://127.0.0.1:8000"})
     assert own.status_code == 200
     assert client.options("/v1/models", headers={"origin": "http://evil.example"}).status_code == 405

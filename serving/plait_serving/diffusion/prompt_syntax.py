@@ -23,6 +23,9 @@ __all__ = ["Span", "hint_of", "parse", "take_loras"]
 
 _FACTORS = MappingProxyType({"(": 1.1, "[": 1 / 1.1})
 _MAX_OPEN = 32
+_MAX_MARKS = 2_048
+_MAX_BREAKS = 300
+"""More than any prompt has tokens for (`LimitsSection`), and few enough to be read in some milliseconds."""
 _MAX_WEIGHT = 100.0
 
 _MARK = re.compile(r"(\\(?:[()\[\]\\|]|:(?!\s*[+-]?[.\d]+\s*\)))?|[()\[\]])")
@@ -69,7 +72,10 @@ def parse(prompt: str, param: str) -> list[Span]:
     pieces = _weighed(prompt, param)
     if not all(abs(weight) <= _MAX_WEIGHT for _, weight in pieces):
         raise RequestError(f"a weight is beyond {_MAX_WEIGHT:g}", param=param)
-    return _joined(pieces)
+    spans = _joined(pieces)
+    if sum(span.breaks for span in spans) > _MAX_BREAKS:
+        raise RequestError(f"more than {_MAX_BREAKS} times BREAK", param=param)
+    return spans
 
 
 def _weighed(prompt: str, param: str) -> list[tuple[str, float]]:
@@ -80,6 +86,8 @@ def _weighed(prompt: str, param: str) -> list[tuple[str, float]]:
     and a text needs to know the innermost of each kind only.
     """
     tokens = [*_MARK.split(prompt), ""]
+    if len(tokens) // 2 - 1 > _MAX_MARKS:
+        raise RequestError(f"more than {_MAX_MARKS:,} brackets and backslashes", param=param)
     factors, outer, opened_at = [1.0], [0], [0]
     in_round = in_square = depth = 0
     texts: list[str] = []

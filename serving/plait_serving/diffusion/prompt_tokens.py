@@ -44,23 +44,27 @@ class Tokens:
 
 class PromptTokens:
     """The token ids of a model's prompts, for each of its tokenizers. Thread-safe: requests are measured on the threads
-    of their callers, and a tokenizer takes one call at a time."""
+    of their callers, and a tokenizer takes one call at a time. What is known waits for none: the compute thread asks
+    for what was measured."""
 
     def __init__(self, tokenizers: Sequence[Any]) -> None:
         self._tokenizers = tuple(tokenizers)
-        self._lock = threading.Lock()
+        self._lock, self._one_call = threading.Lock(), threading.Lock()
         self._known: OrderedDict[tuple[str, PromptSyntax], Tokens] = OrderedDict()
 
     def of(self, text: str, syntax: PromptSyntax = PromptSyntax.PLAIN, *, param: str = "prompt") -> Tokens:
         """Return a text's tokens. Raises `RequestError`, naming `param`, for marks that the syntax does not have."""
+        key = (text, syntax)
         with self._lock:
-            key = (text, syntax)
-            found = self._known.pop(key, None) or self._tokenize(text, syntax, param)
-            if max(map(len, found.chunks)) <= _MAX_REMEMBERED_CHUNKS:
+            found = self._known.get(key)
+        found = found or self._tokenize(text, syntax, param)
+        if max(map(len, found.chunks)) <= _MAX_REMEMBERED_CHUNKS:
+            with self._lock:
                 self._known[key] = found
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
-            return found
+                self._known.move_to_end(key)
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
+        return found
 
     def size(self, request: ImageRequest) -> PromptSize:
         """Return how long a request's prompts are."""
@@ -95,13 +99,17 @@ class PromptTokens:
     def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> Tokens:
         if syntax is PromptSyntax.A1111:
             return self._weighted(parse(text, param))
-        words = [word_ids(tokenizer, text) for tokenizer in self._tokenizers]
+        words = [self._words(tokenizer, [text])[0] for tokenizer in self._tokenizers]
         return Tokens(
             chunks=tuple(
                 tuple(chunks_of(tokenizer, ids)) for tokenizer, ids in zip(self._tokenizers, words, strict=True)
             ),
             words=max(map(len, words)),
         )
+
+    def _words(self, tokenizer: Any, texts: list[str]) -> list[list[int]]:
+        with self._one_call:
+            return word_ids(tokenizer, texts)
 
     def _weighted(self, spans: Sequence[Span]) -> Tokens:
         """Return the tokens of text with weights. A break fills the rest of its chunk: that counts as words."""
@@ -110,19 +118,19 @@ class PromptTokens:
         for tokenizer in self._tokenizers:
             room = int(tokenizer.model_max_length) - 2
             parts: list[_Words] = [[]]
-            for span in spans:
+            for span, ids in zip(spans, self._words(tokenizer, [span.text for span in spans]), strict=True):
                 if span.breaks:
                     parts.append([])
-                parts[-1] += [(word, span.weight) for word in word_ids(tokenizer, span.text)]
+                parts[-1] += [(word, span.weight) for word in ids]
             cut = [part[i : i + room] for part in parts for i in range(0, max(len(part), 1), room)]
             chunks.append(tuple(_chunk(tokenizer, part) for part in cut))
             words = max(words, room * (len(cut) - 1) + len(cut[-1]))
         return Tokens(chunks=tuple(chunks), words=words)
 
 
-def word_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a text's words."""
-    ids: list[int] = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids
+def word_ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    """Return the ids of the words of each text, by one call: calls cost more than words."""
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, truncation=False, verbose=False).input_ids
     return ids
 
 

@@ -122,7 +122,9 @@ def app_from_context(
     if any(limits.requests_per_s is not None for limits in settings.tenants.values()):
         app.add_middleware(RateMiddleware, limits=settings.tenants, monotonic_s=context.monotonic_s)
     app.add_middleware(AuthMiddleware, keys=settings.api_keys, anyone=settings.anyone)
-    app.add_middleware(HostMiddleware, hosts=settings.allowed_hosts)
+    app.add_middleware(
+        HostMiddleware, hosts=settings.allowed_hosts, origins=settings.allowed_origins, keys=settings.api_keys
+    )
     app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
     for kind in (ApiError, EngineError, RankError):
         app.add_exception_handler(kind, _known_error)

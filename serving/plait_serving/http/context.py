@@ -41,6 +41,7 @@ class HttpSettings:
     tenants: Mapping[str, TenantLimits] = field(default_factory=dict)
     anyone: Principal = ANYONE
     allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
     max_bodies_bytes: int = 512 * 2**20
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.

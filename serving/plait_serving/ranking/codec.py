@@ -11,7 +11,6 @@ Memory is allocated only for what was really sent, never for a number in a reque
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import orjson
 
 from plait_disagg.errors import BadInput
+from plait_serving import spelling
 from plait_serving.ranking.unique import check_unique
 
 __all__ = [
@@ -124,8 +124,7 @@ def encode_answer(
 
 def hint(name: str, known: Collection[str]) -> str:
     """Return `; did you mean NAME?` if something like `name` is known, else what is known."""
-    near = difflib.get_close_matches(name[:64], known, n=1)
-    return f"; did you mean {near[0]}?" if near else f"; there is: {', '.join(list(known)[:20])}"
+    return spelling.hint(name, known) or f"; there is: {', '.join(list(known)[:20])}"
 
 
 # --- the JSON part -----------------------------------------------------------------------------------------------

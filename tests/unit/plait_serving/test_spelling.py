@@ -1,23 +1,40 @@
-"""Hints at names that somebody may have meant."""
+"""What somebody may have meant."""
 
 from __future__ import annotations
 
 import difflib
 
-from plait_serving import spelling
+import pytest
+
+from plait_serving.ranking import codec
 from plait_serving.spelling import hint
 
+MANY = [f"style_{number:04d}_portrait" for number in range(3_000)]
 
-def test_of_thousands_of_names_a_few_are_compared(monkeypatch):
-    """A refusal that names a LoRA costs the same beside three thousand; the near ones are found."""
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [("style_1234_portrit", "style_1234_portrait"), ("style_2999portrait", "style_2999_portrait"),
+     ("STYLE_0007_PORTRAIT", "style_0007_portrait"), ("zzz", None)],
+)  # fmt: skip
+@pytest.mark.parametrize("ask", [hint, codec.hint])
+def test_of_thousands_of_names_a_few_are_compared(monkeypatch, name, near, ask):
+    """A folder of LoRAs may have thousands, and a comparison takes as long as a hundred lines of anything else; those
+    next to it in the order of the alphabet are among them."""
     compared = []
-    real = difflib.get_close_matches
-    monkeypatch.setattr(
-        spelling.difflib, "get_close_matches", lambda word, among, n: compared.extend(among) or real(word, among, n)
-    )
-    names = [f"Style_{i:04}" for i in range(3000)]
-    assert hint("style_04170", reversed(names)) == "; did you mean Style_0417?"
-    assert hint("STYLE_2999x", names) == "; did you mean Style_2999?"
-    assert hint("aaaaaaaaaa", names) == hint("zzzzzzzzzz", names) == ""
-    assert len(compared) <= 4 * 64
-    assert hint("sytle_1", names[:3]) == "; did you mean Style_0001?"
+    ratio = difflib.SequenceMatcher.set_seq1
+
+    def counted(self, text):
+        compared.append(text)
+        ratio(self, text)
+
+    monkeypatch.setattr(difflib.SequenceMatcher, "set_seq1", counted)
+    says = ask(name, MANY)
+    assert len(compared) <= 2 * 64
+    assert says.startswith(f"; did you mean {near}?") if near else "did you mean" not in says
+
+
+def test_of_a_few_names_all_are_compared():
+    """As before."""
+    assert hint("xoto", ["sketch", "noto"]) == "; did you mean noto?"
+    assert hint("", ["sketch"]) == hint("a", []) == ""

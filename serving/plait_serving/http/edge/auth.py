@@ -83,6 +83,14 @@ def authenticate(header: str | None, keys: Sequence[ApiKey], *, anyone: Principa
     return found[0]
 
 
+def has_valid_key(header: str | None, keys: Sequence[ApiKey]) -> bool:
+    """Return whether an `Authorization` header has one of the keys."""
+    try:
+        return bool(keys) and bool(authenticate(header, keys))
+    except ApiError:
+        return False
+
+
 def _unauthorized(message: str, code: str) -> ApiError:
     return ApiError(401, message, code=code, kind="authentication_error", headers={"www-authenticate": "Bearer"})
 

@@ -1,4 +1,4 @@
-"""Refuses bodies that are too large, alone or all together, in OpenAI's error form.
+"""Refuses bodies (and queries) that are too large, alone or all together, in OpenAI's error form.
 
 A body stays in memory until its request is answered, so a queue of requests with control images could fill the
 memory although each of them is within bounds.
@@ -13,8 +13,14 @@ from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
 MAX_JSON_VALUES = 300_000
-"""Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s, in which nobody
-else is answered. Two prompts of the longest kind may have a fifth of it; base64, which makes bodies long, has none."""
+"""Commas and opening brackets in a JSON body: Python makes objects of so many values in some 0.1 s. Two prompts
+of the longest kind may have a fifth of it; base64, which makes bodies long, has none."""
+
+MAX_QUERY_BYTES = 2048
+"""No route takes more than a number there, and it is taken apart on the event loop for each of them."""
+
+MAX_FORM_PARTS = 16_384
+"""Line breaks with two dashes in a form: its parser takes a step of Python for each, part or not."""
 
 _OTHER_LIMITS = "/v2/"
 """Bodies there may be binary, and have limits of their own."""
@@ -48,6 +54,8 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if len(scope.get("query_string", b"")) > MAX_QUERY_BYTES:
+            raise ApiError(414, f"the query is longer than {MAX_QUERY_BYTES} bytes", code="query_too_long")
         declared = declared_bytes(scope)
         problem = self._problem(declared, declared)
         if problem is not None:
@@ -55,9 +63,10 @@ class BodyLimitMiddleware:
         received = values = 0
         headers = Headers(scope=scope)
         is_form = scope["path"] == _FORMS and headers.get("content-type", "").lower().startswith("multipart/")
-        counts_values = not (is_form or scope["path"].startswith(_OTHER_LIMITS))
+        counts_values = not scope["path"].startswith(_OTHER_LIMITS)
+        marks, max_marks = ((b"\r\n--",), MAX_FORM_PARTS) if is_form else ((b",", b"[", b"{"), MAX_JSON_VALUES)
         encoding = headers.get("content-encoding", "identity")
-        if (counts_values or is_form) and encoding.strip().lower() != "identity":
+        if counts_values and encoding.strip().lower() != "identity":
             raise ApiError(415, f"send the body as it is, not in {encoding[:20]!r}", code="unsupported_encoding")
 
         def hold(size: int) -> None:
@@ -78,8 +87,8 @@ class BodyLimitMiddleware:
                 problem = self._problem(received, size)
                 self._held_bytes += size
                 if counts_values and problem is None:
-                    values += sum(map(body.count, (b",", b"[", b"{")))
-                    problem = _too_many(values)
+                    values += sum(map(body.count, marks))
+                    problem = _too_many(values, max_marks)
                 if problem is not None:
                     raise BodyRefused(problem)
             return message
@@ -98,7 +107,7 @@ class BodyLimitMiddleware:
         return None
 
 
-def _too_many(values: int) -> ApiError | None:
-    if values <= MAX_JSON_VALUES:
+def _too_many(marks: int, max_marks: int) -> ApiError | None:
+    if marks <= max_marks:
         return None
-    return ApiError(413, f"the body has more than {MAX_JSON_VALUES:,} values", code="body_too_large")
+    return ApiError(413, f"the body has more than {max_marks:,} values or parts", code="body_too_large")

@@ -2,8 +2,8 @@
 
 A page of another origin can point its own domain name at 127.0.0.1 and then read a local server's answers as if they
 were its own (DNS rebinding). The Host header still carries that other name, so a server on loopback answers only to
-its own. Without that trick such a page can read no answer, but it can send requests that a form could have sent; its
-Origin header gives it away.
+its own. Without that trick such a page, which may be one of another port of this machine, can read no answer, but it
+can send requests that a form could have sent; its Origin header gives it away, or Sec-Fetch-Site where it has none.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from plait_serving.http.edge.auth import ApiKey, has_valid_key
 from plait_serving.http.edge.errors import ApiError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
@@ -33,30 +34,60 @@ def _as_in_a_header(host: str) -> str:
 
 
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
+_OTHER_SITES = frozenset({"cross-site", "same-site"})
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+
+
+def _place(header: str, scheme: str) -> tuple[str, str]:
+    """Return the host and the port of a Host header; the scheme has a port of its own if the header says none."""
+    host = host_name(header)
+    return host, header.strip()[len(host) :].removeprefix(":") or _DEFAULT_PORTS.get(scheme, "")
+
+
+def _parts(origin: str) -> tuple[str, str, str]:
+    """Return the scheme, the host and the port of an Origin header; `null` has no host."""
+    scheme, _, rest = origin.strip().lower().partition("://")
+    return scheme, *_place(rest, scheme)
 
 
 class HostMiddleware:
-    """Refuses requests for other names, and changes by pages of other names, with 403; no `hosts` means that any name
-    is accepted."""
+    """Refuses, with 403, requests for other names; no `hosts` means that any name is accepted.
 
-    def __init__(self, app: ASGIApp, *, hosts: Sequence[str]) -> None:
+    So it refuses changes by pages of other origins, of other ports too, where hosts are given or keys are not. The
+    server's own origin is what the request's Host header says, which differs from where it listens behind a tunnel or
+    a forwarded port, with the request's scheme, or https, of which a proxy before it relieves it. `origins`: others
+    that are accepted. No page can send a key without asking first, so a request with a valid one is from none.
+    """
+
+    def __init__(
+        self, app: ASGIApp, *, hosts: Sequence[str], origins: Sequence[str] = (), keys: Sequence[ApiKey] = ()
+    ) -> None:
         self._app = app
         self._hosts = frozenset(map(_as_in_a_header, hosts))
+        self._origins = frozenset(map(_parts, origins))
+        self._keys = tuple(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises a 403 `ApiError`."""
-        if scope["type"] == "http" and self._hosts:
+        if scope["type"] == "http":
             headers = Headers(scope=scope)
             names = {host_name(header) for header in headers.getlist("host")}
-            if not names or names - self._hosts:  # of two, a proxy before us may have read the other
+            if self._hosts and (not names or names - self._hosts):  # of two, a proxy before us may have read the other
                 message = "this server does not answer to that host name: it is not among server.allowed_hosts"
                 raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
-            if scope["method"] not in _READING and self._pages(headers) - self._hosts:
-                message = "this server takes no requests from pages of other hosts: see server.allowed_hosts"
+            checks_pages = scope["method"] not in _READING and (self._hosts or not self._keys)
+            if checks_pages and self._is_of_another_page(scope, headers):
+                message = "this server takes no requests from pages of other origins: see server.allowed_origins"
                 raise ApiError(403, message, code="origin_not_allowed", kind="permission_error")
         await self._app(scope, receive, send)
 
-    @staticmethod
-    def _pages(headers: Headers) -> frozenset[str]:
-        """Return the hosts whose pages sent the request; a browser that hides it says `null`, which is none of ours."""
-        return frozenset(host_name(header.partition("://")[2]) for header in headers.getlist("origin"))
+    def _is_of_another_page(self, scope: Scope, headers: Headers) -> bool:
+        """Return whether a page of another origin sent the request."""
+        hosts, schemes = set(headers.getlist("host")), {scope.get("scheme", "http"), "https"}
+        is_other = any(
+            scheme not in schemes or {_place(each, scheme) for each in hosts} != {(host, port)}
+            for scheme, host, port in set(map(_parts, headers.getlist("origin"))) - self._origins
+        )
+        if "origin" not in headers:
+            is_other = any(site.strip().lower() in _OTHER_SITES for site in headers.getlist("sec-fetch-site"))
+        return is_other and not has_valid_key(headers.get("authorization"), self._keys)

@@ -6,8 +6,11 @@ behind it could read different requests. The check is part of the only parse, an
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from fastapi.routing import APIRoute
@@ -19,11 +22,23 @@ from plait_serving.http.edge.errors import ApiError, BodyRefused
 __all__ = ["JsonRoute", "parse_json"]
 
 _LONGEST_NAME = 64
+_INLINE_BYTES = 64 << 10
+"""Longer bodies are parsed beside the event loop, one after the other: a parser holds the interpreter."""
+_PARSER = ThreadPoolExecutor(1, "plait-json")
 
 
 def parse_json(body: bytes) -> Any:
     """Parse a body. Raises `json.JSONDecodeError`, or `BodyRefused` if an object has two members with one name."""
     return json.loads(body, object_pairs_hook=_object)
+
+
+def _parse_long(body: bytes) -> Any:
+    """Parse without the collector, which would look at all values again for each few hundred new ones."""
+    gc.disable()
+    try:
+        return parse_json(body)
+    finally:
+        gc.enable()
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -49,7 +64,11 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         """Return the parsed body."""
         if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body())
+            body = await self.body()
+            if len(body) <= _INLINE_BYTES:
+                self._json = parse_json(body)
+            else:
+                self._json = await asyncio.get_running_loop().run_in_executor(_PARSER, _parse_long, body)
         return self._json
 
 

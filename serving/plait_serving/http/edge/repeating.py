@@ -38,7 +38,7 @@ REPEATED_HEADER = "x-plait-repeated"
 _REFUSED, _REPEATED = REFUSED_HEADER.encode(), REPEATED_HEADER.encode()
 _ID = b"x-request-id"
 
-_DECIDE = frozenset({b"authorization", b"host", b"origin"})
+_DECIDE = frozenset({b"authorization", b"host", b"origin", b"sec-fetch-site"})
 """The headers that decide whose a request is and whether it is heard: who sends others may be answered otherwise."""
 
 PACED_PATHS = frozenset({"/v1/images/generations", "/v1/images/edits"})

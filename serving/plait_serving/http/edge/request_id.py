@@ -77,7 +77,7 @@ class RequestIdMiddleware:
         finally:
             seconds = time.monotonic() - started_s
             self._observe(scope, status, seconds)
-            path = quote(_public(scope["path"]), safe=_PLAIN)[:_LONGEST_PATH]
+            path = quote(_public(scope["path"])[:_LONGEST_PATH], safe=_PLAIN)[:_LONGEST_PATH]
             access_log.info("%s %s %d %.3fs %s", scope["method"], path, status, seconds, request_id)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
+from python_multipart.multipart import parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -27,6 +28,10 @@ from plait_serving.http.images.schemas import MAX_LIST, EditBody
 __all__ = ["EDIT_REQUEST", "read_edit"]
 
 _FORM = "multipart/form-data"
+_CHARSETS = frozenset({b"utf-8", b"utf8", b"us-ascii"})
+"""Of a form. Python knows more than a hundred, and some of them (punycode) take time with the square of the text."""
+_LONGEST_TYPE = 1024
+"""Characters of a form's content-type, which takes as long to read."""
 _MAX_PARTS = 6 * MAX_LIST
 _NESTED = {"loras": frozenset({"name", "scale"}),
            "controlnets": frozenset({"name", "image", "scale", "start", "end", "preprocess"})}  # fmt: skip
@@ -42,8 +47,11 @@ _PATH = re.compile(r"(?P<field>[a-z_]+)\[(?P<index>[0-9]{0,3})\]\[(?P<member>[a-
 
 async def read_edit(request: Request) -> EditBody:
     """Return the body. Raises `ApiError`, `BodyRefused` or `RequestValidationError`."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", "")
+    kind = content_type.partition(";")[0].strip().lower()
     if kind == _FORM:
+        if len(content_type) > _LONGEST_TYPE or _charset(content_type) not in _CHARSETS:
+            raise ApiError(400, "the form's content-type must be short, its charset UTF-8", code="invalid_form")
         fields = await _form(request)
     elif kind == "application/json":
         fields = await _json(request)
@@ -53,6 +61,10 @@ async def read_edit(request: Request) -> EditBody:
         return EditBody.model_validate(fields)
     except ValidationError as error:
         raise RequestValidationError(error.errors(include_url=False)) from error
+
+
+def _charset(content_type: str) -> bytes:
+    return parse_options_header(content_type)[1].get(b"charset", b"utf-8").lower()
 
 
 async def _json(request: Request) -> Any:
@@ -85,7 +97,12 @@ def _fields(parts: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
     """Return a form's parts as the members of a JSON body."""
     fields: dict[str, Any] = {}
     nested: dict[str, dict[str, list[Any]]] = {}
+    count = 0
     for name, value in parts:
+        if isinstance(value, str) and name.rstrip("]").rpartition("[")[2] in _JSON_FIELDS:
+            count += sum(map(value.count, (",", "[", "{")))
+        if count > MAX_JSON_VALUES:
+            raise ApiError(413, f"the form has more than {MAX_JSON_VALUES:,} values", code="body_too_large", param=name)
         path = _PATH.fullmatch(name)
         if path is not None and path["member"] in _NESTED.get(path["field"], ()):
             members = nested.setdefault(path["field"], {})
@@ -114,8 +131,6 @@ def _value(field: str, value: str | bytes) -> Any:
         return value == "true"
     if field not in _JSON_FIELDS:
         return value
-    if sum(map(value.count, (",", "[", "{"))) > MAX_JSON_VALUES:
-        raise ApiError(413, f"{field} has more than {MAX_JSON_VALUES:,} values", code="body_too_large", param=field)
     try:
         return parse_json(value.encode())
     except (ValueError, RecursionError):

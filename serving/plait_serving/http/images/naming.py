@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_SCALE
-from plait_serving.http.images.schemas import LoraBody
+from plait_serving.http.images.schemas import MAX_LIST, LoraBody
 from plait_serving.images.service import BaseModelCard, Catalog
 from plait_serving.spelling import hint
 
@@ -31,8 +31,8 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
         return _base(alias.model, catalog), _bodies(alias.loras)
     name, rest = _first(text, [base.name for base in catalog.models if "+" in base.name])
     names = [lora.name for lora in catalog.loras if "+" in lora.name]
-    parts = []
-    while rest is not None:
+    parts: list[str] = []
+    while rest is not None and len(parts) <= MAX_LIST:  # more than a set may have
         part, rest = _first(rest, names)
         parts.append(part)
     return _base(name, catalog), _bodies(dict(map(_lora, _once_each(parts))))

@@ -203,8 +203,10 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
         tenant=tenant,
         allowed=context.limits_of(tenant),
     )
-    decodes = bool(body.controlnets) or isinstance(body, EditBody)
-    resolved = await _in_codec(context, work) if decodes else work()
+    if body.controlnets or isinstance(body, EditBody):
+        resolved = await _in_codec(context, work)
+    else:  # marks may take some 10 ms to read
+        resolved = await asyncio.to_thread(work) if body.prompt_syntax == "a1111" else work()
     model = catalog.base(resolved.model) or catalog.model
     return ImageReply(body=body, request=resolved, model=model, http_id=state.request_id)
 

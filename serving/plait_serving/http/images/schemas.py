@@ -7,7 +7,7 @@ silently costs more than an error. Numbers are strict: `true` is not 1 and `"20"
 
 from __future__ import annotations
 
-import unicodedata
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainValidator, WithJsonSchema
@@ -46,14 +46,17 @@ IGNORED_FIELDS = (
 """Fields of OpenAI's API that do not apply to these models: accepted, and listed in the response."""
 
 
+_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
 def _printable(text: str) -> str:
-    for position, char in enumerate(text):
-        if unicodedata.category(char) == "Cc" and char not in "\t\n\r":
-            raise PydanticCustomError(
-                "control_character",
-                "control character U+{code} at position {position}",
-                {"code": f"{ord(char):04X}", "position": position},
-            )
+    found = _CONTROL.search(text)
+    if found is not None:
+        raise PydanticCustomError(
+            "control_character",
+            "control character U+{code} at position {position}",
+            {"code": f"{ord(found[0]):04X}", "position": found.start()},
+        )
     return text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from typing import Annotated, Any
@@ -108,7 +109,8 @@ def item_ids(candidates: Sequence[Any], known: int) -> torch.Tensor:
     """Return `(N,)` int64. Raises `BadInput` for anything that is no id of 0 to `known` - 1."""
     for i, each in enumerate(candidates):
         if type(each) is not int or not 0 <= each < known:
-            message = f"candidates[{i}]: there is no item {str(each)[:40]}; ids are 0 to {known - 1}"
+            given = str(each)[:40] if isinstance(each, str) else reprlib.repr(each)
+            message = f"candidates[{i}]: there is no item {given}; ids are 0 to {known - 1}"
             raise BadInput(message, param=f"candidates[{i}]")
     return torch.tensor(candidates, dtype=torch.int64)
 

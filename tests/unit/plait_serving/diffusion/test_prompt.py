@@ -108,7 +108,7 @@ def test_chunks_hold_every_token_once(case):
     bundle, *_ = case
     for tokenizer in bundle.tokenizers:
         words = tokenizer(LONG + "a cat", add_special_tokens=False).input_ids
-        chunks = [list(chunk.ids) for chunk in chunks_of(tokenizer, word_ids(tokenizer, LONG + "a cat"))]
+        chunks = [list(chunk.ids) for chunk in chunks_of(tokenizer, word_ids(tokenizer, [LONG + "a cat"])[0])]
         assert [len(chunk) for chunk in chunks] == [77, 77]
         assert chunks[0][1:-1] + chunks[1][1 : 1 + len(words) - 75] == words
         assert all(chunk[0] == tokenizer.bos_token_id for chunk in chunks)
@@ -160,7 +160,7 @@ def test_prompts_are_measured_in_words(case):
     bundle, encoder, _ = case
     end = bundle.tokenizers[0].eos_token
     size = encoder.tokens.size(make_request(prompt=LONG, negative_prompt=f"dog {end} dog"))
-    dogs = len(word_ids(bundle.tokenizers[0], f"dog {end} dog"))
+    dogs = len(word_ids(bundle.tokenizers[0], [f"dog {end} dog"])[0])
     assert (size.prompt_tokens, size.negative_tokens, size.chunks) == (80, dogs, 4)
     assert encoder.tokens.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import threading
+from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +17,10 @@ from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt import PromptEncoder
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
-from plait_serving.diffusion.prompt_tokens import word_ids
+from plait_serving.diffusion.prompt_tokens import PromptTokens, word_ids
 from plait_serving.diffusion.values import PromptSyntax
 from support.denoise import make_request
+from support.regex_work import Counted
 
 A1111 = PromptSyntax.A1111
 
@@ -161,13 +166,106 @@ def test_the_work_is_linear_in_the_text(piece):
     assert nested <= 1.2 * twice + work("(" * 15 + "[" * 15)
 
 
+PATTERNS = {name: each for name, each in vars(prompt_syntax).items() if isinstance(each, re.Pattern)}
+PIECES = ["".join(piece) for count in (1, 2) for piece in product("([)<>:\\a1. ", repeat=count)]
+"""Of what these patterns are about."""
+WORST = [
+    *PIECES,
+    "<lora:",
+    "<lora:a",
+    "<lora:a:",
+    "<lora:a:1",
+    "BREAK",
+    " BREAK",
+    "AND ",
+    "(: 1 ",
+    "(a:1 ",
+    "((a",
+    "((a)",
+    r"\: 1 ",
+]
+
+
+@pytest.mark.parametrize("name", sorted(PATTERNS))
+def test_no_pattern_looks_at_a_character_again_and_again(name):
+    """Twice the text is twice the characters that are looked at, however it is made up to be tried in vain. The
+    matcher that counts them finds what Python's does."""
+    for head, piece, tail in product(("", "("), WORST, ("", ":1)")):
+        looks = []
+        for count in (15, 30):
+            text, counted = head + piece * count + tail, Counted(PATTERNS[name])
+            assert counted.find(text) == [found[0] for found in PATTERNS[name].finditer(text)], (name, text)
+            looks.append(counted.looks)
+        assert looks[1] <= 2.2 * looks[0] + 40, (head, piece, tail)
+
+
+def test_a_pattern_that_looks_again_and_again_is_seen():
+    """What the test above goes by."""
+    short, long = Counted(re.compile("a+b")), Counted(re.compile("a+b"))
+    assert short.find("a" * 15) == long.find("a" * 30) == []
+    assert long.looks > 3 * short.looks
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("()" * 1_025, "more than 2,048 brackets"), (")" * 2_049, "more than 2,048 brackets"),
+     ("a BREAK " * 301 + "b", "more than 300 times BREAK")],
+)  # fmt: skip
+def test_marks_are_bounded(text, says):
+    """A text of 32,000 characters may be nothing but marks; no prompt has tokens for what these would weigh."""
+    with pytest.raises(RequestError, match=says) as caught:
+        parse(text, "prompt_2")
+    assert caught.value.param == "prompt_2"
+    parse(text[: len(text) * 2 // 3], "prompt_2")
+
+
+def test_a_tokenizer_is_called_once_for_all_pieces_of_a_text():
+    """A call costs as much as a hundred words, and meanwhile no other prompt of the model is read."""
+    calls = []
+
+    def tokenizer(texts, **_):
+        calls.append(texts)
+        return SimpleNamespace(input_ids=[[len(text)] for text in texts])
+
+    vars(tokenizer).update(model_max_length=77, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    found = PromptTokens((tokenizer, tokenizer)).of("a(bb)[ccc](dddd:1.5)" * 100, A1111)
+    assert found.words == 400
+    assert [len(texts) for texts in calls] == [400, 400]
+
+
+def test_who_asks_for_known_tokens_waits_for_no_others():
+    """A long text takes a tokenizer a tenth of a second, and the compute thread asks for those of each request that it
+    begins."""
+    running, goes_on = threading.Event(), threading.Event()
+
+    def tokenizer(texts, **_):
+        if texts == ["long"]:
+            running.set()
+            assert goes_on.wait(60)
+        return SimpleNamespace(input_ids=[[1] for _ in texts])
+
+    vars(tokenizer).update(model_max_length=77, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    tokens = PromptTokens((tokenizer,))
+    known = tokens.of("short")
+    other = threading.Thread(target=tokens.of, args=("long",))
+    other.start()
+    assert running.wait(60)
+    asking = threading.Thread(target=lambda: found.append(tokens.of("short")), daemon=True)
+    found: list[object] = []
+    asking.start()
+    asking.join(20)
+    goes_on.set()
+    other.join()
+    assert found == [known]
+
+
 def naive(bundle, encoder, parts: list[list[tuple[str, float]]]) -> torch.Tensor:
     """The twin: chunks of (text, weight) pieces, each read alone as ids, scaled in float64 and brought to its mean."""
     rows = []
     for index, tokenizer in enumerate(bundle.tokenizers):
         chunks = []
         for part in parts:
-            words = [(word, weight) for text, weight in part for word in word_ids(tokenizer, text)]
+            words = [(word, weight) for text, weight in part for word in word_ids(tokenizer, [text])[0]]
             assert len(words) <= 75
             padding = 75 - len(words)
             ids = [tokenizer.bos_token_id, *(word for word, _ in words), tokenizer.eos_token_id]

@@ -7,6 +7,7 @@ import gzip
 import json
 import logging
 import re
+from urllib.parse import quote
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +17,7 @@ from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overlo
 from plait_serving.health import Health
 from plait_serving.http import metrics
 from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge import request_id
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
 from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
@@ -207,6 +209,16 @@ def test_the_log_has_one_line_per_request_and_no_prompt(client, caplog):
     assert re.fullmatch(r"POST /v1/images/generations 200 \d+\.\d{3}s myid", line)
 
 
+def test_a_long_path_is_cut_before_it_is_quoted(client, monkeypatch, caplog):
+    """The log has its first 500 characters."""
+    seen = []
+    monkeypatch.setattr(request_id, "quote", lambda path, safe: (seen.append(path), quote(path, safe))[1])
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        assert client.get("/" + "%C3%A9" * 10_000).status_code == 404
+    assert [len(path) for path in seen] == [500]
+    assert f"GET /{'%C3%A9' * 83}% 404" in caplog.text
+
+
 def test_the_log_does_not_have_the_names_of_kept_images(client, caplog):
     """Whoever knows one gets the image."""
     with caplog.at_level(logging.INFO, logger="plait.http.access"):
@@ -380,6 +392,14 @@ def test_a_body_of_too_many_values_is_refused_before_it_is_parsed(chunked):
     assert service.submitted == []
     body = json.dumps({"prompt": ",[{" * 10_000, "user": "A" * 2_000_000}).encode()
     assert client.post(URL, content=body, headers=headers).status_code in (200, 400)
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/nope", "/v1/images/results/x"])
+def test_a_long_query_is_refused_before_it_is_taken_apart(client, path):
+    """No route takes more than a number."""
+    assert client.get(f"{path}?{'a&' * 1_000}").status_code == client.get(path).status_code
+    answer = client.get(f"{path}?{'a&' * 1_025}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (414, "query_too_long")
 
 
 def test_all_bodies_together_are_bounded():

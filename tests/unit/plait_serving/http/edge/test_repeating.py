@@ -86,7 +86,8 @@ def test_others_are_asked_for(now):
     assert ask(client, url="/v1/images/control_maps").status_code == 400
     assert client.get("/health").status_code == 200
     ask(client, origin="http://evil")
-    assert len(behind.seen) == 6
+    ask(client, **{"sec-fetch-site": "same-site"})
+    assert len(behind.seen) == 7
 
 
 async def test_of_many_that_come_at_once_few_cross(now):

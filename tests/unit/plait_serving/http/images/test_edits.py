@@ -12,6 +12,7 @@ from PIL import Image
 
 from plait_serving.diffusion.values import LoraRef
 from plait_serving.http.context import HttpSettings
+from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
 from plait_serving.images.testing import FakeImageService, fake_image
@@ -244,6 +245,50 @@ def test_uploads_are_bounded(service):
     assert form(make_client(service), files={"image": padded}).status_code == 200
     commas = form(make_client(service), loras="," * 400_000)
     assert (commas.status_code, commas.json()["error"]["param"]) == (413, "loras")
+
+
+def test_the_values_of_a_form_are_bounded_together(service, monkeypatch):
+    """Not each of its hundreds of parts on its own: they are parsed on the event loop, one after the other."""
+    parsed = []
+    monkeypatch.setattr(edit_body, "parse_json", parsed.append)
+    half = "[" + "{}," * 40_000 + "{}]"  # 80,002 values: the fourth is too many
+    for fields in (
+        {f"loras[{index}][scale]": half for index in range(100)},
+        {"loras[][scale]": [half] * 100},
+        {"seed": half, "n": half, "crop": half, "eta": half},
+    ):
+        parsed.clear()
+        answer = form(make_client(service), **fields)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+        assert len(parsed) <= 3
+    assert service.submitted == []
+
+
+def test_what_looks_like_parts_of_a_form_is_bounded(client, service):
+    """The parser takes a step of Python for each line break with two dashes; files have hardly any."""
+    head = b'--x\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n'
+    for line in (b"\r\n--xZ", b"\r\n--", b"\r\n--x\r"):
+        for count, status in ((16_000, 400), (16_385, 413)):
+            body = head + line * count + b"\r\n--x--\r\n"
+            answer = client.post(URL, content=body, headers={"content-type": "multipart/form-data; boundary=x"})
+            assert answer.status_code == status, answer.text
+    assert service.submitted == []
+
+
+@pytest.mark.parametrize("charset", ["punycode", "idna", "utf-7", "made-up", "utf-16"])
+def test_a_form_is_utf_8(client, service, charset):
+    """Its sender does not choose how its texts are decoded: Python knows encodings that take time with the square of
+    the text."""
+    boundary = "multipart/form-data; boundary=x"
+    body = b'--x\r\nContent-Disposition: form-data; name="prompt"\r\n\r\na-b\r\n--x--\r\n'
+    answer = client.post(URL, content=body, headers={"content-type": f"{boundary}; charset={charset}"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    answer = client.post(URL, content=body, headers={"content-type": boundary + ';a="' + ";a" * 1_000})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_form")
+    for spelled in ("utf-8", '"UTF-8"', "utf8"):
+        answer = client.post(URL, content=body, headers={"content-type": f"{boundary}; charset={spelled}"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "missing_field")
+    assert service.submitted == []
 
 
 def test_a_file_says_how_it_was_made(client):

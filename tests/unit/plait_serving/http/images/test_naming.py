@@ -11,6 +11,7 @@ import pytest
 
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import SamplerChoice, Scheduler
+from plait_serving.http.images import naming
 from plait_serving.http.images.naming import chosen_model
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
@@ -163,6 +164,19 @@ def test_many_pluses_take_no_time():
     """Each is looked at once."""
     with pytest.raises(RequestError, match="given twice"):
         chosen_model("emoji" + "+" * 1_000, ODD)
+
+
+def test_more_parts_than_a_set_may_have_are_not_taken_apart(monkeypatch):
+    """Each is compared with all names that have a +, of which a folder may have thousands."""
+    seen = []
+    first = naming._first
+    monkeypatch.setattr(naming, "_first", lambda text, names: (seen.append(text), first(text, names))[1])
+    text = "emoji+" + "+".join(f"l{number}" for number in range(200))
+    _, found = chosen_model(text, ODD)
+    assert (len(found), len(seen)) == (65, 66)
+    answer = make_client(FakeImageService()).post("/v1/images/generations", json={"prompt": "x", "model": text})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "at most" in answer.json()["error"]["message"]
 
 
 def test_a_sampler_or_a_spacing_that_the_model_does_not_take_is_refused():

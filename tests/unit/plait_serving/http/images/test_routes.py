@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import gc
 import io
 import json
 import math
+import threading
+import unicodedata
 
 import numpy as np
 import pytest
 from PIL import Image
+from pydantic import ValidationError
 from starlette.testclient import TestClient
 
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
+from plait_serving.http.edge import json_body
 from plait_serving.http.edge.schemas import ErrorBody
-from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationResponse
+from plait_serving.http.images import routes
+from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
 from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until
@@ -385,6 +391,78 @@ def test_a_body_that_is_no_json_object_is_a_400(client, service, content):
     assert answer.status_code == 400
     assert answer.json()["error"]["code"] in {"invalid_json", "invalid_body", "invalid_value"}
     assert service.submitted == []
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_a_long_body_is_parsed_beside_the_event_loop(client, service, monkeypatch, is_long):
+    """By one thread for all of them, without the collector, which would look at all values again and again."""
+    seen = []
+    parse = json_body.parse_json
+
+    def watched(body):
+        seen.append((threading.current_thread().name.startswith("plait-json"), gc.isenabled()))
+        return parse(body)
+
+    monkeypatch.setattr(json_body, "parse_json", watched)
+    padding = "A" * (70_000 if is_long else 0)
+    assert post(client, prompt="x", user=padding).status_code == 200
+    twice = b'{"prompt": "x", "prompt": "y", "user": "' + padding.encode() + b'"}'
+    for content, code in ((twice, "duplicate_field"), (b"{" + padding.encode(), "invalid_json")):
+        answer = client.post(URL, content=content, headers=JSON)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+    assert seen == [(is_long, not is_long)] * 3
+    assert gc.isenabled()
+    assert len(service.submitted) == 1
+
+
+@pytest.mark.parametrize("syntax", ["plain", "a1111"])
+def test_marks_are_read_beside_the_event_loop(client, monkeypatch, syntax):
+    """Four prompts full of them take some 50 ms."""
+    threads = []
+    resolved = routes.resolve
+
+    def watched(*args, **more):
+        threads.append(threading.current_thread().name)
+        return resolved(*args, **more)
+
+    monkeypatch.setattr(routes, "resolve", watched)
+    assert post(client, prompt="a (red) cat", prompt_syntax=syntax).status_code == 200
+    (name,) = threads
+    assert name.startswith("asyncio_") == (syntax == "a1111")
+
+
+def test_of_very_many_unknown_fields_a_few_are_told(client, service):
+    """Each is an error of its own to pydantic, and all of them together would take seconds on the event loop."""
+    many = {f"{number:x}": 0 for number in range(20_000)}
+    for body, param in (
+        ({"prompt": "x", **many}, "0"),
+        ({"prompt": "x", "loras": [{"name": "noto", **many}]}, "loras.0.0"),
+    ):
+        answer = client.post(URL, json=body)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_field", param)
+        assert error["message"].endswith("unknown field (and 15 more)")
+        with pytest.raises(ValidationError) as refused:
+            GenerationBody.model_validate(body)
+        assert refused.value.error_count() == 16
+    for field in ("crop", "loras"):
+        with pytest.raises(ValidationError) as refused:
+            GenerationBody.model_validate({"prompt": "x", field: ["a"] * 20_000})
+        assert refused.value.error_count() <= 65
+    assert service.submitted == []
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [("\x00", 0), ("a\x1fb", 1), ("\t\n\r\x0b", 3), ("ab\x0c", 2), ("\x7f", 0), ("\x9f", 0), ("\xa0 \u200b é\x80", 5)],
+)
+def test_a_control_character_is_told_with_its_place(client, text, position):
+    """Those of Unicode's category Cc but tabs and line breaks."""
+    error = post(client, prompt=text).json()["error"]
+    assert error["message"] == f"prompt: control character U+{ord(text[position]):04X} at position {position}"
+    allowed = "".join(map(chr, range(0x3000)))
+    controls = {char for char in allowed if unicodedata.category(char) == "Cc"} - set("\t\n\r")
+    assert post(client, prompt="".join(char for char in allowed if char not in controls)).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import openai
 import pytest
 import torch
 from starlette.testclient import TestClient
 
-from plait_disagg.errors import WorkerUnavailable
+from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.ranking.rank_body import ranking
+from plait_serving.http.ranking import recommend
+from plait_serving.http.ranking.rank_body import item_ids, ranking
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
@@ -236,3 +239,40 @@ def test_openais_client_lists_recommenders_too():
     (model,) = api.models.list().data
     assert (model.id, model.object, model.owned_by) == ("picks", "model", "plait")
     assert api.models.retrieve("picks").id == "picks"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_long"),
+    [({}, False), ({"candidates": [1] * 1_000}, False), ({"user": {**USER, "history": [1] * 10_000}}, True),
+     ({"candidates": [{"item": 1, "price": 1, "genres": [1] * 10_000}]}, True)],
+)  # fmt: skip
+def test_a_long_body_is_read_beside_the_event_loop(monkeypatch, changes, is_long):
+    """However few its candidates are: a list of the user may be as long."""
+    threads = []
+    question = recommend._question
+
+    def watched(*args):
+        threads.append(threading.current_thread().name)
+        return question(*args)
+
+    monkeypatch.setattr(recommend, "_question", watched)
+    assert ask(make_client(), **changes).status_code in (200, 400)
+    (name,) = threads
+    assert name.startswith("asyncio_") == is_long
+
+
+def test_a_wrong_id_is_not_written_out():
+    """It may be a list of all that a body may hold; its message has the beginning."""
+    shown = []
+
+    class Item:
+        def __repr__(self):
+            shown.append(self)
+            return "item"
+
+    with pytest.raises(BadInput, match=r"there is no item \[item, item") as refused:
+        item_ids([[Item() for _ in range(1_000)]], 20)
+    assert len(shown) < 10
+    assert len(refused.value.message) < 200
+    with pytest.raises(BadInput, match=f"no item {'a' * 40};"):
+        item_ids(["a" * 1_000], 20)

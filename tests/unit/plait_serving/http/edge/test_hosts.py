@@ -1,0 +1,204 @@
+"""Pages of other origins, those of another port of this machine too, change nothing."""
+
+from __future__ import annotations
+
+import pytest
+from fastapi import FastAPI
+from pydantic import ValidationError
+from starlette.testclient import TestClient
+
+from plait.app import http_settings
+from plait.config import ServerSection
+from plait_serving.deployments.proxy import OwnRoutesMiddleware
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.images.testing import FakeImageService
+from support.http_app import make_app
+
+KEYS = (ApiKey.from_secret("sk-admin", tenant="ops", role=Role.ADMIN),)
+SLEEP = "/v1/models/emoji/sleep"
+LOCAL = "127.0.0.1:8000"
+
+
+_made: dict[int, tuple[HttpSettings, FakeImageService, FastAPI]] = {}
+
+
+def served(settings: HttpSettings) -> tuple[FakeImageService, FastAPI]:
+    """An application takes longer to make than to ask."""
+    if id(settings) not in _made:
+        service = FakeImageService()
+        _made[id(settings)] = (settings, service, make_app(service, settings))
+    _, service, app = _made[id(settings)]
+    service.asleep.clear()
+    return service, app
+
+
+def asked(settings: HttpSettings, *, host=LOCAL, scheme="http", method="POST", path=SLEEP, **headers):
+    """The status and code of a request that puts the model to sleep, and whether it did."""
+    service, app = served(settings)
+    client = TestClient(app, base_url=f"{scheme}://{host}", raise_server_exceptions=False)
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = client.request(method, path, headers=sent)
+    code = answer.json()["error"]["code"] if answer.is_error and answer.content else None
+    assert ("emoji" in service.asleep) == (answer.is_success and path == SLEEP and method == "POST")
+    return answer.status_code, code
+
+
+OPEN = HttpSettings()
+"""A server without keys that listens on all interfaces: any host name is taken."""
+LOOPBACK = HttpSettings(allowed_hosts=LOOPBACK_HOSTS)
+REFUSED = (403, "origin_not_allowed")
+
+
+@pytest.mark.parametrize("settings", [OPEN, LOOPBACK], ids=["open", "loopback"])
+@pytest.mark.parametrize(
+    ("host", "scheme", "origin", "is_own"),
+    [
+        (LOCAL, "http", "http://127.0.0.1:8000", True),
+        (LOCAL, "http", "HTTP://127.0.0.1:8000", True),
+        (LOCAL, "http", "http://127.0.0.1:8001", False),
+        (LOCAL, "http", "http://127.0.0.1", False),
+        (LOCAL, "http", "http://localhost:8000", False),
+        (LOCAL, "http", "http://127.0.0.1.evil.example:8000", False),
+        (LOCAL, "http", "http://evil.example", False),
+        (LOCAL, "http", "null", False),
+        (LOCAL, "http", "", False),
+        (LOCAL, "http", "chrome-extension://127.0.0.1:8000", False),
+        ("127.0.0.1", "http", "http://127.0.0.1", True),
+        ("127.0.0.1:80", "http", "http://127.0.0.1", True),
+        ("127.0.0.1", "http", "http://127.0.0.1:80", True),
+        ("127.0.0.1", "http", "http://127.0.0.1:3000", False),
+        ("[::1]:8000", "http", "http://[::1]:8000", True),
+        ("[::1]:8000", "http", "http://[::1]:3000", False),
+        ("localhost", "https", "https://localhost", True),
+        ("localhost:443", "https", "https://localhost", True),
+        ("localhost:8000", "https", "http://localhost:8000", False),
+        ("localhost:9999", "http", "http://localhost:9999", True),
+        ("localhost:9000", "http", "http://localhost:9000", True),
+        ("localhost:9000", "http", "http://localhost:8000", False),
+    ],
+)
+def test_a_page_is_the_servers_own_by_what_the_request_calls_it(settings, host, scheme, origin, is_own):
+    """Host, port and scheme are those of the request's own Host header, wherever the server listens: an ssh tunnel
+    (9999 here) and a forwarded port (`docker -p 9000:8000`) are the same as none. `null` is nobody's."""
+    expected = (200, None) if is_own else REFUSED
+    assert asked(settings, host=host, scheme=scheme, origin=origin) == expected
+
+
+@pytest.mark.parametrize(
+    ("host", "origin", "is_own"),
+    [
+        ("plait.example", "https://plait.example", True),
+        ("plait.example", "http://plait.example", True),
+        ("plait.example:8443", "https://plait.example:8443", True),
+        ("plait.example:443", "https://plait.example", True),
+        ("plait.example", "https://plait.example:8443", False),
+        ("plait.example", "ftp://plait.example", False),
+    ],
+)
+def test_a_proxy_that_ends_tls_passes_the_host_on(host, origin, is_own):
+    """Its pages are of https, its requests here of http; a port that is not said is that of the page's scheme."""
+    settings = HttpSettings(allowed_hosts=(*LOOPBACK_HOSTS, "plait.example"))
+    assert asked(settings, host=host, origin=origin) == ((200, None) if is_own else REFUSED)
+
+
+@pytest.mark.parametrize("settings", [OPEN, LOOPBACK], ids=["open", "loopback"])
+@pytest.mark.parametrize(
+    ("site", "is_own"),
+    [("cross-site", False), ("same-site", False), ("Same-Site", False), ("same-origin", True), ("none", True)],
+)
+def test_without_an_origin_the_browser_says_whose_page_it_is(settings, site, is_own):
+    """Another port of one host is `same-site`. An Origin says more, and is what counts where there is one."""
+    assert asked(settings, sec_fetch_site=site) == ((200, None) if is_own else REFUSED)
+    assert asked(settings, sec_fetch_site=site, origin=f"http://{LOCAL}") == (200, None)
+    assert asked(settings, sec_fetch_site=site, origin="http://127.0.0.1:3000") == REFUSED
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/v1/images/results/x.png"])
+def test_what_changes_nothing_is_not_looked_at(method, path):
+    """A link on another page, and an image in it, are answered as before."""
+    before = asked(LOOPBACK, method=method, path=path)
+    for sent in ({"origin": "http://127.0.0.1:3000"}, {"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors"}):
+        assert asked(LOOPBACK, method=method, path=path, **sent) == before
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [{}, {"user_agent": "curl/8.14"}, {"user_agent": "OpenAI/Python 2.9"}, {"sec_fetch_mode": "cors"}],
+    ids=["bare", "curl", "openai", "node"],
+)
+def test_what_is_no_browser_is_answered_as_before(sent):
+    """It sends no Origin; Node's `fetch` sends one other header of browsers."""
+    assert asked(LOOPBACK, **sent) == (200, None)
+
+
+@pytest.mark.parametrize("origin", ["http://127.0.0.1:3000", "null"])
+def test_a_valid_key_is_from_no_page_that_did_not_ask(origin):
+    """Authorization needs a preflight, which nobody here answers. What is no key is worth nothing, nor is one where
+    there are none."""
+    named = HttpSettings(allowed_hosts=LOOPBACK_HOSTS, api_keys=KEYS)
+    assert asked(named, origin=origin, authorization="Bearer sk-admin") == (200, None)
+    assert asked(named, sec_fetch_site="same-site", authorization="Bearer sk-admin") == (200, None)
+    for header in ("Bearer sk-other", "Basic sk-admin", "Bearer"):
+        assert asked(named, origin=origin, authorization=header) == REFUSED
+    assert asked(named, origin=origin) == REFUSED
+    assert asked(LOOPBACK, origin=origin, authorization="Bearer sk-admin") == REFUSED
+    assert asked(HttpSettings(api_keys=KEYS), origin=origin, authorization="Bearer sk-other") == (
+        401,
+        "invalid_api_key",
+    )
+
+
+def test_other_origins_are_accepted_by_configuration():
+    """`server.allowed_origins` reaches the check, with default ports as browsers leave them out, and nothing else is
+    accepted for it."""
+    section = ServerSection(allowed_origins=("https://Studio.example:443", "http://localhost:3000", "app://desk"))
+    settings = http_settings(section)
+    for origin in ("https://studio.example", "http://localhost:3000", "app://desk"):
+        assert asked(settings, origin=origin) == (200, None)
+    for origin in ("http://studio.example", "https://studio.example:444", "http://localhost:3001", "app://other"):
+        assert asked(settings, origin=origin) == REFUSED
+    assert ServerSection().allowed_origins == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["*", "null", "", "studio.example", "https://studio.example/", "https://studio.example/page", "https://",
+     "https://a@studio.example", "https://*.example", "https://studio.example:port", "https://bücher.example",
+     " https://studio.example"],
+)  # fmt: skip
+def test_what_no_browser_sends_is_no_origin(text):
+    """It would never be met, so it is refused when the server starts."""
+    with pytest.raises(ValidationError, match="allowed_origins"):
+        ServerSection(allowed_origins=(text,))
+
+
+def test_of_several_headers_each_must_be_the_servers_own():
+    """A proxy before the server may have read any of them."""
+    client = TestClient(make_app(FakeImageService(), LOOPBACK), base_url=f"http://{LOCAL}")
+    ours, other = ("origin", f"http://{LOCAL}"), ("origin", "http://127.0.0.1:3000")
+    for headers, status in (
+        ([ours, ours], 200),
+        ([ours, other], 403),
+        ([other, ours], 403),
+        ([("host", LOCAL), ("host", "127.0.0.1:3000"), ours], 403),
+    ):
+        assert client.post(SLEEP, headers=headers).status_code == status
+
+
+def test_the_proxys_own_routes_are_checked_alike():
+    """They are answered before the application is asked."""
+    reached = []
+
+    async def app(scope, receive, send):
+        reached.append(scope["path"])
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    client = TestClient(OwnRoutesMiddleware(app, hosts=LOOPBACK_HOSTS), base_url=f"http://{LOCAL}")
+    assert client.post("/-/healthz", headers={"origin": "http://127.0.0.1:3000"}).status_code == 403
+    assert client.get("/-/healthz", headers={"origin": "http://127.0.0.1:3000"}).status_code == 200
+    assert client.post("/-/healthz", headers={"origin": f"http://{LOCAL}"}).status_code == 200
+    assert reached == ["/-/healthz"] * 2
