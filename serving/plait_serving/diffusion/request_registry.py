@@ -60,12 +60,13 @@ class RequestRegistry:
         return not self._closed_to_new and not self._shut
 
     def admit(self, job: ImageJob, bounds: QueueBounds) -> None:
-        """Admit a job. Raises `EngineStopped` or `Overloaded`; the job is then not admitted."""
-        tenant = job.request.tenant
+        """Admit a job. Raises `EngineStopped` or `Overloaded`; the job is then not admitted. There is room for one that
+        is tried again: it was admitted before."""
+        tenant, is_again = job.request.tenant, job.request.tried_again_s is not None
         with self._changed:
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
-            retry_after_s = wait_s(tenant, self._queue(), bounds)
+            retry_after_s = None if is_again else wait_s(tenant, self._queue(), bounds)
             if retry_after_s is not None:
                 self._counts["rejected"] += 1
                 self._usage.add(tenant.name, rejected=1)
@@ -176,7 +177,8 @@ def result_of(
     request, spent = job.request, job.spent
     total_s = now_s - spent.accepted_at_s
     # A bounded-asynchronous set loads while the first steps run, so waiting for it is not time of its own.
-    waited_s = spent.loaded_at_s - spent.accepted_at_s if spent.loaded_at_s and request.lora_free_steps == 0 else 0.0
+    asked_at_s = spent.accepted_at_s + (request.tried_again_s or 0.0)
+    waited_s = spent.loaded_at_s - asked_at_s if spent.loaded_at_s and request.lora_free_steps == 0 else 0.0
     lora_s = spent.merge_s + waited_s
     return ImageResult(
         request_id=request.request_id,
