@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -244,7 +245,7 @@ def _job(order, tenant, edge, n, overtaken, has_begun, deadline_s, largest_batch
     )  # fmt: skip
     spent = SpentSeconds(accepted_at_s=0.0)
     job = ImageJob(request=asked, sink=lambda event: None, spent=spent, loras=None, deadline_at_s=deadline_s)
-    job.units = cut_into_units(job, largest_batch, 10 * order)
+    job.units = cut_into_units(job, largest_batch, itertools.count(10 * order))
     for unit in job.units:
         unit.overtaken = overtaken
         if has_begun:

@@ -22,7 +22,7 @@ __all__ = ["Capture", "GraphProgram", "Recording"]
 _log = logging.getLogger(__name__)
 
 _KEPT = 64
-"""The max graphs of a program; the least recently used go first."""
+"""The max graphs of a program, and shapes without one; the least recently used go first."""
 
 Call: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 _Key: TypeAlias = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
@@ -54,7 +54,7 @@ class GraphProgram:
         self._capture = capture
         self._name = name
         self._recordings: OrderedDict[_Key, Recording | None] = OrderedDict()  # None: not captured yet
-        self._refused: set[_Key] = set()
+        self._refused: dict[_Key, None] = {}
         self._settled = True
 
     @property
@@ -112,7 +112,9 @@ class GraphProgram:
         except RuntimeError as error:  # out of memory is one, too
             _log.warning("%s at %s runs eagerly: %s", self._name, list(key[0][0]), " ".join(str(error).split())[:300])
             del self._recordings[key]
-            self._refused.add(key)
+            self._refused[key] = None
+            if len(self._refused) > _KEPT:
+                del self._refused[next(iter(self._refused))]
             return None
         self._recordings[key] = recording
         return recording

@@ -11,6 +11,7 @@ import torch
 from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.threads import one_thread
 from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
+from plait_serving.diffusion.queue.costs import MAX_KINDS
 from plait_serving.diffusion.queue.turns import TurnQueue
 from plait_serving.diffusion.values import RgbImage
 
@@ -92,7 +93,10 @@ class DecodeQueue:
                 self._last_aside = None
             started_s = self._clock()
             if decode.use(decode.latents):
+                self._seconds.pop(size, None)
                 self._seconds[size] = self._clock() - started_s
+                if len(self._seconds) > MAX_KINDS:
+                    del self._seconds[next(iter(self._seconds))]
             return True
         return False
 

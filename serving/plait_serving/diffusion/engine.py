@@ -151,16 +151,18 @@ class Engine:
         size = model.measure(request)
         check_prompts(size, model.limits)
         alone_s = model.forecast.alone_s(request, size.chunks)
-        if request.deadline_s is not None and SURELY_LATE * alone_s > request.deadline_s:
+        arrived_s = now_s - (request.tried_again_s or 0.0)
+        deadline_at_s = None if request.deadline_s is None else arrived_s + request.deadline_s
+        if deadline_at_s is not None and now_s + SURELY_LATE * alone_s > deadline_at_s:
             self._registry.count(rejected=1)
             self._usage.add(request.tenant.name, rejected=1)
             raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
         job = ImageJob(
             request=request,
             sink=sink,
-            spent=SpentSeconds(accepted_at_s=now_s),
+            spent=SpentSeconds(accepted_at_s=arrived_s),
             loras=None,
-            deadline_at_s=None if request.deadline_s is None else now_s + request.deadline_s,
+            deadline_at_s=deadline_at_s,
             work_s=model.forecast.work_s(request, size.chunks),
             chunks=size.chunks,
         )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from bisect import insort
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 
 import torch
 
@@ -66,7 +68,7 @@ class DenoiseLoop:
         self.heartbeat = ThreadHeartbeat(clock)
         self._between_steps: deque[Callable[[], None]] = deque()
         self._jobs: list[ImageJob] = []
-        self._next_order = 0
+        self._orders = {True: count(), False: count(1 << 40)}  # what is tried again came before what is not
         self._running: frozenset[int] = frozenset()
 
     def between_steps(self, function: Callable[[], None]) -> None:
@@ -123,9 +125,8 @@ class DenoiseLoop:
 
     def _take_in(self, knobs: EngineKnobs) -> None:
         for job in self._registry.take_in():
-            job.units = cut_into_units(job, knobs.largest_batch, self._next_order)
-            self._next_order += len(job.units)
-            self._jobs.append(job)
+            job.units = cut_into_units(job, knobs.largest_batch, self._orders[job.request.tried_again_s is not None])
+            insort(self._jobs, job, key=lambda job: job.units[0].order)
 
     def _tend_models(self) -> None:
         failed = self._residents.tend(self._jobs)
@@ -351,8 +352,9 @@ class DenoiseLoop:
         unit = min(job.units, key=lambda unit: unit.step)
         model = self._model(job)
         step_s = model.costs.shortest_s(unit.candidate(()).key, unit.rows)
-        left_s = (unit.steps - unit.step) * step_s + model.forecast.decode_s(job.request)
-        return SURELY_LATE * left_s if step_s else 0.0
+        if not step_s:
+            return 0.0
+        return SURELY_LATE * ((unit.steps - unit.step) * step_s + model.forecast.decode_s(job.request))
 
     # The two below may run on the decode thread; they return whether they decoded.
 

@@ -64,12 +64,13 @@ class RequestRegistry:
     @contextmanager
     def admitted(self, job: ImageJob, bounds: QueueBounds) -> Iterator[None]:
         """Admit a job, and hand it to the compute thread after the block, in which it begins to take what it needs.
-        Raises `EngineStopped` or `Overloaded` before; the job is not admitted, either, if the block raises."""
-        tenant = job.request.tenant
+        Raises `EngineStopped` or `Overloaded` before; the job is not admitted, either, if the block raises. There is
+        room for one that is tried again: it was admitted before."""
+        tenant, is_again = job.request.tenant, job.request.tried_again_s is not None
         with self._changed:
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
-            retry_after_s = wait_s(tenant, self._queue(), bounds)
+            retry_after_s = None if is_again else wait_s(tenant, self._queue(), bounds)
             if retry_after_s is not None:
                 self._counts["rejected"] += 1
                 self._usage.add(tenant.name, rejected=1)
@@ -190,7 +191,8 @@ def result_of(
     request, spent = job.request, job.spent
     total_s = now_s - spent.accepted_at_s
     # A bounded-asynchronous set loads while the first steps run, so waiting for it is not time of its own.
-    waited_s = spent.loaded_at_s - spent.accepted_at_s if spent.loaded_at_s and request.lora_free_steps == 0 else 0.0
+    asked_at_s = spent.accepted_at_s + (request.tried_again_s or 0.0)
+    waited_s = spent.loaded_at_s - asked_at_s if spent.loaded_at_s and request.lora_free_steps == 0 else 0.0
     lora_s = spent.merge_s + waited_s
     return ImageResult(
         request_id=request.request_id,

@@ -5,7 +5,7 @@ A request is cut into units of at most `largest_batch` images; the unit is what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -88,6 +88,11 @@ class ImageJob:
     def has_begun(self) -> bool:
         """Whether any of its units was prepared for its first step."""
         return any(unit.sampler is not None for unit in self.units)
+
+    @property
+    def is_on_trial(self) -> bool:
+        """Whether a process may have died of it, and it has not survived a step since."""
+        return self.request.tried_again_s is not None and not self.request.steps_after(self.units[0].step)
 
     @property
     def left_s(self) -> float:
@@ -198,21 +203,26 @@ def _release(loras: Future[LoraLease]) -> None:
         loras.result().release()
 
 
-def cut_into_units(job: ImageJob, largest_batch: int, first_order: int) -> list[Unit]:
-    """Return units of at most `largest_batch` images, with orders that count up from `first_order`."""
+def cut_into_units(job: ImageJob, largest_batch: int, orders: Iterator[int]) -> list[Unit]:
+    """Return units of at most `largest_batch` images, with the next orders."""
     request = job.request
     key = (request.tenant.name, request.model, request.width, request.height, request.uses_cfg, request.loras_at(0))
     units = []
-    for i, start in enumerate(range(0, request.n, largest_batch)):
+    for start in range(0, request.n, largest_batch):
         rows = min(largest_batch, request.n - start)
-        units.append(Unit(job=job, order=first_order + i, first_image=start, rows=rows, kind=(*key, rows)))
+        units.append(Unit(job=job, order=next(orders), first_image=start, rows=rows, kind=(*key, rows)))
     return units
 
 
 def heads(jobs: Iterable[ImageJob], *, largest_batch: int, overtake_limit: int) -> tuple[list[Unit], list[Unit]]:
     """Return the units that the next step could run, and those that cannot take part as older ones of their kind fill
     any batch before them. The policy's choice does not depend on the latter, so a step costs no more the more wait.
+    What is on trial runs alone, and before all others.
     """
+    jobs = list(jobs)
+    on_trial = next((job.units[0] for job in jobs if job.is_on_trial and job.units[0].ready), None)
+    if on_trial is not None:
+        return [on_trial], []
     ready: list[Unit] = []
     behind: list[Unit] = []
     rows_of: dict[Hashable, int] = {}

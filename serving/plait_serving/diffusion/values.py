@@ -171,7 +171,8 @@ class ImageRequest:
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
     without the LoRA set, all others with it, whenever the set arrived, so a seed always gives the same image.
     `wants_progress`: somebody reads its progress, step by step. `model`: the base model's name; empty: the engine's
-    first.
+    first. `tried_again_s`: how long after its arrival it is tried again, as an engine's process died with it; no client
+    can say so, since it goes before others.
     """
 
     request_id: str
@@ -204,6 +205,7 @@ class ImageRequest:
     wants_progress: bool = False
     tenant: Tenant = Tenant()
     model: str = ""
+    tried_again_s: float | None = None
 
     @property
     def seeds(self) -> tuple[int, ...]:

@@ -38,6 +38,8 @@ MAX_DEATHS = 3
 """The number of deaths in a row, without a finished measurement in between, after which a job is given up."""
 
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,120}")
+_KEPT_OPEN = 2 * MAX_WAITING
+"""Jobs whose measurements are in memory, those that were looked at last: all that wait, and as many that ended."""
 _POLL_S = 0.2
 _FRESH_S = 0.5  # a state is worked out anew after so long
 
@@ -271,13 +273,18 @@ class TuningJobQueue:
 
     def _end(self, ticket: _JobRecord, status: str, reason: str) -> None:
         self._states.pop(ticket.id, None)
+        self._deaths.pop(ticket.id, None)
         _write(self._settings.folder / ticket.id / "ended.json", self._status_fields(ticket, status, reason))
 
     def _store(self, job_id: str) -> JobStore:
         with self._lock:
-            if job_id not in self._stores:
-                self._stores[job_id] = JobStore.open(self._settings.folder / job_id)
-            return self._stores[job_id]
+            store = self._stores.pop(job_id, None) or JobStore.open(self._settings.folder / job_id)
+            self._stores[job_id] = store
+            if len(self._stores) > _KEPT_OPEN:
+                longest_ago = next(iter(self._stores))
+                del self._stores[longest_ago]
+                self._states.pop(longest_ago, None)
+            return store
 
     def _state(self, job_id: str) -> JobState:
         with self._lock:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
@@ -56,6 +59,7 @@ class HandleImageService:
         self._controlnets = [_replicas_of(it) for it in controlnets]
         self._outages = Outages()
         self._suspects = Suspects()
+        self._accepted_s = -math.inf
         self._catalogs: Together[Catalog] = Together(self._catalog, patience_s=_CATALOG_PATIENCE_S)
 
     async def catalog(self) -> Catalog:
@@ -117,57 +121,68 @@ class HandleImageService:
         return health
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """Yield the events of a replica. If the replica dies, retry the request once: a seed gives the same image. One
-        with which that replica dies too is refused from then on, for a while."""
+        """Yield the events of a replica. If the replica dies, try the request again: a seed gives the same image. One
+        with which another replica dies, too, is refused from then on, for a while."""
         if self._suspects.is_refused(request):
             yield Failed(error=KillsReplicas("two engine replicas died with such a request; it is not tried again"))
             return
-        previews = 0
-        async with aclosing(self._attempt(request)) as events:
+        arrived_s, previews = time.monotonic(), 0
+        async with aclosing(self._attempt(request, arrived_s)) as events:
             async for event in events:
-                if isinstance(event, Failed) and isinstance(event.error, _ReplicaDied):
+                if _has_died(event):
                     break
                 if isinstance(event, Preview):
                     previews = event.index + 1
                 yield event
                 if isinstance(event, Finished | Failed):
                     return
-        _log.warning("request %s: its engine replica died; once more", request.request_id)
-        async with aclosing(self._second_attempt(request)) as events:
+        async with aclosing(self._again(request, arrived_s)) as events:
             async for event in events:
-                if isinstance(event, Preview) and event.index < previews:
-                    continue  # the client has it from the first attempt
+                if isinstance(event, Preview):
+                    if event.index < previews:
+                        continue  # the client has it from an earlier attempt
+                    previews = event.index + 1
                 yield event
 
-    async def _second_attempt(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """Make an attempt that is alone, among second ones, until its first step is done."""
-        alone = self._suspects.alone
-        try:
-            await asyncio.wait_for(alone.acquire(), ACCEPT_TIMEOUT_S)
-        except TimeoutError:
-            yield Failed(error=self._none_within(ACCEPT_TIMEOUT_S))
-            return
-        is_alone = True
-        try:
-            async with aclosing(self._attempt(request)) as events:
-                async for event in events:
-                    if is_alone:
-                        alone.release()
+    async def _again(self, request: ImageRequest, arrived_s: float) -> AsyncGenerator[Event, None]:
+        """Make attempts that go before what came later, each alone, among such, until its first step is done. If its
+        replica dies after that, and of one that was alone then, the request is not the cause and is tried again."""
+        suspects, began_s, died_alone = self._suspects, time.monotonic(), 0
+        died: Event | None = None
+        while True:
+            async with AsyncExitStack() as alone:
+                await alone.enter_async_context(suspects.alone)  # waits: for those that came before, a step of each
+                if died is not None and died_alone == suspects.died_alone:
+                    break
+                died, died_alone, is_alone = None, suspects.died_alone, True
+                _log.warning("request %s: its engine replica died; once more", request.request_id)
+                again = replace(request, tried_again_s=time.monotonic() - arrived_s)
+                async with aclosing(self._attempt(again, began_s)) as events:
+                    async for event in events:
+                        if _has_died(event):
+                            died = event
+                            break
+                        await alone.aclose()
                         is_alone = False
-                    if isinstance(event, Failed) and isinstance(event.error, _ReplicaDied):
-                        self._suspects.killed_two(request)
-                    yield event
-        finally:
-            if is_alone:
-                alone.release()
+                        yield event
+                if died is None:
+                    return
+                if is_alone:
+                    suspects.died_alone += 1
+                    break
+        suspects.killed_two(request)
+        yield died
 
-    async def _attempt(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """Make one attempt. Leaving early cancels the call, and with it the work."""
+    async def _attempt(self, request: ImageRequest, began_s: float) -> AsyncGenerator[Event, None]:
+        """Make one attempt. Leaving early cancels the call, and with it the work. `began_s`: since when it waits for a
+        replica, or for others' attempts, which wait for one as well."""
         response = self._stream.generate.remote(request)
         ended = False
+        silent_s = time.monotonic() - max(began_s, self._accepted_s)
         try:
-            async with asyncio.timeout(ACCEPT_TIMEOUT_S):
+            async with asyncio.timeout(ACCEPT_TIMEOUT_S - silent_s):
                 event = await anext(response, None)
+            self._accepted_s = time.monotonic()
             while event is not None:
                 ended = isinstance(event, Finished | Failed)
                 if event != ACCEPTED:
@@ -212,6 +227,10 @@ def _replicas_of(handle: Any) -> AllReplicas:
 
 class _ReplicaDied(EngineStopped):
     """The replica that had the request died."""
+
+
+def _has_died(event: Event) -> bool:
+    return isinstance(event, Failed) and isinstance(event.error, _ReplicaDied)
 
 
 def translate(error: Exception) -> EngineError:

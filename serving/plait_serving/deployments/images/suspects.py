@@ -1,4 +1,4 @@
-"""Requests that replicas die with: each is tried once more, and not a third time."""
+"""Requests that replicas die with: each is tried once more, alone, and not again if it was the cause."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAPACITY = 1_024
 _REFUSED_FOR_S = 600.0
 """Long enough to spare the replicas a client that repeats itself; not for ever, because a replica that died twice for
 another reason leaves innocent requests here."""
-_OF_ONE_ATTEMPT = frozenset({"request_id", "seed", "deadline_s", "partial_images", "tenant"})
+_OF_ONE_ATTEMPT = frozenset({"request_id", "seed", "deadline_s", "partial_images", "tenant", "tried_again_s"})
 """Fields that say nothing of what a replica computes, or that a client leaves to us."""
 
 
@@ -29,8 +29,10 @@ class Suspects:
         self._clock = clock
         self._refused: dict[bytes, float] = {}
         self.alone = asyncio.Semaphore(1)
-        """Held by a request on its second attempt until its first step is done: two that died together do not die
+        """Held by a request that is tried again until its first step is done: two that died together do not die
         together again."""
+        self.died_alone = 0
+        """How many died while they held it: what died with them was not the cause."""
 
     def killed_two(self, request: ImageRequest) -> None:
         """Record that a second replica died with the request."""

@@ -34,7 +34,7 @@ Ranks: TypeAlias = Mapping[str, int]
 
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
 _MAX_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape of earlier ones
-_KEPT_BATCHES, _KEPT_SETS = 4, 64
+_KEPT_BATCHES, _KEPT_SETS, _KEPT_FILES = 4, 64, 1024
 _KEPT_BYTES = 256 << 20  # of all but the latest: sixteen images of sets of their own can hold more
 _COMPONENT = "unet"
 
@@ -65,7 +65,7 @@ class FactorStore:
         """Take each program's adapted layers; their paths are those of `ModuleRef`s as text."""
         self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
         self._layers = {layer.path: layer for layers in programs for layer in layers}
-        self._taken: dict[int, bool] = {}
+        self._taken: _Kept[bool] = _Kept(_KEPT_FILES)
         self._widest: Ranks = {}
         self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES)
         self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS)
@@ -74,12 +74,11 @@ class FactorStore:
         """Return whether every UNet layer that a file changes is adapted, by factors that can be inputs."""
         if not isinstance(weights, LoadedLora):
             return False
-        known = self._taken.get(weights.token)
-        if known is None:
-            own = {ref: factor for ref, factor in weights.factors.items() if ref.component == _COMPONENT}
-            known = all(str(ref) in self._layers and factor.row_rank is not None for ref, factor in own.items())
-            self._taken[weights.token] = known
-        return known
+        own = ((ref, factor) for ref, factor in weights.factors.items() if ref.component == _COMPONENT)
+        return self._taken.get(
+            (weights.token,),
+            lambda: (all(str(ref) in self._layers and factor.row_rank is not None for ref, factor in own), 0),
+        )
 
     def of(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> PerProgram:
         """Return the factors of a batch of requests with these sets."""

@@ -23,7 +23,7 @@ faster at once: what runs the steps has changed (a module was compiled, another 
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -42,6 +42,9 @@ _FASTER_AT_ONCE = 1.2
 _HOPED_SHARE_OF_ANOTHER_ROW = 0.5
 # Low enough that another way is tried, high enough that it is not when it would have to be much faster to pay.
 _HOPED_SHARE_OF_ANOTHER_WAY = 0.8
+MAX_KINDS = 1024
+"""The kinds whose seconds are kept, those that were measured last: four times as many as requests may wait by default,
+so that those of what waits are there. They take a few MB."""
 
 
 class _Way(Enum):
@@ -58,13 +61,17 @@ class StepCosts:
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
         self._first_guess_s = first_guess_s
-        self._kinds: dict[tuple[int, bool, _Way], _Kind] = {}
+        self._kinds: OrderedDict[tuple[int, bool, _Way], _Kind] = OrderedDict()
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
         """Record that a call of `rows` rows of a group took `seconds`."""
         with self._lock:
-            self._kinds.setdefault(_kind(key), _Kind()).record(rows, seconds)
+            kind = self._kinds.setdefault(_kind(key), _Kind())
+            kind.record(rows, seconds)
+            self._kinds.move_to_end(_kind(key))
+            if len(self._kinds) > MAX_KINDS:
+                self._kinds.popitem(last=False)
 
     def shortest_s(self, key: GroupKey, rows: int) -> float:
         """Return the seconds that one call takes at least, however LoRA sets act; 0 before any such call was measured

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
-from collections.abc import Hashable, Mapping
+from bisect import bisect_left, insort
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from statistics import median
 from typing import Generic, TypeVar
 
-from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.costs import MAX_KINDS, StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import ImageRequest
 
@@ -65,10 +66,8 @@ class WorkForecast:
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._lock = threading.Lock()
-        self._steps: _Charges[StepKind] = _Charges()
-        self._decodes: _Charges[int] = _Charges()
-        self._encodes: _Charges[None] = _Charges()
-        self._sources: _Charges[int] = _Charges()
+        self._steps: _Charges[StepKind] = _Charges(lambda kind: kind.work)
+        self._decodes, self._encodes, self._sources = (_Charges[int](float) for _ in range(3))
 
     def charged_step(self, kind: StepKind, row_s: float) -> None:
         """Record that a step charged `row_s` seconds for each row."""
@@ -78,7 +77,7 @@ class WorkForecast:
     def charged_encode(self, chunks: int, seconds: float) -> None:
         """Record that prompts of `chunks` chunks were encoded in `seconds`."""
         with self._lock:
-            self._encodes.add(None, seconds / chunks)
+            self._encodes.add(1, seconds / chunks)
 
     def charged_source(self, pixels: int, seconds: float) -> None:
         """Record that the image that an edit of so many pixels starts from was encoded in `seconds`."""
@@ -94,7 +93,7 @@ class WorkForecast:
         """Return the compute-seconds that a request will be charged; `chunks` of its prompts are encoded."""
         kind = StepKind.of(request)
         with self._lock:
-            row_s = self._steps.expected(kind, {seen: kind.work / seen.work for seen in self._steps.kinds})
+            row_s = self._steps.expected(kind)
         return request.calls * request.n * row_s + self._ends_s(request, chunks)
 
     def alone_s(self, request: ImageRequest, chunks: int) -> float:
@@ -111,34 +110,46 @@ class WorkForecast:
         """Return the seconds that decoding its images takes."""
         pixels = request.width * request.height
         with self._lock:
-            return request.n * self._decodes.expected(pixels, {seen: pixels / seen for seen in self._decodes.kinds})
+            return request.n * self._decodes.expected(pixels)
 
     def _ends_s(self, request: ImageRequest, chunks: int) -> float:
         """Return the seconds before the first step and after the last."""
         pixels = request.width * request.height
         with self._lock:
-            encode_s = chunks * self._encodes.expected(None, {})
+            encode_s = chunks * self._encodes.expected(1)
             if request.edit is not None:
-                encode_s += self._sources.expected(pixels, {seen: pixels / seen for seen in self._sources.kinds})
+                encode_s += self._sources.expected(pixels)
         return encode_s + self.decode_s(request)
 
 
 class _Charges(Generic[K]):
-    """The newest seconds by kind."""
+    """The newest seconds of the kinds that were charged last, in the order of their work, so that few are looked at."""
 
-    def __init__(self) -> None:
-        self.kinds: dict[K, deque[float]] = {}
+    def __init__(self, work: Callable[[K], float]) -> None:
+        self._work = work
+        self._kinds: OrderedDict[K, deque[float]] = OrderedDict()
+        self._by_work: list[K] = []
 
     def add(self, kind: K, seconds: float) -> None:
-        self.kinds.setdefault(kind, deque(maxlen=_KEPT)).append(seconds)
+        if kind not in self._kinds:
+            insort(self._by_work, kind, key=self._work)
+        self._kinds.setdefault(kind, deque(maxlen=_KEPT)).append(seconds)
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > MAX_KINDS:
+            gone, _ = self._kinds.popitem(last=False)
+            first = bisect_left(self._by_work, self._work(gone), key=self._work)
+            del self._by_work[self._by_work.index(gone, first)]
 
-    def expected(self, kind: K, scales: Mapping[K, float]) -> float:
-        """Return the seconds of `kind`; if it is unknown, those of the nearest known kind times its scale; 0 if there
+    def expected(self, kind: K) -> float:
+        """Return the seconds of `kind`; if it is unknown, those of the nearest known kind by work, scaled; 0 if there
         is none."""
-        known = self.kinds.get(kind)
+        known = self._kinds.get(kind)
         if known is not None:
             return median(known)
+        work = self._work(kind)
+        after = bisect_left(self._by_work, work, key=self._work)
+        scales = {seen: work / self._work(seen) for seen in self._by_work[max(0, after - 1) : after + 1]}
         if not scales:
             return 0.0
         nearest = min(scales, key=lambda seen: abs(math.log(scales[seen])))
-        return median(self.kinds[nearest]) * min(scales[nearest], math.sqrt(scales[nearest]))
+        return median(self._kinds[nearest]) * min(scales[nearest], math.sqrt(scales[nearest]))

@@ -99,6 +99,19 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_tried_once(block, caplog):
     assert sum("runs eagerly: CUDA out of memory" in record.message for record in caplog.records) == 1
 
 
+def test_few_shapes_that_cannot_be_captured_are_remembered(block, monkeypatch):
+    """A client chooses the shapes. One that was forgotten is tried again, and answered as before."""
+    monkeypatch.setattr(graphs, "_KEPT", 2)
+    capture = FakeCapture(fails=True)
+    program = GraphProgram(block, capture, name="block")
+    for rows in (1, 2, 3, 4, 3, 1):
+        for _ in range(3):
+            inputs = small_inputs(rows, 4, 4)
+            assert close(program.run(inputs), by_hand(block, inputs))
+            assert len(program._refused) <= 2
+    assert capture.tried == 5  # of three rows once
+
+
 def test_the_graphs_that_were_used_last_are_kept(block, monkeypatch):
     """Of more shapes than are kept, the one that was not used for longest goes."""
     monkeypatch.setattr(graphs, "_KEPT", 2)

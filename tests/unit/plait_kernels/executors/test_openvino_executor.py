@@ -36,7 +36,14 @@ from support.tiny import seeded
 
 pytest.importorskip("openvino", reason="needs openvino")
 
-from plait_kernels.executors import conversion, fixed_shapes, openvino_program  # after the skip
+from plait_kernels.executors import (  # after the skip
+    compiled_cache,
+    conversion,
+    fixed_shapes,
+    openvino_compiled,
+    openvino_core,
+    openvino_program,
+)
 from plait_kernels.executors.openvino_program import OpenVinoProgram
 
 
@@ -526,3 +533,29 @@ def run_in_another_process(code: str, folder: Path) -> str:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
+
+
+def test_the_code_that_is_kept_for_new_sizes_is_bounded(tmp_path, block, monkeypatch):
+    """Whatever compiles a program, or reads what was compiled, tells OpenVINO so: it would keep it for 5,000 sizes."""
+    told = {}
+
+    class Told:
+        """OpenVINO's core, which notes what it is told."""
+
+        def __getattr__(self, name):
+            real = getattr(openvino_core.core(), name)
+            if name not in {"compile_model", "import_model"}:
+                return real
+
+            def tell(model, device, options):
+                told[name] = options["CPU_RUNTIME_CACHE_CAPACITY"]
+                return real(model, device, options)
+
+            return tell
+
+    for module in (openvino_compiled, compiled_cache):
+        monkeypatch.setattr(module, "core", Told)
+    executor = openvino_at(tmp_path)
+    assert answers(executor.prepare("k", lambda: small_computation(block)), block)
+    assert answers(executor.open("k"), block)
+    assert told == {"compile_model": 128, "import_model": 128}

@@ -356,6 +356,19 @@ def test_a_queue_has_an_end(client, monkeypatch):
 # ---- the desk --------------------------------------------------------------------------------------------------------
 
 
+def test_of_many_jobs_few_are_in_memory(desk, client):
+    """Those that were looked at last; the others are read again when they are asked for."""
+    ids = []
+    for _ in range(60):
+        ids.append(posted(client).json()["id"])
+        assert client.post(f"{URL}/{ids[-1]}/cancel", headers=BOSS).status_code == 200
+    for job_id in (*ids, ids[0]):
+        assert client.get(f"{URL}/{job_id}", headers=BOSS).json()["status"] == "cancelled"
+    assert len(desk._stores) <= 40
+    assert desk._states.keys() <= desk._stores.keys()
+    assert ids[0] in desk._stores
+
+
 def test_the_same_token_is_the_same_job(desk):
     """So a call that is repeated after a crash makes no second job."""
     assert desk.submit(SHORT, "ops", "t")["id"] == desk.submit(SHORT, "ops", "t")["id"]

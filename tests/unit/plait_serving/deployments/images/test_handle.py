@@ -28,6 +28,7 @@ from plait_serving.diffusion.errors import (
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
 from plait_serving.images.testing import FakeImageService, fake_result
+from support.http_app import until
 
 REQUEST = ImageRequest(
     request_id="r",
@@ -56,6 +57,7 @@ class Response:
         return self
 
     async def __anext__(self):
+        await asyncio.sleep(0)  # others come between
         if not self.items:
             raise StopAsyncIteration
         item = self.items.pop(0)
@@ -63,6 +65,9 @@ class Response:
             await asyncio.sleep(3600)
         if item == "moment":
             await asyncio.sleep(0.1)
+            return await anext(self)
+        if isinstance(item, asyncio.Event):
+            await item.wait()
             return await anext(self)
         if isinstance(item, BaseException):
             raise item
@@ -74,7 +79,7 @@ class Handle:
 
     def __init__(self, *scripts, **answers):
         self.scripts = list(scripts)
-        self.responses = []
+        self.requests, self.responses = [], []
         self.generate = SimpleNamespace(remote=self._generate)
         for name, answer in answers.items():
             setattr(self, name, SimpleNamespace(remote=self._answering(answer)))
@@ -84,6 +89,7 @@ class Handle:
         return self
 
     def _generate(self, request):
+        self.requests.append(request)
         self.responses.append(Response(self.scripts.pop(0)))
         return self.responses[-1]
 
@@ -244,6 +250,102 @@ async def test_serve_handle_suspects_come_one_after_the_other():
     assert isinstance((await tasks[1])[-1], Finished)
     with pytest.raises(asyncio.CancelledError):
         await tasks[0]
+
+
+STEP = Progress(step=1, steps=4)
+DIED = [ACCEPTED, ActorDiedError()]
+
+
+def several(count):
+    return [replace(REQUEST, request_id=str(i), prompt=str(i)) for i in range(count)]
+
+
+async def ends_of(service, requests):
+    """The last event of each of them, made at once."""
+    all_events = await asyncio.gather(*(collect(service.generate(request)) for request in requests))
+    return [events[-1] for events in all_events]
+
+
+async def test_serve_handle_says_what_is_tried_again():
+    """And since when it waits: by that it goes before others, and its deadline counts."""
+    handle = Handle([STEP, "moment", ActorDiedError()], [STEP, FINISHED])
+    assert isinstance((await events_of(handle))[-1], Finished)
+    first, second = handle.requests
+    assert first.tried_again_s is None
+    assert second.tried_again_s >= 0.1
+    assert second.prompt == first.prompt
+
+
+async def test_serve_handle_nobody_ends_by_waiting_for_others_trials(monkeypatch):
+    """Eight that died together take their first steps one by one, however long: each has survived its own."""
+    monkeypatch.setattr(handle, "ACCEPT_TIMEOUT_S", 0.4)
+    eight = several(8)
+    scripted = Handle(*[list(DIED) for _ in eight], *[[ACCEPTED, "moment", STEP, FINISHED] for _ in eight])
+    assert all(isinstance(end, Finished) for end in await ends_of(HandleImageService(scripted), eight))
+
+
+async def test_serve_handle_without_a_replica_all_end_together(monkeypatch):
+    """The first one waits for it in vain, and those behind it do not wait as long again; an answer begins anew."""
+    now, waited, real = [1_000.0], [], asyncio.timeout
+
+    def timeout(delay_s):
+        waited.append(delay_s)
+        now[0] += max(0.0, delay_s)
+        return real(0.0)
+
+    monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    four = several(4)
+    scripted = Handle(*[list(DIED) for _ in four], *[["wait"] for _ in four])
+    service = HandleImageService(scripted)
+    running = [service.generate(request) for request in four]
+    waiting = [asyncio.ensure_future(collect(events)) for events in running]
+    await until(lambda: len(scripted.responses) == 5)
+    monkeypatch.setattr(handle.asyncio, "timeout", timeout)
+    waiting[0].cancel()
+    ends = [(await task)[-1] for task in waiting[1:]]
+    assert all(isinstance(end.error, EngineStopped) for end in ends)
+    assert waited == [120.0, 0.0, 0.0]
+
+
+async def test_serve_handle_who_dies_of_another_is_tried_again():
+    """Of three that died together the first has survived its step when the second kills the next replica, too: only
+    that one is refused from then on."""
+    culprit_dies, first_dies = asyncio.Event(), asyncio.Event()
+    three = several(3)
+    scripted = Handle(
+        *[list(DIED) for _ in three],
+        [ACCEPTED, STEP, first_dies, ActorDiedError()],
+        [ACCEPTED, culprit_dies, ActorDiedError()],
+        [ACCEPTED, STEP, FINISHED],
+        [ACCEPTED, STEP, FINISHED],
+        [FINISHED],
+        [FINISHED],
+    )
+    service = HandleImageService(scripted)
+    ends = asyncio.ensure_future(ends_of(service, three))
+    await until(lambda: len(scripted.responses) == 5)
+    first_dies.set()  # whichever is heard of first
+    await asyncio.sleep(0)
+    culprit_dies.set()
+    innocent, culprit, third = await ends
+    assert isinstance(innocent, Finished)
+    assert isinstance(third, Finished)
+    assert isinstance(culprit.error, EngineStopped)
+    assert [scripted.requests[i].request_id for i in range(3, 7)] == ["0", "1", "2", "0"]
+    refused = [
+        isinstance(end, Failed) and isinstance(end.error, KillsReplicas) for end in await ends_of(service, three)
+    ]
+    assert refused == [False, True, False]
+
+
+async def test_serve_handle_who_dies_late_and_of_nobody_else_is_the_cause():
+    """Its first step was survived, and what came after it was not, twice."""
+    scripted = Handle([ACCEPTED, STEP, ActorDiedError()], [ACCEPTED, STEP, ActorDiedError()])
+    service = HandleImageService(scripted)
+    (end,) = await ends_of(service, [REQUEST])
+    assert isinstance(end.error, EngineStopped)
+    (end,) = await ends_of(service, [REQUEST])
+    assert isinstance(end.error, KillsReplicas)
 
 
 async def test_serve_handle_waits_for_a_replica_only_so_long(monkeypatch):

@@ -539,6 +539,14 @@ def test_an_unknown_field_gets_a_hint(client, word):
     assert f"did you mean {meant}?" in post(client, **{word: 3}).json()["error"]["message"]
 
 
+def test_no_client_can_say_that_its_request_is_tried_again(client, service):
+    """Only what an engine's process died with goes before others."""
+    for field in ("tried_again_s", "extra_body"):
+        assert post(client, **{field: {"tried_again_s": 1.0}}).status_code == 400
+    assert post(client).status_code == 200
+    assert [request.tried_again_s for request in service.submitted] == [None]
+
+
 def test_an_unknown_field_with_a_lone_surrogate_is_still_answered(client):
     """A name that cannot be encoded does not break the answer."""
     assert post(client, **{"x\ud800": 1}).status_code == 400
