@@ -46,10 +46,21 @@ def _first_duplicate(members: list[tuple[str, Any]]) -> str:
 class _JsonRequest(Request):
     """A request whose `json` refuses what `parse_json` refuses."""
 
+    async def body(self) -> bytes:
+        """Return the body; of JSON, which is parsed at once, only its first byte: while images are made of it, its
+        bytes would lie beside its text."""
+        if not hasattr(self, "_body"):
+            body = await super().body()
+            kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if body and kind.startswith("application/") and kind.endswith(("/json", "+json")):
+                self._json, self._body = parse_json(body), body[:1]
+        return self._body
+
     async def json(self) -> Any:
         """Return the parsed body."""
+        body = await self.body()
         if not hasattr(self, "_json"):
-            self._json = parse_json(await self.body())
+            self._json = parse_json(body)
         return self._json
 
 
