@@ -202,6 +202,7 @@ def http_settings(
         allowed_hosts=server.answered_hosts,
         allowed_origins=server.allowed_origins,
         max_body_bytes=server.largest_body_bytes,
+        max_bodies_bytes=8 * max(server.largest_body_bytes, 64 << 20),
         preprocessors=PREPROCESSORS,
         results=None if results is None else _kept_at(results),
         words={name: read() for name, read in (words or {}).items()},

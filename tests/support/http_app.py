@@ -65,7 +65,9 @@ class AsgiCall:
     """One request straight into an ASGI app, whose client can go away at a moment of the test's choosing. Without a
     ``body`` it announces one that never comes."""
 
-    def __init__(self, app: FastAPI, body: bytes | None, *, path: str = "/v1/images/generations") -> None:
+    def __init__(
+        self, app: FastAPI, body: bytes | None, *, path: str = "/v1/images/generations", key: str | None = None
+    ) -> None:
         self.chunks: list[bytes] = []
         self.status: int | None = None
         self._gone = asyncio.Event()
@@ -73,6 +75,7 @@ class AsgiCall:
         self._requests = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
         length = 1000 if body is None else len(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
+        headers += [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
         scope = {
             "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
             "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 from typing import Literal
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from plait_serving.http.edge.errors import ApiError, wire_error
 
 __all__ = ["PromptHttpProtocol"]
 
@@ -20,16 +22,22 @@ recommends 5 s; a head is one packet."""
 
 _MAX_HEAD_BYTES = 64 << 10
 
-_BODY_S = 30.0
-_MIN_BODY_BYTES = 30 << 10
-"""What must arrive of a body in each period: 1 KiB/s, less than any network that images are sent over."""
+_BODY_S = 10.0
+_MIN_BODY_BYTES = 20 << 10
+"""What must have arrived of a body for each period of its time so far: 2 KiB/s on average, less than any network that
+images are sent over. After the first period who was quick may pause."""
+
+_MAX_BODY_PERIODS = 60
+"""A body at just the least rate would take hours: the largest one arrives within 10 minutes at 1 Mbit/s."""
+
+_TOO_SLOW = ApiError(408, "the body came too slowly, or took too long", code="body_too_slow", kind="timeout_error")
 
 _Part = Literal["head", "body"]
 
 
 class PromptHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which closes a connection whose request does not arrive: a head in time and within bounds, a
-    body at more than a trickle."""
+    body at more than a trickle, and not for ever."""
 
     head_s = _HEAD_S
     body_s = _BODY_S
@@ -37,6 +45,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
 
     _awaited: _Part | None = "head"
     _received_bytes = 0
+    _periods = 0
     _patience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own
@@ -53,7 +62,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
         """Take a piece of a request. Most requests come in one piece, and cost no timer."""
         if self._awaited is None:
             self._awaited, self._received_bytes = "head", 0
-        self._received_bytes += len(data)
+        self._received_bytes += len(data) if self._awaited == "head" else 0
         super().data_received(data)
         if self._awaited is None:
             self._stop_waiting()
@@ -65,8 +74,13 @@ class PromptHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head is there."""
         self._stop_waiting()
-        self._awaited, self._received_bytes = "body", 0
+        self._awaited, self._received_bytes, self._periods = "body", 0, 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body is there."""
+        self._received_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is there."""
@@ -88,16 +102,29 @@ class PromptHttpProtocol(HttpToolsProtocol):
 
     def _run_out(self) -> None:
         """Close the connection, unless its sender is not at fault: an earlier answer is still due on it, the body makes
-        progress, or nobody here reads it."""
+        progress, or nobody here reads it; that time does not count."""
         self._patience = None
         if self._awaited is None or self.transport.is_closing():
             return
         if self._awaited == "head":
             is_at_fault = self.cycle is None or self.cycle.response_complete
         else:
-            is_at_fault = self._received_bytes < _MIN_BODY_BYTES and not self.flow.read_paused
-            self._received_bytes = 0
-        if is_at_fault:
+            self._periods += not (self.flow.read_paused or self.cycle.waiting_for_100_continue)
+            least_bytes = self._periods * _MIN_BODY_BYTES
+            is_at_fault = self._received_bytes < least_bytes or self._periods >= _MAX_BODY_PERIODS
+        if is_at_fault and self._awaited == "body":
+            self._refuse(_TOO_SLOW)
+        elif is_at_fault:
             self.transport.close()
         else:
             self._wait()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, unless an answer has begun, and close; for the application its client has gone."""
+        if not self.cycle.response_started:
+            answer = wire_error(error).response(self.cycle.scope["path"])
+            head = [b"%s: %s\r\n" % pair for pair in (*answer.raw_headers, (b"connection", b"close"))]
+            self.transport.write(b"".join([STATUS_LINE[answer.status_code], *head, b"\r\n", bytes(answer.body)]))
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        self.transport.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals
 from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.http.edge.threads import TurnThreads
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.results import ResultsSettings, ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
@@ -43,7 +43,7 @@ class HttpSettings:
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
-    max_bodies_bytes: int = 512 * 2**20
+    max_bodies_bytes: int = 512 * 2**20  # a tenant alone may have half of it
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
     max_infer_json_bytes: int = 8 * 2**20
     decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
@@ -51,7 +51,7 @@ class HttpSettings:
     preprocessors: Preprocessors = field(default_factory=dict)
     # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).
     words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Decoding and encoding use threads; more of them than this only compete with the engine for cores.
+    # Half as many decode what clients send; more of them only compete with the engine for cores.
     codec_threads: int = 4
     # A refusal within this time still becomes a proper HTTP status instead of an event in a stream that began with 200.
     first_event_wait_s: float = 1.0
@@ -64,6 +64,7 @@ class RouteContext:
 
     `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what the
     other replicas of the ingress count, where there may be any; `nodes` the gauges of the cluster's nodes.
+    `decoders` are for files of clients, so that `workers`, which read other bodies and encode images, do not wait.
     """
 
     images: ImageService | None
@@ -76,11 +77,14 @@ class RouteContext:
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
     results: ResultStore | None = field(init=False)
-    codec_slots: asyncio.Semaphore = field(init=False)
+    decoders: TurnThreads = field(init=False)
+    workers: TurnThreads = field(init=False)
     refusals: RecentRefusals[Overloaded] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "codec_slots", asyncio.Semaphore(self.settings.codec_threads))
+        threads = self.settings.codec_threads
+        object.__setattr__(self, "decoders", TurnThreads(max(1, threads // 2), "plait-decode"))
+        object.__setattr__(self, "workers", TurnThreads(threads, "plait-work"))
         kept = self.settings.results
         object.__setattr__(self, "results", None if kept is None else ResultStore(kept, now_s=self.now_s))
         object.__setattr__(self, "refusals", RecentRefusals(self.monotonic_s))

@@ -1,7 +1,8 @@
 """Images to bytes and back. All Pillow calls of the serving side are made here.
 
-Input is hostile: formats are limited to PNG, JPEG and WebP (no decoder that starts another program), the size is
-checked from the header before any pixel is decoded, and there is no way to name a URL or a path.
+Input is hostile: formats are limited to PNG, JPEG and WebP (no decoder that starts another program), decoders get only
+what an image's pixels depend on (`trimming.py`), the size is checked from the header before any pixel is decoded, and
+there is no way to name a URL or a path.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from PIL import Image, ImageOps, PngImagePlugin
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.values import GreyImage, RgbImage
+from plait_serving.images.trimming import trimmed
 
 T = TypeVar("T")
 
@@ -81,8 +83,8 @@ def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper =
     Transparent pixels are laid on `paper`; 16-bit grey is scaled to 8 bits. Raises `RequestError` naming `param`.
     """
 
-    def rgb(image: Image.Image) -> RgbImage:
-        return np.array(_to_rgb(ImageOps.exif_transpose(image), paper), dtype=np.uint8)
+    def rgb(image: Image.Image, orientation: int) -> RgbImage:
+        return np.array(_to_rgb(_upright(image, orientation), paper), dtype=np.uint8)
 
     return _opened(raw, rgb, param=param, limits=limits)
 
@@ -91,8 +93,8 @@ def decode_layers(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[RgbI
     """Decode like `decode_image`, on white, and return how transparent the pixels are, too: `uint8 (H, W)`, 255 where
     nothing is seen of a pixel; None if no pixel is at least half transparent."""
 
-    def layers(pil_image: Image.Image) -> tuple[RgbImage, GreyImage | None]:
-        image = ImageOps.exif_transpose(pil_image)
+    def layers(pil_image: Image.Image, orientation: int) -> tuple[RgbImage, GreyImage | None]:
+        image = _upright(pil_image, orientation)
         rgb = np.array(_to_rgb(image, "white"), dtype=np.uint8)
         if image.mode.startswith("I") or not image.has_transparency_data:
             return rgb, None
@@ -112,21 +114,20 @@ def decode_mask(raw: bytes, *, param: str, limits: DecodeLimits) -> GreyImage:
 def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, int]:
     """Return width and height of an image, upright, without decoding a pixel. Raises like `decode_image`."""
 
-    def upright(image: Image.Image) -> tuple[int, int]:
+    def upright(image: Image.Image, orientation: int) -> tuple[int, int]:
         width, height = image.size
-        known = image.format != "PNG" or "exif" in image.info  # Pillow decodes all of a PNG to look behind the pixels
-        lies = known and image.getexif().get(_ORIENTATION, 1) >= _LYING
-        return (height, width) if lies else (width, height)
+        return (height, width) if orientation >= _LYING else (width, height)
 
     return _opened(raw, upright, param=param, limits=limits)
 
 
-def _opened(raw: bytes, use: Callable[[Image.Image], T], *, param: str, limits: DecodeLimits) -> T:
-    """Return what `use` makes of the first frame."""
+def _opened(raw: bytes, use: Callable[[Image.Image, int], T], *, param: str, limits: DecodeLimits) -> T:
+    """Return what `use` makes of the first frame and its orientation."""
     try:
-        with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
+        file, orientation = trimmed(raw, param=param)
+        with Image.open(io.BytesIO(file), formats=INPUT_FORMATS) as pil_image:
             _check_size(pil_image.size, param=param, limits=limits)
-            return use(pil_image)
+            return use(pil_image, orientation)
     except RequestError:
         raise
     except Image.DecompressionBombError as error:
@@ -143,6 +144,11 @@ def _check_size(size: tuple[int, int], *, param: str, limits: DecodeLimits) -> N
             f"{limits.max_edge_px} along an edge are accepted",
             param=param,
         )
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    image.getexif()[_ORIENTATION] = orientation  # it has no other EXIF any more
+    return ImageOps.exif_transpose(image)
 
 
 def _to_rgb(pil_image: Image.Image, paper: Paper) -> Image.Image:

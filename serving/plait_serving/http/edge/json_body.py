@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
-__all__ = ["JsonRoute", "parse_json"]
+__all__ = ["JsonRoute", "parse_json", "read_bytes"]
 
 _LONGEST_NAME = 64
 _INLINE_BYTES = 64 << 10
@@ -61,15 +61,36 @@ def _first_duplicate(members: list[tuple[str, Any]]) -> str:
 class _JsonRequest(Request):
     """A request whose `json` refuses what `parse_json` refuses."""
 
+    read_bytes = 0
+
+    async def body(self) -> bytes:
+        """Return the body; of JSON, which is parsed at once, only its first byte: while images are made of it, its
+        bytes would lie beside its text."""
+        if not hasattr(self, "_body"):
+            body = await super().body()
+            self.read_bytes = len(body)
+            kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
+            if body and kind.startswith("application/") and kind.endswith(("/json", "+json")):
+                self._json, self._body = await _parsed(body), body[:1]
+        return self._body
+
     async def json(self) -> Any:
         """Return the parsed body."""
+        body = await self.body()
         if not hasattr(self, "_json"):
-            body = await self.body()
-            if len(body) <= _INLINE_BYTES:
-                self._json = parse_json(body)
-            else:
-                self._json = await asyncio.get_running_loop().run_in_executor(_PARSER, _parse_long, body)
+            self._json = await _parsed(body)
         return self._json
+
+
+async def _parsed(body: bytes) -> Any:
+    if len(body) <= _INLINE_BYTES:
+        return parse_json(body)
+    return await asyncio.get_running_loop().run_in_executor(_PARSER, _parse_long, body)
+
+
+def read_bytes(request: Request) -> int:
+    """Return how long the body was that a `JsonRoute` has read."""
+    return request.read_bytes if isinstance(request, _JsonRequest) else 0
 
 
 class JsonRoute(APIRoute):

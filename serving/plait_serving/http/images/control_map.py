@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from functools import partial
 from typing import Annotated
@@ -65,9 +64,8 @@ async def control_map(body: ControlMapBody, request: Request, context: ContextDe
         allowed=context.limits_of(tenant),
     )
     try:
-        async with context.codec_slots:
-            resolved = await asyncio.to_thread(work)
-            encoded = await asyncio.to_thread(_png, resolved.controlnets[0].image)
+        resolved = await context.decoders.run(tenant, work)
+        encoded = await context.workers.run(tenant, partial(_png, resolved.controlnets[0].image))
     except EngineError as error:
         if error.param is not None:
             error.param = error.param.removeprefix(_PLACE)

@@ -8,9 +8,9 @@ import base64
 import json
 import math
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -42,8 +42,6 @@ from plait_serving.http.images.schemas import EditBody, EditResponse, Generation
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import BaseModelCard
-
-T = TypeVar("T")
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=RefusingRoute)
 
@@ -123,7 +121,8 @@ async def _generate(
         finally:
             await feed.aclose()
     context.metrics.observe_images(len(result.images), result.timings)
-    content = await _in_codec(context, partial(job.response_json, result, created=int(context.now_s()), keep=keep))
+    encode = partial(job.response_json, result, created=int(context.now_s()), keep=keep)
+    content = await context.workers.run(job.request.tenant.name, encode)
     return Response(content, media_type="application/json")
 
 
@@ -165,7 +164,8 @@ async def _chunks(
         if isinstance(event, Failed):
             raise event.error
         context.metrics.observe_images(len(event.result.images), event.result.timings)
-        yield await _in_codec(context, partial(job.completed_event, event.result, created=int(context.now_s())))
+        encode = partial(job.completed_event, event.result, created=int(context.now_s()))
+        yield await context.workers.run(job.request.tenant.name, encode)
     except (GeneratorExit, asyncio.CancelledError):
         context.metrics.cancelled.inc()
         raise
@@ -182,7 +182,8 @@ async def _going_on(event: Progress | Preview | None, job: ImageReply, context: 
         return sse.PING
     if isinstance(event, Progress):
         return sse.progress_comment(event.step, event.steps)
-    return await _in_codec(context, partial(job.partial_event, event, created=int(context.now_s())))
+    encode = partial(job.partial_event, event, created=int(context.now_s()))
+    return await context.workers.run(job.request.tenant.name, encode)
 
 
 async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
@@ -204,17 +205,11 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
         allowed=context.limits_of(tenant),
     )
     if body.controlnets or isinstance(body, EditBody):
-        resolved = await _in_codec(context, work)
+        resolved = await context.decoders.run(tenant, work)
     else:  # marks may take some 10 ms to read
-        resolved = await asyncio.to_thread(work) if body.prompt_syntax == "a1111" else work()
+        resolved = await context.workers.run(tenant, work) if body.prompt_syntax == "a1111" else work()
     model = catalog.base(resolved.model) or catalog.model
     return ImageReply(body=body, request=resolved, model=model, http_id=state.request_id)
-
-
-async def _in_codec(context: RouteContext, work: Callable[[], T]) -> T:
-    """Run `work` off the event loop, a few at a time; images are decoded and encoded here."""
-    async with context.codec_slots:
-        return await asyncio.to_thread(work)
 
 
 def _base64(encoded: bytes) -> str:

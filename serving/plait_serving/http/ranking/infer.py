@@ -6,7 +6,6 @@ small model's lookup. Bodies that would block the event loop for more than a few
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from dataclasses import dataclass
 from functools import partial
@@ -69,25 +68,21 @@ class Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises `RankError`, `ClientDisconnected`, and what middlewares raise from `receive`."""
-        path = scope["path_params"]
+        path, tenant = scope["path_params"], scope["state"]["principal"].tenant
         bound = self._context.ranking_service.get(path["model"], path.get("version"))
         headers = _Headers.of(scope)
         raw = await _read(receive)
         read = partial(self._request, scope["state"], bound, headers)
         if headers.encoding:
-            raw = await self._on_thread(
-                partial(inflate, raw, headers.encoding, max_bytes=self._context.settings.max_body_bytes)
-            )
+            unpack = partial(inflate, raw, headers.encoding, max_bytes=self._context.settings.max_body_bytes)
+            raw = await self._context.workers.run(tenant, unpack)
             scope["state"]["hold_bytes"](len(raw))
-        body, request = read(raw) if headers.is_quick(len(raw)) else await self._on_thread(partial(read, raw))
-        answer = await rank(self._context, bound, request, tenant=scope["state"]["principal"].tenant)
+        is_quick = headers.is_quick(len(raw))
+        body, request = read(raw) if is_quick else await self._context.workers.run(tenant, partial(read, raw))
+        answer = await rank(self._context, bound, request, tenant=tenant)
         _check_version(bound, path.get("version"), answer)
         payload, json_length = _encode(bound, body, answer)
         await _send(send, payload, json_length)
-
-    async def _on_thread(self, work: Any) -> Any:
-        async with self._context.codec_slots:
-            return await asyncio.to_thread(work)
 
     def _request(
         self, state: dict[str, Any], bound: BoundModel, headers: _Headers, raw: bytes

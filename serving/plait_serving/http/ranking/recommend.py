@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -20,9 +19,9 @@ from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Side, tensor_names
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
-from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import principal
-from plait_serving.http.edge.json_body import JsonRoute
+from plait_serving.http.edge.json_body import JsonRoute, read_bytes
 from plait_serving.http.ranking.rank_body import (
     ALL,
     RecommendBody,
@@ -64,9 +63,9 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     bound = context.ranking_service.get(body.model or _only(context.ranking_service))
     deadline_s = None if body.deadline_ms is None else start_s + body.deadline_ms / 1e3
     ask = partial(_question, body, bound, unique_id(request.scope["state"], next(_numbers)), deadline_s)
-    is_large = len(await request.body()) > _INLINE_BYTES
-    question = await _on_thread(context, ask) if is_large else ask()
-    answer = await rank(context, bound, question.request, tenant=principal(request).tenant)
+    is_large, tenant = read_bytes(request) > _INLINE_BYTES, principal(request).tenant
+    question = await context.workers.run(tenant, ask) if is_large else ask()
+    answer = await rank(context, bound, question.request, tenant=tenant)
     items = _items(bound, question, answer, body.top_k)
     total_ms = (context.monotonic_s() - start_s) * 1e3
     timings = {**asdict(answer.timings), "total_ms": total_ms}
@@ -76,11 +75,6 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
         "timings": {name: round(value, 3) for name, value in timings.items()},
     }
     return Response(orjson.dumps(content), media_type="application/json")
-
-
-async def _on_thread(context: RouteContext, work: Any) -> Any:
-    async with context.codec_slots:
-        return await asyncio.to_thread(work)
 
 
 def _only(models: RankingService) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from itertools import chain, cycle
+from typing import Any
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.server import ServerState
 
 from plait.server.ports import free_port
 from plait_serving.deployments import proxy
@@ -54,10 +57,11 @@ async def listening() -> AsyncIterator[int]:
 
 
 async def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Whether the server ends the connection without another word."""
+    """Whether the server ends the connection, with no other word than that a body was too slow."""
     async with asyncio.timeout(WAIT_S):
         try:
-            return await reader.read() == b""
+            words = await reader.read()
+            return words == b"" or words.startswith(b"HTTP/1.1 408 ")
         except ConnectionResetError:
             return True
 
@@ -128,6 +132,182 @@ async def test_the_start_of_a_next_request_does_not_cost_the_answer_to_the_first
         writer.write(b"POST / HT")
         assert await answered(reader, b"abcdef")
         assert await is_closed(reader)
+
+
+class HeldLoop:
+    """Timers on a clock that the test moves; tasks are the running loop's."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self._timers: list[tuple[float, asyncio.TimerHandle]] = []
+
+    def create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        return asyncio.get_running_loop().create_task(work)
+
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
+        timer = asyncio.TimerHandle(self._now_s + delay_s, call, (), asyncio.get_running_loop())
+        self._timers.append((self._now_s + delay_s, timer))
+        return timer
+
+    async def pass_time(self, seconds: float) -> None:
+        self._now_s += seconds
+        due = [timer for at_s, timer in self._timers if at_s <= self._now_s]
+        self._timers = [each for each in self._timers if each[0] > self._now_s]
+        for timer in due:
+            if not timer.cancelled():
+                timer._run()
+        await settled()
+
+
+async def settled() -> None:
+    """Tasks have done what they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+class Wire(asyncio.Transport):
+    """A connection as the server sees it: what it wrote, and whether it reads and has closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self.closed = self.paused = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def close(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None:
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        self.paused = False
+
+
+def connected(loop: HeldLoop, app: ASGIApp = echo) -> tuple[PromptHttpProtocol, Wire]:
+    config = uvicorn.Config(app, http=PromptHttpProtocol, lifespan="off", log_config=None)
+    config.load()
+    protocol, wire = PromptHttpProtocol(config, ServerState(), {}, loop), Wire()  # type: ignore[arg-type]
+    protocol.connection_made(wire)
+    return protocol, wire
+
+
+def post(length: int, path: str = "/v1/images/edits") -> bytes:
+    return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+async def test_a_body_that_drips_is_a_408_and_its_connection_closes() -> None:
+    """Of 600 that came a byte a second every one stayed; each is told why, and the application that nobody is there."""
+    loop, ended = HeldLoop(), []
+
+    async def noting(scope: Scope, receive: Receive, send: Send) -> None:
+        await echo(scope, receive, send)
+        ended.append(scope["path"])
+
+    pairs = [connected(loop, noting) for _ in range(600)]
+    for protocol, _ in pairs:
+        protocol.data_received(post(1000))
+    for _ in range(10):
+        for protocol, wire in pairs:
+            if not wire.closed:
+                protocol.data_received(b"x")
+        await loop.pass_time(1.0)
+    assert all(wire.closed for _, wire in pairs)
+    head, _, body = pairs[0][1].written.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert {b"content-type: application/json", b"connection: close"} < set(head.split(b"\r\n"))
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"], error["param"]) == ("timeout_error", "body_too_slow", None)
+    assert len(ended) == 600
+
+
+async def test_below_v2_it_is_said_as_the_protocol_there_has_it() -> None:
+    """A message, and nothing else."""
+    loop = HeldLoop()
+    protocol, wire = connected(loop)
+    protocol.data_received(post(1000, "/v2/models/picks/infer"))
+    await loop.pass_time(10.0)
+    assert wire.written.startswith(b"HTTP/1.1 408 ")
+    assert list(json.loads(wire.written.partition(b"\r\n\r\n")[2])) == ["error"]
+
+
+async def test_a_body_has_a_deadline() -> None:
+    """At a rate that is just enough it would take hours."""
+    loop = HeldLoop()
+    protocol, wire = connected(loop)
+    protocol.data_received(post(64 << 20))
+    seconds = 0
+    while not wire.closed:
+        protocol.data_received(bytes(4 << 10))
+        await loop.pass_time(1.0)
+        seconds += 1
+        assert seconds <= 600
+    assert seconds > 60
+    assert wire.written.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_who_was_quick_may_pause() -> None:
+    """The rate is that of the whole body so far."""
+    loop = HeldLoop()
+    protocol, wire = connected(loop)
+    protocol.data_received(post(200_001))
+    await settled()
+    protocol.data_received(bytes(200_000))
+    for _ in range(9):
+        await loop.pass_time(10.0)
+        assert not wire.closed
+    protocol.data_received(b"x")
+    await settled()
+    assert wire.written.startswith(b"HTTP/1.1 200 ")
+
+
+async def test_time_in_which_nobody_reads_does_not_count() -> None:
+    """Then the server is the slow one."""
+    loop, go = HeldLoop(), asyncio.Event()
+
+    async def late(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await echo(scope, receive, send)
+
+    protocol, wire = connected(loop, late)
+    protocol.data_received(post(100_001) + bytes(100_000))
+    asking, other = connected(loop, late)
+    asking.data_received(post(1).replace(b"host: x", b"host: x\r\nexpect: 100-continue"))
+    assert wire.paused
+    for _ in range(100):
+        await loop.pass_time(10.0)
+    assert not wire.closed
+    assert not other.closed
+    go.set()
+    await settled()
+    assert not wire.paused
+    assert other.written == b"HTTP/1.1 100 Continue\r\n\r\n"
+    for each in (protocol, asking):
+        each.data_received(b"x")
+    await settled()
+    assert wire.written.startswith(b"HTTP/1.1 200 ")
+    assert b"HTTP/1.1 200 " in other.written
+
+
+async def test_an_answer_that_was_given_stands() -> None:
+    """A body that goes on dripping after it only loses its connection."""
+    loop = HeldLoop()
+
+    async def hasty(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 401, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    protocol, wire = connected(loop, hasty)
+    protocol.data_received(post(1000))
+    await settled()
+    await loop.pass_time(10.0)
+    assert wire.closed
+    assert wire.written.count(b"HTTP/1.1 ") == wire.written.count(b"HTTP/1.1 401 ") == 1
 
 
 def test_the_proxy_gets_the_same_patience_and_the_servers_hosts(monkeypatch: pytest.MonkeyPatch) -> None:

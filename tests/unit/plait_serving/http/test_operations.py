@@ -7,21 +7,25 @@ import gzip
 import json
 import logging
 import re
+import threading
 from urllib.parse import quote
 
 import pytest
+from fastapi import APIRouter, FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
+from starlette.testclient import TestClient
 
 from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overloaded
 from plait_serving.health import Health
 from plait_serving.http import metrics
 from plait_serving.http.context import HttpSettings
-from plait_serving.http.edge import request_id
+from plait_serving.http.edge import body_limit, request_id
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
 from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
 from support.http_rank import make_client as make_ranking_client
@@ -403,16 +407,17 @@ def test_a_long_query_is_refused_before_it_is_taken_apart(client, path):
 
 
 def test_all_bodies_together_are_bounded():
-    """What is held for requests in flight counts; who would exceed it is told to come back, and then may."""
+    """What is held for requests in flight counts; who would exceed it, or hold more than he leaves for others, is told
+    to come back, and then may."""
     body = json.dumps({"prompt": "x" * 900}).encode()
     headers = {"content-type": "application/json"}
-    tight = HttpSettings(max_bodies_bytes=len(body) - 1)
+    tight = HttpSettings(max_bodies_bytes=2 * len(body) - 1)
     for content in (body, iter([body[:500], body[500:]])):
         service = FakeImageService()
         answer = make_client(service, tight).post(URL, content=content, headers=headers)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "2")
         assert service.submitted == []
-    client = make_client(FakeImageService(), HttpSettings(max_bodies_bytes=len(body)))
+    client = make_client(FakeImageService(), HttpSettings(max_bodies_bytes=2 * len(body)))
     for content in (body, iter([body[:500], body[500:]]), body):
         assert client.post(URL, content=content, headers=headers).status_code == 200
 
@@ -421,7 +426,7 @@ async def test_a_body_counts_until_its_request_is_answered():
     """A second body does not fit while the first request runs, and fits when its client has gone."""
     body = json.dumps({"prompt": "x" * 900}).encode()
     service = FakeImageService(step_s=60.0)
-    app = make_app(service, HttpSettings(max_bodies_bytes=len(body) + 10))
+    app = make_app(service, HttpSettings(max_bodies_bytes=2 * len(body) + 10))
     first = AsgiCall(app, body)
     await until(lambda: bool(service.submitted))
     second = AsgiCall(app, body)
@@ -433,6 +438,81 @@ async def test_a_body_counts_until_its_request_is_answered():
     await until(lambda: len(service.submitted) == 2)
     third.disconnect()
     await third.done()
+
+
+async def test_no_tenant_holds_more_than_it_leaves_for_others():
+    """Bodies of one that is alone hold half of all; another one's still fits, and theirs shrink as more come."""
+    body = json.dumps({"prompt": "x" * 900}).encode()
+    service = FakeImageService(step_s=60.0)
+    keys = tuple(ApiKey.from_secret(name, tenant=name) for name in "abc")
+    app = make_app(service, HttpSettings(api_keys=keys, max_bodies_bytes=8 * len(body)))
+    held: dict[str, list[AsgiCall]] = {"a": [], "b": [], "c": []}
+    for tenant in "abc":
+        while True:
+            call = AsgiCall(app, body, key=tenant)
+            await until(lambda call=call: call.task.done() or len(service.submitted) > sum(map(len, held.values())))
+            if call.task.done():
+                assert call.status == 429
+                break
+            held[tenant].append(call)
+    assert {tenant: len(calls) for tenant, calls in held.items()} == {"a": 4, "b": 2, "c": 1}
+    for call in held.pop("a"):
+        call.disconnect()
+        await call.done()
+    again = AsgiCall(app, body, key="a")
+    await until(lambda: len(service.submitted) == 8)
+    for call in (again, *held["b"], *held["c"]):
+        call.disconnect()
+        await call.done()
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [(b"{", 400), (b'{"prompt": 1}', 400), (b"[" * 300_001, 413), (b'{"prompt": "x", "model": "y"}', 404)],
+    ids=["syntax", "value", "values", "name"],
+)
+def test_what_a_refused_body_held_is_given_back(content, status):
+    """However its request ends: twenty of half of what is allowed."""
+    settings = HttpSettings(max_bodies_bytes=3 * len(content))
+    client = make_client(FakeImageService(), settings)
+    for _ in range(20):
+        sent = iter([content[:1], content[1:]])
+        assert client.post(URL, content=sent, headers={"content-type": "application/json"}).status_code == status
+
+
+def test_memory_of_large_bodies_goes_back_to_the_system(monkeypatch):
+    """However their requests end; small ones are not worth it. Until then a heap keeps it."""
+    returned = threading.Semaphore(0)
+    monkeypatch.setattr(body_limit, "return_memory", returned.release)
+    client = make_client(FakeImageService())
+    headers = {"content-type": "application/json"}
+    for content, status in ((b'{"prompt": "x"}', 200), (b'"' + b"x" * (8 << 20), 400), (b"[" * (8 << 20), 413)):
+        assert client.post(URL, content=content, headers=headers).status_code == status
+    assert all(returned.acquire(timeout=60) for _ in range(2))
+    assert not returned.acquire(blocking=False)
+    monkeypatch.undo()
+    body_limit.return_memory()
+
+
+def test_a_body_that_was_parsed_is_not_kept():
+    """Its text lies in what was made of it; the bytes beside it would double what images cost while they are made."""
+    kept = []
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post("/x")
+    async def look(body: dict, request: Request) -> int:
+        kept.append(await request.body())
+        return len(body["a"])
+
+    app = FastAPI()
+    app.include_router(router)
+    client = TestClient(app)
+    content = json.dumps({"a": "b" * 1000})
+    for kind in ("application/json", "Application/x+JSON; charset=utf-8"):
+        answer = client.post("/x", content=content, headers={"content-type": kind})
+        assert (answer.status_code, answer.json()) == (200, 1000)
+    assert client.post("/x", content=content, headers={"content-type": "text/plain"}).status_code == 422
+    assert kept == [b"{", b"{"]
 
 
 @pytest.mark.parametrize(
