@@ -45,6 +45,7 @@ class RequestRegistry:
         self._inbox: deque[ImageJob] = deque()
         self._open: list[ImageJob] = []
         self._stepping = 0
+        self._has_news = False
         self._counts = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
         self._closed_to_new = False
         self._shut = False
@@ -59,10 +60,12 @@ class RequestRegistry:
         """Whether `admit` can succeed."""
         return not self._closed_to_new and not self._shut
 
-    def admit(self, job: ImageJob, bounds: QueueBounds) -> None:
-        """Admit a job. Raises `EngineStopped` or `Overloaded`; the job is then not admitted."""
+    def admit(self, job: ImageJob, bounds: QueueBounds, check: Callable[[], object] = lambda: None) -> None:
+        """Admit a job. Raises `EngineStopped` or `Overloaded`, or what `check` does; the job is then not admitted. What
+        `check` allowed stays so until `open_models` has the job's."""
         tenant = job.request.tenant
         with self._changed:
+            check()
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
             retry_after_s = wait_s(tenant, self._queue(), bounds)
@@ -88,15 +91,17 @@ class RequestRegistry:
             return arrived
 
     def wake(self) -> None:
-        """Wake up `wait_for_news`."""
+        """Wake up `wait_for_news`, or the next one if nobody waits."""
         with self._changed:
+            self._has_news = True
             self._changed.notify_all()
 
     def wait_for_news(self, timeout_s: float | None) -> None:
         """Sleep until something arrives or `wake` is called, at most `timeout_s`."""
         with self._changed:
-            if not self._inbox and not self._shut:
+            if not self._inbox and not self._shut and not self._has_news:
                 self._changed.wait(timeout_s)
+            self._has_news = False
 
     def close_to_new(self) -> None:
         """Make `admit` raise from now on."""
@@ -153,6 +158,7 @@ class RequestRegistry:
         with self._changed:
             self._open.remove(job)
             self._counts[outcome] += 1
+            self._has_news = True
             self._changed.notify_all()
         self._usage.add(job.request.tenant.name, **{outcome: 1}, **_delivered(job, event))
         self.send(job, event)
