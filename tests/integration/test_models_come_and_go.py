@@ -152,7 +152,7 @@ def test_of_twenty_models_that_came_and_went_nothing_is_left(serving, models):
         assembled.roster.look()
     until(lambda: not [what for what, one in alive if one() is not None])
     gc.collect()
-    assert [each.name for each in gc.get_objects() if isinstance(each, ServedModel) and each.name != "first"] == []
+    assert [each.name for each in gc.get_objects() if type(each) is ServedModel and each.name != "first"] == []
     assert list(assembled.engine.request_s()) == ["first"]
     until(lambda: loader_threads() == before)
 

@@ -216,7 +216,7 @@ class BaseModel:
         """Let go of clients, and of what refers back to here: memory is free at once, not at a garbage collection."""
         for client in self.controlnets.values():
             client.shutdown()
-        self.controlnets = self.served.controlnets = {}
+        self.controlnets, self.served.controlnets = {}, {}
         self.served.load = self.served.leave = self.served.close = _has_left
 
     def _bundle(self, *, mapped: Collection[str] = (), outline: bool = False) -> Bundle:
