@@ -20,10 +20,10 @@ class Holdings:
     """`here`: the resident models. Their weights count also where they are a file's."""
 
     def __init__(self, memory: MemoryReader, *, budget_bytes: int) -> None:
-        """Take how memory is read; what is held now is no model's."""
+        """Take how memory is read, and what the process may hold; what it holds now is no model's."""
         self._memory = memory
-        self._budget_bytes = budget_bytes
         self._before_bytes = memory.held_bytes()
+        self._budget_bytes = budget_bytes - self._before_bytes
         self.look()
 
     def look(self) -> None:

@@ -133,7 +133,7 @@ def test_fourteen_small_models_stay_in_their_budget_by_what_they_hold(at_once):
 
 def test_of_idle_models_the_one_that_was_not_used_for_longest_makes_room():
     """As soon as all together hold too much, though the weights would fit ten times."""
-    server = Server(("a", "b", "c"), budget=1200 * MB)
+    server = Server(("a", "b", "c"), budget=1500 * MB)
     for name in ("a", "b", "c"):
         server.ask(name, steps=20)
         server.run()
@@ -177,7 +177,7 @@ def test_models_leave_before_the_host_has_no_memory():
 
 def test_what_was_freed_is_given_back_before_anybody_leaves():
     """The allocator kept it."""
-    server = Server(("a", "b"), budget=1200 * MB)
+    server = Server(("a", "b"), budget=1500 * MB)
     for name in ("a", "b"):
         server.ask(name, steps=12)
         server.run()
@@ -189,7 +189,7 @@ def test_what_was_freed_is_given_back_before_anybody_leaves():
 
 def test_a_model_that_was_retired_is_forgotten_once_it_has_left():
     """Not while a request for it is open, nor while it is being loaded; then it is closed, and a new one may come."""
-    server = Server(("a", "b"), budget=1200 * MB)
+    server = Server(("a", "b"), budget=1500 * MB)
     closed: list[str] = []
     server.residents.of("b").close = lambda: closed.append("b")
     job = server.ask("b", steps=3)
