@@ -14,6 +14,8 @@ import pytest
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import EngineError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.residents import base_model
+from plait_serving.diffusion.residents.model import ServedModel
 from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
 from support.tiny import tiny_sd, tiny_sdxl
@@ -126,6 +128,79 @@ def test_a_model_that_is_replaced_makes_the_new_images(serving, models):
     assembled.roster.look()
     until(lambda: assembled.engine.may_add("one") or "one" in assembled.models)
     np.testing.assert_array_equal(drawn(assembled, "one"), alone(models["xl"]))
+
+
+def test_of_twenty_models_that_came_and_went_nothing_is_left(serving, models):
+    """Neither weights nor what is known of a model without them: configuration, tokenizers, LoRAs' caches with their
+    threads, statistics. Of one that is replaced before it was ever loaded neither."""
+    assembled, folder = serving
+    drawn(assembled, "first")
+    before, alive = loader_threads(), []
+    for number in range(20):
+        name = f"m{number}"
+        shutil.copytree(models["b" if number % 2 else "xl"], folder / name)
+        drawn(assembled, name)
+        alive += parts_of(assembled.models[name])
+        (folder / name).rename(folder.parent / name)
+        assembled.roster.look()
+        until(lambda: assembled.engine.residents.statistics().resident == ("first",))
+    for kind in ("b", "xl"):
+        shutil.copytree(models[kind], folder / "never")
+        assembled.roster.look()
+        alive += parts_of(assembled.models["never"])
+        shutil.rmtree(folder / "never")
+        assembled.roster.look()
+    until(lambda: not [what for what, one in alive if one() is not None])
+    gc.collect()
+    assert [each.name for each in gc.get_objects() if type(each) is ServedModel and each.name != "first"] == []
+    assert list(assembled.engine.request_s()) == ["first"]
+    until(lambda: loader_threads() == before)
+
+
+def parts_of(model) -> list[tuple[str, weakref.ref]]:
+    """What is made for one base model."""
+    outline, served = model.outline, model.served
+    parts = {
+        "model": model, "tokenizer": outline.tokenizers[0], "unet": outline.unet,
+        "loras": served.loras if model.outline.family.value == "sdxl" else model, "auditor": model.auditor,
+        "preparer": model._preparer, "costs": served.costs, "forecast": served.forecast,
+        **({} if model._loaded is None else {"weights": model.bundle.unet, "denoiser": model.denoiser}),
+    }  # fmt: skip
+    return [(f"{served.name}: {what}", weakref.ref(part)) for what, part in parts.items() if part is not None]
+
+
+def loader_threads() -> int:
+    return sum(thread.name.startswith("plait-lora") for thread in threading.enumerate())
+
+
+def test_a_model_that_leaves_while_a_request_comes_in_refuses_it(serving, models):
+    """The request was checked, and is not accepted yet when the model is gone: it is refused, the others go on."""
+    assembled, folder = serving
+    shutil.copytree(models["b"], folder / "b")
+    assembled.roster.look()
+    served = assembled.models["b"].served
+    measure = served.measure
+
+    def and_leave(request):
+        (folder / "b").rename(folder.parent / "away")
+        assembled.roster.look()
+        until(lambda: "b" not in assembled.engine.residents._models)
+        return measure(request)
+
+    served.measure = and_leave
+    with pytest.raises(NotFound):
+        drawn(assembled, "b")
+    np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+
+
+def test_a_model_that_comes_later_makes_images_as_large_as_the_first(serving, models, monkeypatch):
+    """What models in memory hold is part of what they were given: it is not taken off once more."""
+    assembled, folder = serving
+    drawn(assembled, "first")
+    monkeypatch.setattr(base_model, "available_bytes", lambda _: 0)  # all the rest is in use
+    shutil.copytree(models["b"], folder / "b")
+    assembled.roster.look()
+    assert assembled.models["b"].served.limits == assembled.first.served.limits
 
 
 def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, caplog):

@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 
 from plait_serving.deployments.images.hosted import load_images
+from plait_serving.diffusion import assemble
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import ModelError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.residents import policy
 from plait_serving.diffusion.residents.keeper import Residents
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
@@ -55,6 +57,12 @@ def folders(tmp_path_factory, tiny_sd_controlnets):
         )
         for name, folder in models.items()
     }
+
+
+@pytest.fixture(autouse=True)
+def _only_weights_count(monkeypatch) -> None:
+    """What else a process of tests holds is more than these models do."""
+    monkeypatch.setattr(assemble, "memory_of", lambda *_, **__: MemoryReader())
 
 
 @pytest.fixture

@@ -139,10 +139,11 @@ class Auditor:
                 self._worker = background.start("plait-audit", self._work)
 
     def forget(self) -> None:
-        """Drop the calls that wait, and with them their programs."""
+        """Drop the calls that wait or are being audited, and with them their programs."""
         with self._lock:
             self._pending.clear()
             self._pending_bytes = 0
+            self._audited.clear()
 
     def wait(self) -> None:
         """Block until nothing is pending; for tests."""
@@ -155,10 +156,13 @@ class Auditor:
         while (sample := self._next()) is not None:
             try:
                 self._check(sample)
+            except _Forgotten:
+                pass
             except Exception:
                 _log.exception("%s could not be audited", sample.program.name)
                 with self._lock:
                     self._statistics.failed += 1
+            del sample  # which may be the last that refers to its program, for as long as the next one waits
 
     def _next(self) -> _Sample | None:
         """Wait for an idle moment; return the oldest call, or None if there is none, or the process ends."""
@@ -184,15 +188,17 @@ class Auditor:
             time.sleep(min(_POLL_S, self._plan.quiet_s))
         return False
 
-    def _wait_idle(self) -> None:
-        """Block while others compute."""
+    def _wait_idle(self, program: AuditedProgram) -> None:
+        """Block while others compute. Raises `_Forgotten` if the program has left meanwhile."""
         while not self._idle() and not background.is_ending():
+            if program not in self._audited:
+                raise _Forgotten
             time.sleep(_POLL_S)
 
     def _check(self, sample: _Sample) -> None:
         program = sample.program
         reference = program.reference()  # before giving way: a request may wait for it
-        with _GivingWay(self._wait_idle):
+        with _GivingWay(lambda: self._wait_idle(program)):
             wanted = reference.run(sample.inputs, sample.factors)
         share = max(map(_difference, sample.outputs, wanted)) / program.tolerance
         drifts = share > 1.0
@@ -232,6 +238,10 @@ class Auditor:
             _log.warning("the answers of a drift cannot be kept: %s", error)
             return None
         return path
+
+
+class _Forgotten(Exception):
+    """The program of a call has left: no error."""
 
 
 class _GivingWay(TorchFunctionMode):

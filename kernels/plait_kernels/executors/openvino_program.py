@@ -54,9 +54,6 @@ would have one after hours, and all their memory be taken."""
 # with own factors of 7 to 79 MiB.
 _HELD_BY_A_STREAM_BYTES = 24 << 20
 _TIMES_WITH_FACTORS = 2
-_LEFT_FREE_BYTES = 1 << 30
-"""What a copy must leave of the host's memory: requests, and other processes, need some too."""
-
 _MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
 
@@ -93,7 +90,7 @@ class Probe:
 
 class OpenVinoProgram:
     """A `PreparedProgram` over a converted model. `specialise_bytes` bounds what copies for single shapes hold, and
-    `free_bytes` returns how much memory could still be allocated: none is made that would leave little."""
+    `free_bytes` returns how much memory another one may take now."""
 
     def __init__(
         self,
@@ -271,7 +268,7 @@ class OpenVinoProgram:
         return [special for special in found if self._held_bytes(special.shapes) <= self._specialise_bytes]
 
     def _pays(self, special: Special, seen: Seen) -> bool:
-        """Return whether a model is worth compiling, and the host has the memory for it; if the budget has no room, in
+        """Return whether a model is worth compiling, and there is memory for it; if the budget has no room, in
         the place of the one that was not used for longest, and was not used while the seconds added up."""
         share = _SHARE_OF_COMPILING * (_TIMES_UNMERGED if special.mergeable else 1)
         held = sum(compiled.nbytes for compiled in self._special.values())
@@ -285,9 +282,9 @@ class OpenVinoProgram:
             if self._busy_s - seen.since_s > due_s / _MIN_SAVED:
                 seen.restart(self._calls, self._busy_s)
             return False
-        if self._free_bytes() - self._held_bytes(special.shapes) >= _LEFT_FREE_BYTES:
+        if self._free_bytes() >= self._held_bytes(special.shapes):
             return True
-        seen.restart(self._calls, self._busy_s)  # the host is asked again when as much has added up
+        seen.restart(self._calls, self._busy_s)  # that is asked again when as much has added up
         return False
 
     def _use(self, special: Special) -> CompiledModel | None:

@@ -98,9 +98,12 @@ class Switching(Workload):
 
 def _opened(folders: Mapping[str, Path]) -> Assembled:
     """Open the engine with room for some of the models; torch runs them, so that nothing is converted beside."""
+    import torch
+
     from plait_serving.diffusion.assemble import EngineSettings, build_engine_of
     from plait_serving.diffusion.bundle import load_bundle
     from plait_serving.diffusion.knobs import ExecutorName
+    from plait_serving.diffusion.memory import memory_of
     from plait_serving.diffusion.residents.base_model import resolve_dtype
 
     settings = {
@@ -108,7 +111,8 @@ def _opened(folders: Mapping[str, Path]) -> Assembled:
         for name, folder in folders.items()
     }
     one = load_bundle(next(iter(folders.values())), dtype=resolve_dtype("float32", "cpu"), outline=True).weights_bytes
-    return build_engine_of(settings, memory_bytes=_ROOM * one)
+    process = memory_of(torch.device("cpu"), apart=lambda: 0).held_bytes()
+    return build_engine_of(settings, memory_bytes=process + int((_ROOM + 0.5) * one))
 
 
 class _InTurn:

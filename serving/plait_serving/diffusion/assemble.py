@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -22,7 +24,7 @@ from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.source import LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
-from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes
+from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes, memory_of
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.residents.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
@@ -139,7 +141,7 @@ def build_engine_of(
     """Build an engine of several models, of which the first is loaded, and start it. Another one that cannot be used is
     left out, with a line in the log; raises `ModelError` if it is the first.
 
-    The settings differ in what is a model's own. `memory_bytes`: what the weights in memory may take; None: a share of
+    The settings differ in what is a model's own. `memory_bytes`: what those in memory may hold; None: a share of
     what is free. `folder`: more models with the settings of the first, which come and go with their folders.
     """
     return run_on_own_thread(lambda: _build(models, memory_bytes, remote or {}, costs, folder))
@@ -161,6 +163,10 @@ class _Live:
         """Return whether the engine has no request."""
         return self.engine is not None and self.engine.is_idle
 
+    def room_bytes(self) -> int:
+        """Return what more models with requests may hold."""
+        return sys.maxsize if self.engine is None else self.engine.residents.room_bytes()
+
     def look_for_models(self) -> None:
         """Look what is in the folder of models now."""
         if self.roster is not None:
@@ -178,15 +184,20 @@ class _LoraCaches:
 
     def __init__(self, host_bytes: int) -> None:
         self._host_bytes = host_bytes
-        self.by_shapes: dict[tuple[tuple[ModuleRef, tuple[int, ...]], ...], LoraCache] = {}
+        self._by_shapes: WeakValueDictionary[tuple[tuple[ModuleRef, tuple[int, ...]], ...], LoraCache]
+        self._by_shapes = WeakValueDictionary()
 
     def __call__(self, targets: LoraTargets, source: LoraSource) -> LoraProvider:
         key = tuple(targets.parameters.items())
-        if key not in self.by_shapes:
-            self.by_shapes[key] = LoraCache(
-                source, lambda name, path: parse(name, path, targets), host_bytes=self._host_bytes
-            )
-        return self.by_shapes[key]
+        found = self._by_shapes.get(key)
+        if found is None:
+            found = LoraCache(source, lambda name, path: parse(name, path, targets), host_bytes=self._host_bytes)
+            self._by_shapes[key] = found
+        return found
+
+    def held_bytes(self) -> int:
+        """Return what is in memory of all LoRAs."""
+        return sum(cache.statistics().resident_bytes for cache in list(self._by_shapes.values()))
 
 
 def _build(
@@ -198,9 +209,9 @@ def _build(
 ) -> Assembled:
     first = next(iter(settings.values()))
     live, caches = _Live(first.knobs), _LoraCaches(first.knobs.host_lora_bytes)
-    is_alone = len(settings) == 1 and folder is None
+    is_alone, device = len(settings) == 1 and folder is None, torch.device(resolve_device(first.device))
     if not is_alone and memory_bytes is None:
-        free = available_bytes(torch.device(resolve_device(first.device))) - PROCESS_BYTES
+        free = available_bytes(device) - PROCESS_BYTES
         memory_bytes = int(_SHARE_FOR_MODELS * max(0, free))
     around = Surroundings(
         knobs=live.knobs,
@@ -209,7 +220,8 @@ def _build(
         remote=remote,
         loras=caches,
         is_alone=is_alone,
-        memory_bytes=memory_bytes,
+        room_bytes=live.room_bytes,
+        free_bytes=None if memory_bytes is None else available_bytes(device) - memory_bytes,
     )
     models: dict[str, BaseModel] = {}
     refused: dict[str, str] = {}
@@ -228,6 +240,7 @@ def _build(
         knobs=first.knobs,
         clock=time.monotonic,
         memory_bytes=memory_bytes,
+        memory=memory_of(device, apart=caches.held_bytes),
         look_for_models=live.look_for_models,
     )
     live.engine = engine

@@ -19,6 +19,7 @@ from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.errors import DeadlineMissed, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
+from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.protocols import LoraProvider
 from plait_serving.diffusion.queue.bounds import QueueBounds
 from plait_serving.diffusion.queue.usage import TenantUsage, UsageLedger
@@ -62,10 +63,12 @@ class Engine:
         knobs: EngineKnobs,
         clock: Callable[[], float],
         memory_bytes: int | None = None,
+        memory: MemoryReader | None = None,
         look_for_models: Callable[[], None] = lambda: None,
     ) -> None:
         """Take the models; the first must be resident when the engine starts. `memory_bytes`: what those that are
-        resident may take; None: no bound. `look_for_models` may `add` some, and is called for one that is unknown."""
+        resident may take, by `memory`; None: no bound, and their weights. `look_for_models` may `add` some, and is
+        called for one that is unknown."""
         self._knobs = knobs
         self._clock = clock
         self._usage = UsageLedger()
@@ -77,6 +80,7 @@ class Engine:
             clock=clock,
             wake=self._registry.wake,
             open_models=self._registry.open_models,
+            memory=MemoryReader() if memory is None else memory,
         )
         self._look_for_models = look_for_models
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
@@ -131,6 +135,7 @@ class Engine:
     def retire(self, name: str) -> None:
         """Take no more requests for a model; those that were accepted are finished."""
         self._residents.retire(name)
+        self._request_s.pop(name, None)
 
     @property
     def knobs(self) -> EngineKnobs:
@@ -167,7 +172,7 @@ class Engine:
             chunks=size.chunks,
         )
         bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
-        with self._registry.admitted(job, bounds):
+        with self._registry.admitted(job, bounds, lambda: _served(model, model.name)):
             if request.loras:  # not before: who is refused has read nothing, and taken nobody's room
                 names = [lora.name for lora in request.loras]
                 job.loras = model.loras.acquire(names, request.tenant, work_s=job.work_s)
@@ -255,10 +260,15 @@ class Engine:
         if model is None:
             self._look_for_models()
             model = self._residents.find(name)
-        if model is None:
-            raise NotFound(f"there is no model {name!r}", param="model")
-        return model
+        return _served(model, name)
 
     def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()
         self._registry.wake()
+
+
+def _served(model: ServedModel | None, name: str) -> ServedModel:
+    """Return the model. Raises `NotFound` if it takes no requests."""
+    if model is None or model.is_retired:
+        raise NotFound(f"there is no model {name!r}", param="model")
+    return model

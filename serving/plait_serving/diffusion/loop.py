@@ -113,7 +113,7 @@ class DenoiseLoop:
         else:
             self.heartbeat.rest()
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
-            self._registry.wait_for_news(wait_s if self._jobs else None)
+            self._registry.wait_for_news(wait_s if self._jobs else self._residents.rest_s)
 
     def _run_between_steps(self) -> None:
         while self._between_steps:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
-from collections.abc import Iterable
+import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +15,16 @@ import torch
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
 
-__all__ = ["MemoryNeed", "available_bytes", "cgroup_bytes", "check_memory", "gigabytes", "pixels_that_fit"]
+__all__ = [
+    "MemoryNeed",
+    "MemoryReader",
+    "available_bytes",
+    "cgroup_bytes",
+    "check_memory",
+    "gigabytes",
+    "memory_of",
+    "pixels_that_fit",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +35,9 @@ CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
 """A cgroup of version 1 without a limit reports a number near 2**63."""
+_STATM = Path("/proc/self/statm")
+_MONITORED_SHARE = "0.95"
+"""Ray's default: where more of a host's or a container's memory is in use, its memory monitor ends workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,15 +83,62 @@ def gigabytes(nbytes: int) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what can still be allocated: on a GPU its free memory, else the host's or what the cgroup leaves."""
+    """Return what can still be allocated: on a GPU its free memory, else the host's or what the cgroup leaves, before
+    Ray's memory monitor ends processes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    host = int(psutil.virtual_memory().available)
-    return min(host, cgroup_bytes(CGROUPS, _OWN_CGROUPS.read_text() if _OWN_CGROUPS.is_file() else ""))
+    share = _monitored_share()
+    host = psutil.virtual_memory()
+    left = max(0, int(host.available - (1 - share) * host.total))
+    return min(left, cgroup_bytes(CGROUPS, _OWN_CGROUPS.read_text() if _OWN_CGROUPS.is_file() else "", share=share))
 
 
-def cgroup_bytes(root: Path, own: str) -> int:
-    """Return what the limits of a process's memory cgroups leave; very much if there is no limit.
+def _monitored_share() -> float:
+    """Return the share of all memory that may be in use: Ray reads the same variables."""
+    if os.environ.get("RAY_memory_monitor_refresh_ms") == "0":  # noqa: SIM112
+        return 1.0
+    return float(os.environ.get("RAY_memory_usage_threshold", _MONITORED_SHARE))  # noqa: SIM112
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryReader:
+    """How a process reads its memory, in bytes; by default it is not read. `held_bytes`: what it holds that no file
+    backs; `left_bytes`: what can still be allocated; `give_back` returns what was freed to the system."""
+
+    held_bytes: Callable[[], int] = lambda: 0
+    left_bytes: Callable[[], int] = lambda: _UNLIMITED
+    give_back: Callable[[], None] = lambda: None
+
+
+def memory_of(device: torch.device, *, apart: Callable[[], int]) -> MemoryReader:
+    """Return the reader of this process's memory, where models are on the CPU. `apart`: bytes that do not count."""
+    if device.type != "cpu":
+        return MemoryReader()
+    return MemoryReader(
+        held_bytes=lambda: _own_bytes() - apart(), left_bytes=lambda: available_bytes(device), give_back=_trim
+    )
+
+
+def _own_bytes() -> int:
+    """Return the anonymous memory of this process, which is its proportional set size without files; 0 where the system
+    does not say. `smaps_rollup` says the same, but walks all pages: some 10 ms for each GB."""
+    try:
+        _, resident, shared, *_ = _STATM.read_text().split()
+    except OSError:
+        return 0
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _trim() -> None:
+    """Have glibc return what was freed: it keeps it for later, in arenas of its threads. Others have no such call."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def cgroup_bytes(root: Path, own: str, *, share: float = 1.0) -> int:
+    """Return what the limits of a process's memory cgroups leave, if that share of them may be used; very much if there
+    is no limit.
 
     `own` is the text of /proc/self/cgroup. Within a container its paths may be the host's; then the root counts.
     """
@@ -88,19 +149,22 @@ def cgroup_bytes(root: Path, own: str) -> int:
             controllers, path = parts[1:]
             top = root / controllers
             folder = top / path.strip().lstrip("/")
-            left += [_left(each) for each in (folder, *folder.parents) if each.is_relative_to(top)]
+            left += [_left(each, share) for each in (folder, *folder.parents) if each.is_relative_to(top)]
     return min(left)
 
 
-def _left(folder: Path) -> int:
-    """Return the limit less what is in use, without the file cache, which the kernel gives up when it must."""
-    for limit, used, cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+def _left(folder: Path, share: float) -> int:
+    """Return that share of the limit less what is in use, without the file cache, which the kernel gives up when it
+    must."""
+    for limit, used, caches in (
+        ("memory.max", "memory.current", ("active_file", "inactive_file")),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file")),
     ):
         allowed = _number(folder / limit)
         if allowed is not None and allowed < _UNLIMITED:
-            return max(0, allowed - (_number(folder / used) or 0) + _statistic(folder / "memory.stat", cache))
+            cached = sum(_statistic(folder / "memory.stat", cache) for cache in caches)
+            in_use = (_number(folder / used) or 0) - cached
+            return max(0, int(share * allowed) - in_use)
     return _UNLIMITED
 
 

@@ -47,6 +47,7 @@ class RequestRegistry:
         self._inbox: deque[ImageJob] = deque()
         self._open: list[ImageJob] = []
         self._stepping = 0
+        self._has_news = False
         self._counts = dict.fromkeys(EngineStatistics.__dataclass_fields__, 0)
         self._closed_to_new = False
         self._shut = False
@@ -62,12 +63,16 @@ class RequestRegistry:
         return not self._closed_to_new and not self._shut
 
     @contextmanager
-    def admitted(self, job: ImageJob, bounds: QueueBounds) -> Iterator[None]:
+    def admitted(
+        self, job: ImageJob, bounds: QueueBounds, check: Callable[[], object] = lambda: None
+    ) -> Iterator[None]:
         """Admit a job, and hand it to the compute thread after the block, in which it begins to take what it needs.
-        Raises `EngineStopped` or `Overloaded` before; the job is not admitted, either, if the block raises. There is
-        room for one that is tried again: it was admitted before."""
+        Raises `EngineStopped` or `Overloaded` before, or what `check` does; the job is not admitted, either, if the
+        block raises. What `check` allowed stays so until `open_models` has the job's. There is room for one that is
+        tried again: it was admitted before."""
         tenant, is_again = job.request.tenant, job.request.tried_again_s is not None
         with self._changed:
+            check()
             if not self.takes_requests:
                 raise EngineStopped("the engine is shutting down")
             retry_after_s = None if is_again else wait_s(tenant, self._queue(), bounds)
@@ -103,15 +108,17 @@ class RequestRegistry:
             return arrived
 
     def wake(self) -> None:
-        """Wake up `wait_for_news`."""
+        """Wake up `wait_for_news`, or the next one if nobody waits."""
         with self._changed:
+            self._has_news = True
             self._changed.notify_all()
 
     def wait_for_news(self, timeout_s: float | None) -> None:
         """Sleep until something arrives or `wake` is called, at most `timeout_s`."""
         with self._changed:
-            if not self._inbox and not self._shut:
+            if not self._inbox and not self._shut and not self._has_news:
                 self._changed.wait(timeout_s)
+            self._has_news = False
 
     def close_to_new(self) -> None:
         """Make `admitted` raise from now on."""
@@ -168,6 +175,7 @@ class RequestRegistry:
         with self._changed:
             self._open.remove(job)
             self._counts[outcome] += 1
+            self._has_news = True
             self._changed.notify_all()
         self._usage.add(job.request.tenant.name, **{outcome: 1}, **_delivered(job, event))
         self.send(job, event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -74,28 +75,37 @@ class Takeover:
         weights: ResidentWeights,
         prepared: set[str],
     ) -> None:
-        """Convert what does not exist on a background thread; torch serves until then, and gives its memory back."""
+        """Convert what does not exist on a background thread; torch serves until then, and gives its memory back.
+
+        It takes turns with others that convert: a model that has left meanwhile is not kept in memory for it.
+        """
         preparer = self._preparer
         missing = {"unet", "vae"} - self.mapped
         if preparer is None or not missing:
             return
 
+        denoiser_of, merger_of, weights_of = weakref.ref(denoiser), weakref.ref(merger), weakref.ref(weights)
+
         def make_unet() -> None:
             halves = preparer.make_unet(self._folder / "unet")
 
             def adopt() -> None:
-                merger.forget()
-                denoiser.adopt(halves)
-                weights.release()
-                prepared.add("unet")
+                here, merger, weights = denoiser_of(), merger_of(), weights_of()
+                if here is not None and merger is not None and weights is not None:
+                    merger.forget()
+                    here.adopt(halves)
+                    weights.release()
+                    prepared.add("unet")
 
             between_steps(adopt)
 
         def make() -> None:
-            if "unet" in missing:
+            if "unet" in missing and denoiser_of() is not None:
                 make_unet()
-            if "vae" in missing:
-                denoiser.adopt_vae(preparer.make_vae(self._folder / "vae"))
-                prepared.add("vae")
+            if "vae" in missing and denoiser_of() is not None:
+                program = preparer.make_vae(self._folder / "vae")
+                if (here := denoiser_of()) is not None:
+                    here.adopt_vae(program)
+                    prepared.add("vae")
 
         behind(str(self._folder), make)

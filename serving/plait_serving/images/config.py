@@ -248,7 +248,7 @@ class ImagesSection(Replicated):
     ] = None
     memory_bytes: Annotated[
         int | None,
-        Field(ge=1, description="what the weights of models in memory may take; unset: most of what is free"),
+        Field(ge=1, description="what models in memory may hold, with their programs; unset: most of what is free"),
     ] = None
     aliases: dict[Name, AliasSection] = Field(
         default_factory=dict, description="more names for requests: a model with LoRAs"

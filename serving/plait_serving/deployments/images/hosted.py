@@ -163,7 +163,7 @@ class HostedImages:
         loras = {name for cache in self._assembled.loras.values() for name in cache.resident_names()}
         return ReplicaState(
             number=self._reports,
-            queued_s=engine.statistics().queued_s + sum(load_s[name] for name in wanted - resident),
+            queued_s=engine.statistics().queued_s + sum(load_s.get(name, 0.0) for name in wanted - resident),
             models=frozenset(resident | wanted),
             loras=frozenset(loras),
             load_s=load_s,

@@ -6,11 +6,13 @@ The only place that chooses implementations for a model's interfaces.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -92,7 +94,8 @@ class EngineSettings:
 class Surroundings:
     """What a model needs of the engine that it is in. `remote[name]` makes a client of a ControlNet that is a service;
     `local` keeps the clients of those that run in this process, which models of a family share; `loras` returns the
-    provider for a model of such targets. `is_alone`: it has no other model. `memory_bytes`: what models may take."""
+    provider for a model of such targets. `is_alone`: it has no other model. `room_bytes`: what programs of one that has
+    requests may still take. `free_bytes`: what is left beside all that models may take; None: what can be allocated."""
 
     knobs: Callable[[], EngineKnobs]
     is_idle: Callable[[], bool]
@@ -100,7 +103,8 @@ class Surroundings:
     remote: Mapping[str, Callable[[], ControlNetClient]]
     loras: Callable[[LoraTargets, LoraSource], LoraProvider]
     is_alone: bool = True
-    memory_bytes: int | None = None
+    room_bytes: Callable[[], int] = lambda: sys.maxsize
+    free_bytes: int | None = None
     local: WeakValueDictionary[Path, LocalControlNetClient] = field(default_factory=WeakValueDictionary)
 
 
@@ -133,7 +137,7 @@ class BaseModel:
         costs = StepCosts() if costs is None else costs
         self.served = ServedModel(
             name=name,
-            limits=_limits(self.outline, settings.limits, around.memory_bytes or 0),
+            limits=_limits(self.outline, settings.limits, around.free_bytes),
             loras=around.loras(
                 LoraTargets.of(components_of(self.outline.unet, self.outline.text_encoders)), settings.lora_source
             ),
@@ -141,6 +145,7 @@ class BaseModel:
             measure=PromptEncoder(self.outline, tokens=self._tokens).size,
             load=self._load,
             leave=self._leave,
+            close=self._close,
             nbytes=self.outline.weights_bytes,
             costs=costs,
             forecast=WorkForecast(costs),
@@ -207,6 +212,13 @@ class BaseModel:
         self.prepared -= {"unet", "vae"}
         self.auditor.forget()
 
+    def _close(self) -> None:
+        """Let go of clients, and of what refers back to here: memory is free at once, not at a garbage collection."""
+        for client in self.controlnets.values():
+            client.shutdown()
+        self.controlnets, self.served.controlnets = {}, {}
+        self.served.load = self.served.leave = self.served.close = _has_left
+
     def _bundle(self, *, mapped: Collection[str] = (), outline: bool = False) -> Bundle:
         return load_bundle(
             self.folder,
@@ -219,13 +231,15 @@ class BaseModel:
         )
 
     def _make_preparer(self) -> Preparer | None:
+        around = self._around
         return preparer_for(
             self._settings.executor,
             device=self._device,
             dtype=self._dtype,
-            threads=lambda: self._around.knobs().threads,
+            threads=lambda: around.knobs().threads,
             cache=self._settings.prepared_folder,
             auditor=self.auditor,
+            room_bytes=around.room_bytes,
         )
 
     def _controlnets(self) -> dict[str, PlacedControlNetClient]:
@@ -271,6 +285,10 @@ class BaseModel:
         return client
 
 
+def _has_left() -> Any:
+    """Do nothing: in place of what refers to the model."""
+
+
 def _measure(local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser, bundle: Bundle) -> StepTimes:
     """Time one guided image's step with the ControlNet at both places."""
     sizes = probe_sizes(bundle.width, bundle.height, multiple=bundle.size_multiple)
@@ -305,11 +323,12 @@ def _times_at(
     return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
 
 
-def _limits(outline: Bundle, wanted: ImageLimits, memory_bytes: int) -> ImageLimits:
-    """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the memory
-    which models leave can hold."""
+def _limits(outline: Bundle, wanted: ImageLimits, free_bytes: int | None) -> ImageLimits:
+    """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the free
+    memory can hold."""
     limits = replace(wanted, size_multiple=outline.size_multiple, min_edge_px=outline.size_multiple)
-    free, native = max(0, available_bytes(outline.device) - memory_bytes), outline.width * outline.height
+    free, native = free_bytes, outline.width * outline.height
+    free = max(0, available_bytes(outline.device) if free is None else free)
     pixels = pixels_that_fit(outline.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
     if pixels < limits.max_pixels:
         _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))

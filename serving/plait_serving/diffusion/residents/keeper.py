@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from plait_serving.diffusion.errors import EngineError, ModelError
-from plait_serving.diffusion.memory import gigabytes
+from plait_serving.diffusion.memory import MemoryReader, gigabytes
+from plait_serving.diffusion.residents.holdings import Holdings
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
-from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
+from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch, surplus
 from plait_serving.diffusion.units import ImageJob
 
 __all__ = ["ResidencyStatistics", "Residents"]
@@ -24,11 +26,13 @@ _MIN_LOAD_S = 0.1
 _DRAIN_SHARE = 1.0
 """Requests in work may end before their model leaves if that takes at most so many times what loading the other one
 does: preparing them again is work, too, but whoever waits has waited long."""
+_LOOK_S = 1.0
+"""How often memory is measured. One model leaves at a time: what others let go of may still be in use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyStatistics:
-    """Counts since the start, except `resident`: the names of the models in memory now, and `nbytes`, what they take.
+    """Counts since the start, except `resident`: the names of the models in memory now, and `nbytes`, what they hold.
     `load_s`: what each was last loaded in."""
 
     resident: tuple[str, ...]
@@ -50,11 +54,15 @@ class Residents:
         clock: Callable[[], float],
         wake: Callable[[], None],
         open_models: Callable[[], Collection[str]],
+        memory: MemoryReader,
     ) -> None:
         """Take the models, the first is what requests without a model mean. `wake` is called when one was loaded or
-        retired; `open_models` returns those of all requests that have not ended."""
+        retired; `open_models` returns those of all requests that have not ended; `memory` says what they hold."""
         self._models = {model.name: model for model in models}
+        self._changing = threading.Lock()
         self._budget_bytes = budget_bytes
+        self._holdings = Holdings(memory, budget_bytes=budget_bytes)
+        self._looked_s = -math.inf
         self._clock = clock
         self._wake = wake
         self._open_models = open_models
@@ -80,7 +88,7 @@ class Residents:
         return next(iter(self._models.values()))
 
     def of(self, name: str) -> ServedModel:
-        """Return the model of that name, also one that was retired."""
+        """Return the model of that name, also one that was retired while it has open requests."""
         return self._models[name]
 
     def find(self, name: str) -> ServedModel | None:
@@ -99,7 +107,11 @@ class Residents:
     def add(self, model: ServedModel) -> None:
         """Serve one more model; nothing is loaded yet."""
         self._load_s.pop(model.name, None)
-        self._models = {**self._models, model.name: model}  # others read the old one meanwhile
+        with self._changing:
+            old = self._models.get(model.name)
+            self._models = {**self._models, model.name: model}  # others read the old one meanwhile
+        if old is not None:
+            old.close()
 
     def retire(self, name: str) -> None:
         """Give no more requests to a model. What was accepted is finished; then its weights leave."""
@@ -159,6 +171,7 @@ class Residents:
         """Take in what was loaded, and switch if that is due; return why models could not be loaded, by name."""
         failed = self._take_in()
         self._drop_unwanted()
+        self._look(jobs)
         if len(self._models) == 1 and not self._needs_first(jobs):
             return failed
         if self._switch is None:
@@ -171,10 +184,10 @@ class Residents:
 
     def statistics(self) -> ResidencyStatistics:
         """Return a snapshot."""
-        here = [model for model in self._models.values() if model.parts is not None]
+        here = self._here
         return ResidencyStatistics(
             resident=tuple(model.name for model in here),
-            nbytes=sum(model.nbytes for model in here),
+            nbytes=self._holdings.all_bytes(here),
             budget_bytes=self._budget_bytes,
             loads=self._loads,
             load_s=dict(self._load_s),
@@ -184,6 +197,17 @@ class Residents:
         """Return the seconds that loading it is expected to take."""
         return self._load_s.get(model.name, _MIN_LOAD_S + model.nbytes / _READ_BYTES_PER_S)
 
+    @property
+    def rest_s(self) -> float | None:
+        """How long nobody needs to `tend` while there are no jobs; None: until something happens."""
+        return _LOOK_S if len(self._here) > 1 else None
+
+    def room_bytes(self) -> int:
+        """Return what more models with requests may hold: what is free, and what those without hold."""
+        here, open_models = self._here, self._open_models()
+        in_use = [model.nbytes for model in here if model.name in open_models]
+        return self._holdings.budget_bytes(here) - sum(in_use) - len(in_use) * self._holdings.beyond_bytes(here)
+
     def load_first(self) -> None:
         """Load the first model, before the compute thread starts. Raises `ModelError`."""
         model = self.first
@@ -191,6 +215,28 @@ class Residents:
         started_s = self._clock()
         model.parts = model.load()
         self._load_s[model.name] = self._clock() - started_s
+
+    @property
+    def _here(self) -> list[ServedModel]:
+        return [model for model in self._models.values() if model.parts is not None]
+
+    def _look(self, jobs: Sequence[ImageJob]) -> None:
+        """Measure if it is time; if the models hold too much, also after what was freed was given back, the one without
+        work that is worth least makes room."""
+        now_s = self._clock()
+        if now_s < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = now_s
+        self._holdings.look()
+        if self._surplus(jobs) is not None:
+            self._holdings.give_back()
+            if (name := self._surplus(jobs)) is not None:
+                self._let_go(self._models[name], ())
+
+    def _surplus(self, jobs: Sequence[ImageJob]) -> str | None:
+        demands, budget_bytes = self._demands(jobs)
+        in_use = {*self._open_models(), *self._woken_s}
+        return surplus(demands, in_use=in_use, budget_bytes=budget_bytes, now_s=self._clock())
 
     def _needs_first(self, jobs: Sequence[ImageJob]) -> bool:
         return self.first.parts is None and bool(jobs or self._woken_s)
@@ -223,14 +269,31 @@ class Residents:
                 model.goes_to_sleep = False
                 if model.parts is not None:
                     self._let_go(model, (), why="has left" if model.is_retired else "sleeps")
+                if model.is_retired:
+                    self._forget(model)
+
+    def _forget(self, model: ServedModel) -> None:
+        """Remove a model that has left for good, unless it is part of a switch; then once that is done."""
+        name, switch = model.name, self._switch
+        if switch is not None and name in (switch.load, *switch.leave):
+            return
+        with self._changing:
+            self._models = {other: each for other, each in self._models.items() if each is not model}
+        for table in (self._load_s, self._used_s, self._overtaken_s):
+            table.pop(name, None)
+        model.close()
 
     def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
         if not self._woken_s and all(self._models[job.request.model].parts is not None for job in jobs):
             return None
-        return next_switch(self._demands(jobs), budget_bytes=self._budget_bytes, now_s=self._clock())
+        demands, budget_bytes = self._demands(jobs)
+        return next_switch(demands, budget_bytes=budget_bytes, now_s=self._clock())
 
-    def _demands(self, jobs: Sequence[ImageJob]) -> list[ModelDemand]:
-        oldest, now_s = _oldest(jobs), self._clock()
+    def _demands(self, jobs: Sequence[ImageJob]) -> tuple[list[ModelDemand], int]:
+        """Return what is asked of each model, and the budget. No absent one is expected to hold more than that: with
+        none beside it each is tried."""
+        oldest, now_s, here = _oldest(jobs), self._clock(), self._here
+        beyond_bytes, budget_bytes = self._holdings.beyond_bytes(here), self._holdings.budget_bytes(here)
         short: set[str] = set()
         for job in jobs:
             name = job.request.model
@@ -238,10 +301,10 @@ class Residents:
             need_s = job.left_s + (self.load_s(model) if model.parts is None else 0.0)
             if job.deadline_at_s is not None and job.deadline_at_s - now_s < 2 * need_s:
                 short.add(name)
-        return [
+        demands = [
             ModelDemand(
                 name=name,
-                nbytes=model.nbytes,
+                nbytes=model.nbytes + beyond_bytes if model in here else min(model.nbytes + beyond_bytes, budget_bytes),
                 load_s=self.load_s(model),
                 is_resident=model.parts is not None,
                 oldest_s=oldest.get(name, self._woken_s.get(name)),
@@ -251,6 +314,7 @@ class Residents:
             )
             for name, model in self._models.items()
         ]
+        return demands, budget_bytes
 
     def _begin(self, switch: Switch) -> None:
         for name in switch.leave:
@@ -276,6 +340,7 @@ class Residents:
                 unit.pause()
         model.parts, model.leaves = None, False
         model.leave()
+        self._holdings.give_back()
         _log.info("%s %s", model.name, why)
 
     def _load(self, switch: Switch) -> None:

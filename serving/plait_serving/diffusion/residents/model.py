@@ -28,7 +28,7 @@ class ModelParts:
 @dataclass(slots=True, kw_only=True, eq=False)
 class ServedModel:
     """One base model. `load` brings its parts into memory, on a thread that then ends; it raises `ModelError`.
-    `nbytes`: what they take there. `leave` is called when they have left.
+    `nbytes`: of its weights there. `leave` is called when they have left, `close` when they have left for good.
 
     `parts`: None while the model is not resident. `leaves`: it is about to make room, and begins no request any more.
     Both are the compute thread's. `is_retired`: it takes no request any more, and leaves for good after the last one.
@@ -45,6 +45,7 @@ class ServedModel:
     nbytes: int
     costs: StepCosts
     forecast: WorkForecast
+    close: Callable[[], None] = lambda: None
     samplers: SamplerChoice = field(default_factory=SamplerChoice)
     parts: ModelParts | None = None
     leaves: bool = False

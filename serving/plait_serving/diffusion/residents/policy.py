@@ -17,10 +17,10 @@ One model is loaded at a time: two that read one disk at once both arrive when t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PATIENCE", "ModelDemand", "Switch", "next_switch"]
+__all__ = ["PATIENCE", "ModelDemand", "Switch", "next_switch", "surplus"]
 
 PATIENCE = 2.0
 """A compromise: less loads more often than it computes, more makes rare models wait."""
@@ -28,9 +28,10 @@ PATIENCE = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelDemand:
-    """A model and what is asked of it now. `load_s`: what loading it takes; `oldest_s`: when the oldest of its requests
-    arrived, None: it has none; `overtaken_s`: the seconds that later arrivals than that one computed; `used_s`: when it
-    was last used; `is_short`: a deadline of its requests is missed unless it is loaded now."""
+    """A model and what is asked of it now. `nbytes`: what it holds, or is expected to; `load_s`: what loading it takes;
+    `oldest_s`: when the oldest of its requests arrived, None: it has none; `overtaken_s`: the seconds that later
+    arrivals than that one computed; `used_s`: when it was last used; `is_short`: a deadline of its requests is missed
+    unless it is loaded now."""
 
     name: str
     nbytes: int
@@ -62,6 +63,16 @@ def next_switch(models: Sequence[ModelDemand], *, budget_bytes: int, now_s: floa
         if not busy or _is_due(model, busy):
             return Switch(load=model.name, leave=tuple(other.name for other in leave))
     return None
+
+
+def surplus(models: Sequence[ModelDemand], *, in_use: Collection[str], budget_bytes: int, now_s: float) -> str | None:
+    """Return which of the resident models that are not in use makes room, as all together hold more than they may; None
+    if they do not, or nobody can. The only one stays: loading it for each request would not make it hold less."""
+    residents = [model for model in models if model.is_resident]
+    if len(residents) == 1 or sum(model.nbytes for model in residents) <= budget_bytes:
+        return None
+    idle = [model for model in residents if model.name not in in_use]
+    return min(idle, key=lambda model: _worth(model, now_s)).name if idle else None
 
 
 def _that_leave(

@@ -183,6 +183,39 @@ def test_the_reference_is_let_go_once_nothing_waits(error):
     assert [one() is not None for one in made] == [error > 0]
 
 
+def test_a_program_that_is_forgotten_is_let_go_also_where_its_audit_waits():
+    """Its model has left memory, and others compute without a pause."""
+    idle, waits = [True], threading.Event()
+
+    def is_idle() -> bool:
+        if not idle[0]:
+            waits.set()
+        return idle[0]
+
+    def made() -> TorchProgram:
+        idle[0] = False  # from here on others compute
+        return reference()
+
+    auditor = auditor_in(idle=is_idle)
+    program = WrongSomewhere(lambda _: False)
+    audited = auditor.watch("block", program, made, tolerance=TOLERANCE)
+    for rows in (1, 2):
+        audited.run(small_inputs(rows, 4, 4))
+    assert waits.wait(60.0)
+    left = weakref.ref(program)
+    del program, audited
+    auditor.forget()
+    for _ in range(600):
+        gc.collect()
+        if left() is None:
+            break
+        threading.Event().wait(0.1)
+    assert left() is None
+    idle[0] = True
+    auditor.wait()
+    assert auditor.statistics().failed == 0
+
+
 def test_a_reference_that_fails_stops_nothing(caplog):
     """It is logged and counted; the program goes on, and so does the audit of others."""
 

@@ -251,14 +251,14 @@ def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
 def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted, monkeypatch):
     """The dynamic model answers meanwhile; where memory comes free, shapes that recur get theirs."""
     monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    free = [(1 << 30) + (10 << 20)]
+    free = [10 << 20]
     program = openvino_at(converted, free_bytes=lambda: free[0]).open("k")
     inputs = small_inputs(2, 4, 4)
     for _ in range(6):
         expected = program.run(inputs)
         assert program._worker is None
     assert not program._special
-    free[0] = 2 << 30
+    free[0] = 1 << 30
     for _ in range(3):
         program.run(inputs)
     wait_compiled(program, 1)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from plait_serving.diffusion.memory import (
     available_bytes,
     cgroup_bytes,
     check_memory,
+    memory_of,
     pixels_that_fit,
 )
 from plait_serving.diffusion.residents import base_model
@@ -79,10 +83,11 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     assert bundle.decoding_bytes_per_pixel == per_pixel
     monkeypatch.setattr(base_model, "available_bytes", lambda _: 5000 * per_pixel)
     with caplog.at_level(logging.INFO):
-        assert base_model._limits(bundle, ImageLimits(), 0).max_pixels == 5000
+        assert base_model._limits(bundle, ImageLimits(), None).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
     monkeypatch.setattr(base_model, "available_bytes", lambda _: 1 << 50)
-    assert base_model._limits(bundle, ImageLimits(), 0).max_pixels == ImageLimits().max_pixels
+    assert base_model._limits(bundle, ImageLimits(), None).max_pixels == ImageLimits().max_pixels
+    assert base_model._limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
 
 
 def test_this_host_has_some_memory():
@@ -99,7 +104,8 @@ def limit(folder, *, version, most, used, cache):
     }[version]
     (folder / names[0]).write_text(f"{most}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 12\n{names[2]} {cache}\n")
+    active = names[2].replace("inactive", "active")
+    (folder / "memory.stat").write_text(f"anon 12\n{active} {cache // 3}\n{names[2]} {cache - cache // 3}\n")
 
 
 @pytest.mark.parametrize(("version", "controllers"), [(1, "memory"), (2, "")])
@@ -120,6 +126,87 @@ def test_no_limit_leaves_very_much(tmp_path):
     limit(tmp_path / "a", version=2, most="max", used=5, cache=0)
     limit(tmp_path / "memory" / "a", version=1, most=9223372036854771712, used=5, cache=0)
     for own in ("0::/a\n", "4:memory:/a\n", "", "nonsense\n", "0::/not/here\n"):
-        assert cgroup_bytes(tmp_path, own) >= 1 << 60
+        assert cgroup_bytes(tmp_path, own, share=0.9) >= 1 << 60
     limit(tmp_path, version=2, most=1000, used=100, cache=0)
     assert cgroup_bytes(tmp_path, "0::/not/here\n") == 900
+
+
+@pytest.mark.parametrize(
+    ("environment", "share"),
+    [
+        ({}, 0.95),
+        ({"RAY_memory_usage_threshold": "0.8"}, 0.8),
+        ({"RAY_memory_usage_threshold": "0.8", "RAY_memory_monitor_refresh_ms": "0"}, 1.0),
+    ],
+    ids=["default", "set", "off"],
+)
+def test_what_is_available_ends_where_rays_memory_monitor_acts(monkeypatch, tmp_path, environment, share):
+    """At its share of the host's memory or of the container's, whichever comes first."""
+    for name in ("RAY_memory_usage_threshold", "RAY_memory_monitor_refresh_ms"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    host = SimpleNamespace(total=10 * GB, available=4 * GB)
+    monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: host))
+    monkeypatch.setattr(memory, "CGROUPS", tmp_path)
+    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/a\n")
+    assert available_bytes(CPU) == pytest.approx(4 * GB - (1 - share) * 10 * GB)
+    limit(tmp_path / "a", version=2, most=2 * GB, used=1 * GB, cache=0)
+    assert available_bytes(CPU) == pytest.approx(share * 2 * GB - 1 * GB)
+    host.available = 0
+    assert available_bytes(CPU) == 0
+
+
+ALLOCATED = """
+import ctypes, mmap, sys
+from pathlib import Path
+import torch
+from plait_serving.diffusion.memory import memory_of
+
+reader = memory_of(torch.device("cpu"), apart=lambda: 0)
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def rollup():
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith("Pss_Anon:")))
+
+def look(what):
+    print(what, reader.held_bytes(), rollup(), flush=True)
+
+look("before")
+places = [libc.malloc(60_000) for _ in range(4_000)]
+for place in places:
+    ctypes.memset(place, 1, 60_000)
+look("allocated")
+with open(sys.argv[1], "rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    sum(mapped[::4096])
+look("mapped")
+for place in places[:-1]:
+    libc.free(place)
+look("freed")
+reader.give_back()
+look("given")
+"""
+
+
+def test_what_a_process_holds_is_its_set_size_without_files(tmp_path):
+    """As the kernel's own sum says, which is far slower to ask for: files are not in it, and what was freed is until it
+    is given back."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(100_000_000))
+    told = subprocess.run(
+        [sys.executable, "-c", ALLOCATED, file], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    held = {}
+    for line in told.splitlines():
+        what, ours, kernels = line.split()
+        assert int(ours) == pytest.approx(int(kernels), abs=20_000_000), line
+        held[what] = int(ours)
+    assert held["allocated"] - held["before"] > 230_000_000
+    assert abs(held["mapped"] - held["allocated"]) < 20_000_000
+    assert held["freed"] - held["before"] > 200_000_000
+    assert held["given"] - held["before"] < 30_000_000
+    assert memory_of(torch.device("meta"), apart=lambda: 0).held_bytes() == 0

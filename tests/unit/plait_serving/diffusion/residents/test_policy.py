@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from plait_serving.diffusion.residents.policy import PATIENCE, ModelDemand, Switch, next_switch
+from plait_serving.diffusion.residents.policy import PATIENCE, ModelDemand, Switch, next_switch, surplus
 
 LOAD_S = 3.0
 
@@ -81,6 +81,20 @@ def test_what_is_too_large_holds_up_nobody():
     """The next one in line is loaded."""
     found = switch(resident("a"), absent("large", nbytes=3, oldest_s=1.0), absent("b", oldest_s=2.0))
     assert found == Switch(load="b", leave=())
+
+
+def test_what_holds_too_much_is_the_idle_one_that_is_worth_least():
+    """One at a time; nobody who is in use, and never the only one."""
+    here = [resident("a", nbytes=3, used_s=1.0), resident("b", nbytes=3, used_s=2.0), absent("c", nbytes=100)]
+
+    def found(*models: ModelDemand, room: int, in_use: str = "") -> str | None:
+        return surplus(models, in_use=in_use, budget_bytes=room, now_s=100.0)
+
+    assert found(*here, room=6) is None
+    assert found(*here, room=5) == "a"
+    assert found(*here, room=5, in_use="a") == "b"
+    assert found(*here, room=5, in_use="ab") is None
+    assert found(*here[1:], room=1) is None
 
 
 @dataclass
