@@ -236,8 +236,14 @@ async def _until_told(name: str, url: str, turn: int, pipe: Connection) -> Count
         attacker = Attacker(url, client, turn)
         attack = asyncio.ensure_future(ATTACKS[name](attacker))
         pipe.send(None)
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.remove_reader(pipe.fileno())
+            attack.cancel()
+
         # A thread that waits for the pipe would keep this process alive after an attack that failed.
-        asyncio.get_running_loop().add_reader(pipe.fileno(), attack.cancel)
+        loop.add_reader(pipe.fileno(), stop)
         with suppress(asyncio.CancelledError):
             await attack
         return attacker.ended
