@@ -33,6 +33,9 @@ LORA_SETS = [[f"set{number}-{place}" for place in range(7)] for number in range(
 
 _FILES = 8
 _LEAVE_S = 5.0
+_VOLLEY_S = 15.0
+"""Between two volleys of large bodies: they are to harm by what they hold, not by their mere bytes a second."""
+
 _PROMPT_CLIENTS = 8
 _LORA_STEPS = 1000
 _DRIPS = 600
@@ -127,7 +130,7 @@ async def decode(attacker: Attacker) -> None:
     """Images that take half a minute to decode, eight of two kinds at once, whose clients leave after 5 s."""
     files = (repeated_scans(), text_chunks())
     asks = [ask for file in files for ask in [_edit(file)] * _FILES]
-    await attacker.volleys([_leaving(attacker, ask) for ask in asks], every_s=_LEAVE_S)
+    await attacker.volleys([_leaving(attacker, ask) for ask in asks], every_s=_VOLLEY_S)
 
 
 def _leaving(attacker: Attacker, ask: Ask) -> Callable[[], Awaitable[None]]:
@@ -177,7 +180,7 @@ async def bodies(attacker: Attacker) -> None:
         pieces = (large[at : at + _PIECE_BYTES] for at in range(0, len(large), _PIECE_BYTES))
         return attacker.body(len(large), pieces)
 
-    volleys = attacker.volleys([send] * _BODIES, every_s=_LEAVE_S)
+    volleys = attacker.volleys([send] * _BODIES, every_s=_VOLLEY_S)
     await asyncio.gather(volleys, *(drip() for _ in range(_DRIPS)))
 
 

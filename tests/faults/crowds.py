@@ -18,7 +18,7 @@ from faults.ends import ERROR_MEMBERS
 from faults.folders import copy_models, write_loras
 from faults.load import send_all
 from faults.run import RunFailed, Say, prepared
-from faults.server import OTHERS, RunningServer
+from faults.server import RunningServer
 from faults.tenants import KEYS, configuration
 from faults.usage import peaks
 from plait_bench.summary import percentile
@@ -33,6 +33,7 @@ UNITS = {
     "broken": "requests",
     "killed": "processes",
     "refusal_ms": "ms",
+    "unknown_ms": "ms",
     "listing_ms": "ms",
     "first_ms": "ms",
     "image_s": "s",
@@ -109,13 +110,13 @@ async def _sampled(
     server: RunningServer, client: FaultClient, models: Iterable[Mapping[str, Any]]
 ) -> dict[str, list[float]]:
     asks = [_sampler_ask(model["id"], name) for model in models for name in model["schedulers"]]
-    before = _processes(server)
+    before = server.replicas()
     async with peaks(server, every_s=_WATCH_S) as peak_bytes:
         replies = await send_all(client, asks * _SAMPLERS_ROUNDS, at_once=_AT_ONCE)
         await asyncio.sleep(2 * _WATCH_S)
     ended = Counter(_end_of(reply) for _, reply in replies)
     counts = {"requests": ended.total(), **{name: ended[name] for name in ("answered", "refused", "broken")}}
-    counts["killed"] = len(before - _processes(server))
+    counts["killed"] = len(before - server.replicas())
     return {"engine_mib": [peak_bytes["engine"] / 2**20], **{name: [float(count)] for name, count in counts.items()}}
 
 
@@ -132,10 +133,6 @@ def _end_of(reply: Reply) -> str:
         return "refused" if set(json.loads(reply.body)["error"]) == ERROR_MEMBERS else "broken"
     except (ValueError, KeyError, TypeError):
         return "broken"
-
-
-def _processes(server: RunningServer) -> set[Any]:
-    return {process for process, kind in server.processes().items() if kind not in OTHERS}
 
 
 def _files_configuration(folder: Path) -> str:
@@ -166,8 +163,10 @@ async def _files_run(server: RunningServer, folder: Path, say: Say) -> CrowdRepo
 
 async def _timed(client: FaultClient, new: Path) -> dict[str, Sequence[float]]:
     refused = image_ask("refused", prompt="fish", size="7x7")
+    unknown = image_ask("unknown", prompt="fish", loras=[{"name": "fow1"}])
     first = await client.send(refused)
     refusal_ms = [1e3 * (await client.send(refused)).taken_s for _ in range(_TIMES)]
+    unknown_ms = [1e3 * (await client.send(unknown)).taken_s for _ in range(_TIMES)]
     listing_ms = []
     for _ in range(_TIMES):
         began_s = time.monotonic()
@@ -183,6 +182,7 @@ async def _timed(client: FaultClient, new: Path) -> dict[str, Sequence[float]]:
     return {
         "first_ms": [1e3 * first.taken_s],
         "refusal_ms": refusal_ms,
+        "unknown_ms": unknown_ms,
         "listing_ms": listing_ms,
         "image_s": image_s,
         "known_s": [await _known_s(client, new)],

@@ -86,8 +86,8 @@ class NeighbourRound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighbourReport:
     """Rounds alone and beside the attack, in turn, and the memory before the first and after the last. `attacker`: how
-    A's requests ended. `again_s`: how long after each attack the neighbour was served as before; None: not within two
-    minutes."""
+    A's requests ended; `killed`: processes of the server that are gone; `again_s`: how long after each attack the
+    neighbour was served as before, None: not within two minutes."""
 
     attack: str
     capacity_per_s: float
@@ -98,6 +98,7 @@ class NeighbourReport:
     before_bytes: Mapping[str, int]
     after_bytes: Mapping[str, int]
     attacker: Mapping[str, int] = field(default_factory=dict)
+    killed: int = 0
 
     @property
     def p95_ratio(self) -> ValueSummary:
@@ -116,6 +117,8 @@ class NeighbourReport:
         health_s = max(it.health_p99_s for it in self.beside)
         if health_s > MAX_HEALTH_P99_S:
             found.append(f"/health takes {health_s:.2f} s (p99), more than {MAX_HEALTH_P99_S:g}")
+        if self.killed:
+            found.append(f"{self.killed} processes were killed")
         if None in self.again_s:
             found.append(f"not served as before within {_AGAIN_S:g} s after the attack")
         more = self.after_bytes.get("engine", 0) - self.before_bytes.get("engine", 0)
@@ -129,6 +132,7 @@ class NeighbourReport:
             "attack": self.attack, "capacity_per_s": self.capacity_per_s, "offered_per_s": self.offered_per_s,
             "alone": [it.to_json() for it in self.alone], "beside": [it.to_json() for it in self.beside],
             "p95_ratio": self.p95_ratio.value, "again_s": list(self.again_s), "attacker": dict(self.attacker),
+            "killed": self.killed,
             "before_bytes": dict(self.before_bytes), "after_bytes": dict(self.after_bytes), "misses": self.misses,
         }  # fmt: skip
 
@@ -149,7 +153,7 @@ async def neighbours_run(server: RunningServer, attack: str, plan: NeighboursPla
         per_s = plan.share * capacity
         say(f"{attack}: capacity {capacity:.2f} images/s; the neighbour asks for {per_s:.2f}")
         neighbour = _Neighbour(server, b, asks, expected, per_s, plan)
-        before = await asyncio.to_thread(own_memory, server)
+        before, replicas = await asyncio.to_thread(own_memory, server), server.replicas()
         alone: list[NeighbourRound] = []
         beside: list[NeighbourRound] = []
         again: list[float | None] = []
@@ -172,6 +176,7 @@ async def neighbours_run(server: RunningServer, attack: str, plan: NeighboursPla
             before_bytes=before,
             after_bytes=await asyncio.to_thread(own_memory, server),
             attacker=dict(attacker),
+            killed=len(replicas - server.replicas()),
         )
 
 

@@ -108,8 +108,11 @@ def neighbour_rows(report: NeighbourReport) -> tuple[list[ResultRow], dict[str, 
     in the rows beside it."""
     rows = []
     workload = f"neighbours-{report.attack}"
-    sides = (("alone", report.alone, report.before_bytes), ("beside", report.beside, report.after_bytes))
-    for name, rounds, held in sides:
+    sides = (
+        ("alone", report.alone, report.before_bytes, 0),
+        ("beside", report.beside, report.after_bytes, report.killed),
+    )
+    for name, rounds, held, killed in sides:
         values = {
             "latency_p50_s": ([it.p50_s for it in rounds], "s"),
             "latency_p95_s": ([it.p95_s for it in rounds], "s"),
@@ -117,6 +120,7 @@ def neighbour_rows(report: NeighbourReport) -> tuple[list[ResultRow], dict[str, 
             "requests": ([float(it.ends.total) for it in rounds], "requests"),
             "right": ([float(it.ends.ends[End.RIGHT]) for it in rounds], "requests"),
         }
+        values["killed"] = ([float(killed)], "processes")
         for kind in KINDS:
             values[f"{kind}_peak_mib"] = ([it.peak_bytes[kind] / 2**20 for it in rounds], "MiB")
             values[f"{kind}_mib"] = ([held[kind] / 2**20], "MiB")

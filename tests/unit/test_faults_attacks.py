@@ -87,7 +87,7 @@ def test_loras_of_one_rank_have_one_size(tmp_path):
     assert {path.stat().st_size for path in tmp_path.iterdir()} == {nbytes}
 
 
-def neighbours(attack, *, ratio=1.0, health_s=0.1, wrong=0, again_s=1.0, grown_mib=0):
+def neighbours(attack, *, ratio=1.0, health_s=0.1, wrong=0, again_s=1.0, grown_mib=0, killed=0):
     """A report of two rounds; alone, images take 1 s."""
 
     def ends(wrong):
@@ -104,6 +104,7 @@ def neighbours(attack, *, ratio=1.0, health_s=0.1, wrong=0, again_s=1.0, grown_m
         beside=(beside, beside),
         again_s=(again_s, again_s),
         before_bytes=held,
+        killed=killed,
         after_bytes={**held, "engine": held["engine"] + (grown_mib << 20)},
     )
 
@@ -118,6 +119,7 @@ def test_what_is_promised_to_neighbours_is_a_threshold(attack, limit):
         "/health": {"health_s": 0.21},
         "49 of 50": {"wrong": 1},
         "as before": {"again_s": None},
+        "1 processes": {"killed": 1},
     }
     for words, what in missed.items():
         report = neighbours(attack, **what)
