@@ -1,4 +1,4 @@
-"""`python -m tests.faults run|fairness|refusals|steady`. Data on stdout, progress on stderr.
+"""`python -m tests.faults run|fairness|neighbours|refusals|steady`. Data on stdout, progress on stderr.
 
 Exit codes: 0 passed, 1 not passed, 99 a threshold was missed, 130 interrupted.
 """
@@ -11,13 +11,26 @@ import json
 import resource
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from faults.fairness import FairnessPlan, configuration, fairness_run, fairness_text
-from faults.recording import PATH, Recorder, fairness_rows, fault_rows, refusal_rows, steady_rows
+from faults.attacks import ALL, ATTACKS
+from faults.crowds import CROWDS, crowd_text
+from faults.fairness import FairnessPlan, fairness_configuration, fairness_run, fairness_text
+from faults.neighbours import NeighboursPlan, neighbours_configuration, neighbours_run, neighbours_text
+from faults.recording import (
+    PATH,
+    Recorder,
+    crowd_rows,
+    fairness_rows,
+    fault_rows,
+    neighbour_rows,
+    refusal_rows,
+    steady_rows,
+)
 from faults.refusals import RefusalsPlan, refusals_run, refusals_text
 from faults.reporting import fault_text
 from faults.run import FaultPlan, RunFailed, fault_run
@@ -27,6 +40,7 @@ from plait_bench.errors import RecordError
 
 __all__ = ["main"]
 
+_ATTACKS = (*ATTACKS, ALL, *CROWDS)
 _DESCRIPTORS = 1 << 16
 _MISSED = 99
 """The exit code of a run that missed what is promised, as of `plait` itself."""
@@ -65,6 +79,11 @@ def _parser() -> argparse.ArgumentParser:
     fair.add_argument("--connections", type=int, default=64, help="of the tenant who floods")
     fair.add_argument("--queued", type=int, default=1000, help="requests in the queue when a single image is asked for")
     fair.add_argument("--share", type=float, default=0.5, help="of the capacity that the other tenant offers")
+    beside = _command(commands, "neighbours", _neighbours, "what attacks, and many models or files, cost the others")
+    beside.add_argument("--attacks", default=",".join(_ATTACKS), help="each on a server of its own")
+    beside.add_argument("--seconds", type=float, default=120.0, help="of each round")
+    beside.add_argument("--rounds", type=int, default=2, help="without and with each attack, in turn")
+    beside.add_argument("--share", type=float, default=0.3, help="of the capacity that the neighbour asks for")
     run.add_argument("--warm-rounds", type=int, default=12, help="of load before the first fault, at most")
     refusals = _command(commands, "refusals", _refusals, "how quickly a full server refuses")
     refusals.add_argument("--seconds", type=float, default=30.0)
@@ -119,12 +138,45 @@ def _fairness(options: argparse.Namespace) -> int:
     )
     recorder = Recorder(options.results) if options.record else None
     _raise_descriptor_limit()
-    server = started(*options.settings, config=configuration())
+    server = started(*options.settings, config=fairness_configuration())
     report = _with_server(options, server, lambda server: fairness_run(server, plan, _say))
     _print(options, report.to_json(), fairness_text(report))
     if recorder is not None:
         recorder.write(*fairness_rows(report))
     return _MISSED if report.misses else 0
+
+
+def _neighbours(options: argparse.Namespace) -> int:
+    plan = NeighboursPlan(seconds=options.seconds, rounds=options.rounds, share=options.share, seed=options.seed)
+    names = options.attacks.split(",")
+    if unknown := set(names) - set(_ATTACKS):
+        raise LookupError(f"there is no attack {', '.join(sorted(unknown))}; there are {', '.join(_ATTACKS)}")
+    recorder = Recorder(options.results) if options.record else None
+    _raise_descriptor_limit()
+    reports = []
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="pf-") as folder:
+            report, text, rows = _attacked(options, name, Path(folder), plan)
+        reports.append(report)
+        if not options.json:
+            print(text, flush=True)
+        if recorder is not None:
+            recorder.write(*rows)
+    if options.json:
+        print(json.dumps([report.to_json() for report in reports], indent=1))
+    return _MISSED if any(report.misses for report in reports) else 0
+
+
+def _attacked(options: argparse.Namespace, name: str, folder: Path, plan: NeighboursPlan) -> tuple[Any, str, Any]:
+    """Return the report of an attack or a crowd, its table and its rows."""
+    if name in CROWDS:
+        crowd = CROWDS[name]
+        server = started(*options.settings, config=crowd.prepare(folder))
+        found = _with_server(options, server, lambda server: crowd.run(server, folder, _say))
+        return found, crowd_text(found), (crowd_rows(found),)
+    server = started(*options.settings, config=neighbours_configuration(folder))
+    report = _with_server(options, server, lambda server: neighbours_run(server, name, plan, _say))
+    return report, neighbours_text(report), neighbour_rows(report)
 
 
 def _refusals(options: argparse.Namespace) -> int:

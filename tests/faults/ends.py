@@ -17,7 +17,7 @@ from typing import Any
 from faults.asks import Answer, Ask, StreamError, answer_of, difference
 from faults.client import Reply
 
-__all__ = ["DOCUMENTED", "End", "Tally", "Verdict", "verdict_of"]
+__all__ = ["DOCUMENTED", "ERROR_MEMBERS", "End", "Tally", "Verdict", "verdict_of"]
 
 DOCUMENTED = frozenset(
     {
@@ -30,6 +30,9 @@ DOCUMENTED = frozenset(
     }
 )
 """The errors with which a valid request may end while something fails, or too much is asked."""
+
+ERROR_MEMBERS = frozenset({"message", "type", "param", "code"})
+"""What every error of the API says, in OpenAI's form."""
 
 _RETRIED = frozenset({429, 503})
 """The statuses that say when to retry."""
@@ -106,7 +109,7 @@ def _refused(ask: Ask, status: int, headers: Mapping[str, str], body: bytes, the
 
 def _coded(status: int, error: Any, *, has_retry: bool) -> Verdict:
     """Judge an error in OpenAI's form; one that ends a stream has no status of its own."""
-    if not isinstance(error, dict) or set(error) != {"message", "type", "param", "code"}:
+    if not isinstance(error, dict) or set(error) != ERROR_MEMBERS:
         return Verdict(end=End.UNDOCUMENTED, what=f"{status} in no known form: {error}"[:_SHOWN_CHARS])
     code = error["code"]
     what = f"{status} {code}"

@@ -7,10 +7,9 @@ steady share of what the server can do. Both ask for images of the same kind, so
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,20 +17,11 @@ from faults.asks import Ask, image_ask
 from faults.client import FaultClient, Reply
 from faults.run import RunFailed, Say, prepared
 from faults.server import RunningServer
+from faults.steady import capacity_per_s
+from faults.tenants import KEYS, cancelled, configuration, offered
 from plait_bench.summary import ValueSummary, pairwise_ratio, percentile
 
-__all__ = ["FairnessPlan", "FairnessReport", "configuration", "fairness_run", "fairness_text"]
-
-KEYS = {"a": "the key of the tenant who floods", "b": "the key of the other tenant"}
-
-_CONFIG = """
-server:
-  api_keys:
-    - {{sha256: {a}, tenant: a}}
-    - {{sha256: {b}, tenant: b}}
-images: {{knobs: {{queue_limit: {limit}, queue_seconds: 100000}}}}
-recommend: null
-"""
+__all__ = ["FairnessPlan", "FairnessReport", "fairness_configuration", "fairness_run", "fairness_text"]
 
 MIN_GOODPUT_RATIO = 0.9
 MAX_FIRST_DELAY = 1.0
@@ -40,6 +30,7 @@ MAX_FIRST_DELAY = 1.0
 _AGAIN_S = 0.1
 """How long A waits after a refusal; it does not do what retry-after says."""
 
+_CLIENTS = 32
 _RAMP_S = 5.0
 _QUEUED_S = 60.0
 _QUEUED_SHARE = 0.9
@@ -130,10 +121,9 @@ class FairnessReport:
         }
 
 
-def configuration(*, queue_limit: int = 4096) -> str:
+def fairness_configuration() -> str:
     """Return the plait.yaml of the run: two tenants, and a queue that takes A's requests."""
-    digests = {tenant: hashlib.sha256(key.encode()).hexdigest() for tenant, key in KEYS.items()}
-    return _CONFIG.format(**digests, limit=queue_limit)
+    return configuration(knobs={"queue_limit": 4096, "queue_seconds": 100_000})
 
 
 async def fairness_run(server: RunningServer, plan: FairnessPlan, say: Say) -> FairnessReport:
@@ -143,16 +133,17 @@ async def fairness_run(server: RunningServer, plan: FairnessPlan, say: Say) -> F
         FaultClient(server.url, hung_s=plan.hung_s, key=KEYS["b"]) as b,
     ):
         await _warm_up(b, plan)
-        capacity = await _capacity(b, plan)
-        offered = plan.share * capacity
-        say(f"capacity {capacity:.2f} images/s; B offers {offered:.2f}")
+        many = [_ask(plan, number) for number in range(_CLIENTS)]  # so many at once fill the batches
+        capacity = await capacity_per_s(b, many, seconds=plan.seconds, clients=_CLIENTS, seed=plan.seed)
+        per_s = plan.share * capacity
+        say(f"capacity {capacity:.2f} images/s; B offers {per_s:.2f}")
         alone, beside, flood_answers = [], [], []
         for number in range(1, plan.rounds + 1):
-            alone.append(await _offered(b, offered, plan))
+            alone.append(await _service(b, per_s, plan))
             async with _flood(a, plan) as answers:
                 await asyncio.sleep(_RAMP_S)
                 before = len(answers)
-                beside.append(await _offered(b, offered, plan))
+                beside.append(await _service(b, per_s, plan))
                 flood_answers.append(len(answers) - before)
             say(f"round {number}: {alone[-1].goodput_per_s:.2f} in time/s alone, {beside[-1].goodput_per_s:.2f} beside")
         first_alone = await _first_images(b, plan)
@@ -160,7 +151,7 @@ async def fairness_run(server: RunningServer, plan: FairnessPlan, say: Say) -> F
             first_beside = await _first_images(b, plan)
         return FairnessReport(
             capacity_per_s=capacity,
-            offered_per_s=offered,
+            offered_per_s=per_s,
             alone=tuple(alone),
             beside=tuple(beside),
             first_alone_s=first_alone,
@@ -184,33 +175,9 @@ async def _warm_up(client: FaultClient, plan: FairnessPlan) -> None:
         await prepared(client)
 
 
-async def _capacity(client: FaultClient, plan: FairnessPlan) -> float:
-    """Measure what one tenant gets alone that asks over enough connections for full batches."""
-    began_s = time.monotonic()
-    answered = 0
-
-    async def one(number: int) -> None:
-        nonlocal answered
-        while time.monotonic() < began_s + plan.seconds:
-            reply = await client.send(_ask(plan, number))
-            answered += reply.status == 200
-
-    await asyncio.gather(*(one(number) for number in range(32)))
-    return answered / (time.monotonic() - began_s)
-
-
-async def _offered(client: FaultClient, per_s: float, plan: FairnessPlan) -> ServiceRound:
-    """Offer requests at an even rate, whatever becomes of them."""
-    began_s = time.monotonic()
-    count = max(1, round(per_s * plan.seconds))
-    due_s = [began_s + i / per_s for i in range(count)]
-
-    async def one(number: int) -> tuple[Reply, float]:
-        await asyncio.sleep(max(0.0, due_s[number] - time.monotonic()))
-        reply = await client.send(_ask(plan, 10_000 + number))
-        return reply, reply.ended_s - due_s[number]
-
-    taken = await asyncio.gather(*(one(number) for number in range(count)))
+async def _service(client: FaultClient, per_s: float, plan: FairnessPlan) -> ServiceRound:
+    """Offer requests at an even rate, and say what became of them."""
+    taken = await offered(lambda number: client.send(_ask(plan, 10_000 + number)), per_s, plan.seconds)
     right_s = [latency_s for reply, latency_s in taken if reply.status == 200]
     return ServiceRound(
         goodput_per_s=sum(latency_s <= plan.within_s for latency_s in right_s) / plan.seconds,
@@ -233,7 +200,7 @@ async def _flood(client: FaultClient, plan: FairnessPlan) -> AsyncIterator[list[
             else:
                 await asyncio.sleep(_AGAIN_S)
 
-    async with _cancelled([asyncio.create_task(one(number)) for number in range(plan.connections)]):
+    async with cancelled([asyncio.create_task(one(number)) for number in range(plan.connections)]):
         yield answers
 
 
@@ -242,7 +209,7 @@ async def _queue(a: FaultClient, b: FaultClient, plan: FairnessPlan) -> AsyncIte
     """Have all of A's requests in the server's queue, as many as it takes; yield how many those are."""
     began_s = time.monotonic()
     tasks = [asyncio.create_task(a.send(_ask(plan, 20_000 + i))) for i in range(plan.queued)]
-    async with _cancelled(tasks):
+    async with cancelled(tasks):
         waiting = 0
         while waiting < _QUEUED_SHARE * plan.queued and time.monotonic() < began_s + _QUEUED_S:
             await asyncio.sleep(0.5)
@@ -250,18 +217,6 @@ async def _queue(a: FaultClient, b: FaultClient, plan: FairnessPlan) -> AsyncIte
             if sum(task.done() for task in tasks) + waiting >= plan.queued:
                 break  # the others were refused
         yield waiting
-
-
-@asynccontextmanager
-async def _cancelled(tasks: Sequence[asyncio.Task[Any]]) -> AsyncIterator[None]:
-    """Have these tasks disconnect at the end."""
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _in_flight(client: FaultClient) -> int:

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from faults.crowds import UNITS, CrowdReport
 from faults.ends import End, Tally
 from faults.fairness import FairnessReport
+from faults.neighbours import KINDS, NeighbourReport
 from faults.refusals import RefusalReport
 from faults.run import FaultReport
 from faults.steady import SAMPLED, SteadyReport
@@ -21,7 +23,7 @@ from plait_bench.runner import BenchResult
 from plait_bench.summary import ValueSummary
 from plait_bench.tables import RESULTS, ROOT
 
-__all__ = ["Recorder", "fairness_rows", "fault_rows", "refusal_rows", "steady_rows"]
+__all__ = ["Recorder", "crowd_rows", "fairness_rows", "fault_rows", "neighbour_rows", "refusal_rows", "steady_rows"]
 
 NAME = "faults"
 PATH = RESULTS / f"{NAME}.jsonl"
@@ -99,6 +101,41 @@ def fairness_rows(report: FairnessReport) -> tuple[list[ResultRow], dict[str, Va
     for name, taken in (("alone", report.first_alone_s), ("beside", report.first_beside_s)):
         rows.append(ResultRow.of(taken, system=name, workload="first-image", metric="first_image_s", unit="s"))
     return rows, {"share:goodput_per_s:beside/alone": report.goodput_ratio}
+
+
+def neighbour_rows(report: NeighbourReport) -> tuple[list[ResultRow], dict[str, ValueSummary]]:
+    """Return the rows of a tenant beside an attack, and the ratio of its latencies. What an attack leaves in memory is
+    in the rows beside it."""
+    rows = []
+    workload = f"neighbours-{report.attack}"
+    sides = (
+        ("alone", report.alone, report.before_bytes, 0),
+        ("beside", report.beside, report.after_bytes, report.killed),
+    )
+    for name, rounds, held, killed in sides:
+        values = {
+            "latency_p50_s": ([it.p50_s for it in rounds], "s"),
+            "latency_p95_s": ([it.p95_s for it in rounds], "s"),
+            "health_p99_s": ([it.health_p99_s for it in rounds], "s"),
+            "requests": ([float(it.ends.total) for it in rounds], "requests"),
+            "right": ([float(it.ends.ends[End.RIGHT]) for it in rounds], "requests"),
+        }
+        values["killed"] = ([float(killed)], "processes")
+        for kind in KINDS:
+            values[f"{kind}_peak_mib"] = ([it.peak_bytes[kind] / 2**20 for it in rounds], "MiB")
+            values[f"{kind}_mib"] = ([held[kind] / 2**20], "MiB")
+        for metric, (taken, unit) in values.items():
+            rows.append(ResultRow.of(taken, system=name, workload=workload, metric=metric, unit=unit))
+    return rows, {f"{workload}:latency_p95_s:beside/alone": report.p95_ratio}
+
+
+def crowd_rows(report: CrowdReport) -> list[ResultRow]:
+    """Return the rows of a server with few and with many."""
+    return [
+        ResultRow.of(taken, system=system, workload=f"many-{report.name}", metric=metric, unit=UNITS[metric])
+        for system, values in report.values.items()
+        for metric, taken in values.items()
+    ]
 
 
 def refusal_rows(reports: Sequence[RefusalReport]) -> list[ResultRow]:

@@ -55,6 +55,10 @@ class RunningServer:
         """Return its processes of a kind."""
         return [process for process, found in self.processes().items() if found == kind]
 
+    def replicas(self) -> frozenset[ProcessId]:
+        """Return its processes but the command and Ray's: those that may be killed while it goes on."""
+        return frozenset(process for process, kind in self.processes().items() if kind not in OTHERS)
+
     def kinds(self) -> Counter[str]:
         """Return how many processes there are of each kind."""
         return Counter(self.processes().values())

@@ -10,14 +10,16 @@ import asyncio
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from faults.server import RunningServer
+from faults.tenants import cancelled
 
-__all__ = ["Usage", "grown", "settled", "usage_of"]
+__all__ = ["Usage", "grown", "own_memory", "peaks", "settled", "usage_of"]
 
 _PROC = Path("/proc")
 _SHM = Path("/dev/shm")  # looked at, never written to
@@ -112,10 +114,34 @@ def grown(before: Usage, after: Usage) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _status(pid: int) -> dict[str, int]:
+def own_memory(server: RunningServer) -> dict[str, int]:
+    """Return what the processes of each kind hold, in bytes: their proportional sets without pages of files."""
+    held: Counter[str] = Counter()
+    for process, kind in server.processes().items():
+        sizes = _status(process.pid, "smaps_rollup")
+        held[kind] += (sizes.get("Pss_Anon", 0) + sizes.get("Pss_Shmem", 0)) << 10
+    return dict(held)
+
+
+@asynccontextmanager
+async def peaks(server: RunningServer, *, every_s: float) -> AsyncIterator[Counter[str]]:
+    """Look at `own_memory` every now and then; yield the most that each kind of process had meanwhile."""
+    found: Counter[str] = Counter()
+
+    async def watch() -> None:
+        while True:
+            for kind, held in (await asyncio.to_thread(own_memory, server)).items():
+                found[kind] = max(found[kind], held)
+            await asyncio.sleep(every_s)
+
+    async with cancelled([asyncio.create_task(watch())]):
+        yield found
+
+
+def _status(pid: int, file: str = "status") -> dict[str, int]:
     """Return the numbers of a process's status file; none if it has ended."""
     try:
-        lines = (_PROC / str(pid) / "status").read_text().splitlines()
+        lines = (_PROC / str(pid) / file).read_text().splitlines()
     except OSError:
         return {}
     fields = [line.split() for line in lines]

@@ -1,0 +1,252 @@
+"""What a tenant may do to the others. An attack goes on until it is stopped, in a process of its own: what it costs to
+send is not to delay who measures.
+
+Attackers have user keys, like everybody. They wait for no advice: who was refused asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import cycle, repeat
+from multiprocessing.connection import Connection
+from typing import Any
+from urllib.parse import urlsplit
+
+from faults.asks import Ask, image_ask
+from faults.client import FaultClient, Reply
+from faults.hostile import PROMPTS, distinct_sizes, large_body, repeated_scans, text_chunks
+from faults.run import RunFailed
+from faults.tenants import KEYS
+
+__all__ = ["ALL", "ATTACKS", "LORA_SETS", "attacking"]
+
+LORA_SETS = [[f"set{number}-{place}" for place in range(7)] for number in range(3)]
+"""The LoRA sets of three attackers, by name: each fills the whole budget."""
+
+_FILES = 8
+_LEAVE_S = 5.0
+_VOLLEY_S = 15.0
+"""Between two volleys of large bodies: they are to harm by what they hold, not by their mere bytes a second."""
+
+_PROMPT_CLIENTS = 8
+_LORA_STEPS = 1000
+_DRIPS = 600
+_DRIPPED_BYTES = 10_000
+_BODIES, _BODY_BYTES = 12, 59_000_000
+_PIECE_BYTES = 1 << 18
+_AGAIN_S = 0.1
+_HUNG_S = 180.0
+_NICE = 10
+"""An attacker has a machine of its own; here it leaves the cores to the server if that wants them."""
+
+_STOP_S = 60.0
+"""How long an attack may take to begin, and to end."""
+
+
+class Attacker:
+    """A client of the tenant A. `turn`: how often there was the attack before; `ended` counts how requests ended."""
+
+    def __init__(self, url: str, client: FaultClient, turn: int) -> None:
+        self.client = client
+        self.turn = turn
+        self.ended: Counter[str] = Counter()
+        place = urlsplit(url)
+        self._host, self._port = place.hostname or "", place.port or 80
+
+    async def send(self, ask: Ask, *, leave_after_s: float | None = None) -> None:
+        """Send a request, and count how it ended."""
+        reply = await self.client.send(ask, leave_after_s=leave_after_s)
+        self.ended[_named(reply)] += 1
+        if reply.status in (None, 429) and not reply.has_left:
+            await asyncio.sleep(_AGAIN_S)
+
+    async def clients(self, count: int, asks: Callable[[int], Iterator[Ask]]) -> None:
+        """Have clients that ask again as soon as they have an answer; `asks` makes the requests of each."""
+
+        async def one(number: int) -> None:
+            for ask in asks(number):
+                await self.send(ask)
+
+        await asyncio.gather(*(one(number) for number in range(count)))
+
+    async def volleys(self, sends: Sequence[Callable[[], Awaitable[None]]], *, every_s: float) -> None:
+        """Call all at once, and again when all have ended, but not before `every_s`."""
+        while True:
+            until_s = time.monotonic() + every_s
+            await asyncio.gather(*(send() for send in sends))
+            await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+
+    async def body(self, length: int, pieces: Iterator[bytes], *, every_s: float = 0.0) -> None:
+        """Send a body piece by piece until the server ends it, and count how that ended; "open": we ended it."""
+        began_s = time.monotonic()
+        end = "open"
+        try:
+            end = await self._posted(length, pieces, every_s)
+        except OSError:
+            end = "closed"
+        finally:
+            late = f" after {(time.monotonic() - began_s) // 10 * 10:g} s" if every_s and end != "open" else ""
+            self.ended[f"{'drip' if every_s else 'body'} {end}{late}"] += 1
+        await asyncio.sleep(_AGAIN_S)
+
+    async def _posted(self, length: int, pieces: Iterator[bytes], every_s: float) -> str:
+        """Return the status of the answer, which may come before the body's end; "closed" if there is none."""
+        reader, writer = await asyncio.open_connection(self._host, self._port)
+        answered = asyncio.create_task(reader.readline())
+        try:
+            writer.write(
+                f"POST /v1/images/generations HTTP/1.1\r\nhost: {self._host}:{self._port}\r\n"
+                f"authorization: Bearer {KEYS['a']}\r\ncontent-type: application/json\r\n"
+                f"content-length: {length}\r\n\r\n".encode()
+            )
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.wait([answered], timeout=every_s)
+                if answered.done():
+                    break
+            return (await answered).decode(errors="replace").partition(" ")[2][:3] or "closed"
+        finally:
+            answered.cancel()
+            answered.add_done_callback(lambda task: task.cancelled() or task.exception())  # nobody else looks
+            writer.close()
+
+
+def _named(reply: Reply) -> str:
+    if reply.is_hung or reply.has_left:
+        return "hung" if reply.is_hung else "left"
+    return str(reply.status) if reply.failure is None else reply.failure.partition(":")[0]
+
+
+async def decode(attacker: Attacker) -> None:
+    """Images that take half a minute to decode, eight of two kinds at once, whose clients leave after 5 s."""
+    files = (repeated_scans(), text_chunks())
+    asks = [ask for file in files for ask in [_edit(file)] * _FILES]
+    await attacker.volleys([_leaving(attacker, ask) for ask in asks], every_s=_VOLLEY_S)
+
+
+def _leaving(attacker: Attacker, ask: Ask) -> Callable[[], Awaitable[None]]:
+    return lambda: attacker.send(ask, leave_after_s=_LEAVE_S)
+
+
+def _edit(file: bytes) -> Ask:
+    fields = {"prompt": "fish", "size": "64x64", "num_inference_steps": 2, "image": base64.b64encode(file).decode()}
+    return Ask(key="edit", form="image", path="/v1/images/edits", body=json.dumps(fields).encode(), needs=frozenset())
+
+
+async def parse(attacker: Attacker) -> None:
+    """Eight clients with prompts that take long to read, four in each request."""
+    names = ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2")
+    asks = [image_ask("prompt", prompt_syntax="a1111", **dict.fromkeys(names, text)) for text in PROMPTS]
+    asks += [image_ask("prompt", **dict.fromkeys(names, text)) for text in PROMPTS]
+    await attacker.clients(_PROMPT_CLIENTS, lambda number: cycle([*asks[number:], *asks[:number]]))
+
+
+async def lora(attacker: Attacker) -> None:
+    """Three clients with requests of a thousand steps, each with a LoRA set as large as the cache."""
+
+    def asks(number: int) -> Iterator[Ask]:
+        loras = [{"name": name, "scale": 0.5} for name in LORA_SETS[number]]
+        return repeat(image_ask("lora", prompt="fish", seed=number, num_inference_steps=_LORA_STEPS, loras=loras))
+
+    await attacker.clients(len(LORA_SETS), asks)
+
+
+async def sizes(attacker: Attacker) -> None:
+    """One client, each of whose images has a size that nobody has asked for before."""
+    model = (await attacker.client.get("/v1/models")).json()["data"][0]
+    mine = list(distinct_sizes(model["limits"]["size_multiple"]))[attacker.turn % 2 :: 2]
+    asks = [image_ask(size, prompt="fish", size=size, num_inference_steps=1) for size in mine]
+    await attacker.clients(1, lambda _: cycle(asks))
+
+
+async def bodies(attacker: Attacker) -> None:
+    """Six hundred bodies that come a byte a second, and twelve of 59 MB at once."""
+    large = large_body(_BODY_BYTES)
+
+    async def drip() -> None:
+        while True:
+            await attacker.body(_DRIPPED_BYTES, repeat(b" ", _DRIPPED_BYTES), every_s=1.0)
+
+    def send() -> Awaitable[None]:
+        pieces = (large[at : at + _PIECE_BYTES] for at in range(0, len(large), _PIECE_BYTES))
+        return attacker.body(len(large), pieces)
+
+    volleys = attacker.volleys([send] * _BODIES, every_s=_VOLLEY_S)
+    await asyncio.gather(volleys, *(drip() for _ in range(_DRIPS)))
+
+
+ATTACKS: Mapping[str, Callable[[Attacker], Awaitable[None]]] = {
+    attack.__name__: attack for attack in (decode, parse, lora, sizes, bodies)
+}
+"""The attacks by name."""
+
+ALL = "all"
+"""The name of all of them together."""
+
+
+@asynccontextmanager
+async def attacking(name: str, url: str, *, turn: int = 0) -> AsyncIterator[Counter[str]]:
+    """Have an attack, or all, go on meanwhile; how its requests ended is in what is yielded when it is over."""
+    ended: Counter[str] = Counter()
+    running: list[tuple[Any, Connection]] = []
+    context = multiprocessing.get_context("spawn")
+    try:
+        for each in ATTACKS if name == ALL else (name,):
+            here, there = context.Pipe()
+            process = context.Process(target=_run, args=(each, url, turn, there), daemon=True)
+            process.start()
+            there.close()
+            running.append((process, here))
+        for _, pipe in running:
+            await _heard(name, pipe)  # it has begun
+        yield ended
+        for _, pipe in running:
+            with suppress(OSError):
+                pipe.send(None)
+        for _, pipe in running:
+            ended.update(await _heard(name, pipe))
+    finally:
+        for process, _ in running:
+            process.kill()
+            process.join()
+
+
+async def _heard(name: str, pipe: Connection) -> Any:
+    try:
+        async with asyncio.timeout(_STOP_S):
+            return await asyncio.to_thread(pipe.recv)
+    except (EOFError, OSError) as error:  # a timeout is an OSError, too
+        raise RunFailed(f"the attack {name} has ended by itself, or does not end") from error
+
+
+def _run(name: str, url: str, turn: int, pipe: Connection) -> None:
+    """Attack until the other end of the pipe says something, then tell it how requests ended."""
+    os.nice(_NICE)
+    pipe.send(asyncio.run(_until_told(name, url, turn, pipe)))
+
+
+async def _until_told(name: str, url: str, turn: int, pipe: Connection) -> Counter[str]:
+    async with FaultClient(url, hung_s=_HUNG_S, key=KEYS["a"]) as client:
+        attacker = Attacker(url, client, turn)
+        attack = asyncio.ensure_future(ATTACKS[name](attacker))
+        pipe.send(None)
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.remove_reader(pipe.fileno())
+            attack.cancel()
+
+        # A thread that waits for the pipe would keep this process alive after an attack that failed.
+        loop.add_reader(pipe.fileno(), stop)
+        with suppress(asyncio.CancelledError):
+            await attack
+        return attacker.ended
