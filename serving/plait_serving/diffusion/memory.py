@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -14,6 +13,7 @@ import torch
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
+from plait_serving.heap import return_memory
 
 __all__ = [
     "MemoryNeed",
@@ -110,12 +110,14 @@ class MemoryReader:
     give_back: Callable[[], None] = lambda: None
 
 
-def memory_of(device: torch.device, *, apart: Callable[[], int]) -> MemoryReader:
-    """Return the reader of this process's memory, where models are on the CPU. `apart`: bytes that do not count."""
+def memory_of(device: torch.device, *, excluded: Callable[[], int]) -> MemoryReader:
+    """Return the reader of this process's memory, where models are on the CPU. `excluded`: bytes that do not count."""
     if device.type != "cpu":
         return MemoryReader()
     return MemoryReader(
-        held_bytes=lambda: _own_bytes() - apart(), left_bytes=lambda: available_bytes(device), give_back=_trim
+        held_bytes=lambda: _own_bytes() - excluded(),
+        left_bytes=lambda: available_bytes(device),
+        give_back=return_memory,
     )
 
 
@@ -127,13 +129,6 @@ def _own_bytes() -> int:
     except OSError:
         return 0
     return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _trim() -> None:
-    """Have glibc return what was freed: it keeps it for later, in arenas of its threads. Others have no such call."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def cgroup_bytes(root: Path, own: str, *, share: float = 1.0) -> int:

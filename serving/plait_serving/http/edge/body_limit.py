@@ -8,13 +8,13 @@ finds room: of one that is alone the bodies may hold half of all, of two a third
 from __future__ import annotations
 
 import asyncio
-import ctypes
 from collections import Counter
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.diffusion.errors import Overloaded
+from plait_serving.heap import return_memory
 from plait_serving.http.edge.auth import Principal
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
@@ -119,13 +119,6 @@ class BodyLimitMiddleware:
         if new_bytes and self._held_bytes.total() + self._held_bytes[tenant] + 2 * new_bytes > self._max_total_bytes:
             return Overloaded("too many large requests are waiting", retry_after_s=2.0)
         return None
-
-
-def return_memory() -> None:
-    """Give the system what large bodies left free between smaller blocks, where the C library can."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def _too_many(marks: int, max_marks: int) -> ApiError | None:

@@ -428,7 +428,7 @@ def test_marks_are_read_beside_the_event_loop(client, monkeypatch, syntax):
     monkeypatch.setattr(routes, "resolve", watched)
     assert post(client, prompt="a (red) cat", prompt_syntax=syntax).status_code == 200
     (name,) = threads
-    assert name.startswith("asyncio_") == (syntax == "a1111")
+    assert name.startswith("plait-work_") == (syntax == "a1111")
 
 
 def test_of_very_many_unknown_fields_a_few_are_told(client, service):

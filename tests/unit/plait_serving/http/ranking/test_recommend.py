@@ -258,7 +258,7 @@ def test_a_long_body_is_read_beside_the_event_loop(monkeypatch, changes, is_long
     monkeypatch.setattr(recommend, "_question", watched)
     assert ask(make_client(), **changes).status_code in (200, 400)
     (name,) = threads
-    assert name.startswith("asyncio_") == is_long
+    assert name.startswith("plait-work_") == is_long
 
 
 def test_a_wrong_id_is_not_written_out():
