@@ -132,7 +132,7 @@ class LoraCache:
         """Return all LoRAs that exist now, in memory or not."""
         return self._source.list()
 
-    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
+    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[LoraLease]:
         """Start loading a set; never blocks. The future fails with `NotFound`, `LoraError` or `EngineStopped`.
 
         Cancelling the future releases the set; loads that already run complete and stay in the cache.
@@ -145,7 +145,7 @@ class LoraCache:
                     raise EngineStopped("the engine is shutting down")
                 if not self._policy.fits_ever(wanted):
                     raise self._too_large(wanted)
-                self._policy.enter(self._promise(_Set(tuple(wanted), tenant, future)), wanted, tenant, work_s)
+                self._policy.enter(self._promise(_Set(tuple(wanted), tenant, future)), wanted, tenant)
         except EngineError as error:
             future.set_exception(error)
         return future
@@ -248,8 +248,8 @@ class LoraCache:
     def _admit_waiting(self, deliveries: Deliveries) -> None:
         mean_s = self._counts.load_s / max(1, self._counts.misses)
         load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
-        turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
-        for ticket, admission in self._policy.admit_waiting(turn_s):
+        self._policy.turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
+        for ticket, admission in self._policy.admit_waiting():
             self._admitted(ticket, admission, deliveries)
         for ticket, lease in self._leases.items():
             lease.is_asked_back = ticket in self._policy.asked_back

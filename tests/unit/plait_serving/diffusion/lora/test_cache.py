@@ -46,7 +46,7 @@ class Bench:
 
     def acquire(self, names, tenant=ONE) -> Future[LoraLease]:
         """A set of a tenant, on its way."""
-        return self.cache.acquire(names, tenant, work_s=1.0)
+        return self.cache.acquire(names, tenant)
 
     def lease(self, *names: str) -> LoraLease:
         """A set, loaded."""
