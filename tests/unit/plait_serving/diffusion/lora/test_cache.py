@@ -442,6 +442,21 @@ def test_whoever_waits_and_goes_leaves_nothing(make, again):
     assert bench.cache.statistics().in_use == 0
 
 
+def test_what_was_made_of_a_file_holds_when_it_comes_back(make):
+    """Equal content has one token, by which factors and programs are kept; a replaced file has another."""
+    bench = make(1)
+    first = bench.lease("a")
+    token = first.weights["a"].token
+    first.release()
+    bench.lease("b").release()
+    again = bench.lease("a")
+    assert bench.source.fetched == ["a", "b", "a"]
+    assert again.weights["a"].token == token
+    again.release()
+    tiny_lora_file(bench.folder, "a", seed=99)
+    assert bench.lease("a").weights["a"].token != token
+
+
 def test_files_of_tenants_are_loaded_in_turn(make):
     """However many files another has loaded, one's own is next."""
     bench = make()
