@@ -146,7 +146,7 @@ class LoraWeights(Protocol):
 
     @property
     def token(self) -> int:
-        """A number that no other parsed file has."""
+        """A number that no other content of a file has."""
 
     @property
     def touches_text_encoder(self) -> bool:

@@ -157,10 +157,10 @@ class CachePolicy(Generic[T]):
         for name, held in self._by_tenant().items():
             part = _bytes(held) / max(1, self.budget_bytes)
             self._shares.charge(tenants[name], part * seconds)
-        most_s = _PATIENCE * self.turn_s
+        max_s = _PATIENCE * self.turn_s
         owed_s = self._owed_s + self._owed_per_s * min(seconds, self.turn_s)  # a long step is a turn
-        self._owed_s = max(-most_s, min(owed_s, most_s)) if self._owed_per_s else 0.0
-        self._are_owed = self._owed_s > 1e-9 if self._are_owed else self._owed_s >= most_s - 1e-9
+        self._owed_s = max(-max_s, min(owed_s, max_s)) if self._owed_per_s else 0.0
+        self._are_owed = self._owed_s > 1e-9 if self._are_owed else self._owed_s >= max_s - 1e-9
         self._now_s = now_s
 
     def enter(self, ticket: T, wanted: Mapping[Key, int], tenant: Tenant) -> None:
