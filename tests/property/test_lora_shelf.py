@@ -24,7 +24,6 @@ BUDGET = 10
 NAMES = "abcdefg"
 SIZES = {name: 1 + i for i, name in enumerate(NAMES)}
 TENANTS = {name: Tenant(name=name, weight=weight) for name, weight in (("one", 1.0), ("two", 1.0), ("three", 2.0))}
-TURN_S = 1.0
 
 
 class ShelfMachine(RuleBasedStateMachine):
@@ -66,7 +65,7 @@ class ShelfMachine(RuleBasedStateMachine):
             assert not any(key in keys for keys in self.admitted.values()), "evicted in use"
 
     def admit_waiting(self) -> None:
-        for ticket, admission in self.shelf.admit_waiting(TURN_S):
+        for ticket, admission in self.shelf.admit_waiting():
             tenant = self.tenants[ticket]
             older = [other for other in self.waiting if self.tenants[other] == tenant]
             older = older[: older.index(ticket)]
@@ -86,7 +85,7 @@ class ShelfMachine(RuleBasedStateMachine):
             return
         ticket = next(self.tickets)
         self.waiting[ticket], self.tenants[ticket], self.overtaken[ticket] = wanted, tenant, 0
-        self.shelf.enter(ticket, wanted, TENANTS[tenant], work_s=2.0)
+        self.shelf.enter(ticket, wanted, TENANTS[tenant])
         self.admit_waiting()
 
     @precondition(lambda self: self.admitted)
@@ -211,7 +210,7 @@ def test_what_the_table_does_not_allow_changes_nothing(state, event):
 
 def admit(shelf: CachePolicy[int], ticket: int, wanted: dict[Key, int]) -> Admission | None:
     """Enters a set of one tenant; returns its admission, if there is room."""
-    shelf.enter(ticket, wanted, Tenant(), work_s=1.0)
+    shelf.enter(ticket, wanted, Tenant())
     return dict(shelf.admit_waiting()).get(ticket)
 
 

@@ -174,8 +174,7 @@ class Engine:
         bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
         with self._registry.admitted(job, bounds, lambda: _served(model, model.name)):
             if request.loras:  # not before: who is refused has read nothing, and taken nobody's room
-                names = [lora.name for lora in request.loras]
-                job.loras = model.loras.acquire(names, request.tenant, work_s=job.work_s)
+                job.loras = model.loras.acquire([lora.name for lora in request.loras], request.tenant)
                 job.loras.add_done_callback(lambda _: self._loaded(job))
         usual_s = self._request_s.get(model.name, job.work_s)
         self._request_s[model.name] = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)

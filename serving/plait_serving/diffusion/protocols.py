@@ -146,7 +146,7 @@ class LoraWeights(Protocol):
 
     @property
     def token(self) -> int:
-        """A number that no other parsed file has."""
+        """A number that no other content of a file has."""
 
     @property
     def touches_text_encoder(self) -> bool:
@@ -256,9 +256,9 @@ class LoraLease(Protocol):
 class LoraProvider(Protocol):
     """Where LoRA sets come from. All methods are thread-safe."""
 
-    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
-        """Start loading on other threads, for a request of `work_s` seconds. The future fails with `NotFound` or
-        `LoraError`; cancelling it releases the set."""
+    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[LoraLease]:
+        """Start loading on other threads. The future fails with `NotFound` or `LoraError`; cancelling it releases the
+        set."""
 
     def settle(self) -> None:
         """Let leases say which of them others wait for; call it between steps."""

@@ -107,7 +107,7 @@ class FakeProvider:
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
-    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
+    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[LoraLease]:
         """Return a future that is done unless a name is held or failing."""
         future: Future[LoraLease] = Future()
         if self.failing.intersection(names):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -32,6 +32,9 @@ _log = logging.getLogger(__name__)
 
 LOADER_THREADS = 8
 """Loads wait for disk or network most of the time. A local file has to wait only if this many downloads hang."""
+
+_TOKENS_REMEMBERED = 1024
+"""What was made of a file (factors, programs) holds for one that is loaded again, whose content is the same."""
 
 _LOADING_SHARE = 0.2
 """Of the time that tenants take turns in: a turn is so much longer than loading a set."""
@@ -117,6 +120,7 @@ class LoraCache:
         self._values: dict[Key, LoadedLora] = {}
         self._sets: dict[int, _Set] = {}
         self._leases: dict[int, LoraCacheLease] = {}
+        self._tokens: dict[Key, int] = {}
         self._tickets = 0
         self._to_load: TurnQueue[Key] = TurnQueue()
         self._counts = _CacheCounts()
@@ -128,7 +132,7 @@ class LoraCache:
         """Return whether a LoRA of that name exists now."""
         return isinstance(name, str) and self._source.find(name) is not None
 
-    def acquire(self, names: Sequence[str], tenant: Tenant, *, work_s: float) -> Future[LoraLease]:
+    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[LoraLease]:
         """Start loading a set; never blocks. The future fails with `NotFound`, `LoraError` or `EngineStopped`.
 
         Cancelling the future releases the set; loads that already run complete and stay in the cache.
@@ -141,7 +145,7 @@ class LoraCache:
                     raise EngineStopped("the engine is shutting down")
                 if not self._policy.fits_ever(wanted):
                     raise self._too_large(wanted)
-                self._policy.enter(self._promise(_Set(tuple(wanted), tenant, future)), wanted, tenant, work_s)
+                self._policy.enter(self._promise(_Set(tuple(wanted), tenant, future)), wanted, tenant)
         except EngineError as error:
             future.set_exception(error)
         return future
@@ -244,8 +248,8 @@ class LoraCache:
     def _admit_waiting(self, deliveries: Deliveries) -> None:
         mean_s = self._counts.load_s / max(1, self._counts.misses)
         load_s = mean_s * max((len(waiting.keys) for waiting in self._sets.values()), default=0)
-        turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
-        for ticket, admission in self._policy.admit_waiting(turn_s):
+        self._policy.turn_s = min(max(load_s / _LOADING_SHARE, _SHORTEST_TURN_S), _LONGEST_TURN_S)
+        for ticket, admission in self._policy.admit_waiting():
             self._admitted(ticket, admission, deliveries)
         for ticket, lease in self._leases.items():
             lease.is_asked_back = ticket in self._policy.asked_back
@@ -312,7 +316,11 @@ class LoraCache:
     def _loaded(self, key: Key, value: LoadedLora, load_s: float) -> None:
         with self._change() as deliveries:
             self._counts.load_s += load_s
-            self._values[key] = value
+            token = self._tokens.pop(key, value.token)
+            self._tokens[key] = token
+            while len(self._tokens) > _TOKENS_REMEMBERED:
+                del self._tokens[next(iter(self._tokens))]
+            self._values[key] = replace(value, token=token)
             self._evicted(self._policy.loaded(key, value.nbytes))
             for ticket, waiting in list(self._sets.items()):
                 if waiting.missing and key in waiting.missing:

@@ -10,9 +10,10 @@ more than `MAX_OVERTAKEN` times. Between tenants:
 - Each has a share of the budget, by its weight among those that hold sets or wait. Alone, one may use all of it. While
   another waits, it is given no more than its share; and for a set that fits into its tenant's share, those that hold
   more are asked for sets, the newest first (`asked_back`).
-- A set that is larger than its tenant's share takes turns. Whose turn it is, is as for compute (`queue/shares`), with
-  the part of the budget that is held, times seconds, as what is shared: who holds seven times as much has it a seventh
-  as long. In its turn such a set is asked for by nobody, and all others are where it needs their room.
+- Sets that are larger than their tenants' shares take turns with each other, by the rule that holds for compute
+  (`queue/shares`): what is shared is seconds, times the part of the budget that is held.
+- So that none waits for ever for sets that fit, they have a part of the time (`_PATIENCE`) from these: in it they are
+  not asked for, and all others are.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from plait_serving.diffusion.values import Tenant
 
 MAX_OVERTAKEN = 8
 
-_CREDIT = 1.25
-"""Of the shortest request: so much is a tenant ahead that comes back. Forecasts are some per cent off."""
+_PATIENCE = 4.0
+"""A set larger than its tenant's share waits so many times as long as its turn lasts, while others keep it out."""
 
 T = TypeVar("T", bound=Hashable)
 """The key of a set."""
@@ -92,27 +93,32 @@ class Admission:
 
 @dataclass(slots=True)
 class _Claim:
-    """A set that is admitted or waits. `work_s`: what its request takes, were it to hold the whole budget."""
+    """A set that is admitted or waits."""
 
     tenant: Tenant
     wanted: Mapping[Key, int]
-    work_s: float
     overtaken: int = 0
 
 
 class CachePolicy(Generic[T]):
     """The policy that the module docstring describes. `wanted` maps keys to the bytes that they will take.
 
-    Call `pass_time` before anything else happens at a later moment, and `admit_waiting` after it."""
+    Call `pass_time` before anything else happens at a later moment, and `admit_waiting` after it. `turn_s`: how long a
+    turn is."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, turn_s: float = 1.0) -> None:
         self.budget_bytes = budget_bytes
+        self.turn_s = turn_s
         self.asked_back: frozenset[T] = frozenset()
         """The admitted sets that others wait for, as of the last `admit_waiting`."""
         self._entries: dict[Key, _CacheEntry] = {}
         self._held: dict[T, _Claim] = {}
         self._waiters: dict[T, _Claim] = {}
         self._shares = TenantShares()
+        self._owed_s = 0.0
+        """What sets larger than their share waited for others, less `_PATIENCE` times what they held."""
+        self._owed_per_s = 0.0
+        self._are_owed = False
         self._now_s = 0.0
         self._uses = 0
 
@@ -147,22 +153,25 @@ class CachePolicy(Generic[T]):
 
     def pass_time(self, now_s: float) -> None:
         """Charge tenants for what they held until now."""
-        tenants = self._tenants()
+        tenants, seconds = self._tenants(), now_s - self._now_s
         for name, held in self._by_tenant().items():
             part = _bytes(held) / max(1, self.budget_bytes)
-            self._shares.charge(tenants[name], part * (now_s - self._now_s))
+            self._shares.charge(tenants[name], part * seconds)
+        max_s = _PATIENCE * self.turn_s
+        owed_s = self._owed_s + self._owed_per_s * min(seconds, self.turn_s)  # a long step is a turn
+        self._owed_s = max(-max_s, min(owed_s, max_s)) if self._owed_per_s else 0.0
+        self._are_owed = self._owed_s > 1e-9 if self._are_owed else self._owed_s >= max_s - 1e-9
         self._now_s = now_s
 
-    def enter(self, ticket: T, wanted: Mapping[Key, int], tenant: Tenant, work_s: float) -> None:
-        """Let a set wait behind its tenant's others, under `ticket`; it is expected to be held for `work_s`."""
+    def enter(self, ticket: T, wanted: Mapping[Key, int], tenant: Tenant) -> None:
+        """Let a set wait behind its tenant's others, under `ticket`."""
         self._outdate(wanted)
-        self._waiters[ticket] = _Claim(tenant, wanted, work_s * _bytes(wanted) / max(1, self.budget_bytes))
+        self._waiters[ticket] = _Claim(tenant, wanted)
 
-    def admit_waiting(self, turn_s: float = 0.0) -> list[tuple[T, Admission]]:
-        """Admit waiting sets as far as there is room for them. A turn lasts until its tenant had the whole budget for
-        `turn_s` longer than another."""
+    def admit_waiting(self) -> list[tuple[T, Admission]]:
+        """Admit waiting sets as far as there is room for them."""
         admitted = []
-        while (found := self._next(turn_s)) is not None:
+        while (found := self._next()) is not None:
             admitted.append(found)
         return admitted
 
@@ -210,31 +219,36 @@ class CachePolicy(Generic[T]):
 
     # ---- inside ---------------------------------------------------------------------------------------------------
 
-    def _next(self, turn_s: float) -> tuple[T, Admission] | None:
+    def _next(self) -> tuple[T, Admission] | None:
         """Admit one set, or say which must be given back for one."""
         self.asked_back = frozenset()
         line, held = self._line(), self._by_tenant()
-        small = {ticket for ticket, claim in line.items() if self._is_small(claim, held.get(claim.tenant.name, {}))}
-        turn = self._turn(turn_s, asks_now=bool(small))
-        for ticket in sorted(line, key=lambda ticket: line[ticket].tenant.name != turn):
+        after = {ticket: _bytes(held.get(claim.tenant.name, {}), claim.wanted) for ticket, claim in line.items()}
+        small = {ticket for ticket, claim in line.items() if after[ticket] <= self._share(claim)}
+        large = {ticket for ticket, claim in line.items() if ticket not in small and claim.tenant.name not in held}
+        holds = [claim for claim in self._held.values() if _bytes(claim.wanted) > self._share(claim)]
+        self._owed_per_s = -_PATIENCE if holds else float(bool(large))
+        tenants = {claim.tenant.name: claim.tenant for claim in (*(line[ticket] for ticket in large), *holds)}
+        turn = self._shares.turn(list(tenants.values()), slack_s=self.turn_s).tenant if tenants else ""
+        is_next = {ticket for ticket in large if line[ticket].tenant.name == turn}
+        first, second = (is_next, small) if self._are_owed else (small, is_next)
+        for ticket in sorted(line, key=lambda ticket: (ticket not in first, ticket not in second)):
             claim = line[ticket]
-            takes_turn = claim.tenant.name == turn and ticket not in small and turn not in held
             others_wait = any(other.tenant.name != claim.tenant.name for other in line.values())
-            if others_wait and not takes_turn and ticket not in small:
+            adds = after[ticket] > _bytes(held.get(claim.tenant.name, {}))
+            if others_wait and adds and ticket not in small | is_next:
                 continue
             admission = self._try(claim.wanted)
             if admission is not None:
                 self._hold(ticket)
                 return ticket, admission
-            if takes_turn or ticket in small:
-                self.asked_back = self._to_ask(claim, turn, of_all=takes_turn)
+            if ticket in small:
+                self.asked_back = self._to_ask(claim, spared=holds if self._are_owed else ())
+            elif ticket in is_next:
+                self.asked_back = self._to_ask(claim, also_small=self._are_owed)
             if self.asked_back:
                 return None  # the room that is made is for this one
         return None
-
-    def _is_small(self, claim: _Claim, held: Mapping[Key, int]) -> bool:
-        """Return whether a tenant that gets a set has no more than its share then, or no more than before."""
-        return _bytes(held, claim.wanted) <= max(self._share(claim), _bytes(held))
 
     def _line(self) -> dict[T, _Claim]:
         """Return the sets that may be next: each tenant's oldest, and those in memory that may still overtake it."""
@@ -247,27 +261,17 @@ class CachePolicy(Generic[T]):
             overtaken[claim.tenant.name] = max(passed or 0, claim.overtaken)
         return line
 
-    def _turn(self, turn_s: float, *, asks_now: bool) -> str:
-        """Return whose turn it is. `asks_now`: a set that fits into its share waits for no longer turn than is due."""
-        tenants = self._tenants()
-        if not tenants:
-            return ""
-        request_s = min(claim.work_s for claim in (*self._held.values(), *self._waiters.values()))
-        slack_s, credit_s = 0.0 if asks_now else turn_s, turn_s + _CREDIT * request_s
-        return self._shares.turn(list(tenants.values()), slack_s=slack_s, credit_s=credit_s).tenant
-
-    def _to_ask(self, claim: _Claim, turn: str, *, of_all: bool) -> frozenset[T]:
-        """Return the sets to ask for so that one fits, first those of tenants with more than their share; none if that
+    def _to_ask(self, claim: _Claim, *, spared: Collection[_Claim] = (), also_small: bool = False) -> frozenset[T]:
+        """Return the sets to ask for so that one fits, those of tenants with more than their share first; none if that
         is not enough."""
         asked: list[T] = []
-        spared, all_of_turn = {claim.tenant.name}, _bytes(self._by_tenant().get(turn, {}))
-        if any(held.tenant.name == turn and _bytes(held.wanted) == all_of_turn for held in self._held.values()):
-            spared.add(turn)
-        for also_others in (False, True)[: 1 + of_all]:
-            for ticket, held in reversed(self._held.items()):
-                if ticket in asked or held.tenant.name in spared or not self.fits_ever(held.wanted):
+        of = {claim.tenant.name, *(other.tenant.name for other in spared)}
+        others = {ticket: one for ticket, one in reversed(self._held.items()) if one.tenant.name not in of}
+        for of_all in (False, True)[: 1 + also_small]:
+            for ticket, held in others.items():
+                if ticket in asked or not self.fits_ever(held.wanted):
                     continue
-                if also_others or _bytes(self._by_tenant(asked)[held.tenant.name]) > self._share(held):
+                if of_all or _bytes(self._by_tenant(asked)[held.tenant.name]) > self._share(held):
                     asked.append(ticket)
                     if self._fits_without(asked, claim):
                         return frozenset(asked)

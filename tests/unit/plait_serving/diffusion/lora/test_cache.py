@@ -46,7 +46,7 @@ class Bench:
 
     def acquire(self, names, tenant=ONE) -> Future[LoraLease]:
         """A set of a tenant, on its way."""
-        return self.cache.acquire(names, tenant, work_s=1.0)
+        return self.cache.acquire(names, tenant)
 
     def lease(self, *names: str) -> LoraLease:
         """A set, loaded."""
@@ -439,6 +439,21 @@ def test_whoever_waits_and_goes_leaves_nothing(make, again):
     assert bench.cache.statistics().waiting_sets == 0
     held.release()
     assert bench.cache.statistics().in_use == 0
+
+
+def test_what_was_made_of_a_file_holds_when_it_comes_back(make):
+    """Equal content has one token, by which factors and programs are kept; a replaced file has another."""
+    bench = make(1)
+    first = bench.lease("a")
+    token = first.weights["a"].token
+    first.release()
+    bench.lease("b").release()
+    again = bench.lease("a")
+    assert bench.source.fetched == ["a", "b", "a"]
+    assert again.weights["a"].token == token
+    again.release()
+    tiny_lora_file(bench.folder, "a", seed=99)
+    assert bench.lease("a").weights["a"].token != token
 
 
 def test_files_of_tenants_are_loaded_in_turn(make):
