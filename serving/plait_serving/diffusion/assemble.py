@@ -240,7 +240,7 @@ def _build(
         knobs=first.knobs,
         clock=time.monotonic,
         memory_bytes=memory_bytes,
-        memory=memory_of(device, apart=caches.held_bytes),
+        memory=memory_of(device, beside=caches.held_bytes),
         look_for_models=live.look_for_models,
     )
     live.engine = engine

@@ -110,12 +110,12 @@ class MemoryReader:
     give_back: Callable[[], None] = lambda: None
 
 
-def memory_of(device: torch.device, *, apart: Callable[[], int]) -> MemoryReader:
-    """Return the reader of this process's memory, where models are on the CPU. `apart`: bytes that do not count."""
+def memory_of(device: torch.device, *, beside: Callable[[], int]) -> MemoryReader:
+    """Return the reader of this process's memory, where models are on the CPU. `beside`: bytes that do not count."""
     if device.type != "cpu":
         return MemoryReader()
     return MemoryReader(
-        held_bytes=lambda: _own_bytes() - apart(), left_bytes=lambda: available_bytes(device), give_back=_trim
+        held_bytes=lambda: _own_bytes() - beside(), left_bytes=lambda: available_bytes(device), give_back=_trim
     )
 
 

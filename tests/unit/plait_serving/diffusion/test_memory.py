@@ -164,7 +164,7 @@ from pathlib import Path
 import torch
 from plait_serving.diffusion.memory import memory_of
 
-reader = memory_of(torch.device("cpu"), apart=lambda: 0)
+reader = memory_of(torch.device("cpu"), beside=lambda: 0)
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
@@ -209,4 +209,4 @@ def test_what_a_process_holds_is_its_set_size_without_files(tmp_path):
     assert abs(held["mapped"] - held["allocated"]) < 20_000_000
     assert held["freed"] - held["before"] > 200_000_000
     assert held["given"] - held["before"] < 30_000_000
-    assert memory_of(torch.device("meta"), apart=lambda: 0).held_bytes() == 0
+    assert memory_of(torch.device("meta"), beside=lambda: 0).held_bytes() == 0
