@@ -111,7 +111,7 @@ def _opened(folders: Mapping[str, Path]) -> Assembled:
         for name, folder in folders.items()
     }
     one = load_bundle(next(iter(folders.values())), dtype=resolve_dtype("float32", "cpu"), outline=True).weights_bytes
-    process = memory_of(torch.device("cpu"), beside=lambda: 0).held_bytes()
+    process = memory_of(torch.device("cpu"), excluded=lambda: 0).held_bytes()
     return build_engine_of(settings, memory_bytes=process + int((_ROOM + 0.5) * one))
 
 
