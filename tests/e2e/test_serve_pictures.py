@@ -211,7 +211,7 @@ def test_serve_streams_partial_images(plait_server):
 
 
 def test_serve_new_lora_file_needs_no_restart(plait_server):
-    """A file that is put into the folder can be named at once, and is gone when it is removed."""
+    """A file that is put into the folder can be named soon, and is gone when it is removed."""
     folder = plait_server.state_folder.parents[1] / "loras"
     fresh = folder / "fresh.safetensors"
     body = {"prompt": "cat", "seed": 1, "num_inference_steps": 3, "loras": [{"name": "fresh"}]}
@@ -220,17 +220,22 @@ def test_serve_new_lora_file_needs_no_restart(plait_server):
     temporary.write_bytes((folder / "noto.safetensors").read_bytes())
     temporary.rename(fresh)
     try:
+        until(lambda: plait_server.generate(**body)[0] != 404, "the new file")
         assert difference(made(plait_server, **body), made(plait_server, **{**body, "loras": [{"name": "noto"}]})) <= 1
     finally:
         fresh.unlink()
     assert plait_server.generate(**body)[0] == 404
 
 
-def until_metric(server, name, holds):
+def until(holds, what):
     until_s = time.monotonic() + 60
-    while not holds(metric(server, name)):
-        assert time.monotonic() < until_s, name
+    while not holds():
+        assert time.monotonic() < until_s, what
         time.sleep(0.02)
+
+
+def until_metric(server, name, holds):
+    until(lambda: holds(metric(server, name)), name)
 
 
 def test_serve_disconnect_cancels_the_engines_work(plait_server):
