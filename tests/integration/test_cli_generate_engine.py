@@ -71,7 +71,7 @@ def test_only_what_the_order_names_is_loaded_and_run(make, monkeypatch):
 
     for name in ("assemble.Assembled.warm_up", "residents.base_model.load_controlnet"):
         monkeypatch.setattr(f"plait_serving.diffusion.{name}", refuse)
-    monkeypatch.setattr("plait_serving.deployments.images.hosted.inspect", refuse)
+    monkeypatch.setattr("plait_serving.deployments.images.lora_cards.inspect", refuse)
     make("a.png")
 
 

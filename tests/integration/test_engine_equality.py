@@ -125,7 +125,7 @@ def test_a_request_whose_loras_made_room_for_another_tenant_has_the_same_bits(sd
     """Its set, all that the cache holds, leaves at two steps for another tenant's and comes back: equal latents."""
     probe, _ = sdxl
     (cache,) = set(probe.assembled.loras.values())
-    room = sum(cache.list()[lora.name].nbytes for lora in BOTH_LORAS)
+    room = sum(cache._source.find(lora.name).nbytes for lora in BOTH_LORAS)
     asked = request(35, steps=8, loras=BOTH_LORAS, tenant=Tenant(name="large"))
     (alone,) = probe.latents(asked)
     probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"host_lora_bytes": room}))
