@@ -254,7 +254,9 @@ def _map(kind: Any, folder: Path) -> nn.Module:
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
     path = folder / "model_index.json"
-    kind = str(index.get("_class_name"))
+    kind = index.get("_class_name")
+    if not isinstance(kind, str):
+        raise ModelError(f"{path}: it names no pipeline (_class_name)")
     if not kind.startswith(("StableDiffusion", "LatentConsistencyModel")) or kind.startswith("StableDiffusion3"):
         raise ModelError(f"{path}: {kind} is not supported; Stable Diffusion 1.x, 2.x and XL are")
     if index.get("requires_aesthetics_score"):

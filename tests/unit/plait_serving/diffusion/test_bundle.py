@@ -98,6 +98,7 @@ def test_a_missing_part_is_named(folder, part):
     [
         ("model_index.json", {"_class_name": "FluxPipeline"}, "FluxPipeline is not supported"),
         ("model_index.json", {"_class_name": "StableDiffusion3Pipeline"}, "not supported"),
+        ("model_index.json", {"_class_name": None}, "names no pipeline"),
         ("model_index.json", {"requires_aesthetics_score": True}, "refiner"),
         ("unet/config.json", {"class_embed_type": "timestep"}, "class conditioning"),
         ("unet/config.json", {"num_class_embeds": 3}, "class conditioning"),
