@@ -1,8 +1,8 @@
 """How requests end. Pure: a reply and what happened meanwhile in, one of seven ends out.
 
 Documented is what serving/README.md names ("Under faults"): an error in the API's own form, with a status and a code of
-`DOCUMENTED`. Serve's proxy answers in our stead where the ingress died with a request, and nobody answers where the
-proxy died: such ends are the proxy's, and only at the time of such a fault.
+`DOCUMENTED`. A stream breaks off where the ingress died with it, and nobody answers where the proxy died: such ends are
+the proxy's, and only at the time of such a fault.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ DOCUMENTED = frozenset(
         (429, "overloaded"),
         (503, "controlnet_unavailable"),
         (503, "engine_stopped"),
+        (503, "request_lost"),
         (503, "worker_unavailable"),
         (504, "deadline_missed"),
     }
@@ -77,7 +78,7 @@ def verdict_of(ask: Ask, reply: Reply, expected: Answer | None, *, in_our_stead:
         return Verdict(end=theirs, what=f"{began}: {reply.failure.partition(':')[0]}")
     if reply.status == 200:
         return _answered(ask, reply, expected, theirs)
-    return _refused(ask, reply.status or 0, reply.headers, reply.body, theirs)
+    return _refused(ask, reply.status or 0, reply.headers, reply.body)
 
 
 def _answered(ask: Ask, reply: Reply, expected: Answer | None, theirs: End) -> Verdict:
@@ -93,13 +94,13 @@ def _answered(ask: Ask, reply: Reply, expected: Answer | None, theirs: End) -> V
     return Verdict(end=End.RIGHT) if why is None else Verdict(end=End.WRONG, what=f"{ask.key}: {why}")
 
 
-def _refused(ask: Ask, status: int, headers: Mapping[str, str], body: bytes, theirs: End) -> Verdict:
+def _refused(ask: Ask, status: int, headers: Mapping[str, str], body: bytes) -> Verdict:
     try:
         error = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
         kind = headers.get("content-type", "no content type")
         shown = body.decode(errors="replace")[:_SHOWN_CHARS]
-        return Verdict(end=theirs, what=f"{status} {kind}: {shown}")
+        return Verdict(end=End.UNDOCUMENTED, what=f"{status} {kind}: {shown}")
     has_retry = status not in _RETRIED or headers.get("retry-after", "").isdigit()
     if ask.form == "v2":  # its errors have a message and no code
         is_known = isinstance(error, str) and status in {known for known, _ in DOCUMENTED} and has_retry

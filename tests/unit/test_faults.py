@@ -115,11 +115,13 @@ def test_an_unexpected_error_is_not_documented():
 
 
 def test_the_proxy_is_excused_while_it_or_the_ingress_is_down_only():
-    """A bare 500, a refused connection, a stream that breaks off: its own while the fault is there, ours otherwise."""
+    """A refused connection, a stream that breaks off: its own while the fault is there, ours otherwise. A bare 500 is
+    never excused."""
     plain = {"content-type": "text/plain; charset=utf-8"}
     broken = Reply(began_s=10.0, ended_s=11.0, failure="ConnectError: refused")
     cut = reply(b'data: {"type": "image_generation.partial_image"}\n\n', failure="RemoteProtocolError: closed")
-    for ask, got in ((IMAGE, reply(b"Internal Server Error", 500, plain)), (RANKING, broken), (STREAM, cut)):
+    assert end(IMAGE, reply(b"Internal Server Error", 500, plain), in_our_stead=True) is End.UNDOCUMENTED
+    for ask, got in ((RANKING, broken), (STREAM, cut)):
         assert end(ask, got, in_our_stead=True) is End.PROXY
         assert end(ask, got, in_our_stead=False) is End.UNDOCUMENTED
     assert end(IMAGE, reply(image(1)), image(100), in_our_stead=True) is End.WRONG

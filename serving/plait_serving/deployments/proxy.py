@@ -1,5 +1,5 @@
-"""What Serve's HTTP proxy runs of ours: the checks that its own routes and its connections otherwise lack, and refusals
-that stand.
+"""What Serve's HTTP proxy runs of ours: the checks that its own routes and its connections otherwise lack, refusals
+that stand, and the form of its own answers.
 
 The proxy answers `/-/routes` and `/-/healthz` itself, to whatever host name it is asked by, and its uvicorn waits for
 ever for a request that is never finished. Serve calls the function that `CALLBACK_VARIABLE` names in every proxy that
@@ -8,25 +8,45 @@ it starts, before the proxy listens, and puts the middlewares that it returns in
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
 
 import uvicorn.config
 from starlette.middleware import Middleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.repeating import RepeatMiddleware
+from plait_serving.http.edge.request_id import accepted_id
 
-__all__ = ["CALLBACK_VARIABLE", "HOSTS_VARIABLE", "OwnRoutesMiddleware", "configure_proxy", "proxy_environment"]
+__all__ = [
+    "CALLBACK_VARIABLE",
+    "HOSTS_VARIABLE",
+    "AnsweringMiddleware",
+    "OwnRoutesMiddleware",
+    "configure_proxy",
+    "proxy_environment",
+]
+
+_log = logging.getLogger(__name__)
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 HOSTS_VARIABLE = "PLAIT_PROXY_HOSTS"
 """The host names that the server answers to, with commas; empty or unset: any."""
 
 _OWN_ROUTES = "/-/"
+
+_LOST = ApiError(
+    503,
+    "the server lost this request on its way; it may be asked again",
+    code="request_lost",
+    kind="server_error",
+    headers={"retry-after": "1"},
+)
 
 
 def proxy_environment(hosts: Sequence[str]) -> Mapping[str, str]:
@@ -36,11 +56,16 @@ def proxy_environment(hosts: Sequence[str]) -> Mapping[str, str]:
 
 def configure_proxy() -> list[Middleware]:
     """Prepare this process for the proxy that is about to be made in it, and return its middlewares."""
+    from ray.serve._private import proxy  # of the process that calls this alone
+
+    from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
+
+    proxy.MessageQueue = PacedQueue
     module, name = PromptHttpProtocol.__module__, PromptHttpProtocol.__qualname__
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{module}:{name}"
     hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))
     checked = [Middleware(OwnRoutesMiddleware, hosts=hosts)] if hosts else []
-    return [*checked, Middleware(RepeatMiddleware)]
+    return [*checked, Middleware(AnsweringMiddleware), Middleware(GatheringMiddleware), Middleware(RepeatMiddleware)]
 
 
 class OwnRoutesMiddleware:
@@ -59,3 +84,42 @@ class OwnRoutesMiddleware:
             await self._checked(scope, receive, send)
         except ApiError as error:
             await wire_error(error).response(scope["path"])(scope, receive, send)
+
+
+class AnsweringMiddleware:
+    """Answers in the API's form where the proxy has no answer, or one in plain text: the ingress died with the request,
+    or is not to be found."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI call."""
+        if scope["type"] != "http" or scope["path"].startswith(_OWN_ROUTES):
+            await self._app(scope, receive, send)
+            return
+        has_begun = is_dropped = False
+
+        async def send_formed(message: Message) -> None:
+            nonlocal has_begun, is_dropped
+            if message["type"] == "http.response.start":
+                is_dropped = message["status"] >= HTTPStatus.BAD_REQUEST and not _is_of_the_api(message["headers"])
+                has_begun = not is_dropped
+            if not is_dropped:
+                await send(message)
+
+        try:
+            await self._app(scope, receive, send_formed)
+        except Exception:
+            if has_begun:
+                raise
+            _log.exception("a request had no answer")
+        if not has_begun:
+            answer = wire_error(_LOST).response(scope["path"])
+            answer.headers["x-request-id"] = accepted_id(scope)[0]
+            await answer(scope, receive, send)
+
+
+def _is_of_the_api(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Return whether an error's answer is ours: nothing of ours says in plain text that something failed."""
+    return not any(name.lower() == b"content-type" and value.startswith(b"text/plain") for name, value in headers)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import uvicorn
+from ray.serve._private import proxy as ray_proxy
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import ServerState
 
@@ -18,10 +20,13 @@ from plait.server.ports import free_port
 from plait_serving.deployments import proxy
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
+from plait_serving.deployments.proxy import AnsweringMiddleware
+from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
 from plait_serving.http.edge.repeating import RepeatMiddleware
 from support.http_app import until
 
 WAIT_S = 30.0
+IN_EVERY_PROXY = [AnsweringMiddleware, GatheringMiddleware, RepeatMiddleware]
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
 
 
@@ -316,11 +321,15 @@ def test_the_proxy_gets_the_same_patience_and_the_servers_hosts(monkeypatch: pyt
     environment = proxy.proxy_environment(("127.0.0.1", "[::1]"))
     assert environment[proxy.CALLBACK_VARIABLE] == "plait_serving.deployments.proxy.configure_proxy"
     monkeypatch.setenv(proxy.HOSTS_VARIABLE, environment[proxy.HOSTS_VARIABLE])
-    hosts, repeats = proxy.configure_proxy()
+    monkeypatch.setattr(ray_proxy, "MessageQueue", ray_proxy.MessageQueue)
+    hosts, *others = proxy.configure_proxy()
     assert hosts.kwargs == {"hosts": ("127.0.0.1", "[::1]")}
-    assert repeats.cls is RepeatMiddleware
+    assert [each.cls for each in others] == IN_EVERY_PROXY
+    assert ray_proxy.MessageQueue is PacedQueue
+    makes_queues = inspect.unwrap(ray_proxy.HTTPProxy.send_request_to_replica)
+    assert "MessageQueue" in makes_queues.__code__.co_names
     config = uvicorn.Config(echo)
     config.load()
     assert config.http_protocol_class is PromptHttpProtocol
     monkeypatch.setenv(proxy.HOSTS_VARIABLE, "")
-    assert [each.cls for each in proxy.configure_proxy()] == [RepeatMiddleware]
+    assert [each.cls for each in proxy.configure_proxy()] == IN_EVERY_PROXY

@@ -10,6 +10,7 @@ import json
 import math
 import threading
 import unicodedata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -413,6 +414,27 @@ def test_a_long_body_is_parsed_beside_the_event_loop(client, service, monkeypatc
     assert seen == [(is_long, not is_long)] * 3
     assert gc.isenabled()
     assert len(service.submitted) == 1
+
+
+def test_the_parser_rests_as_long_as_it_worked(client, monkeypatch):
+    """So that the event loop has every other moment, however many long bodies there are."""
+    now, slept = [100.0], []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        now[0] += seconds
+
+    def slow(body):
+        now[0] += 0.25
+        return json.loads(body)
+
+    monkeypatch.setattr(json_body, "parse_json", slow)
+    monkeypatch.setattr(json_body, "_LONG_BODIES", json_body._LongBodies())
+    monkeypatch.setattr(json_body, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    for pause_s in (0.0, 0.0, 0.25):
+        now[0] += pause_s
+        assert post(client, prompt="x", user="A" * 70_000).status_code == 200
+    assert slept == [0.25]
 
 
 @pytest.mark.parametrize("syntax", ["plain", "a1111"])

@@ -1,0 +1,157 @@
+"""Bodies reach Serve whole or in large pieces, and wait in the sender's connection while nobody takes them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from starlette.responses import PlainTextResponse
+
+from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
+
+PIECE = 64 << 10
+AHEAD = 1 << 20
+LEFT = {"type": "http.disconnect"}
+
+
+def body(data: bytes = b"", *, more: bool = True) -> dict:
+    return {"type": "http.request", "body": data, "more_body": more}
+
+
+def scope_of(**headers: str) -> dict:
+    pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http", "method": "POST", "path": "/", "headers": pairs}
+
+
+class Sender:
+    """A client whose messages come when the test says so."""
+
+    def __init__(self) -> None:
+        self.queue: asyncio.Queue[dict] = asyncio.Queue()
+
+    async def receive(self) -> dict:
+        return await self.queue.get()
+
+    def send(self, *messages: dict) -> None:
+        for message in messages:
+            self.queue.put_nowait(message)
+
+
+class Behind:
+    """What the proxy does: it notes each message that it gets, until the last one."""
+
+    def __init__(self) -> None:
+        self.got: list[dict] = []
+        self.calls = 0
+
+    async def __call__(self, scope, receive, send):
+        self.calls += 1
+        while True:
+            self.got.append(await receive())
+            if not self.got[-1].get("more_body", False):
+                break
+        await PlainTextResponse("ok")(scope, receive, send)
+
+
+async def nothing(message: dict) -> None:
+    """Sent to nobody."""
+
+
+async def settled() -> None:
+    """Tasks have done what they can."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def behind() -> Behind:
+    return Behind()
+
+
+def passed_on(behind: Behind, sender: Sender, **headers: str) -> asyncio.Task[None]:
+    return asyncio.create_task(GatheringMiddleware(behind)(scope_of(**headers), sender.receive, nothing))
+
+
+async def test_a_body_that_drips_is_one_message_once_it_is_whole(behind):
+    """Until then it costs Serve nothing."""
+    sender = Sender()
+    task = passed_on(behind, sender, content_length="1000")
+    for _ in range(999):
+        sender.send(body(b"x"))
+    await settled()
+    assert behind.calls == 0
+    sender.send(body(b"y", more=False))
+    await task
+    assert behind.got == [body(b"x" * 999 + b"y", more=False)]
+
+
+async def test_who_leaves_before_has_asked_nothing(behind):
+    """Serve is not told of a request that came in part."""
+    sender = Sender()
+    sender.send(body(b"x"), LEFT)
+    await passed_on(behind, sender)
+    assert behind.calls == 0
+
+
+async def test_a_request_without_a_body_goes_on(behind):
+    """As each GET does."""
+    sender = Sender()
+    sender.send(body(more=False))
+    await passed_on(behind, sender)
+    assert behind.got == [body(more=False)]
+
+
+async def test_one_that_declares_much_goes_on_at_once(behind):
+    """It may be refused for its length alone; what comes of it comes in large pieces."""
+    sender = Sender()
+    task = passed_on(behind, sender, content_length=str(PIECE + 1))
+    await settled()
+    assert behind.calls == 1
+    for _ in range(64):
+        sender.send(body(b"x" * 1024))
+    sender.send(body(b"y", more=False))
+    await task
+    assert behind.got == [body(b"x" * PIECE), body(b"y", more=False)]
+
+
+async def test_a_leaving_in_mid_body_is_told(behind):
+    """What came of the piece is of no use to anybody."""
+    sender = Sender()
+    sender.send(body(b"x" * PIECE), body(b"y"), LEFT)
+    await passed_on(behind, sender)
+    assert behind.got == [body(b"x" * PIECE), LEFT]
+
+
+async def test_a_queue_that_is_full_makes_its_sender_wait():
+    """At most 1 MiB and a piece wait for the ingress, however long the body is."""
+    queue, put = PacedQueue(), 0
+
+    async def fill() -> None:
+        nonlocal put
+        for _ in range(100):
+            await queue(body(b"x" * PIECE))
+            put += 1
+        await queue(LEFT)
+
+    task = asyncio.create_task(fill())
+    fetched: list[dict] = []
+    while LEFT not in fetched:
+        await settled()
+        await queue.wait_for_message()
+        messages = queue.get_messages_nowait()
+        assert sum(len(each.get("body", b"")) for each in messages) <= AHEAD
+        fetched += messages
+    await task
+    assert [len(each.get("body", b"")) for each in fetched] == [PIECE] * 100 + [0]
+    assert put == 100
+
+
+async def test_a_queue_with_room_makes_nobody_wait():
+    """The usual request is one message."""
+    queue = PacedQueue()
+    await queue(body(b"x", more=False))
+    await queue(LEFT)
+    assert queue.get_messages_nowait() == [body(b"x", more=False), LEFT]
+    queue.close()
+    await queue.wait_for_message()
+    assert queue.get_messages_nowait() == []
