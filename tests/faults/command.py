@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     beside.add_argument("--attacks", default=",".join(_ATTACKS), help="each on a server of its own")
     beside.add_argument("--seconds", type=float, default=120.0, help="of each round")
     beside.add_argument("--rounds", type=int, default=2, help="without and with each attack, in turn")
-    beside.add_argument("--share", type=float, default=0.3, help="of the capacity that the neighbour asks for")
+    beside.add_argument("--share", type=float, default=0.15, help="of the capacity that the neighbour asks for")
     run.add_argument("--warm-rounds", type=int, default=12, help="of load before the first fault, at most")
     refusals = _command(commands, "refusals", _refusals, "how quickly a full server refuses")
     refusals.add_argument("--seconds", type=float, default=30.0)

@@ -37,10 +37,9 @@ FORMAT = 4
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 """The largest difference to torch's float32 on the probe, by precision, as a share of the largest output."""
 
-_KEPT_EXECUTORS = 128
-"""What a program keeps, for each kind of operator, of the code that OpenVINO makes for every new size. Without a bound
-(5,000) each size costs half of the starter's UNet 2.6 MB, up to gigabytes; with this one 300 sizes cost 72 MB, and
-steps of four sizes in turns take as long. With 8 it is 38 MB, and such steps take 1.3 times as long."""
+_KEPT_EXECUTORS = 48
+"""What a program keeps, for each kind of operator, of the code that OpenVINO makes for every new size: without a bound
+(5,000) some megabytes of each size. Enough for four sizes whose steps take turns; not for eight."""
 
 _PROBE_RANK = 3
 _MODEL, _FACTS, _PROBE = "model.xml", "entry.json", "probe.safetensors"

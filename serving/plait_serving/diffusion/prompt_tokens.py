@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
+from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt_syntax import Span, parse
 from plait_serving.diffusion.values import ImageRequest, PromptSize, PromptSyntax
 
@@ -30,6 +31,9 @@ _Words: TypeAlias = list[tuple[int, float]]
 
 _REMEMBERED = 256
 """Texts whose ids are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
+_WORD_CHARS = 6
+"""What a token is of English, and a space: a text of more than so many for each token it may have is looked at first.
+All of 32,000 brackets take a tokenizer 50 ms."""
 _MAX_REMEMBERED_CHUNKS = 64
 """Longer texts are refused, or rare: 256 of these are 40 MB."""
 
@@ -47,13 +51,16 @@ class PromptTokens:
     of their callers, and a tokenizer takes one call at a time. What is known waits for none: the compute thread asks
     for what was measured."""
 
-    def __init__(self, tokenizers: Sequence[Any]) -> None:
+    def __init__(self, tokenizers: Sequence[Any], *, max_words: int | None = None) -> None:
+        """`max_words`: prompts of more will be refused; of one that is far longer only the beginning is read."""
         self._tokenizers = tuple(tokenizers)
+        self._max_words = max_words
         self._lock, self._one_call = threading.Lock(), threading.Lock()
         self._known: OrderedDict[tuple[str, PromptSyntax], Tokens] = OrderedDict()
 
     def of(self, text: str, syntax: PromptSyntax = PromptSyntax.PLAIN, *, param: str = "prompt") -> Tokens:
-        """Return a text's tokens. Raises `RequestError`, naming `param`, for marks that the syntax does not have."""
+        """Return a text's tokens. Raises `RequestError`, naming `param`, for marks that the syntax does not have, and
+        for a text whose beginning alone has too many tokens."""
         key = (text, syntax)
         with self._lock:
             found = self._known.get(key)
@@ -98,8 +105,8 @@ class PromptTokens:
 
     def _tokenize(self, text: str, syntax: PromptSyntax, param: str) -> Tokens:
         if syntax is PromptSyntax.A1111:
-            return self._weighted(parse(text, param))
-        words = [self._words(tokenizer, [text])[0] for tokenizer in self._tokenizers]
+            return self._weighted(parse(text, param), param)
+        words = [self._words(tokenizer, [text], param)[0] for tokenizer in self._tokenizers]
         return Tokens(
             chunks=tuple(
                 tuple(chunks_of(tokenizer, ids)) for tokenizer, ids in zip(self._tokenizers, words, strict=True)
@@ -107,18 +114,23 @@ class PromptTokens:
             words=max(map(len, words)),
         )
 
-    def _words(self, tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    def _words(self, tokenizer: Any, texts: list[str], param: str) -> list[list[int]]:
         with self._one_call:
+            if self._max_words is not None and sum(map(len, texts)) > (most_chars := _WORD_CHARS * self._max_words):
+                found = len(word_ids(tokenizer, [" ".join(texts)[:most_chars]])[0])
+                if found > 2 * self._max_words:  # its last word may have been cut
+                    raise RequestError(f"{found} tokens and more; at most {self._max_words} are read", param=param)
             return word_ids(tokenizer, texts)
 
-    def _weighted(self, spans: Sequence[Span]) -> Tokens:
+    def _weighted(self, spans: Sequence[Span], param: str) -> Tokens:
         """Return the tokens of text with weights. A break fills the rest of its chunk: that counts as words."""
         chunks = []
         words = 0
         for tokenizer in self._tokenizers:
             room = int(tokenizer.model_max_length) - 2
             parts: list[_Words] = [[]]
-            for span, ids in zip(spans, self._words(tokenizer, [span.text for span in spans]), strict=True):
+            read = self._words(tokenizer, [span.text for span in spans], param)
+            for span, ids in zip(spans, read, strict=True):
                 if span.breaks:
                     parts.append([])
                 parts[-1] += [(word, span.weight) for word in ids]

@@ -7,7 +7,6 @@ there is no way to name a URL or a path.
 
 from __future__ import annotations
 
-import base64
 import binascii
 import io
 import re
@@ -45,7 +44,8 @@ JPEG_EXIF_MAX_BYTES = 65_533 - 6
 _EXIF_IFD, _USER_COMMENT, _ORIENTATION = 0x8769, 0x9286, 0x0112
 _LYING = 5  # EXIF's orientations from here on swap the edges
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp);base64,", re.IGNORECASE)
-_WHITESPACE = re.compile(r"\s+")
+_SPACES = (b"\n", b"\r", b" ", b"\t")
+_BASE64_AT_ONCE = 1 << 20  # a multiple of 4; some 3 ms in which no other thread gets the interpreter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,12 +69,22 @@ def decode_base64(text: str, *, param: str, limits: DecodeLimits) -> bytes:
     if len(text) > limits.max_bytes * 4 // 3 + 4096:  # slack for line breaks and padding
         raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
     try:
-        raw = base64.b64decode(_WHITESPACE.sub("", text), validate=True)
-    except (binascii.Error, ValueError) as error:
+        raw = _decoded(text.encode("ascii"))
+    except ValueError as error:
         raise RequestError("not valid base64", param=param) from error
     if len(raw) > limits.max_bytes:
         raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
     return raw
+
+
+def _decoded(text: bytes) -> bytes:
+    """Decode base64 with line breaks. Raises `ValueError`."""
+    if any(space in text for space in _SPACES):
+        text = text.translate(None, b"".join(_SPACES))
+    if b"=" in text[:-2]:
+        raise ValueError("there is more behind its end")
+    parts = (text[at : at + _BASE64_AT_ONCE] for at in range(0, len(text), _BASE64_AT_ONCE))
+    return b"".join(binascii.a2b_base64(part, strict_mode=True) for part in parts)
 
 
 def decode_image(raw: bytes, *, param: str, limits: DecodeLimits, paper: Paper = "white") -> RgbImage:

@@ -130,7 +130,7 @@ class BaseModel:
         self._preparer = self._make_preparer()
         self.outline = self._bundle(outline=True)
         self._ready = self._read() if around.is_alone else None
-        self._tokens = PromptTokens(self.outline.tokenizers)
+        self._tokens = PromptTokens(self.outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
         self._denoiser: UNetDenoiser | None = None
         self._loaded: Bundle | None = None
         self.controlnets = self._controlnets()

@@ -233,6 +233,27 @@ def test_a_tokenizer_is_called_once_for_all_pieces_of_a_text():
     assert [len(texts) for texts in calls] == [400, 400]
 
 
+@pytest.mark.parametrize("syntax", [PromptSyntax.PLAIN, A1111])
+@pytest.mark.parametrize(("text", "is_read_whole"), [("x y z " * 5000, False), ("word " * 5000, True)])
+def test_of_a_text_with_far_too_many_tokens_a_part_is_read(text, is_read_whole, syntax):
+    """Four of 32,000 brackets in a request would take an engine a tenth of a second, to be refused then."""
+    chars = []
+
+    def tokenizer(texts, **_):
+        chars.append(sum(map(len, texts)))
+        return SimpleNamespace(input_ids=[list(range(len(text.split()))) for text in texts])
+
+    vars(tokenizer).update(model_max_length=77, bos_token_id=0, eos_token_id=1, pad_token_id=2)
+    tokens = PromptTokens((tokenizer,), max_words=750)
+    if is_read_whole:
+        assert tokens.of(text, syntax, param="prompt_2").words == 5000  # those who know the limit refuse it
+        return
+    with pytest.raises(RequestError, match="2250 tokens and more; at most 750 are read") as caught:
+        tokens.of(text, syntax, param="prompt_2")
+    assert caught.value.param == "prompt_2"
+    assert chars == [4500]
+
+
 def test_who_asks_for_known_tokens_waits_for_no_others():
     """A long text takes a tokenizer a tenth of a second, and the compute thread asks for those of each request that it
     begins."""
