@@ -558,4 +558,4 @@ def test_the_code_that_is_kept_for_new_sizes_is_bounded(tmp_path, block, monkeyp
     executor = openvino_at(tmp_path)
     assert answers(executor.prepare("k", lambda: small_computation(block)), block)
     assert answers(executor.open("k"), block)
-    assert told == {"compile_model": 128, "import_model": 128}
+    assert told == {"compile_model": 48, "import_model": 48}
