@@ -85,7 +85,7 @@ def _weighed(prompt: str, param: str) -> list[tuple[str, float]]:
     Brackets are numbered as they open. Round and square ones may cross; those of a kind nest, so each has one `outer`,
     and a text needs to know the innermost of each kind only.
     """
-    tokens = [*_MARK.split(prompt), ""]
+    tokens = [*_MARK.split(prompt, _MAX_MARKS + 1), ""]
     if len(tokens) // 2 - 1 > _MAX_MARKS:
         raise RequestError(f"more than {_MAX_MARKS:,} brackets and backslashes", param=param)
     factors, outer, opened_at = [1.0], [0], [0]
