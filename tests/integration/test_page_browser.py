@@ -268,8 +268,12 @@ def test_a_map_is_detected_or_drawn(window, tmp_path):
         assert int(first.max()) == 0  # one colour has no edges
         page.click("#controlnets [title^=Draw]")
         page.wait("return document.querySelector('#paint').open")
-        page.keys(SPACE, RIGHT, RIGHT, RIGHT, RIGHT)
-        page.click("#paint .primary")
+        page.keys(SPACE, RIGHT, RIGHT, RIGHT, RIGHT, ESCAPE)
+        page.wait("return !document.querySelector('#paint').open")
+        assert page.run("return document.querySelector('#control-1-detect').checked")
+        page.click("#controlnets [title^=Draw]")  # what was drawn is there still
+        page.wait("return document.querySelector('#paint').open")
+        page.keys(ENTER)
         page.wait("return !document.querySelector('#control-1-detect').checked")
         second = desk.make("frog face", 2).controlnets[0].image
         assert int(second.max()) == 255
@@ -351,7 +355,7 @@ def test_a_server_with_keys_asks_for_one(window):
         page.wait("return document.querySelector('#key-dialog').open")
         for key in ("sk-wrong", SECRET):
             page.type("#key", key)
-            page.click("#key-dialog .primary")
+            page.keys(ENTER)
             page.wait("return sessionStorage.getItem('plait.key') === args[0]", key)
         desk.ready()
         assert desk.make("frog face").tenant.name == "acme"

@@ -28,6 +28,7 @@ function ask(message) {
 /** Wire the button that changes or forgets the key. `onchange` is called with a new one. */
 export function wireKeyButton(onchange) {
   byId("key-forget").addEventListener("click", () => { keepKey(null); byId("key-dialog").close(); location.reload(); });
+  byId("key-cancel").addEventListener("click", () => byId("key-dialog").close());
   byId("key-button").addEventListener("click", async () => {
     byId("key-forget").hidden = !hasKey();
     if ((await askForKey("A server that asks for keys takes this one with every request.")) !== null) onchange();

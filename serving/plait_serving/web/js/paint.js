@@ -4,10 +4,12 @@ import { canvasPng } from "./bytes.js";
 
 const COLOURS = ["#ffffff", "#e03131", "#f08c00", "#ffd43b", "#2f9e44", "#1c7ed6", "#7048e8", "#a5673f", "#000000"];
 const MAX_UNDO = 30;
+const left = new Map(); // the paintings, by title, that were left without being used: they wait for the next time
 
 /**
  * Let a person paint. `background`: shown below the paint; with `mask` the answer is white where there is paint and
- * black elsewhere, else it is the painting on black. Resolves to a PNG, or null.
+ * black elsewhere, else it is the painting on black. Enter uses it, Escape leaves it for the next time. Resolves to a
+ * PNG, or null.
  */
 export function paint({ title, width, height, background = null, mask = false }) {
   return new Painter({ title, width, height, background, mask }).open();
@@ -15,7 +17,7 @@ export function paint({ title, width, height, background = null, mask = false })
 
 class Painter {
   constructor({ title, width, height, background, mask }) {
-    Object.assign(this, { width, height, background, mask });
+    Object.assign(this, { title, width, height, background, mask });
     this.canvas = h("canvas", { width, height, tabIndex: 0, class: "painting" });
     this.canvas.setAttribute("role", "application");
     this.canvas.setAttribute("aria-label",
@@ -32,6 +34,12 @@ class Painter {
     });
     this.dialog = byId("paint");
     this.dialog.replaceChildren(this.form(title));
+    const last = left.get(title);
+    if (last?.background === background) {
+      this.remember();
+      this.ink.drawImage(last.layer, 0, 0, width, height);
+    }
+    left.delete(title);
     this.listen();
     this.draw();
   }
@@ -51,7 +59,7 @@ class Painter {
         ? "Paint over what is to be made anew."
         : "Paint what the ControlNet is to see: black means nothing here."),
       h("div", { class: "row end" },
-        h("button", { type: "submit", value: "cancel", class: "quiet", formNoValidate: true }, "Cancel"),
+        h("button", { type: "button", class: "quiet", onclick: () => this.dialog.close() }, "Cancel"),
         h("button", { type: "submit", value: "use", class: "primary" }, "Use it")));
   }
 
@@ -74,8 +82,10 @@ class Painter {
     this.canvas.focus();
     return new Promise((resolve) => {
       this.dialog.addEventListener("close", () => {
-        resolve(this.dialog.returnValue === "use" ? this.result() : null);
+        const isUsed = this.dialog.returnValue === "use";
         this.dialog.returnValue = "";
+        if (!isUsed && this.undos.length) left.set(this.title, this);
+        resolve(isUsed ? this.result() : null);
       }, { once: true });
     });
   }
@@ -112,6 +122,8 @@ class Painter {
       if (this.cursor.down) { this.remember(); this.stroke(this.cursor, this.cursor); }
     } else if (event.key === "z" && (event.ctrlKey || event.metaKey)) {
       this.undo();
+    } else if (event.key === "Enter") {
+      this.dialog.querySelector("[value=use]").click();
     } else if (move) {
       const clamp = (value, top) => Math.min(top, Math.max(0, value));
       const next = { x: clamp(this.cursor.x + move[0] * step, this.width),
