@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -105,13 +106,19 @@ class RouteContext:
         assert self.ranking is not None
         return self.ranking
 
-    async def health(self) -> Health:
-        """Return the health of all that the server offers; the image service's first: its warm-up takes longest."""
-        state = Health(ready=True) if self.images is None else await self.images.health()
-        if self.ranking is None or not state.ready:
-            return state
-        ranking = await self.ranking.health()
-        return state if ranking.ready else Health(ready=False, reason=ranking.reason, warmup_s=state.warmup_s)
+    @property
+    def workloads(self) -> Mapping[str, ImageService | RankingService]:
+        """The services that this server has, by the names of their workloads."""
+        services = {"images": self.images, "ranking": self.ranking}
+        return {name: service for name, service in services.items() if service is not None}
+
+    async def health(self, workload: str | None = None) -> Health:
+        """Return the health of one of the `workloads`, or of all: each is asked, whatever the others answer."""
+        asked = self.workloads if workload is None else {workload: self.workloads[workload]}
+        states = await asyncio.gather(*(service.health() for service in asked.values()))
+        reasons = [state.reason or "not ready" for state in states if not state.ready]
+        warmup_s = next((state.warmup_s for state in states if state.warmup_s is not None), None)
+        return Health(ready=not reasons, reason="; ".join(reasons) or None, warmup_s=warmup_s)
 
 
 def get_context(request: Request) -> RouteContext:

@@ -9,6 +9,7 @@ from fastapi import APIRouter
 from starlette.responses import JSONResponse
 
 from plait_serving.http.context import ContextDep, installed_version
+from plait_serving.http.edge.errors import ApiError
 
 router = APIRouter(tags=["operations"])
 
@@ -20,12 +21,16 @@ _NOT_READY = {
 
 
 @router.get("/health", summary="Ready to make images, and to rank?", responses={503: _NOT_READY})
-async def health(context: ContextDep) -> JSONResponse:
-    """Return 200 if the server is ready, else 503 with the reason.
+async def health(context: ContextDep, workload: str | None = None) -> JSONResponse:
+    """Return 200 if the server is ready, else 503 with the reasons.
 
-    It is ready once a warm-up image was made and while the engine and every ranking model are alive.
+    It is ready once a warm-up image was made and while the engine and every ranking model are alive; with `workload`,
+    only what `images` or `ranking` needs counts.
     """
-    state = await context.health()
+    if workload is not None and workload not in context.workloads:
+        known = " or ".join(context.workloads)
+        raise ApiError(400, f"workload is {known} here", code="invalid_value", param="workload")
+    state = await context.health(workload)
     body = {"status": "ok" if state.ready else "unavailable", **asdict(state)}
     return JSONResponse(body, status_code=200 if state.ready else 503, headers={"cache-control": "no-store"})
 

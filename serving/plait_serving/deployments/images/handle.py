@@ -29,8 +29,9 @@ __all__ = ["HandleImageService", "translate"]
 
 _log = logging.getLogger(__name__)
 
-HEALTH_TIMEOUT_S = 5.0
-"""A replica that takes longer than this to report that it is healthy counts as unhealthy."""
+HEALTH_TIMEOUT_S = 1.5
+"""A replica that takes longer than this to report that it is healthy counts as unhealthy: load balancers wait for a
+second or two."""
 
 CATALOG_TIMEOUT_S = 120.0
 """Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the

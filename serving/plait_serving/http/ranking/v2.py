@@ -112,7 +112,7 @@ async def live() -> JSONResponse:
 @router.get("/health/ready", summary="Would every model answer now?", responses={503: _NOT_READY})
 async def ready(context: ContextDep) -> JSONResponse:
     """Return 200 if every model is ready, else 503 with the reason."""
-    state = await context.health()
+    state = await context.health("ranking")
     return _ready(None if state.ready else state.reason or "not ready")
 
 

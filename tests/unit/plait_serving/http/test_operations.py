@@ -19,7 +19,8 @@ from starlette.testclient import TestClient
 from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overloaded
 from plait_serving.health import Health
 from plait_serving.http import metrics
-from plait_serving.http.context import HttpSettings
+from plait_serving.http.app import app_from_context
+from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import body_limit, request_id
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal, Role, authenticate, require_admin
 from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
@@ -83,6 +84,34 @@ def test_health_is_503_with_a_reason_until_it_is_200():
     service.state = Health(ready=True, warmup_s=1.5)
     answer = client.get("/health")
     assert (answer.status_code, answer.json()["status"], answer.json()["warmup_s"]) == (200, "ok", 1.5)
+
+
+def test_the_health_of_one_workload_is_not_that_of_the_other():
+    """A ranker is asked although no image can be made, and the other way round; together each reason is told."""
+    images = FakeImageService(health=Health(ready=False, reason="no engine"))
+    ranking = FakeImageService(health=Health(ready=True))
+    client = TestClient(app_from_context(RouteContext(images=images, ranking=ranking, settings=HttpSettings())))
+
+    def asked(query=""):
+        answer = client.get(f"/health{query}")
+        return answer.status_code, answer.json()["reason"]
+
+    assert asked("?workload=ranking") == (200, None)
+    assert asked("?workload=images") == asked() == (503, "no engine")
+    ranking.state = Health(ready=False, reason="model picks: no HN")
+    assert asked("?workload=ranking") == (503, "model picks: no HN")
+    assert asked() == (503, "no engine; model picks: no HN")
+    images.state = Health(ready=True)
+    assert asked("?workload=images") == (200, None)
+    assert client.get("/v2/health/ready").status_code == 503
+
+
+@pytest.mark.parametrize("workload", ["ranking", "rankings", ""])
+def test_the_health_of_a_workload_that_is_not_served_is_a_mistake(client, workload):
+    """A probe for it would wait for ever."""
+    answer = client.get("/health", params={"workload": workload})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "workload")
+    assert answer.json()["error"]["message"] == "workload is images here"
 
 
 def test_version_says_which(client):
