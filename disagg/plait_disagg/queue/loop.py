@@ -21,6 +21,7 @@ from plait_disagg.queue.order import Downstream, Item, WaitQueue, too_late
 from plait_disagg.queue.pace import Pace
 from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.threads import pin_to_cores, set_threads
+from plait_kernels.device_errors import is_device_lost
 
 __all__ = ["BatchLoop", "Inbox", "Item"]
 
@@ -321,8 +322,11 @@ class BatchLoop(Generic[T]):
         try:
             self._work(batch)
         except Exception as error:
-            if len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):  # more tries would meet the same
-                known = as_rank_error(error)
+            if is_device_lost(error):
+                _log.exception("%s: the device is lost, and this worker with it", self._name)
+                self.abandon(WorkerUnavailable("the device failed"))
+            if self._abandoned is not None or len(batch) == 1 or isinstance(error, WorkerUnavailable | Busy):
+                known = self._abandoned or as_rank_error(error)  # more tries would meet the same
                 for item in batch:
                     item.fail(known)
                 return

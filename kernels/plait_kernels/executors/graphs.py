@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
+from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors
 
 __all__ = ["Capture", "GraphProgram", "Recording"]
@@ -110,6 +111,8 @@ class GraphProgram:
         try:
             recording = self._capture(self._eagerly, inputs)
         except RuntimeError as error:  # out of memory is one, too
+            if is_device_lost(error):
+                raise
             _log.warning("%s at %s runs eagerly: %s", self._name, list(key[0][0]), " ".join(str(error).split())[:300])
             del self._recordings[key]
             self._refused[key] = None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+from plait_kernels.device_errors import is_device_lost
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
 from plait_serving.diffusion.queue.bounds import QueueBounds, QueuedWork, wait_s
 from plait_serving.diffusion.queue.usage import UsageLedger
@@ -168,7 +169,12 @@ class RequestRegistry:
             job.cancelled = True
 
     def close(self, job: ImageJob, event: Finished | Failed) -> None:
-        """End a job, here and nowhere else: move it to its last phase, count it and notify the caller."""
+        """End a job, here and nowhere else: move it to its last phase, count it and notify the caller. One that ends as
+        the device is lost ends the engine: its process can do nothing more."""
+        if isinstance(event, Failed) and is_device_lost(event.error):
+            _log.error("the device is lost, and the engine with it", exc_info=event.error)
+            self.shut_down()
+            event = Failed(error=EngineStopped("the device failed"))
         job.advance(RequestPhase.DONE if isinstance(event, Finished) else RequestPhase.FAILED)
         cancelled = isinstance(event, Failed) and isinstance(event.error, Cancelled)
         outcome = "finished" if isinstance(event, Finished) else "cancelled" if cancelled else "failed"

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.edits.blend import Blend
 from plait_serving.diffusion.edits.source import EditSource
@@ -225,8 +226,8 @@ class Stepper:
         """Make one denoiser call; if the device runs out of memory, two of half the size, and so on."""
         try:
             return self._denoiser.predict(calls)
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
                 raise
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -288,8 +289,3 @@ def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:
         assert unit.conditioning is not None
         lengths[unit.conditioning.text.shape[1]].append(i)
     return list(lengths.values())
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out. torch raises a plain RuntimeError for host memory; its text is the only sign."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

@@ -19,6 +19,7 @@ from diffusers import ControlNetModel
 from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
+from plait_kernels.device_errors import is_device_lost, is_out_of_memory
 from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.executors.graphs import Capture, GraphProgram
@@ -235,6 +236,8 @@ class ControlNetModelRunner:
         try:
             return list(self.residuals(blocks))
         except Exception as error:
+            if is_device_lost(error):
+                raise
             if len(blocks) == 1:
                 return [_as_engine_error(error)]
         if self.device.type == "cuda":
@@ -378,6 +381,6 @@ def _split(tensor: torch.Tensor, sizes: Sequence[int], like: torch.Tensor) -> Se
 def _as_engine_error(error: Exception) -> EngineError:
     if isinstance(error, EngineError):
         return error
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error):
+    if is_out_of_memory(error):
         return OutOfMemory("one request's ControlNet rows do not fit the device")
     return EngineError(f"the ControlNet failed: {type(error).__name__}: {error}")

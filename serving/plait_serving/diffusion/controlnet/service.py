@@ -22,6 +22,7 @@ from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_fabric.threads import set_threads
+from plait_kernels.device_errors import is_device_lost
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
@@ -307,6 +308,8 @@ class ControlNetService:
             )
             self._sessions.put(peer.number, request.session, held)
         except Exception as error:
+            if is_device_lost(error):
+                raise
             known = error if isinstance(error, EngineError) else ModelError(f"the ControlNet refused: {error}")
             _log.warning("ControlNet %s: a session could not be opened: %s", self._name, known)
             self._sessions.put(peer.number, request.session, known)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.lora_merge import MergeOp, NonFiniteMerge, Term, is_finite
 from plait_kernels.lora_merge.reference import merged
 from plait_kernels.registry import load
@@ -190,7 +191,9 @@ class Merger:
             weight = self._weight(ref)
             try:
                 copy = weight.clone()
-            except (torch.OutOfMemoryError, MemoryError) as error:
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise OutOfMemory("there is no memory for a pristine copy of a weight", param="loras") from error
             self._pristine[ref] = _Pristine(copy, _largest(copy))
 
@@ -215,7 +218,7 @@ class Merger:
             merged_s = self._timed(merges)
         except BaseException as error:
             self._fall_back()
-            if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            if is_out_of_memory(error):
                 raise OutOfMemory("the LoRA set does not fit the device", param="loras") from error
             raise
         self._restore_s_per_byte = _average(self._restore_s_per_byte, restored_s, restores)

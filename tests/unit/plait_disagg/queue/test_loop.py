@@ -69,6 +69,31 @@ def test_a_full_inbox_is_busy_and_a_closed_one_unavailable() -> None:
     assert not inbox.put_again(Piece())
 
 
+def test_a_lost_device_ends_the_loop() -> None:
+    """Its process can compute nothing more: who is there is told so, and the worker says that it is dead."""
+    tries = []
+    go = threading.Event()
+
+    def work(batch: list[Piece]) -> None:
+        go.wait(60)
+        tries.append(batch)
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    loop, pieces = _loop(work), [Piece(), Piece(), Piece()]
+    loop.put(pieces[0])
+    while loop.waiting:
+        time.sleep(0.001)
+    for piece in pieces[1:]:
+        loop.put(piece)
+    go.set()
+    assert loop.join(60)
+    assert not loop.alive
+    assert len(tries) == 1
+    assert all(isinstance(piece.error, WorkerUnavailable) for piece in pieces)
+    with pytest.raises(WorkerUnavailable):
+        loop.put(Piece())
+
+
 def test_a_fault_hurts_only_its_own_item() -> None:
     """The batch that fails is run again one by one; what nobody foresaw is told without its details."""
     worked: list[list[Piece]] = []

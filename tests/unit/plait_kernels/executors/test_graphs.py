@@ -99,6 +99,18 @@ def test_what_cannot_be_captured_runs_eagerly_and_is_tried_once(block, caplog):
     assert sum("runs eagerly: CUDA out of memory" in record.message for record in caplog.records) == 1
 
 
+def test_a_lost_device_is_not_run_eagerly(block):
+    """No later call can succeed: the error is for who ends the process."""
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    program, inputs = GraphProgram(block, lost, name="block"), small_inputs(2, 4, 4)
+    program.run(inputs)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        program.run(inputs)
+
+
 def test_few_shapes_that_cannot_be_captured_are_remembered(block, monkeypatch):
     """A client chooses the shapes. One that was forgotten is tried again, and answered as before."""
     monkeypatch.setattr(graphs, "_KEPT", 2)

@@ -20,7 +20,7 @@ from plait_serving.diffusion.errors import (
     RequestError,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.testing import FakeProvider
+from plait_serving.diffusion.testing import FakeDenoiser, FakeProvider
 from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
     Finished,
@@ -243,6 +243,22 @@ def test_a_bug_in_a_step_fails_its_batch_and_not_the_engine(rig):
         built.ask("unencodable").result()
     assert built.ask().result().images
     assert built.engine.alive
+
+
+@pytest.mark.parametrize("method", ["begin", "predict", "finish"])
+def test_a_lost_device_ends_the_engine(rig, monkeypatch, method):
+    """In an encoder, the denoiser or the decoder: the process can compute nothing more, so another one is needed. The
+    request ends once, and is told to ask again."""
+
+    def lost(*_):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(FakeDenoiser, method, lost)
+    built = rig()
+    with pytest.raises(EngineStopped):
+        built.ask().result()
+    assert not built.engine.alive
+    assert built.engine.statistics().failed == 1
 
 
 def test_loading_overlaps_other_work_and_the_request_waits_for_its_set(rig):

@@ -245,6 +245,19 @@ def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
     assert all(isinstance(answer, OutOfMemory) for answer in runner.try_residuals(blocks[:2]))
 
 
+def test_a_lost_device_is_no_answer(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the service's thread, and so its replica."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+
+    def lost(_: list[ControlRows]) -> list[Residuals]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    blocks = _rows(runner, [kit.make_ask(i, width=32) for i in range(2)])
+    monkeypatch.setattr(runner, "residuals", lost)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        runner.try_residuals(blocks)
+
+
 def test_a_bug_becomes_an_engine_error(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a forward raises comes back as an EngineError that names it."""
     runner = load_controlnet(sd, dtype=torch.float32)
