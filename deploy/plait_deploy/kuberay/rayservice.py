@@ -33,11 +33,17 @@ SERVICE_LABEL = "plait-service"
 
 DASHBOARD_PORT, METRICS_PORT = 8265, 8080
 _GCS_PORT, _AGENT_PORT = 6379, 52365
+_CONFINED = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+"""With the pod's own context: what Kubernetes' profile `restricted` asks of a container."""
 _USER = 1000
 """The user of `deploy/Dockerfile`."""
 _SPREAD_S = 15
 """How long a pod that ends may still be sent requests, until every node knows."""
-_MARGIN_S = 30
+_DRAIN_S = 30
+"""How long Ray itself then gives its node, at most, from SIGTERM on (its default)."""
+_MARGIN_S = 15
+_RAY_ENVIRONMENT = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S), "RAY_LOG_TO_STDERR": "1"}
+"""What is logged is read where Kubernetes looks for it: files would go with the pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,22 +60,23 @@ class Timing:
     @property
     def grace_s(self) -> int:
         """When Kubernetes kills a pod that has not ended."""
-        return self.leaving_s + _MARGIN_S
+        return self.leaving_s + _DRAIN_S + _MARGIN_S
 
     @property
     def deletion_delay_s(self) -> int:
         """When the cluster of the version before goes. KubeRay's default, 60 s, is the least."""
-        return max(60, self.leaving_s + _MARGIN_S)
+        return max(60, self.grace_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """The worker pods of one node class."""
+    """The worker pods of one node class. `workload`: the only one whose replicas they carry, if it is one."""
 
     node: str
     group: WorkerGroup
     min_pods: int
     max_pods: int
+    workload: str | None = None
 
     @property
     def name(self) -> str:
@@ -88,7 +95,7 @@ def rayservice(
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the manifest. `environment` is of every container."""
-    env = {**environment, "XDG_CACHE_HOME": options.volumes.cache.path, "HF_HOME": f"{options.volumes.cache.path}/hub"}
+    env = {**environment, **_RAY_ENVIRONMENT, "XDG_CACHE_HOME": options.volumes.cache.path, "HF_HOME": f"{options.volumes.cache.path}/hub"}
     labels = {SERVICE_LABEL: options.name}
     queue = {} if options.queue is None else {"kueue.x-k8s.io/queue-name": options.queue}
     spec: dict[str, Any] = {
@@ -100,7 +107,7 @@ def rayservice(
             "rayVersion": ray_version,
             "authOptions": {"mode": "token"} | _optional(secretName=options.token_secret),
             "enableInTreeAutoscaling": options.autoscaling,
-            **({"autoscalerOptions": {"version": "v2"}} if options.autoscaling else {}),
+            **({"autoscalerOptions": {"version": "v2", "securityContext": _CONFINED}} if options.autoscaling else {}),
             "headGroupSpec": _head(options, port=port, env=env, timing=timing, labels=labels),
             "workerGroupSpecs": [
                 _workers(options, it, port=port, env=env, timing=timing, labels=labels) for it in pods
@@ -150,9 +157,9 @@ def _workers(
 ) -> dict[str, Any]:
     group = pods.group
     container = _container("ray-worker", options, group, ports={"serve": port, "metrics": METRICS_PORT}, env=env)
-    container["readinessProbe"] = _models_are_warm(port)
-    # Kubernetes takes a pod off the lists as it asks it to end, and Ray ends at once when it is asked. In between,
-    # requests finish.
+    container["readinessProbe"] = _models_are_warm(port, pods.workload)
+    # Kubernetes takes a pod off the lists as it asks it to end, and Ray stops its replicas when it is asked. In
+    # between, requests finish.
     container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(timing.leaving_s)]}}}
     template = _template(options, container, timing=timing, labels=labels, has_account=False)
     template["spec"] |= _optional(nodeSelector=group.node_selector or None)
@@ -189,7 +196,7 @@ def _container(
         ],
         # Whether Ray's processes live, which no queue delays: a busy pod is not a dead one.
         "livenessProbe": _ray_is_alive(period_s=10, failures=12),
-        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "securityContext": _CONFINED,
     }
 
 
@@ -204,12 +211,12 @@ def _ray_is_alive(*, period_s: int, failures: int) -> dict[str, Any]:
     }
 
 
-def _models_are_warm(port: int) -> dict[str, Any]:
-    """plait's `/health`: models are loaded, and a warm-up image was made. A server that answers only to its own names
-    answers to localhost."""
+def _models_are_warm(port: int, workload: str | None) -> dict[str, Any]:
+    """plait's `/health`: models are loaded, and a warm-up image was made; pods of one workload go on while the other one
+    is down. A server that answers only to its own names answers to localhost."""
     return {
         "httpGet": {
-            "path": "/health",
+            "path": "/health" if workload is None else f"/health?workload={workload}",
             "port": port,
             "httpHeaders": [{"name": "Host", "value": "localhost"}],
         },

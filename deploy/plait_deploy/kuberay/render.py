@@ -85,7 +85,9 @@ def _pods(reservations: Sequence[Reservation], options: DeploySection) -> list[P
         size = {"cpus": group.cpus, "gpus": gpus, "memory_bytes": group.memory_bytes}
         fewest = pods_for(carried, **size, at_most=False, key=key)
         needed = pods_for(carried, **size, at_most=True, key=key)
-        found.append(_counts(node, group, key, fewest=fewest, needed=needed, autoscaling=options.autoscaling))
+        counts = _counts(node, group, key, fewest=fewest, needed=needed, autoscaling=options.autoscaling)
+        workloads = {it.workload for it in carried if it.workload is not None}
+        found.append(replace(counts, workload=workloads.pop() if len(workloads) == 1 else None))
     return found
 
 

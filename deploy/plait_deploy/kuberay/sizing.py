@@ -15,7 +15,8 @@ _ROUNDING = 1e-9
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reservation:
     """A Serve deployment: what one replica reserves in cores and GPUs, and how many there are, at least and at most.
-    `is_shard`: it holds part of a model's tables, at most `memory_bytes` of them (0: not known)."""
+    `is_shard`: it holds part of a model's tables, at most `memory_bytes` of them (0: not known). `workload`: whose
+    health it is part of; the ingress is of both."""
 
     name: str
     num_cpus: float
@@ -24,6 +25,7 @@ class Reservation:
     max_replicas: int = 1
     is_shard: bool = False
     memory_bytes: int = 0
+    workload: str | None = None
 
 
 @dataclass(slots=True)

@@ -67,6 +67,7 @@ def reservations(config: PlaitConfig) -> list[Reservation]:
                     max_replicas=part.max_replicas,
                     is_shard=isinstance(part, ShardsSection),
                     memory_bytes=part.memory_bytes or 0 if isinstance(part, ShardsSection) else 0,
+                    workload="ranking",
                 )
             )
     return found
@@ -79,6 +80,7 @@ def _of(name: str, section: ImagesSection | ControlNetSection) -> Reservation:
         num_gpus=section.num_gpus,
         min_replicas=section.min_replicas,
         max_replicas=section.max_replicas,
+        workload="images",
     )
 
 

@@ -175,7 +175,38 @@ def test_times_outlast_the_longest_request(render):
     for group in service["spec"]["rayClusterConfig"]["workerGroupSpecs"]:
         pod = group["template"]["spec"]
         _, seconds = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-        assert 1800 < int(seconds) < pod["terminationGracePeriodSeconds"]
+        environment = {it["name"]: it["value"] for it in pod["containers"][0]["env"]}
+        ray_drains_s = float(environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"])
+        assert 1800 < int(seconds)
+        assert int(seconds) + ray_drains_s + 15 <= pod["terminationGracePeriodSeconds"]
+
+
+def test_pods_of_one_workload_are_ready_by_it_alone(render):
+    """A ranker that is down takes no image pods off the list, and no engine the ranking ones."""
+    (service,) = documents(render(FILES["split"])[1].out, "RayService")
+    groups = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    paths = {it["groupName"]: _probed(it) for it in groups}
+    assert paths == {"cpu": "/health?workload=ranking", "gpu": "/health"}  # engines and HNs share the GPUs
+    only = documents(render("recommend: null\n")[1].out, "RayService")[0]
+    (group,) = only["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert _probed(group) == "/health?workload=images"
+
+
+def _probed(group):
+    return group["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]["path"]
+
+
+def test_each_container_is_confined_as_the_profile_restricted_asks(render):
+    """The autoscaler's too, whose context KubeRay takes from its options."""
+    (service,) = documents(render(FILES["split"])[1].out, "RayService")
+    cluster = service["spec"]["rayClusterConfig"]
+    templates = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+    for spec in (it["template"]["spec"] for it in templates):
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        contexts = [it["securityContext"] for it in spec["containers"]]
+        for context in (*contexts, cluster["autoscalerOptions"]["securityContext"]):
+            assert context == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def test_ready_is_warm_and_alive_does_not_ask_the_queue(render):
