@@ -95,7 +95,8 @@ def rayservice(
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """Return the manifest. `environment` is of every container."""
-    env = {**environment, **_RAY_ENVIRONMENT, "XDG_CACHE_HOME": options.volumes.cache.path, "HF_HOME": f"{options.volumes.cache.path}/hub"}
+    cache = options.volumes.cache.path
+    env = {**environment, **_RAY_ENVIRONMENT, "XDG_CACHE_HOME": cache, "HF_HOME": f"{cache}/hub"}
     labels = {SERVICE_LABEL: options.name}
     queue = {} if options.queue is None else {"kueue.x-k8s.io/queue-name": options.queue}
     spec: dict[str, Any] = {
@@ -212,8 +213,8 @@ def _ray_is_alive(*, period_s: int, failures: int) -> dict[str, Any]:
 
 
 def _models_are_warm(port: int, workload: str | None) -> dict[str, Any]:
-    """plait's `/health`: models are loaded, and a warm-up image was made; pods of one workload go on while the other one
-    is down. A server that answers only to its own names answers to localhost."""
+    """plait's `/health`: models are loaded, and a warm-up image was made; pods of one workload go on while the other
+    one is down. A server that answers only to its own names answers to localhost."""
     return {
         "httpGet": {
             "path": "/health" if workload is None else f"/health?workload={workload}",
