@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from starlette.responses import PlainTextResponse
 
+from plait_serving.deployments import proxy_bodies
 from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
 
 PIECE = 64 << 10
@@ -144,6 +146,25 @@ async def test_a_queue_that_is_full_makes_its_sender_wait():
     await task
     assert [len(each.get("body", b"")) for each in fetched] == [PIECE] * 100 + [0]
     assert put == 100
+
+
+async def test_large_bodies_go_on_at_a_pace_all_together(monkeypatch):
+    """Half a core is enough for them, however many come at once."""
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(proxy_bodies, "asyncio", SimpleNamespace(
+        Event=asyncio.Event, sleep=sleep, get_running_loop=lambda: SimpleNamespace(time=lambda: 100.0)))  # fmt: skip
+    monkeypatch.setattr(PacedQueue, "_next_at_s", 0.0)
+    queues = [PacedQueue() for _ in range(4)]
+    for queue in queues:
+        task = asyncio.create_task(queue(body(b"x" * AHEAD)))
+        await settled()
+        queue.get_messages_nowait()
+        await task
+    assert slept == pytest.approx([number / 64 for number in (1, 2, 3, 4)])
 
 
 async def test_a_queue_with_room_makes_nobody_wait():
