@@ -37,6 +37,7 @@ _NOT_BELOW_V2 = (415,)
 _MODEL = "/v2/models/{model}"
 
 _MORE: Mapping[str, tuple[int, ...]] = {
+    "get /health": (400,),
     "post /v1/images/generations": (400, 404, 422, 503, 504),
     "post /v1/images/edits": (400, 404, 422, 503, 504),
     "get /v1/models": (503,),

@@ -10,7 +10,6 @@ from starlette.responses import JSONResponse
 
 from plait_serving.http.context import ContextDep, installed_version
 from plait_serving.http.edge.errors import ApiError
-from plait_serving.http.edge.schemas import ErrorBody
 
 router = APIRouter(tags=["operations"])
 
@@ -21,10 +20,7 @@ _NOT_READY = {
 }
 
 
-_NOT_SERVED = {"description": "There is no such workload here", "model": ErrorBody}
-
-
-@router.get("/health", summary="Ready to make images, and to rank?", responses={400: _NOT_SERVED, 503: _NOT_READY})
+@router.get("/health", summary="Ready to make images, and to rank?", responses={503: _NOT_READY})
 async def health(context: ContextDep, workload: str | None = None) -> JSONResponse:
     """Return 200 if the server is ready, else 503 with the reasons.
 
