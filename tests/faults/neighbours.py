@@ -52,7 +52,7 @@ _AGAIN, _AGAIN_S = 3, 120.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NeighboursPlan:
     """`seconds`: of each round; `share`: what the neighbour asks for, of the measured capacity, which is that of
-    batches: one by one these images take twice that share of the time, and half of the time is the neighbour's.
+    batches: one by one these images take more of the time, and half of it is the neighbour's.
     `steps`: of its images, as many as the API's default. `hung_s`: a request that has not ended then counts as if it
     had."""
 

@@ -39,7 +39,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 
 _KEPT_EXECUTORS = 48
 """What a program keeps, for each kind of operator, of the code that OpenVINO makes for every new size: without a bound
-(5,000) some megabytes of each size. Enough for four sizes whose steps take turns; not for eight."""
+(5,000) some megabytes of each size. With as few as 8, steps of four sizes in turns take longer."""
 
 _PROBE_RANK = 3
 _MODEL, _FACTS, _PROBE = "model.xml", "entry.json", "probe.safetensors"

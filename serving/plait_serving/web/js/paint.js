@@ -84,7 +84,7 @@ class Painter {
       this.dialog.addEventListener("close", () => {
         const isUsed = this.dialog.returnValue === "use";
         this.dialog.returnValue = "";
-        if (!isUsed && this.undos.length) left.set(this.title, this);
+        if (!isUsed && this.undos.length) left.set(this.title, { layer: this.layer, background: this.background });
         resolve(isUsed ? this.result() : null);
       }, { once: true });
     });
