@@ -22,9 +22,9 @@ _PIECE_BYTES = 64 << 10
 _MAX_AHEAD_BYTES = 1 << 20
 """What waits to be fetched at most: some milliseconds of a loop to pickle or to copy."""
 
-_LARGE_BYTES_PER_S = 64 << 20
-"""How fast large bodies go on, all together: a megabyte costs proxy and ingress some 7 ms, so that this is half a core.
-Eight of 17 MB at once would have one to themselves for a second."""
+_LARGE_BYTES_PER_S = 32 << 20
+"""How fast large bodies go on, all together: a megabyte costs proxy and ingress some 7 ms, so that this is a quarter of
+a core, and more than most networks bring. Eight of 17 MB at once would have a whole one for a second."""
 
 
 class GatheringMiddleware:
