@@ -1,93 +1,120 @@
-"""The metrics of several replicas as one text in Prometheus' format.
+"""Metrics as families of prometheus_client, and those of several replicas as one text in Prometheus' format.
 
-Counters, histograms and most gauges (requests waiting, bytes resident) add up. What several replicas report of one
-and the same thing, their host or the workers behind them, is there once: the max of what they say. A counter that is
-summed falls when a replica is gone, which Prometheus takes for the restart that it is.
+Every series names the replica that counted it. A sum over replicas would fall, and not to 0, when one of them is gone;
+Prometheus would take that for a restart, and what the others counted in all their life for new. Sums are made of rates,
+by who reads them (`deploy/dashboards`).
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+import os
+import secrets
+import socket
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
-__all__ = ["label", "merge"]
+from prometheus_client import Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
 
-_OF_ONE_THING = ("plait_host_", "plait_node_", "plait_engine_prepared", "plait_ranker_worker", "plait_audit_largest")
-"""What the names of families begin with whose values are not added up: the max of them counts."""
-_CREATED = "_created"
-"""How the families end that say when a counter began."""
+__all__ = ["REPLICA", "TENANT_PREFIX", "Account", "ReplicaMetrics", "exposition", "family", "labelled", "this_process"]
 
-_Number = int | float
+TENANT_PREFIX = "plait_tenant_"
+"""Counters of this name with the label `tenant` are the account of what each tenant used."""
 
+REPLICA = "replica"
+"""The label that names the replica."""
 
-@dataclass(slots=True)
-class _Family:
-    """The comments and the samples of one metric, in the order in which they came first."""
+Labelled = Mapping[tuple[str], float] | Mapping[tuple[str, ...], float]
+"""Values by those of their labels."""
 
-    name: str
-    comments: list[str] = field(default_factory=list)
-    samples: dict[str, _Number] = field(default_factory=dict)
-
-    def add(self, sample: str, value: _Number) -> None:
-        known = self.samples.get(sample)
-        self.samples[sample] = value if known is None else _combination(self.name)((known, value))
+Sums = Mapping[tuple[str, str, str], float]
+"""What a replica counted of a tenant, by replica, tenant and name."""
 
 
-def label(value: str) -> str:
-    """Return the value of a label in quotes, as the format has it."""
-    for char, written in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):
-        value = value.replace(char, written)
-    return f'"{value}"'
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaMetrics:
+    """What one replica counts, its name, and, of an ingress, what it knows of all replicas' tenants."""
+
+    replica: str
+    families: Sequence[Metric]
+    account: Sums = field(default_factory=dict)
 
 
-def merge(texts: Sequence[str]) -> str:
-    """Return the texts of replicas of one kind as one."""
-    if len(texts) < 2:
-        return "".join(texts)
-    families: dict[str, _Family] = {}
-    for text in texts:
-        _read(text, families)
-    return "".join(_lines(families.values()))
+@cache
+def this_process() -> str:
+    """Return a name that no other replica has, nor had before: process numbers come back."""
+    return f"{socket.gethostname()}/{os.getpid()}-{secrets.token_hex(3)}"
 
 
-def _read(text: str, families: dict[str, _Family]) -> None:
-    """Add a text to the families. Its samples follow the comments of their family, as the format requires."""
-    current = ""
-    for line in text.split("\n"):  # `splitlines` would also cut at characters that a label may hold
-        if line.startswith("#"):
-            parts = line.split(" ", 3)
-            if len(parts) < 3:
-                continue
-            current = parts[2]
-            family = families.setdefault(current, _Family(current))
-            if line not in family.comments:
-                family.comments.append(line)
-        elif line:
-            sample, _, value = line.rpartition(" ")
-            name = sample.partition("{")[0]
-            if not current or not name.startswith(current):
-                current = name
-            families.setdefault(current, _Family(current)).add(sample, _parsed(value))
+def family(name: str, said: str, value: float | Labelled, *labels: str) -> Metric:
+    """Return a metric with one value, or with one by the values of its `labels`. It is a counter if its name ends in
+    `_total`, else a gauge. `said`: what it is, for people."""
+    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+    made = kind(name, said, labels=labels)
+    for values, number in value.items() if isinstance(value, Mapping) else (((), value),):
+        made.add_metric(values, number)
+    return made
 
 
-def _lines(families: Iterable[_Family]) -> Iterable[str]:
-    for family in families:
-        yield from (f"{comment}\n" for comment in family.comments)
-        yield from (f"{sample} {_written(value)}\n" for sample, value in family.samples.items())
+def labelled(replica: str, families: Iterable[Metric]) -> list[Metric]:
+    """Return the families with the replica's name in every series that has none."""
+    found = []
+    for each in families:
+        found.append(Metric(each.name, each.documentation, each.type))
+        found[-1].samples = [it._replace(labels={REPLICA: replica, **it.labels}) for it in each.samples]
+    return found
 
 
-def _combination(family: str) -> Callable[[Iterable[_Number]], _Number]:
-    if family.startswith(_OF_ONE_THING):
-        return max
-    return min if family.endswith(_CREATED) else sum
+def exposition(families: Iterable[Metric]) -> str:
+    """Return the families as Prometheus' text; those of one name together, as the format requires."""
+    joined: dict[str, Metric] = {}
+    for each in families:
+        known = joined.setdefault(each.name, Metric(each.name, each.documentation, each.type))
+        known.samples.extend(each.samples)
+    return generate_latest(_Collected(joined.values())).decode()
 
 
-def _parsed(value: str) -> _Number:
-    return int(value) if value.removeprefix("-").isdecimal() else float(value)
+class _Collected(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
-def _written(value: _Number) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
-    return repr(value)
+class Account:
+    """What every replica that ever answered counted of each tenant: sums survive the replica, and one that was silent
+    goes on from its own. It holds some numbers for each replica and tenant."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, str, str], float] = {}
+
+    @property
+    def sums(self) -> Sums:
+        """A copy of what is known, for other ingresses."""
+        return dict(self._sums)
+
+    def learn(self, sums: Sums) -> None:
+        """Take over what is more than was known: nothing of it ever falls."""
+        for key, value in sums.items():
+            self._sums[key] = max(value, self._sums.get(key, 0.0))
+
+    def read(self, families: Iterable[Metric]) -> None:
+        """Learn from families that name their replicas."""
+        for each in families:
+            if each.name.startswith(TENANT_PREFIX):
+                name = each.name.removeprefix(TENANT_PREFIX)
+                self.learn({(it.labels[REPLICA], it.labels["tenant"], name): it.value for it in each.samples})
+
+    def by_tenant(self) -> dict[str, dict[str, float]]:
+        """Return the sums over all replicas by tenant and name, whole numbers but for seconds."""
+        found: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for (_, tenant, name), value in self._sums.items():
+            found[tenant][name] += value
+        return {
+            tenant: {name: value if name.endswith("seconds") else int(value) for name, value in sums.items()}
+            for tenant, sums in found.items()
+        }

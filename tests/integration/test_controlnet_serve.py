@@ -16,7 +16,7 @@ import pytest
 
 from plait_serving.deployments.fabric_endpoints import socket_folder
 from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
-from plait_serving.deployments.metrics import AllReplicas
+from plait_serving.deployments.metrics import replicas_of
 from plait_serving.deployments.scaling import autoscaling
 from plait_serving.diffusion.controlnet import remote
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
@@ -26,6 +26,7 @@ from plait_serving.sections import Replicas
 from support import controlnet as kit
 from support.closeness import EQUAL
 from support.cluster import SharedServe
+from support.metrics import total
 from support.paused import pause
 
 pytestmark = pytest.mark.cluster
@@ -79,14 +80,14 @@ def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlne
 def test_each_replica_says_what_its_audits_found(handle: Any) -> None:
     """For `/metrics` of the ingress, by the name of its process."""
 
-    found: dict[str, str] = {}
+    found: dict[str, Any] = {}
 
     def both() -> bool:
-        found.update(asyncio.run(AllReplicas(lambda: handle).texts()))
+        found.update({it.replica: it.families for it in asyncio.run(replicas_of(handle).answers())})
         return len(found) == 2
 
     _wait_until(both)
-    assert all("plait_audit_drifted_total 0\n" in text for text in found.values())
+    assert [total(families, "plait_audit_drifted_total", model="edges") for families in found.values()] == [0, 0]
 
 
 def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:

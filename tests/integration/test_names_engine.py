@@ -19,6 +19,7 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection, LorasSection
 from support.http_app import pixels
 from support.names import ODD_NAMES
+from support.prometheus import lint
 from support.tiny import tiny_lora, tiny_sd
 
 MODELS = ("花", 'a"b#c?d%e+f', "_x")
@@ -98,7 +99,9 @@ def test_every_model_draws_and_is_a_label(client):
     for name in MODELS:
         np.testing.assert_array_equal(drawn(client, model=name), wanted)
         assert client.get(f"/v1/models/{urllib.parse.quote(name, safe='')}").json()["id"] == name
-    families = text_string_to_metric_families(client.get("/metrics").text)
+    text = client.get("/metrics").text
+    assert list(lint(text)) == []
+    families = text_string_to_metric_families(text)
     labels = {sample.labels["model"]: sample.value for family in families for sample in family.samples
               if sample.name == "plait_model_resident"}  # fmt: skip
     assert labels == dict.fromkeys(("first", *MODELS), 1)

@@ -22,6 +22,7 @@ from plait_serving.images.service import LoraCard
 from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.testing import fake_rankers
+from plait_serving.replica_metrics import family
 from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.words import image_words
 from support.app_server import AppServer, wait_for
@@ -145,8 +146,8 @@ class Waiting(FakeImageService):
         super().__init__()
         self.go = threading.Event()
 
-    async def metrics_text(self):
-        return "# TYPE plait_engine_requests_waiting gauge\nplait_engine_requests_waiting 3\n"
+    async def metric_families(self):
+        return [family("plait_engine_requests_waiting", "Waiting", 3)]
 
     async def generate(self, request):
         await asyncio.to_thread(self.go.wait, 60)

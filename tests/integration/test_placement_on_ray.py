@@ -91,7 +91,7 @@ class Server:
 
     def gauge(self, name):
         """The values of a gauge of nodes, by class."""
-        found = re.findall(rf'^{name}{{node="\w+",class="(\w+)"}} (\S+)$', self.ask("/metrics")[1], re.MULTILINE)
+        found = re.findall(rf'^{name}{{class="(\w+)",.*}} (\S+)$', self.ask("/metrics")[1], re.MULTILINE)
         return {of: float(value) for of, value in found}
 
     def engines(self):
@@ -100,7 +100,7 @@ class Server:
         for name in ("engine@a", "engine@b"):
             try:
                 handle = self.serve.get_deployment_handle(name, "plait")
-                found |= {said.replica for said in handle.broadcast("metrics_text").results(timeout_s=10)}
+                found |= {said.replica for said in handle.broadcast("metric_families").results(timeout_s=10)}
             except Exception as error:
                 print(name, error)  # it has no replica
         return found

@@ -21,6 +21,7 @@ import pytest
 
 from plait.cli import main as root
 from plait.demo.ranking import PEOPLE
+from support.prometheus import lint
 from support.ray_head import RayHead, ray_head
 from support.server import REPOSITORY, free_port
 
@@ -133,7 +134,8 @@ def test_dashboards_and_alerts_read_metrics_that_are_there(cluster, capsys):
         for name in re.findall(r"\bplait_\w+", file.read_text())
     }
     assert len(named) > 20
-    assert {name for name in named - there if not name.startswith("plait_ranker_hn_")} == set()  # no model is split
+    assert named - there == set()
+    assert list(lint(text)) == []
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ import pytest
 
 from plait.server import processes
 from plait_serving.deployments.fabric_endpoints import socket_folder
+from support.metrics import total
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster
@@ -70,7 +71,7 @@ def wait_for_steps(server, timeout_s=60):
     """Until the fake engine has begun to step."""
     until_s = time.monotonic() + timeout_s
     while time.monotonic() < until_s:
-        if b"fake_steps_total 0\n" not in read_metrics(server):
+        if steps_so_far(server):
             return
         time.sleep(0.05)
     raise AssertionError("no step was made")
@@ -100,14 +101,13 @@ def steps_when_still(server, timeout_s=60):
 def read_metrics(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
     connection.request("GET", "/metrics")
-    body = connection.getresponse().read()
+    body = connection.getresponse().read().decode()
     connection.close()
     return body
 
 
 def steps_so_far(server):
-    line = next(line for line in read_metrics(server).splitlines() if line.startswith(b"fake_steps_total "))
-    return int(line.split()[1])
+    return total(read_metrics(server), "fake_steps_total")
 
 
 def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):

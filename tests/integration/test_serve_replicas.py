@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import json
 import os
-import re
 import signal
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
+from support.metrics import found, total
 from support.paused import pause
 from support.server import FAKE, PlaitServer, free_port
 
@@ -33,15 +35,25 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
             started.kill_and_clean()
 
 
-def scrape(server: PlaitServer) -> dict[str, float]:
-    """The samples without their labels' order in mind, and how long they took as `seconds`."""
-    began_s = time.monotonic()
+def scrape(server: PlaitServer, path: str = "/metrics") -> str:
+    """What is at the path."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("GET", "/metrics")
+    connection.request("GET", path)
     body = connection.getresponse().read().decode()
     connection.close()
-    lines = re.findall(r"^([a-z][^ ]*(?:\{.*\})?) ([^ ]+)$", body, re.MULTILINE)
-    return {name: float(value) for name, value in lines} | {"seconds": time.monotonic() - began_s}
+    return body
+
+
+def counters(server: PlaitServer) -> dict[tuple[str, ...], float]:
+    """Every counter, by its labels; none where the answer is an error: the ingress that was asked is gone."""
+    text = scrape(server)
+    families = text_string_to_metric_families(text) if text.startswith("#") else ()
+    return {
+        (it.name, *sorted(it.labels.values())): it.value
+        for each in families
+        if each.type == "counter"
+        for it in each.samples
+    }
 
 
 def until_two(server: PlaitServer, deployment: str) -> list[int]:
@@ -86,15 +98,18 @@ def test_every_scrape_counts_what_all_replicas_did(server: PlaitServer) -> None:
     for number in range(8):
         assert server.generate(prompt=f"x{number}", num_inference_steps=4)[0] == 200
     for _ in range(8):
-        samples = scrape(server)
-        assert samples["plait_images_total"] - before.get("plait_images_total", 0) == 8
-        assert samples["fake_steps_total"] - before.get("fake_steps_total", 0) == 8 * 4
-        assert samples['plait_service_up{service="images"}'] == 1
+        text = scrape(server)
+        assert total(text, "plait_images_total") - sum(found(before, "plait_images_total")) == 8
+        assert total(text, "fake_steps_total") - sum(found(before, "fake_steps_total")) == 8 * 4
+        assert total(text, "plait_service_up", service="images") == 1
+    assert len(found(text, "plait_images_total")) == len(found(text, "fake_steps_total")) == 2
 
 
-def test_a_killed_engine_costs_no_request(server: PlaitServer) -> None:
-    """What it had is made again by the other one (finding 10)."""
+def test_a_killed_engine_costs_no_request_and_no_account(server: PlaitServer) -> None:
+    """What it had is made again by the other one (finding 10), and its tenants' sums go on from what they were."""
     victim = until_two(server, "engine")[0]
+    used = images_used(server)
+    assert used >= 8
     begun = threading.Event()
 
     def kill() -> None:
@@ -106,6 +121,13 @@ def test_a_killed_engine_costs_no_request(server: PlaitServer) -> None:
     assert statuses_of(server, 24, begun) == [200] * 24
     killer.join()
     until_two(server, "engine")
+    assert images_used(server) >= used + 12  # of the others the dead one may have made some
+
+
+def images_used(server: PlaitServer) -> int:
+    """By the account."""
+    (account,) = json.loads(scrape(server, "/v1/usage"))["data"]
+    return int(account["images"])
 
 
 def test_a_scrape_is_answered_within_a_second_while_no_engine_answers(server: PlaitServer) -> None:
@@ -115,24 +137,29 @@ def test_a_scrape_is_answered_within_a_second_while_no_engine_answers(server: Pl
     for pid in engines:
         pause(pid)
     try:
-        samples = scrape(server)
+        began_s = time.monotonic()
+        text = scrape(server)
+        seconds = time.monotonic() - began_s
     finally:
         for pid in engines:
             os.kill(pid, signal.SIGCONT)
-    assert samples["seconds"] < 5  # 0.9 s on a quiet host; Serve itself would wait for ever
-    assert samples['plait_service_up{service="images"}'] == 0
-    assert "plait_requests_in_flight" in samples
-    assert "fake_steps_total" not in samples
+    assert seconds < 5  # 0.9 s on a quiet host; Serve itself would wait for ever
+    assert total(text, "plait_service_up", service="images") == 0
+    assert found(text, "plait_requests_in_flight")
+    assert not found(text, "fake_steps_total")
 
 
 def test_the_other_ingress_answers_on(server: PlaitServer) -> None:
-    """While Serve starts another one in the place of the one that was killed (finding 10)."""
+    """While Serve starts another one in the place of the one that was killed (finding 10). No counter falls: those of
+    the dead one end, those of the new one begin."""
     victim = until_two(server, "ingress")[0]
+    before = counters(server)
     os.kill(victim, signal.SIGKILL)
     until_s = time.monotonic() + WAIT_S
     answered = 0
     while answered < 5:
         assert time.monotonic() < until_s
         answered += status_of(server, prompt="x", num_inference_steps=1) == 200
+        assert all(value >= before.get(series, 0) for series, value in counters(server).items())
     assert len(server.replica_pids("ingress")) < 2 or victim not in server.replica_pids("ingress")
     until_two(server, "ingress")

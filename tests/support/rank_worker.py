@@ -1,12 +1,13 @@
 """A worker of the tiny model in a process of its own: ``python -m support.rank_worker cn|hn ADDRESS SECRET HN...``.
 
-It says "ready" when it listens, and works until it is killed.
+It says "ready" when it listens, a CN when all HNs are there too, and works until it is killed.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+import time
 
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
@@ -38,6 +39,8 @@ def main(role: str, address: str, secret_hex: str, *hns: str) -> None:
     else:
         core = CnCore(kit.CARD, kit.FakeSparse(slow_s=0.001), dial, hns=len(hns), backoff=_QUICK)
         worker = CoreServer(core, [listener])
+        while core.metrics()["hns"] < len(hns):
+            time.sleep(0.02)
     print("ready", flush=True)
     threading.Event().wait()
     del worker

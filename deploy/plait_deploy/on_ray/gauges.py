@@ -1,8 +1,11 @@
-"""The GPUs of each node in Prometheus' text format: how many, how many are idle, and how much of that is stranded."""
+"""The GPUs of each node for Prometheus: how many, how many are idle, and how much of that is stranded."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.on_ray.nodes import RayNode
 from plait_deploy.on_ray.whereabouts import NODE, devices_in
@@ -45,16 +48,15 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
     return state
 
 
-def gauges(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports) -> str:
-    """Return the text; its families are there even where no node has a GPU."""
+def gauges(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports) -> list[Metric]:
+    """Return the gauges; their families are there even where no node has a GPU."""
     having = [each for each in nodes if each.node.gpus]
-    lines = {name: [f"# HELP {name} {said}\n# TYPE {name} gauge\n"] for name, said in _FAMILIES.items()}
+    families = [GaugeMetricFamily(name, said, labels=("node", "class")) for name, said in _FAMILIES.items()]
     if having:
         state = occupied(having, demands, reports)
         use: Use = use_of(state, demands)
         for at, each in enumerate(having):
-            labels = f'{{node="{each.node.name[:12]}",class="{each.node_class}"}}'
             values = (each.node.gpus, int(state.gpu_free[at]) / WHOLE, round(use.stranded_by_node[at], 6))
-            for name, value in zip(_FAMILIES, values, strict=True):
-                lines[name].append(f"{name}{labels} {value:g}\n")
-    return "".join(line for family in lines.values() for line in family)
+            for family, value in zip(families, values, strict=True):
+                family.add_metric((each.node.name[:12], str(each.node_class)), value)
+    return [*families]

@@ -84,13 +84,13 @@ class RowSavings:
     nbytes: int = 0
 
     def metrics(self) -> Mapping[str, float]:
-        """Return totals only, which add up over workers; hits divided by ids is the hit rate."""
+        """Return sums so far; hits divided by ids is the hit rate."""
         return {
             "cache_ids_total": self.counters.ids,
             "cache_hits_total": self.counters.hits,
             "cache_rows_sent_total": self.counters.stored + self.counters.passed,
             "cache_evicted_total": self.counters.evicted,
-            "cache_saved_bytes_total": self.nbytes,
+            "cache_saved_bytes": self.nbytes,
         }
 
 

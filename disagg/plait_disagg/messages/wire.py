@@ -39,7 +39,6 @@ from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.metrics import Metrics
 
 __all__ = [
     "SEND_S",
@@ -187,9 +186,9 @@ def parse_number(header: Header) -> int:
 
 
 def answers_message(
-    outcomes: Sequence[tuple[int, RankAnswer | RankError]], pool: Pool, *, metrics: Metrics | None = None
+    outcomes: Sequence[tuple[int, RankAnswer | RankError]], pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack outcomes with the numbers of their requests. `metrics`: the worker's counters, from time to time."""
+    """Pack outcomes with the numbers of their requests."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
         [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
@@ -197,8 +196,6 @@ def answers_message(
         if isinstance(it, RankError)
     ]
     header: dict[str, Any] = {"kind": "answers"}
-    if metrics is not None:
-        header["metrics"] = dict(metrics)
     if errors:
         header["errors"] = errors
     if not answers:
@@ -291,14 +288,12 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
 
 
 def done_message(
-    number: int, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool, *, metrics: Metrics | None = None
+    number: int, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch's outputs, (N, ...) each. `metrics`: the HN's counters, from time to time."""
+    """Pack a batch's outputs, (N, ...) each."""
     items = next(iter(outputs.values())).shape[0]
     plan = plan_of(outputs, users=items, items=items)
     header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **plan.fields}
-    if metrics is not None:
-        header["metrics"] = dict(metrics)
     return header, pack(plan, outputs, pool, timeout_s=SEND_S)
 
 

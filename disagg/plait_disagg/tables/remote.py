@@ -25,18 +25,14 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.metrics import read_metrics, sum_metrics
 from plait_fabric.threads import set_threads
 
-__all__ = ["SHARD", "RemoteShard", "shards_metrics", "wait_for_shards"]
+__all__ = ["RemoteShard", "shards_metrics", "wait_for_shards"]
 
 _log = logging.getLogger(__name__)
 
 _SEND_S = 1.0
 _LOOK_S = 0.02
-
-SHARD = "shard_"
-"""The prefix of what shards count, wherever it is shown."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +70,6 @@ class RemoteShard:
         self._answer_timeout_s = answer_timeout_s
         self._twin_after_s = twin_after_s
         self._lost = self._twins = 0
-        self._metrics: dict[Connection[_OpenLookup], Mapping[str, float]] = {}
         protocol: ClientProtocol[_OpenLookup] = ClientProtocol(
             version=WIRE_VERSION,
             hello=identity.payload(),
@@ -109,10 +104,6 @@ class RemoteShard:
     def twins(self) -> int:
         """The number of lookups asked of a twin so far, because a replica was silent."""
         return self._twins
-
-    def replica_metrics(self) -> list[Mapping[str, float]]:
-        """Return the counters of the replicas, as of their last answers."""
-        return list(self._metrics.values())
 
     def begin(self, requests: Sequence[LookupRequest], version: str) -> _PendingLookup:
         """Send a lookup to a replica. Raises `ShardLost`, `ShardRefused`, ValueError."""
@@ -159,9 +150,6 @@ class RemoteShard:
     def _on_message(self, connection: Connection[_OpenLookup], message: Message) -> None:
         with message:
             number, answer = parse_answer(message)
-            said = read_metrics(message.header)
-        if said is not None:
-            self._metrics[connection] = said
         lookup = connection.take(number)
         if lookup is None:
             if not connection.was_called(number):
@@ -178,7 +166,6 @@ class RemoteShard:
             lookup.fail(ShardRefused(self.name, answer.why))
 
     def _on_lost(self, connection: Connection[_OpenLookup], lookups: list[_OpenLookup], why: str) -> None:
-        self._metrics.pop(connection, None)
         self._lost += len(lookups)
         for lookup in lookups:
             if lookup.answer.done() or lookup.connection is not connection:  # its twin was asked, and still may answer
@@ -193,13 +180,11 @@ class RemoteShard:
 
 def shards_metrics(shards: Sequence[RemoteShard]) -> Mapping[str, float]:
     """Return metrics of who asks the shards: those of which a replica is connected; lookups lost with one, and asked of
-    a twin, so far; the counters of all replicas."""
-    replicas = [metrics for shard in shards for metrics in shard.replica_metrics()]
+    a twin, so far."""
     return {
         "shards": sum(shard.up > 0 for shard in shards),
         "lost_lookups_total": sum(shard.lost for shard in shards),
         "twin_lookups_total": sum(shard.twins for shard in shards),
-        **sum_metrics(SHARD, replicas),
     }
 
 

@@ -150,14 +150,10 @@ def pack_requests(
     return header, leases
 
 
-def pack_found(
-    pool: Pool, number: int, values: Sequence[torch.Tensor], *, metrics: Mapping[str, float] | None = None
-) -> tuple[dict[str, Any], list[Lease]]:
+def pack_found(pool: Pool, number: int, values: Sequence[torch.Tensor]) -> tuple[dict[str, Any], list[Lease]]:
     """Return the message of an answer: (rows, columns) each."""
     described = [[str(value.dtype).removeprefix("torch."), *value.shape] for value in values]
     header: dict[str, Any] = {"kind": "found", "number": number, "found": described}
-    if metrics is not None:
-        header["metrics"] = dict(metrics)
     lease = pool.acquire(sum(map(_aligned, values)), _ROOM_S)
     if lease.nbytes:
         whole = torch.frombuffer(lease.memory, dtype=torch.uint8)

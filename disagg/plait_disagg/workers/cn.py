@@ -36,7 +36,6 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.metrics import read_metrics, sum_metrics
 from plait_fabric.threads import set_threads
 
 __all__ = ["CnCore"]
@@ -97,7 +96,6 @@ class CnCore:
         self._knobs = knobs or WorkerKnobs()
         self._clock = clock
         self._stopping = False
-        self._hn_metrics: dict[Connection[_SentBatch], Mapping[str, float]] = {}
         self._room = threading.Condition()
         self._windows: WeakKeyDictionary[Connection[_SentBatch], Window] = WeakKeyDictionary()
         self._lookup_s = self._bytes = self._lost = self._late = 0.0
@@ -169,7 +167,7 @@ class CnCore:
         return None if self._client.up else _NO_HN
 
     def metrics(self) -> Mapping[str, float]:
-        """Return metrics of a whole worker, plus those of the wire, the caches, the tables and the HNs: bytes and lost
+        """Return metrics of a whole worker, plus those of the wire, the caches and the tables: bytes and lost
         batches so far; HNs connected and batches there now; if rows cross, what their caches count."""
         loop = self._loop
         return {
@@ -188,7 +186,6 @@ class CnCore:
             "late_answers_total": self._late,
             **(self._savings.metrics() if self._source is not None else {}),
             **self._more_metrics(),
-            **sum_metrics("hn_", list(self._hn_metrics.values())),
         }
 
     def stop(self, *, drain_s: float) -> None:
@@ -301,10 +298,7 @@ class CnCore:
     def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
         with message:
             number, outcome = parse_done(message.header, message.buffers)
-            said = read_metrics(message.header)
             queued_s = parse_queued_s(message.header)
-        if said is not None:
-            self._hn_metrics[connection] = said
         open_now = connection.open_calls
         batch = connection.take(number)
         if batch is None:
@@ -374,7 +368,6 @@ class CnCore:
 
     def _on_lost(self, connection: Connection[_SentBatch], batches: list[_SentBatch], why: str) -> None:  # noqa: ARG002
         self._senders.pop(connection, None)  # frees it; the next channel would not use it anyway
-        self._hn_metrics.pop(connection, None)
         self._lost += len(batches)
         self._wake()
         for batch in batches:

@@ -51,7 +51,6 @@ class CoreServer:
             welcome=lambda: card_payload(core.card),
             on_message=self._on_message,
             on_lost=self._on_lost,
-            metrics=core.metrics,
             send_timeout_s=SEND_S,
         )
         self._server = Server(protocol, listeners, name="rank", on_thread=partial(set_threads, 1))
@@ -139,7 +138,7 @@ class _PeerSink:
 
     def _send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
         try:
-            header, buffers = answers_message(numbered, self._peer.pool, metrics=self._peer.metrics())
+            header, buffers = answers_message(numbered, self._peer.pool)
         except Exception as error:
             _log.exception("answers that cannot be sent")
             broken = RankError(f"internal error ({type(error).__name__}); the worker's log has the details")

@@ -121,7 +121,6 @@ class HnWorker:
             welcome=lambda: card_payload(card),
             on_message=self._on_message,
             on_lost=self._on_lost,
-            metrics=self.metrics,
             send_timeout_s=SEND_S,
         )
         self._server = Server(protocol, listeners, name="dense", on_thread=partial(set_threads, 1))
@@ -269,7 +268,7 @@ class HnWorker:
         self._stay_s += began_s + seconds - item.came_s
         try:
             peer = item.peer
-            header, buffers = done_message(item.ask.number, outputs, seconds * 1e3, peer.pool, metrics=peer.metrics())
+            header, buffers = done_message(item.ask.number, outputs, seconds * 1e3, peer.pool)
             header["queued_ms"] = (began_s - item.came_s) * 1e3
         except FabricError as error:
             item.peer.drop(error)

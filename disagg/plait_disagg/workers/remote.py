@@ -23,7 +23,6 @@ from plait_disagg.messages.wire import (
 )
 from plait_disagg.queue.delay import Delay
 from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, settle
-from plait_disagg.tables.remote import SHARD
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
@@ -31,7 +30,6 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.metrics import read_metrics, sum_metrics
 from plait_fabric.threads import set_threads
 
 __all__ = ["RemoteCore", "RemoteRanker"]
@@ -65,7 +63,6 @@ class RemoteCore:
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
-        self._worker_metrics: dict[Connection[RankJob], Mapping[str, float]] = {}
         self._layouts: WeakKeyDictionary[Connection[RankJob], MessageLayout] = WeakKeyDictionary()
         self._way = Delay()
         self._stopping = False
@@ -171,17 +168,12 @@ class RemoteCore:
         return f"model {self._model}: no worker answers; one is being started"
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the ingress's and the workers' metrics.
-
-        Requests sent, and lost with a worker, so far; workers connected and requests at them now; the workers'
-        counters, as of their last answers.
-        """
+        """Return requests sent, and lost with a worker, so far; workers connected and requests at them now."""
         return {
             "sent_total": self._requests,
             "lost_total": self._lost,
             "workers": self._client.up,
             "at_workers": self._client.open_calls,
-            **sum_metrics("worker_", list(self._worker_metrics.values()), shared=("hn_", SHARD)),
         }
 
     def stop(self, *, drain_s: float) -> None:
@@ -209,9 +201,6 @@ class RemoteCore:
                 self._now_at(version)
                 return
             answers = parse_answers(message.header, message.buffers)
-            said = read_metrics(message.header)
-        if said is not None:
-            self._worker_metrics[connection] = said
         outcomes: list[tuple[RankJob, Outcome]] = []
         for number, outcome in answers:
             job = connection.take(number)  # None: cancelled meanwhile
@@ -231,7 +220,6 @@ class RemoteCore:
             self._card = replace(self._card, version=version)
 
     def _on_lost(self, connection: Connection[RankJob], jobs: list[RankJob], why: str) -> None:  # noqa: ARG002
-        self._worker_metrics.pop(connection, None)
         self._lost += len(jobs)
         for job in jobs:
             self._ask_another(job, self._unavailable(f"model {self._model}: its worker was lost"))

@@ -75,7 +75,6 @@ class ShardWorker:
             on_message=self._on_message,
             on_lost=lambda _: None,
             send_timeout_s=_SEND_S,
-            metrics=self.metrics,
         )
         self._server = Server(protocol, listeners, name="shard", on_thread=partial(set_threads, 1))
 
@@ -144,7 +143,7 @@ class ShardWorker:
             peer.send(other_header(request.number, values))
             return
         self._bytes += sum(value.nbytes for value in values)
-        header, leases = pack_found(peer.pool, request.number, values, metrics=peer.metrics())
+        header, leases = pack_found(peer.pool, request.number, values)
         peer.send(header, leases)
 
     def _look_up(self, request: RowsRequest) -> list[torch.Tensor] | str:

@@ -21,7 +21,6 @@ from plait_fabric.protocols import Buffer, Channel, Header, Listener
 from plait_fabric.rpc.connection import Pack
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
-from plait_fabric.rpc.metrics import Metrics, MetricsThrottle
 from plait_fabric.values import Message
 
 __all__ = ["Peer", "Server", "ServerProtocol", "start_accepting"]
@@ -35,7 +34,6 @@ class Peer:
     def __init__(self, number: int, channel: Channel, protocol: ServerProtocol) -> None:
         self.number = number
         self.channel = channel
-        self.metrics = MetricsThrottle(protocol.metrics)
         self.is_greeted = False
         self._send_timeout_s = protocol.send_timeout_s
         self._room = threading.Semaphore(protocol.backlog or 1)
@@ -116,8 +114,7 @@ class ServerProtocol:
 
     `on_hello` gets a client's payload and raises `WireError` to reject it; `welcome` makes the payload of the
     answer. `on_message` owns the message and releases it; it raises `WireError` to disconnect. `on_lost` is called
-    once per client. `metrics`: what clients receive from time to time, with their answers. A client that leaves its
-    whole window of messages unread is disconnected after `send_timeout_s`.
+    once per client. A client that leaves its whole window of messages unread is disconnected after `send_timeout_s`.
     """
 
     version: int
@@ -126,7 +123,6 @@ class ServerProtocol:
     on_message: Callable[[Peer, Message], None]
     on_lost: Callable[[Peer], None]
     send_timeout_s: float
-    metrics: Callable[[], Metrics] = dict
     max_peers: int = 128
     backlog: int | None = None
 

@@ -15,12 +15,13 @@ from plait_fabric.gil import shorten_gil_interval
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_process
+from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.node_gauges import NodeGauges, Reserved
 from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge.repeating import without_repeated
 from plait_serving.imports import importing
+from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from plait_serving.ranking.service import RankingService
 
 _log = logging.getLogger(__name__)
+
+_LOOK_S = 5.0
+"""So long after a request what tenants used is asked for: what a replica counts after that is lost with it."""
 
 
 class Ingress:
@@ -55,14 +59,16 @@ class Ingress:
         self._routers = routers
         with importing():
             self._ranking = _ranking_service(ranking or {})
-        self._answers = OpenResponses()
+        self._answers = OpenResponses(self._look_soon)
+        self._looking: asyncio.Task[None] | None = None
         self._nodes = NodeGauges(reserved or {})
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(_handle_of_this_deployment)
 
-    def check_health(self) -> None:
+    async def check_health(self) -> None:
         """Raise if the replica is unhealthy; Serve then restarts it."""
+        self._look_soon()
         if self._direct is not None and (failure := self._direct.failure) is not None:
             raise RuntimeError(failure)
 
@@ -73,17 +79,29 @@ class Ingress:
             self._direct.refuse_new()
         return await self._answers.wait_until_none(drain_s)
 
-    async def metrics_text(self) -> MetricsText:
-        """Return what this replica counts."""
-        from plait_serving.http.metrics import own_text
+    async def metric_families(self) -> ReplicaMetrics:
+        """Return what this replica counts, and what it knows of all tenants."""
+        from plait_serving.http.metrics import own_metrics
 
-        text = "" if self._context is None else await own_text(self._context)
-        return MetricsText(replica=this_process(), text=text)
+        if self._context is None:
+            return ReplicaMetrics(replica=this_process(), families=())
+        return await own_metrics(self._context)
 
-    async def _neighbours(self) -> list[str]:
+    async def _neighbours(self) -> list[ReplicaMetrics]:
         """Return what the other replicas count."""
-        texts = await self._ingresses.texts()
-        return [text for name, text in texts.items() if name != this_process()]
+        return [answer for answer in await self._ingresses.answers() if answer.replica != this_process()]
+
+    def _look_soon(self) -> None:
+        """Learn what tenants used, now that this may have changed or a replica that knew it may be going."""
+        if self._context is not None and (self._looking is None or self._looking.done()):
+            wait_s = 0.0 if self._looking is None else _LOOK_S
+            self._looking = asyncio.get_running_loop().create_task(self._look(self._context, wait_s))
+
+    async def _look(self, context: RouteContext, wait_s: float) -> None:
+        from plait_serving.http.metrics import gather
+
+        await asyncio.sleep(wait_s)
+        await gather(context)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:  # Serve's name for it
         """Return the ASGI application; Serve calls this after the constructor."""
@@ -97,7 +115,7 @@ class Ingress:
                 routers=self._routers(),
                 lifespan=None if self._direct is None else self._answer_directly,
                 neighbours=self._neighbours,
-                nodes=self._nodes.text,
+                nodes=self._nodes.families,
             )
         self._context = app.state.context
         return self._answers.count(without_request_id(app))
@@ -127,7 +145,9 @@ def _ranking_service(models: Mapping[str, RankModel]) -> RankingService | None:
 class OpenResponses:
     """Counts the requests whose response has not been sent yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Take what to call after each response."""
+        self._ended = ended
         self._open = 0
         self._none = asyncio.Event()
         self._none.set()
@@ -147,6 +167,7 @@ class OpenResponses:
                 self._open -= 1
                 if not self._open:
                     self._none.set()
+                self._ended()
 
         return counted
 

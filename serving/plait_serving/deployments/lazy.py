@@ -117,7 +117,7 @@ class EngineMethods(ReplicaMethods, Protocol):
     async def health(self) -> Any:
         """Return whether the replica would answer now."""
 
-    async def metrics_text(self) -> Any:
+    async def metric_families(self) -> Any:
         """Return the metrics and the replica's name."""
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -136,7 +136,7 @@ class ControlNetMethods(ReplicaMethods, Protocol):
     async def statistics(self) -> dict[str, float]:
         """Return the replica's statistics."""
 
-    async def metrics_text(self) -> Any:
+    async def metric_families(self) -> Any:
         """Return the metrics and the replica's name."""
 
 
@@ -146,8 +146,8 @@ class RankWorkerMethods(ReplicaMethods, Protocol):
     async def describe(self) -> Any:
         """Return this replica's addresses and secret."""
 
-    async def metrics(self) -> Mapping[str, float]:
-        """Return the worker's counters and gauges by name."""
+    async def metric_families(self) -> Any:
+        """Return the metrics and the replica's name."""
 
     async def stage_update(self, folder: str) -> Exception | None:
         """Stage an update; return the error, if any."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
+
+from prometheus_client import Metric
 
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
@@ -44,26 +46,26 @@ class NodeGauges:
         self._reserved = reserved if any(each.num_gpus for each in reserved.values()) else {}
         self._nodes, self._clock = nodes, clock
         self._thread = ThreadPoolExecutor(1, "plait-nodes")
-        self._asking: asyncio.Future[str] | None = None
-        self._text, self._asked_s = gauges((), (), {}), float("-inf")
+        self._asking: asyncio.Future[list[Metric]] | None = None
+        self._families, self._asked_s = gauges((), (), {}), float("-inf")
 
-    async def text(self) -> str:
+    async def families(self) -> Sequence[Metric]:
         """Return the gauges as they were last; without a deployment on GPUs their families are empty."""
         if self._reserved and self._asking is None and self._clock() - self._asked_s >= _KEPT_S:
             self._asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
             self._asking.add_done_callback(self._answered)
-        return self._text
+        return self._families
 
-    def _answered(self, asking: asyncio.Future[str]) -> None:
+    def _answered(self, asking: asyncio.Future[list[Metric]]) -> None:
         self._asking, self._asked_s = None, self._clock()
         if asking.cancelled():
             return
         if (error := asking.exception()) is not None:
             _log.warning("the GPUs of the nodes are not known: %s", error)
             return
-        self._text = asking.result()
+        self._families = asking.result()
 
-    def _ask(self) -> str:
+    def _ask(self) -> list[Metric]:
         with ThreadPoolExecutor(min(16, len(self._reserved))) as threads:
             answers = threads.map(_whereabouts, (each.handle for each in self._reserved.values()))
             reports = dict(zip(self._reserved, answers, strict=True))

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.telemetry import TelemetryConfig
+from prometheus_client import Metric
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,6 +26,7 @@ from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
+from plait_serving.http.edge.repeating import PACED_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
 from plait_serving.http.images import control_map, results
@@ -33,6 +35,7 @@ from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
 from plait_serving.ranking.service import RankingService
+from plait_serving.replica_metrics import ReplicaMetrics
 from plait_serving.spelling import choice_hint, fields_at, hint
 
 # What users of other servers type first.
@@ -87,8 +90,8 @@ def create_app(
     ranking: RankingService | None = None,
     routers: Sequence[APIRouter] = (),
     lifespan: Lifespan | None = None,
-    neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None,
-    nodes: Callable[[], Awaitable[str]] | None = None,
+    neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None,
+    nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None,
 ) -> FastAPI:
     """Return the application, with only the routes of what is given, and any additional `routers`. FastAPI's own
     documentation pages are off: they load scripts from a CDN; `page` has one that does not."""
@@ -141,9 +144,11 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
         from plait_serving.http.ranking import recommend, v2
 
         app.router.routes[:0] = v2.infer_routes(context)
+        context.metrics.expect((*v2.INFER_PATHS, recommend.PATH))
         for router in (v2.router, recommend.router):
             app.include_router(router)
     if context.images is not None:
+        context.metrics.expect(PACED_PATHS)
         for router in (images.router, control_map.router, results.router, models.image_router):
             app.include_router(router)
     for router in (models.router, health.router, metrics.router, usage.router, status.router, page.router):

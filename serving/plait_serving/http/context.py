@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 from fastapi import Depends
+from prometheus_client import Metric
 from starlette.requests import Request
 
 from plait_serving.diffusion.errors import Overloaded
@@ -23,6 +24,7 @@ from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.results import ResultsSettings, ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.ranking.service import RankingService
+from plait_serving.replica_metrics import Account, ReplicaMetrics
 
 
 def installed_version() -> str:
@@ -72,8 +74,8 @@ class RouteContext:
     settings: HttpSettings
     ranking: RankingService | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    neighbours: Callable[[], Awaitable[Sequence[str]]] | None = None
-    nodes: Callable[[], Awaitable[str]] | None = None
+    neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None
+    nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None
     now_s: Callable[[], float] = time.time
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
@@ -81,6 +83,7 @@ class RouteContext:
     decoders: TurnThreads = field(init=False)
     workers: TurnThreads = field(init=False)
     refusals: RecentRefusals[Overloaded] = field(init=False)
+    account: Account = field(default_factory=Account)
 
     def __post_init__(self) -> None:
         threads = self.settings.codec_threads

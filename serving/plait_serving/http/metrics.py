@@ -3,90 +3,86 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Protocol
+from collections.abc import Awaitable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
 from starlette.responses import PlainTextResponse, Response
 
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import Principal, Role, principal
-from plait_serving.replica_metrics import merge
+from plait_serving.http.edge.repeating import PACED_PATHS
+from plait_serving.replica_metrics import TENANT_PREFIX, ReplicaMetrics, exposition, family, labelled, this_process
 
-__all__ = ["NO_IMAGES", "TENANT_PREFIX", "exposition", "own_text", "router"]
+__all__ = ["Gathered", "gather", "own_metrics", "router"]
 
 router = APIRouter(tags=["operations"])
 
+T = TypeVar("T")
+
 _WAIT_S = 0.85
 """Whatever is down, a scrape is answered within a second."""
-_UP = (
-    "# HELP plait_service_up Whether the service's own metrics are in this answer; 0: it did not answer in time\n"
-    "# TYPE plait_service_up gauge\n"
-)
+_MODELS = "plait_model_resident"
+_UP = "Whether the service's own metrics are in this answer; 0: it did not answer in time"
 
 
-NO_IMAGES = 'plait_service_up{service="images"} 0\n'
-"""The line that says that the image service's metrics are missing."""
-TENANT_PREFIX = "plait_tenant_"
-"""Counters of this name with the label `tenant` are the account of what each tenant used."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gathered:
+    """What all replicas count, each series with its replica's name, and whether each service answered."""
 
-
-class _Measured(Protocol):
-    async def metrics_text(self) -> str:
-        """Return the service's metrics as Prometheus text."""
+    families: Sequence[Metric]
+    is_up: dict[str, bool]
 
 
 @router.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 async def metrics(context: ContextDep, who: Annotated[Principal, Depends(principal)]) -> Response:
-    """Return the HTTP side's metrics, of all ingress replicas, followed by those of the image service. What each tenant
-    used is for admins."""
-    text = await exposition(context)
+    """Return the HTTP side's metrics, of all ingress replicas, and those of the services and their workers. What each
+    tenant used is for admins."""
+    families: Iterable[Metric] = (await gather(context)).families
     if who.role is not Role.ADMIN:
-        text = "\n".join(line for line in text.split("\n") if TENANT_PREFIX not in line.split("{")[0])
-    return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+        families = (each for each in families if not each.name.startswith(TENANT_PREFIX))
+    return Response(exposition(families), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
-async def exposition(context: RouteContext) -> str:
-    """Return all metrics in Prometheus' text format."""
-    (own, ranking_up), others, images = await asyncio.gather(_own(context), _others(context), _text_of(context.images))
-    up = {}
-    if context.ranking is not None:
-        up["ranking"] = ranking_up
-    if context.images is not None:
-        up["images"] = images is not None
-    lines = [f'plait_service_up{{service="{name}"}} {int(is_up)}\n' for name, is_up in up.items()]
-    return "".join([merge([own, *others]), _UP, *lines, images or ""])
+async def gather(context: RouteContext) -> Gathered:
+    """Ask all replicas what they count, and keep what they say of tenants."""
+    images, ranking = context.images, context.ranking
+    own, others, of_images, of_workers = await asyncio.gather(
+        own_metrics(context),
+        _in_time(None if context.neighbours is None else context.neighbours()),
+        _in_time(None if images is None else images.metric_families()),
+        _in_time(None if ranking is None else ranking.worker_families()),
+    )
+    is_up = {name: found is not None for name, found in (("ranking", of_workers), ("images", of_images))}
+    is_up = {name: up for name, up in is_up.items() if name in context.workloads}
+    models = {it.labels["model"] for each in of_images or () if each.name == _MODELS for it in each.samples}
+    context.metrics.expect(PACED_PATHS, models)
+    up = family("plait_service_up", _UP, {(name,): int(up) for name, up in is_up.items()}, "service")
+    here = labelled(own.replica, [*own.families, *(of_images or ()), *(of_workers or ()), up])
+    there = [it for each in others or () for it in labelled(each.replica, each.families)]
+    for each in others or ():
+        context.account.learn(each.account)
+    context.account.read([*here, *there])
+    return Gathered(families=[*here, *there], is_up=is_up)
 
 
-async def own_text(context: RouteContext) -> str:
+async def own_metrics(context: RouteContext) -> ReplicaMetrics:
     """Return what this process itself counts: of HTTP, and of the ranking requests that it sent."""
-    return (await _own(context))[0]
+    ranking = None if context.ranking is None else await _in_time(context.ranking.metric_families())
+    nodes = () if context.nodes is None else await context.nodes()
+    families = [*context.metrics.families(), *(ranking or ()), *nodes]
+    return ReplicaMetrics(replica=this_process(), families=families, account=context.account.sums)
 
 
-async def _own(context: RouteContext) -> tuple[str, bool]:
-    ranking = await _text_of(context.ranking)
-    nodes = "" if context.nodes is None else await context.nodes()
-    return context.metrics.text().decode() + (ranking or "") + nodes, ranking is not None
-
-
-async def _others(context: RouteContext) -> Sequence[str]:
-    """Return what the other ingress replicas count; those that do not answer in time are missing."""
-    if context.neighbours is None:
-        return ()
-    try:
-        return await asyncio.wait_for(context.neighbours(), _WAIT_S)
-    except TimeoutError:
-        return ()
-
-
-async def _text_of(service: _Measured | None) -> str | None:
-    """Return a service's metrics, or None if it does not answer in time: the others' are worth more than waiting."""
-    if service is None:
+async def _in_time(asked: Awaitable[Sequence[T]] | None) -> Sequence[T] | None:
+    """Return the answer, or None if there is none in time: the others' are worth more than waiting."""
+    if asked is None:
         return None
     try:
-        return await asyncio.wait_for(service.metrics_text(), _WAIT_S)
+        return await asyncio.wait_for(asked, _WAIT_S)
     except (TimeoutError, EngineError, RankError):
         return None

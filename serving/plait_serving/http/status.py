@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from fastapi import APIRouter
-from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client import Metric
 from pydantic import BaseModel, Field
 
 from plait_fabric.cores import instruction_set
 from plait_serving.http.context import ContextDep, installed_version
-from plait_serving.http.metrics import exposition
+from plait_serving.http.metrics import gather
+from plait_serving.replica_metrics import REPLICA
 
 __all__ = ["router"]
 
@@ -63,7 +64,7 @@ class StatusResponse(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """Samples by name, and of those with one label the label's values."""
+    """Sums of samples by name, and the largest by the value of each label."""
 
     sums: Mapping[str, float]
     labels: Mapping[str, Mapping[str, float]]
@@ -73,13 +74,14 @@ class _Read:
 async def status(context: ContextDep) -> StatusResponse:
     """Return how the server is. What does not answer within a second counts as 0."""
     health = await context.health()
-    found = _read(await exposition(context))
+    gathered = await gather(context)
+    found = _read(gathered.families)
     number = found.sums
     return StatusResponse(
         version=installed_version(),
         ready=health.ready,
         reason=health.reason,
-        services={name: bool(up) for name, up in found.labels["plait_service_up"].items()},
+        services=gathered.is_up,
         instruction_sets=sorted(found.labels["plait_host_instruction_set"]) or [instruction_set()],
         replicas=ReplicasStatus(
             ingress=int(number["plait_ingress_replicas"]), engine=int(number["plait_engine_replicas"])
@@ -101,12 +103,12 @@ async def status(context: ContextDep) -> StatusResponse:
     )
 
 
-def _read(metrics: str) -> _Read:
+def _read(families: Iterable[Metric]) -> _Read:
     sums: dict[str, float] = defaultdict(float)
     labels: dict[str, dict[str, float]] = defaultdict(dict)
-    for family in text_string_to_metric_families(metrics):
+    for family in families:
         for sample in family.samples:
             sums[sample.name] += sample.value
-            if len(sample.labels) == 1:
-                labels[sample.name][next(iter(sample.labels.values()))] = sample.value
+            for value in (value for key, value in sample.labels.items() if key != REPLICA):
+                labels[sample.name][value] = max(sample.value, labels[sample.name].get(value, 0.0))
     return _Read(sums, labels)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
+
+from prometheus_client import Metric
 
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
@@ -36,16 +38,16 @@ class ImageEngine(Protocol):
 class LocalImageService:
     """An `ImageService` that makes all calls into the engine, none of them on the event loop's thread.
 
-    `catalog` and `metrics_text` are plain functions that may read files; they run in threads too. The composition
+    `catalog` and `families` are plain functions that may read files; they run in threads too. The composition
     root calls `warmed_up` once its warm-up image was made.
     """
 
     def __init__(
-        self, *, engine: ImageEngine, catalog: Callable[[], Catalog], metrics_text: Callable[[], str] = str
+        self, *, engine: ImageEngine, catalog: Callable[[], Catalog], families: Callable[[], Sequence[Metric]] = tuple
     ) -> None:
         self._engine = engine
         self._catalog = catalog
-        self._metrics_text = metrics_text
+        self._families = families
         self._warmup_s: float | None = None
 
     def warmed_up(self, seconds: float) -> None:
@@ -65,9 +67,9 @@ class LocalImageService:
             return Health(ready=False, reason="the engine has stopped", warmup_s=self._warmup_s)
         return Health(ready=True, warmup_s=self._warmup_s)
 
-    async def metrics_text(self) -> str:
-        """Call `metrics_text` in a thread."""
-        return await asyncio.to_thread(self._metrics_text)
+    async def metric_families(self) -> Sequence[Metric]:
+        """Call `families` in a thread."""
+        return await asyncio.to_thread(self._families)
 
     async def rest(self, model: str, *, asleep: bool) -> None:
         """Tell the engine."""

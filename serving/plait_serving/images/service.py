@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import secrets
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol, Self
+
+from prometheus_client import Metric
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, SamplerChoice, Scheduler
@@ -152,5 +154,5 @@ class ImageService(Protocol):
     async def health(self) -> Health:
         """Return ready only after a warm-up image was made. Never blocks on the queue."""
 
-    async def metrics_text(self) -> str:
-        """Return the service's own metrics in Prometheus' text format; may be empty."""
+    async def metric_families(self) -> Sequence[Metric]:
+        """Return the service's own metrics, those of other replicas with their names; may be empty."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+
+from prometheus_client import Metric
 
 from plait_disagg.errors import UnknownModel
 from plait_disagg.graph.inputs import Side
 from plait_disagg.values import ModelCard
 from plait_serving.health import Health
+from plait_serving.ranking.counted import rank_families
 from plait_serving.ranking.inputs import Binder
 from plait_serving.ranking.service import BoundModel, Refreshes, ServedRanker, why_not_ready
 
 __all__ = ["LocalRankingService"]
-
-_NO_METRIC = re.compile(r"[^a-zA-Z0-9_]")
 
 
 class LocalRankingService:
@@ -56,9 +55,13 @@ class LocalRankingService:
                 return Health(ready=False, reason=f"model {name}: {reason}")
         return Health(ready=True)
 
-    async def metrics_text(self) -> str:
-        """Return one untyped metric `plait_ranker_NAME` for each thing that the rankers count."""
-        return "".join(_metrics({name: model.ranker.metrics() for name, model in tuple(self._models.items())}))
+    async def metric_families(self) -> Sequence[Metric]:
+        """Return one metric `plait_ranker_NAME` for each thing that the rankers count."""
+        return rank_families("plait_ranker", {name: it.ranker.metrics() for name, it in tuple(self._models.items())})
+
+    async def worker_families(self) -> Sequence[Metric]:
+        """Return nothing: workers of this process are what its rankers count."""
+        return ()
 
     def _named(self, name: str) -> ServedRanker:
         model = self._models.get(name)
@@ -82,13 +85,3 @@ def _bind(name: str, model: ServedRanker, card: ModelCard) -> BoundModel:
         user=binder("user"),
         item=binder("item"),
     )
-
-
-def _metrics(models: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yield the samples of one metric together, as the format requires."""
-    for name in sorted({name for counts in models.values() for name in counts}):
-        metric = f"plait_ranker_{_NO_METRIC.sub('_', name)}"
-        yield f"# TYPE {metric} untyped\n"
-        for model, counts in models.items():
-            if name in counts:
-                yield f"{metric}{{model={json.dumps(model)}}} {float(counts[name])!r}\n"

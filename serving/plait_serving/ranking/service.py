@@ -5,9 +5,12 @@ Imports neither FastAPI nor torch, so a command, a test or a replica can use it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
+
+from prometheus_client import Metric
 
 from plait_disagg.errors import RankError
 from plait_disagg.graph.inputs import Input, Side
@@ -77,8 +80,11 @@ class RankingService(Protocol):
     async def health(self) -> Health:
         """Return ready if every model would answer now. Never blocks on a queue."""
 
-    async def metrics_text(self) -> str:
-        """Return the service's own metrics in Prometheus' text format; may be empty."""
+    async def metric_families(self) -> Sequence[Metric]:
+        """Return what this process counts; may be empty."""
+
+    async def worker_families(self) -> Sequence[Metric]:
+        """Return what workers in other processes count, with their names; may be empty."""
 
 
 async def why_not_ready(ranker: Ranker) -> str | None:

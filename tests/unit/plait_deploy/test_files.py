@@ -66,13 +66,17 @@ def expressions() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("where", expressions())
-def test_expressions_count_each_proxy_once(where):
-    """Every proxy answers for all replicas: what several report is one thing, so it is never added up as it comes."""
+def test_expressions_count_each_proxy_once_and_replicas_by_their_rates(where):
+    """Every proxy answers for all replicas: what several report is one thing, so it is never added up as it comes. Then
+    replicas are added up, each by its own rate, or the largest is taken; no series is shown by replica."""
     expression = expressions()[where]
     assert metrics_of(expression)
     assert expression.count("(") == expression.count(")")
     if not expression.startswith("absent("):
-        assert expression.count("max without (instance, pod) (") == len(re.findall(r"\bplait_\w+", expression))
+        summed = re.findall(r"sum(?: by \([^)]*\))? ?\(max without \(instance, pod\)\s+\(", expression)
+        largest = expression.count("max without (instance, pod, replica) (")
+        assert len(summed) + largest == len(re.findall(r"\bplait_\w+", expression))
+        assert all("replica" not in labels for labels in re.findall(r"by \(([^)]*)\)", expression))
 
 
 def test_panels_do_not_overlap_and_say_what_they_show():

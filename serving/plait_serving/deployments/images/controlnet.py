@@ -40,9 +40,8 @@ from plait_serving.deployments.fabric_endpoints import (
     open_listeners,
     socket_folder,
 )
-from plait_serving.deployments.images.audits import audit_text
+from plait_serving.deployments.images.counted import audit_families
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.metrics import MetricsText, this_process
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.controlnet.model import load_controlnet
@@ -51,6 +50,7 @@ from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.preparation import auditor_for, default_prepared_folder, preparer_for, uses_graphs
 from plait_serving.diffusion.queue.pressure import busy_share
+from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 __all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
 
@@ -94,7 +94,7 @@ class ControlNetDeployment:
 
         configure_logging(f"controlnet-{name}", os.environ)
         chosen = ControlNetKnobs.model_validate({"threads": threads, **(knobs or {})})
-        self._threads = chosen.threads
+        self._controlnet, self._threads = name, chosen.threads
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._secret = new_secret()
         place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
@@ -156,9 +156,10 @@ class ControlNetDeployment:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""
         return {PRESSURE: self._gauge.read()}
 
-    async def metrics_text(self) -> MetricsText:
+    async def metric_families(self) -> ReplicaMetrics:
         """Return what this replica's audits found, for `/metrics`."""
-        return MetricsText(replica=this_process(), text=audit_text(self._auditor.statistics()))
+        found = audit_families({self._controlnet: self._auditor.statistics()})
+        return ReplicaMetrics(replica=this_process(), families=found)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change. Raises on a bad knob."""

@@ -17,7 +17,6 @@ from typing import Any
 from plait_serving.deployments.fabric_endpoints import declare_thread_cap
 from plait_serving.deployments.images.source import ACCEPTED, EngineSource
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.metrics import MetricsText, this_process
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.errors import EngineError, EngineStopped
@@ -25,6 +24,7 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
+from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 _log = logging.getLogger(__name__)
 
@@ -77,9 +77,9 @@ class EngineReplica:
             return Health(ready=False, reason="the server is stopping")
         return await self._hosted.service.health()
 
-    async def metrics_text(self) -> MetricsText:
+    async def metric_families(self) -> ReplicaMetrics:
         """Return the engine's metrics."""
-        return MetricsText(replica=this_process(), text=await self._hosted.service.metrics_text())
+        return ReplicaMetrics(replica=this_process(), families=await self._hosted.service.metric_families())
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""

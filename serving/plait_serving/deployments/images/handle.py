@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from typing import Any
 
+from prometheus_client import Metric
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
@@ -18,12 +19,11 @@ from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.deployments.images.suspects import Suspects
 from plait_serving.deployments.images.together import Together
-from plait_serving.deployments.metrics import AllReplicas
+from plait_serving.deployments.metrics import families_of, replicas_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
-from plait_serving.replica_metrics import merge
 
 __all__ = ["HandleImageService", "translate"]
 
@@ -56,8 +56,8 @@ class HandleImageService:
         """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
         self._handle = handle
         self._stream = handle.options(stream=True)
-        self._engines = _replicas_of(handle)
-        self._controlnets = [_replicas_of(it) for it in controlnets]
+        self._engines = replicas_of(handle)
+        self._controlnets = [replicas_of(it) for it in controlnets]
         self._outages = Outages()
         self._suspects = Suspects()
         self._accepted_s = -math.inf
@@ -103,12 +103,12 @@ class HandleImageService:
         except (RayError, RayServeException) as error:
             raise self._translated(error) from error
 
-    async def metrics_text(self) -> str:
-        """Return the metrics of all replicas as one text. Raises `EngineStopped` if no engine answers."""
-        engines, *controlnets = await asyncio.gather(self._engines.texts(), *(it.texts() for it in self._controlnets))
+    async def metric_families(self) -> list[Metric]:
+        """Return the metrics of all replicas. Raises `EngineStopped` if no engine answers."""
+        engines, controlnets = await asyncio.gather(families_of([self._engines]), families_of(self._controlnets))
         if not engines:
             raise EngineStopped("no engine replica reports its metrics")
-        return merge([text for texts in (engines, *controlnets) for text in texts.values()])
+        return engines + controlnets
 
     async def health(self) -> Health:
         """Return the health of a replica; if there is none or it does not answer, that is a reason and not an error."""
@@ -220,10 +220,6 @@ class HandleImageService:
         self._outages.lost()
         message = f"no engine replica answered within {seconds:g} s"
         return EngineStopped(message, retry_after_s=self._outages.back_in_s())
-
-
-def _replicas_of(handle: Any) -> AllReplicas:
-    return AllReplicas(lambda: handle)
 
 
 class _ReplicaDied(EngineStopped):

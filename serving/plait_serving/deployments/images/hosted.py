@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any
 
 from plait_disagg.queue.scale import Gauge
-from plait_fabric.cores import instruction_set, usable_cores
+from plait_fabric.cores import usable_cores
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import socket_folder
-from plait_serving.deployments.images.audits import audit_text
 from plait_serving.deployments.images.controlnet import ServeConnect
+from plait_serving.deployments.images.counted import engine_families, host_families
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
@@ -23,14 +23,12 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.queue.pressure import engine_pressure
-from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.residents.base_model import BaseModel
 from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService
-from plait_serving.replica_metrics import label
 from plait_serving.starter.preprocess import PREPROCESSORS
 
 __all__ = ["HostedImages", "load_images", "open_images"]
@@ -117,7 +115,7 @@ class HostedImages:
         self._service = LocalImageService(
             engine=assembled.engine,
             catalog=self._catalog,
-            metrics_text=lambda: metrics_text(assembled) + host_metrics_text(_host()),
+            families=lambda: [*engine_families(assembled), *host_families(_host())],
         )
 
     @property
@@ -235,77 +233,6 @@ def lora_source(images: ImagesSection) -> LoraSource:
         }
         return RemoteSource(store.url, entries, cache_folder=store.cache_folder)
     return ChainSource(()) if folder is None else FolderSource(folder)
-
-
-def metrics_text(assembled: Assembled) -> str:
-    """Return the metrics of the engine and the LoRA cache in Prometheus' text format."""
-    engine = assembled.engine.statistics()
-    loras = [cache.statistics() for cache in {id(cache): cache for cache in assembled.loras.values()}.values()]
-    gauges = {
-        "engine_replicas": 1,  # several replicas add up
-        "engine_requests_waiting": engine.waiting,
-        "engine_requests_running": engine.running,
-        "engine_queued_compute_seconds": round(engine.queued_s, 3),
-        "lora_cache_resident_bytes": sum(cache.resident_bytes for cache in loras),
-        "lora_cache_resident": sum(cache.resident for cache in loras),
-    }
-    counters = {
-        "engine_steps": engine.steps,
-        "engine_rows": engine.rows,
-        "engine_lora_switches": engine.lora_switches,
-        "engine_finished": engine.finished,
-        "engine_failed": engine.failed,
-        "engine_cancelled": engine.cancelled,
-        "engine_rejected": engine.rejected,
-        "lora_cache_hits": sum(cache.hits for cache in loras),
-        "lora_cache_misses": sum(cache.misses for cache in loras),
-        "lora_cache_evictions": sum(cache.evictions for cache in loras),
-    }
-    residency = assembled.engine.residents.statistics()
-    gauges |= {"models_resident_bytes": residency.nbytes, "models_budget_bytes": residency.budget_bytes}
-    counters["model_loads"] = residency.loads
-    lines = [f"# TYPE plait_{name} gauge\nplait_{name} {value}" for name, value in gauges.items()]
-    lines += [f"# TYPE plait_{name}_total counter\nplait_{name}_total {value}" for name, value in counters.items()]
-    lines += _tenant_lines(assembled.engine.usage())
-    lines.append("# TYPE plait_model_resident gauge")
-    resident = {name: int(name in residency.resident) for name in assembled.models}
-    lines += [f"plait_model_resident{{model={label(name)}}} {value}" for name, value in resident.items()]
-    lines.append("# TYPE plait_engine_prepared gauge")
-    lines += [f"plait_engine_prepared{{part={label(part)}}} 1" for part in sorted(assembled.prepared_parts())]
-    audits = [model.auditor.statistics() for model in assembled.models.values()]
-    return "\n".join(lines) + "\n" + audit_text(*audits)
-
-
-def _tenant_lines(usage: Mapping[str, TenantUsage]) -> list[str]:
-    """Return what each tenant used: the account that `http/usage.py` reads."""
-    by_metric: dict[str, list[str]] = {}
-    for tenant, used in sorted(usage.items()):
-        counters = {
-            "image_requests_finished": used.finished,
-            "image_requests_failed": used.failed,
-            "image_requests_cancelled": used.cancelled,
-            "image_requests_rejected": used.rejected,
-            "images": used.images,
-            "image_pixels": used.pixels,
-            "image_steps": used.steps,
-            "image_compute_seconds": round(used.compute_s, 6),
-        }
-        for name, value in counters.items():
-            line = f"plait_tenant_{name}_total{{tenant={label(tenant)}}} {value}"
-            by_metric.setdefault(f"# TYPE plait_tenant_{name} counter", []).append(line)
-    return [line for head, lines in by_metric.items() for line in (head, *lines)]
-
-
-def host_metrics_text(host: HostCores) -> str:
-    """Return what the replicas of the engine's host may use, in Prometheus' text format."""
-    gauges = {
-        "host_cores": host.cores,
-        "host_threads_planned": host.planned_threads,
-        "host_shared": int(host.is_shared),
-    }
-    text = "".join(f"# TYPE plait_{name} gauge\nplait_{name} {value}\n" for name, value in gauges.items())
-    name = "plait_host_instruction_set"
-    return f'{text}# TYPE {name} gauge\n{name}{{name="{instruction_set()}"}} 1\n'
 
 
 def _host() -> HostCores:

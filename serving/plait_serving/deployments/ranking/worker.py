@@ -47,6 +47,8 @@ from plait_serving.deployments.ranking.source import OpenedPackage, RankSource, 
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.ranking.config import BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
+from plait_serving.ranking.counted import rank_families
+from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 __all__ = ["RankWorker", "remote_ranker"]
 
@@ -196,9 +198,10 @@ class RankWorker:
             start_s=self._start_s,
         )
 
-    async def metrics(self) -> Mapping[str, float]:
-        """Return counters and gauges by name."""
-        return self._core.metrics()
+    async def metric_families(self) -> ReplicaMetrics:
+        """Return what this worker counts."""
+        counted = rank_families("plait_ranker_worker", {self._model: self._core.metrics()}, {"role": self._role})
+        return ReplicaMetrics(replica=this_process(), families=counted)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""

@@ -1,12 +1,16 @@
 """The metrics of the HTTP side.
 
-Seconds and bytes, `_total` for counters. Labels have few values: routes are templates, and no label ever holds a
-prompt, a request id or a LoRA's name.
+Seconds and bytes, `_total` for counters. Labels have few values: routes are templates, models are those that there
+are, and no label ever holds a prompt, a request id or a LoRA's name.
 """
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import re
+from collections.abc import Iterable
+from itertools import product
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, disable_created_metrics
 from starlette.types import Scope
 
 from plait_disagg.values import RankAnswer
@@ -14,11 +18,21 @@ from plait_serving.diffusion.errors import Cancelled, EngineError, Overloaded, R
 from plait_serving.diffusion.values import Timings
 
 # 0.1 s is a toy image, 300 s a large one on a busy CPU.
-BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+BUCKETS_S = (0.1, 0.25, 0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
 STAGES = ("queue", "lora", "encode", "denoise", "decode")
 # Ranking answers within tens of milliseconds, or its caller has gone on without it.
-RANK_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+RANK_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 3.0, 4.0)
 RANK_STAGES = ("queued", "lookup", "wire", "dense")
+
+_RANKS = re.compile(r"/v1/recommend|/v2/.+/infer")
+"""The routes whose requests are rankings."""
+_EXPECTED = (200, 429, 500, 503, 504)
+"""How requests that do work end. Prometheus sees a counter's first increment only if it has seen its 0."""
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be half of all series, and nobody reads them
+
+MODEL = "model"
+"""Under this key routes put the base model that is asked into a request's state."""
 
 
 class HttpMetrics:
@@ -27,13 +41,21 @@ class HttpMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            "plait_requests", "Answers by route and outcome.", ["route", "outcome"], registry=self.registry
-        )
+            "plait_requests", "Answers by how they ended; `model`: of image requests.",
+            ["route", "outcome", "code", "model"], registry=self.registry,
+        )  # fmt: skip
         self.duration = Histogram(
             "plait_request_duration_seconds",
             "From the first byte of a request to the last of its answer.",
-            ["route"],
+            ["route", "model"],
             buckets=BUCKETS_S,
+            registry=self.registry,
+        )
+        self.rank_duration = Histogram(
+            "plait_rank_request_duration_seconds",
+            "Rankings, from the first byte of a request to the last of its answer.",
+            ["route"],
+            buckets=RANK_BUCKETS_S,
             registry=self.registry,
         )
         self.stage = Histogram(
@@ -55,26 +77,35 @@ class HttpMetrics:
         self._rank = _RankMetrics(self.registry)
         # Series are kept, because finding them by their labels costs more than counting.
         self._models: dict[str, _RankSeries] = {}
-        self._answers: dict[tuple[str, str], tuple[Counter, Histogram]] = {}
+        self._answers: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
         self._tenants: dict[str, tuple[Counter, Counter]] = {}
 
+    def expect(self, routes: Iterable[str], models: Iterable[str] = ("",)) -> None:
+        """Show the counters of these routes, and of these models, before the first request."""
+        for route, model, status in product(routes, models, _EXPECTED):
+            self._series(route, status, model)
+
     def observe_answer(self, scope: Scope, status: int, seconds: float) -> None:
-        """Record that one response was sent (or none: status 499)."""
-        answers, durations = self._series(scope, outcome(status))
+        """Record that a request ended (without a response: status 499)."""
+        answers, durations = self._series(_route(scope), status, scope["state"].get(MODEL, ""))
         answers.inc()
         durations.observe(seconds)
 
     def observe_repeated(self, scope: Scope, count: int) -> None:
         """Record that a proxy refused `count` requests for this route, in no time."""
-        self._series(scope, "refused")[0].inc(count)
+        self._series(_route(scope), 429)[0].inc(count)
         self.rejected.labels(reason=Overloaded.code).inc(count)
 
-    def _series(self, scope: Scope, result: str) -> tuple[Counter, Histogram]:
-        key = (getattr(scope.get("route"), "path", "other"), result)
+    def _series(self, route: str, status: int, model: str = "") -> tuple[Counter, Histogram]:
+        key = (route, status, model)
         series = self._answers.get(key)
         if series is None:
-            series = self.requests.labels(route=key[0], outcome=result), self.duration.labels(route=key[0])
-            self._answers[key] = series
+            answers = self.requests.labels(route=route, outcome=outcome(status), code=str(status), model=model)
+            is_ranking = _RANKS.fullmatch(route) is not None
+            series = self._answers[key] = (
+                answers,
+                self.rank_duration.labels(route) if is_ranking else self.duration.labels(route, model),
+            )
         return series
 
     def observe_images(self, count: int, timings: Timings) -> None:
@@ -103,9 +134,9 @@ class HttpMetrics:
             series = self._models[model] = _RankSeries(self._rank, model)
         series.observe(candidates, seconds, answer)
 
-    def text(self) -> bytes:
-        """Return the metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+    def families(self) -> list[Metric]:
+        """Return the metrics."""
+        return list(self.registry.collect())
 
 
 class _RankMetrics:
@@ -143,11 +174,16 @@ class _RankSeries:
         self._crossed.inc(answer.bytes_crossed)
 
 
+def _route(scope: Scope) -> str:
+    return getattr(scope.get("route"), "path", "other")
+
+
 def outcome(status: int) -> str:
-    """Return ok | bad_request | refused | cancelled | failed."""
+    """Return ok | bad_request | refused | cancelled | failed. Whoever is asked to come back later for want of a worker,
+    or gets nothing in time, was failed."""
     if status == 499:
         return "cancelled"
-    if status in (429, 503, 504):
+    if status == 429:
         return "refused"
     if status >= 500:
         return "failed"

@@ -20,6 +20,8 @@ access_log = logging.getLogger("plait.http.access")
 # Anything else in a header that is copied around (logs, other services' URLs) is an injection waiting to happen.
 ACCEPTED = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
+ENDED = "ended"
+"""Under this key routes put the status as which a stream ended into its request's state."""
 
 _PLAIN = "/-._~!$&'()*+,;=:@"
 """What a path may hold unquoted (RFC 3986). Decoded line breaks in it would forge lines of the log."""
@@ -43,7 +45,8 @@ class RequestIdMiddleware:
     """Accepts a well-formed `x-request-id`, makes one otherwise, and echoes it on every response.
 
     Puts `request_id` and `request_id_given` into the scope's state. `observe(scope, status, seconds)` is called when
-    the response has been sent; a client that disconnected before any response counts as 499.
+    the response has been sent, with the status as which it ended: 499 where the client went away before all of it was
+    there, and of a stream whatever its route says (`ENDED`).
     """
 
     def __init__(self, app: ASGIApp, *, observe: Callable[[Scope, int, float], None]) -> None:
@@ -57,16 +60,17 @@ class RequestIdMiddleware:
             return
         request_id, accepted = accepted_id(scope)
         scope.setdefault("state", {}).update(request_id=request_id, request_id_given=accepted)
-        status, started_s = 499, time.monotonic()
+        status, is_whole, started_s = 499, False, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
-            nonlocal status
+            nonlocal status, is_whole
             if message["type"] == "http.response.start":
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
                 headers["x-content-type-options"] = "nosniff"
             await send(message)
+            is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self._app(scope, receive, send_with_id)
@@ -74,7 +78,10 @@ class RequestIdMiddleware:
             answer = wire_error(error)
             if status == 499:
                 await answer.response(scope["path"])(scope, receive, send_with_id)
+            elif not is_whole:
+                scope["state"][ENDED] = answer.status
         finally:
+            status = scope["state"].get(ENDED, status if is_whole else 499)
             seconds = time.monotonic() - started_s
             self._observe(scope, status, seconds)
             path = quote(_public(scope["path"])[:_LONGEST_PATH], safe=_PLAIN)[:_LONGEST_PATH]

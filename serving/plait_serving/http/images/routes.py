@@ -27,11 +27,13 @@ from plait_serving.diffusion.values import (
     Progress,
     RgbImage,
 )
-from plait_serving.http.context import ContextDep, RouteContext
+from plait_serving.http.context import ContextDep, RouteContext, get_context
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
+from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.edge.request_id import ENDED
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.prompting import hints
@@ -147,12 +149,13 @@ async def _open_stream(body: GenerationBody, request: Request, context: RouteCon
     except BaseException:
         await feed.aclose()
         raise
-    return sse.EventStream(_chunks(feed, first, job, context, ends_s))
+    return sse.EventStream(_chunks(feed, first, job, request, ends_s))
 
 
 async def _chunks(
-    feed: EventFeed, event: Event | None, job: ImageReply, context: RouteContext, ends_s: float | None
+    feed: EventFeed, event: Event | None, job: ImageReply, request: Request, ends_s: float | None
 ) -> AsyncGenerator[bytes, None]:
+    context = get_context(request)
     context.metrics.in_flight.inc()
     try:
         while not isinstance(event, Failed | Finished):
@@ -165,16 +168,19 @@ async def _chunks(
             raise event.error
         context.metrics.observe_images(len(event.result.images), event.result.timings)
         encode = partial(job.completed_event, event.result, created=int(context.now_s()))
-        yield await context.workers.run(job.request.tenant.name, encode)
+        last = await context.workers.run(job.request.tenant.name, encode)
+        request.scope["state"][ENDED] = 200  # clients may hang up on the last event
     except (GeneratorExit, asyncio.CancelledError):
         context.metrics.cancelled.inc()
         raise
     except Exception as error:  # the status line is gone; the stream's last event tells what happened
         context.metrics.observe_failure(error)
-        yield sse.error_event(wire_error(error).body)
+        answer = wire_error(error)
+        last, request.scope["state"][ENDED] = sse.error_event(answer.body), answer.status
     finally:
         context.metrics.in_flight.dec()
         await feed.aclose()
+    yield last
 
 
 async def _going_on(event: Progress | Preview | None, job: ImageReply, context: RouteContext) -> bytes:
@@ -209,6 +215,7 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
     else:  # marks may take some 10 ms to read
         resolved = await context.workers.run(tenant, work) if body.prompt_syntax == "a1111" else work()
     model = catalog.base(resolved.model) or catalog.model
+    request.scope["state"][MODEL] = model.name
     return ImageReply(body=body, request=resolved, model=model, http_id=state.request_id)
 
 

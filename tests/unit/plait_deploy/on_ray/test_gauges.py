@@ -23,8 +23,8 @@ def demand(name, gpus, replicas):
     return Demand(name=name, task=task_of(name, num_cpus=1, num_gpus=gpus), replicas=replicas)
 
 
-def values(text):
-    return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+def values(families):
+    return {(it.name, *it.labels.values()): it.value for family in families for it in family.samples}
 
 
 def test_a_rest_too_small_for_most_replicas_is_stranded_for_them():
@@ -32,11 +32,11 @@ def test_a_rest_too_small_for_most_replicas_is_stranded_for_them():
     demands = [demand("big", 0.7, 3), demand("small", 0.2, 1)]
     reports = {"big": [{NODE: node_number(FIRST), DEVICES: 2.0}]}
     found = values(gauges(nodes(), demands, reports))
-    first, second = (f'{{node="{each[:12]}",class="a"}}' for each in (FIRST, SECOND))
-    assert found[f"plait_node_gpus{first}"] == "2"
-    assert found[f"plait_node_idle_gpus{first}"] == "1.3"
-    assert float(found[f"plait_node_stranded_gpus{first}"]) == 0.225  # 0.3 x 3/4
-    assert (found[f"plait_node_idle_gpus{second}"], found[f"plait_node_stranded_gpus{second}"]) == ("1", "0")
+    first, second = ((each[:12], "a") for each in (FIRST, SECOND))
+    assert found["plait_node_gpus", *first] == 2
+    assert found["plait_node_idle_gpus", *first] == 1.3
+    assert found["plait_node_stranded_gpus", *first] == 0.225  # 0.3 x 3/4
+    assert (found["plait_node_idle_gpus", *second], found["plait_node_stranded_gpus", *second]) == (1, 0)
     assert len(found) == 6  # neither the host without GPUs nor the dead node
 
 
@@ -45,16 +45,16 @@ def test_reports_of_different_moments_do_no_harm():
     demands = [demand("x", 0.7, 4)]
     said = [{NODE: node_number(FIRST), DEVICES: 1.0}] * 2 + [{NODE: node_number(DEAD), DEVICES: 1.0}, {}]
     found = values(gauges(nodes(), demands, {"x": said}))
-    assert found[f'plait_node_idle_gpus{{node="{FIRST[:12]}",class="a"}}'] == "1.3"
+    assert found["plait_node_idle_gpus", FIRST[:12], "a"] == 1.3
     named = values(gauges(nodes(), demands, {"x": [{NODE: node_number(SECOND)}]}))
-    assert named[f'plait_node_idle_gpus{{node="{SECOND[:12]}",class="a"}}'] == "0.3"
+    assert named["plait_node_idle_gpus", SECOND[:12], "a"] == 0.3
 
 
 def test_without_gpus_the_families_are_there_and_empty():
     """So that a dashboard finds their names anywhere."""
-    text = gauges((), (), {})
-    assert values(text) == {}
-    assert text.count("# TYPE plait_node_") == 3
+    families = gauges((), (), {})
+    assert values(families) == {}
+    assert [family.name for family in families] == [f"plait_node_{it}gpus" for it in ("", "idle_", "stranded_")]
 
 
 def test_devices_are_bits():

@@ -43,7 +43,6 @@ from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import read_greeting
-from plait_fabric.rpc.metrics import MetricsThrottle, read_metrics, sum_metrics
 from plait_fabric.transport.inproc import pair
 from support import ranking as kit
 from support.rank_fabric import hello_header, welcome_header
@@ -99,8 +98,7 @@ def test_outcomes_survive_the_wire() -> None:
         kind(f"about {kind.__name__}", param="x", retry_after_s=2.5)
         for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, WorkerUnavailable, RankError)
     ]
-    header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL, metrics={"rows": 3})
-    assert read_metrics(header) == {"rows": 3}
+    header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL)
     arrived = dict(parse_answers(header, _views(buffers)))
     assert sorted(arrived) == list(range(9))
     for number, answer in enumerate(answers):
@@ -211,7 +209,6 @@ def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
         (dense_message(1, crossing, [4], POOL, wire="int8"), parse_dense),
         (done_message(1, kit.expected(request), 1.0, POOL), parse_done),
         ((failed_header(1, Busy("x")), []), parse_done),
-        (({"metrics": {"rows": 1}}, []), lambda header, _: read_metrics(header)),
         ((welcome_header(kit.CARD), []), lambda header, _: parse_card(read_greeting("welcome", VERSION, header))),
         ((version_header("2"), []), lambda header, _: parse_version(header)),
         ((hello_header("rank"), []), lambda header, _: check_role(read_greeting("hello", VERSION, header), "rank")),
@@ -234,18 +231,6 @@ def test_a_right_request_passes_the_parser() -> None:
     left.send(*rank_message(1, request, layout, left.pool))
     with right.recv(1) as message:
         assert parse_rank(message.header, message.buffers, kit.CARD, layout).request_id == "abc"
-
-
-def test_metrics_go_along_once_a_second() -> None:
-    """At the first answer, and then not before a second has passed; several workers' are added up by name."""
-    now_s = [10.0]
-    due = MetricsThrottle(lambda: {"rows": 1.0}, clock=lambda: now_s[0])
-    assert [due() is not None for _ in range(3)] == [True, False, False]
-    now_s[0] += 1.0
-    assert due() == {"rows": 1.0}
-    assert sum_metrics("worker_", [{"rows": 1.0, "cns": 2.0}, {"rows": 3.0}]) == {"worker_rows": 4.0, "worker_cns": 2.0}
-    two_cns = [{"rows": 1.0, "hn_rows": 8.0}, {"rows": 3.0, "hn_rows": 9.0}]  # they ask the same HNs
-    assert sum_metrics("worker_", two_cns, shared="hn_") == {"worker_rows": 4.0, "worker_hn_rows": 9.0}
 
 
 def _message(made: tuple[Any, Any]) -> tuple[Any, list[memoryview]]:

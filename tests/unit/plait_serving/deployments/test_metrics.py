@@ -7,11 +7,16 @@ import threading
 import time
 from typing import Any
 
+import pytest
 from ray.exceptions import GetTimeoutError
 
+from plait_serving.deployments import ingress as ingress_module
 from plait_serving.deployments.ingress import Ingress
-from plait_serving.deployments.metrics import AllReplicas, MetricsText, this_process
+from plait_serving.deployments.metrics import AllReplicas, families_of
 from plait_serving.http.context import HttpSettings
+from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
+from support.http_app import until
+from support.metrics import found, total
 
 
 class Handle:
@@ -25,7 +30,7 @@ class Handle:
 
     def broadcast(self, method: str) -> Handle:
         """What Serve's handle does."""
-        assert method == "metrics_text"
+        assert method == "metric_families"
         self.calls += 1
         return self
 
@@ -38,46 +43,57 @@ class Handle:
         return self.answers
 
 
-def text(name: str, value: object) -> MetricsText:
-    return MetricsText(replica=name, text=f"x {value}\n")
+def said(name: str, steps: float, waiting: float = 0.0) -> ReplicaMetrics:
+    families = [family("x_steps_total", "Steps", steps), family("x_waiting", "Waiting", waiting)]
+    return ReplicaMetrics(replica=name, families=families)
 
 
-async def test_a_replica_that_is_late_is_shown_as_it_was() -> None:
-    """For a minute, as long as others answer: a gap in a counter reads as a restart."""
+async def told(replicas: AllReplicas, name: str = "x_steps_total") -> dict[str, float]:
+    """What is shown of each replica."""
+    families = await families_of([replicas])
+    return {it.labels["replica"]: it.value for each in families for it in each.samples if it.name == name}
+
+
+async def test_of_a_replica_that_is_late_only_its_queue_is_shown_as_it_was() -> None:
+    """For a minute, as long as others answer. Not its counters: of two ingresses the other may have told newer ones,
+    and what falls is a restart to Prometheus."""
     now = [100.0]
-    handle = Handle(text("a", 1), text("b", 2))
+    handle = Handle(said("a", 1, 5), said("b", 2, 6))
     replicas = AllReplicas(lambda: handle, clock=lambda: now[0])
-    assert await replicas.texts() == {"a": "x 1\n", "b": "x 2\n"}
-    handle.answers = (GetTimeoutError("late"), text("b", 3))
-    assert await replicas.texts() == {"a": "x 1\n", "b": "x 3\n"}
+    assert await told(replicas) == {"a": 1, "b": 2}
+    handle.answers = (GetTimeoutError("late"), said("b", 3, 7))
+    assert await told(replicas, "x_waiting") == {"a": 5, "b": 7}
     now[0] += 50
-    assert await replicas.texts() == {"a": "x 1\n", "b": "x 3\n"}
+    assert await told(replicas, "x_waiting") == {"a": 5, "b": 7}
+    assert await told(replicas) == {"b": 3}
     now[0] += 20
-    assert await replicas.texts() == {"b": "x 3\n"}
+    assert await told(replicas, "x_waiting") == {"b": 7}
+    handle.answers = (said("a", 4, 1), said("b", 3, 7))
+    assert await told(replicas) == {"a": 4, "b": 3}
 
 
 async def test_a_replica_that_is_gone_is_not_shown() -> None:
     """Serve knows that it died, so nothing of it is missing; nobody at all is nothing."""
-    handle = Handle(text("a", 1), text("b", 2))
+    handle = Handle(said("a", 1), said("b", 2))
     replicas = AllReplicas(lambda: handle)
-    await replicas.texts()
-    handle.answers = (RuntimeError("the actor died"), text("b", 3))
-    assert await replicas.texts() == {"b": "x 3\n"}
+    await told(replicas)
+    handle.answers = (RuntimeError("the actor died"), said("b", 3))
+    assert await told(replicas) == {"b": 3}
     handle.answers = RuntimeError("Serve knows no replica")
-    assert await replicas.texts() == {}
+    assert await told(replicas) == {}
 
 
 async def test_who_asks_meanwhile_gets_the_same_answers() -> None:
     """Many scrapes at once are one question to the replicas, and one that gives up does not end it."""
-    handle = Handle(text("a", 1))
+    handle = Handle(said("a", 1))
     handle.gate.clear()
     replicas = AllReplicas(lambda: handle)
-    asked = [asyncio.ensure_future(replicas.texts()) for _ in range(5)]
+    asked = [asyncio.ensure_future(told(replicas)) for _ in range(5)]
     await asyncio.sleep(0.02)
     asked[0].cancel()
     handle.gate.set()
     answers = await asyncio.gather(*asked, return_exceptions=True)
-    assert answers[1:] == [{"a": "x 1\n"}] * 4
+    assert answers[1:] == [{"a": 1}] * 4
     assert handle.calls == 1
 
 
@@ -87,35 +103,51 @@ async def test_a_handle_that_cannot_be_made_is_no_answer() -> None:
     def nothing() -> Any:
         raise RuntimeError("no controller")
 
-    assert await AllReplicas(nothing).texts() == {}
+    assert await told(AllReplicas(nothing)) == {}
 
 
-async def test_an_ingress_adds_what_the_others_count() -> None:
+async def test_an_ingress_tells_what_the_others_count() -> None:
     """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
     ingress = Ingress(None, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
-    counter = '# TYPE plait_requests_total counter\nplait_requests_total{outcome="ok",route="/x"} 5.0\n'
-    handle = Handle(
-        MetricsText(replica="another", text=counter), MetricsText(replica=this_process(), text=counter), TimeoutError()
-    )
+    handle = Handle(said("another", 5), said(this_process(), 5), TimeoutError())
     ingress._ingresses = AllReplicas(lambda: handle)
-    assert 'plait_requests_total{outcome="ok",route="/x"} 5.0\n' in await scraped(app)
-    own = await ingress.metrics_text()
+    text = await scraped(app)
+    assert found(text, "x_steps_total") == found(text, "x_steps_total", replica="another") == [5]
+    own = await ingress.metric_families()
     assert own.replica == this_process()
-    assert 'route="/metrics"' in own.text
+    assert total(list(own.families), "plait_requests_total", route="/metrics") == 1
     handle.gate.clear()
     handle.answers = ()
     began_s = time.monotonic()
-    assert 'route="/x"' not in await scraped(app)
+    assert found(await scraped(app), "x_steps_total") == []
     assert time.monotonic() - began_s < 5  # 0.7 s on a quiet host
 
 
-async def scraped(app: Any) -> str:
-    """What GET /metrics answers."""
+async def test_an_ingress_learns_of_tenants_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is new, of what is gone from the ingresses that know it; and after each request, before whoever counted
+    it may go."""
+    monkeypatch.setattr(ingress_module, "_LOOK_S", 0.01)
+    ingress = Ingress(None, HttpSettings)
+    app = ingress.__serve_build_asgi_app__()
+    known = {("engine", "acme", "images"): 3.0}
+    handle = Handle(ReplicaMetrics(replica="another", families=(), account=known))
+    ingress._ingresses = AllReplicas(lambda: handle)
+    assert ingress._context is not None
+    await ingress.check_health()
+    await until(lambda: ingress._context.account.by_tenant() == {"acme": {"images": 3}})  # type: ignore[union-attr]
+    known[("engine", "acme", "images")] = 4.0
+    await until(lambda: ingress._looking is not None and ingress._looking.done())
+    await scraped(app, "/version")
+    await until(lambda: ingress._context.account.by_tenant() == {"acme": {"images": 4}})  # type: ignore[union-attr]
+
+
+async def scraped(app: Any, path: str = "/metrics") -> str:
+    """What GET of the path answers."""
     body = bytearray()
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "GET",
-        "path": "/metrics", "raw_path": b"/metrics", "root_path": "", "scheme": "http", "query_string": b"",
+        "path": path, "raw_path": path.encode(), "root_path": "", "scheme": "http", "query_string": b"",
         "headers": [(b"host", b"localhost")], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
     }  # fmt: skip
 

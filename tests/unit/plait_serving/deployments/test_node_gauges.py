@@ -6,6 +6,7 @@ import asyncio
 
 from plait_deploy.on_ray.whereabouts import DEVICES, NODE, node_number
 from plait_serving.deployments.node_gauges import NodeGauges, Reserved
+from plait_serving.replica_metrics import exposition
 
 NODE_ID = "4" + "0" * 55
 NODES = [{"NodeID": NODE_ID, "Alive": True, "Resources": {"CPU": 4.0, "GPU": 1.0}, "Labels": {}}]
@@ -35,7 +36,7 @@ def reserved(handle, num_gpus):
 async def settled(gauges, done):
     """Asks until `done`, as a Prometheus does."""
     for _ in range(3000):
-        if done(text := await gauges.text()):
+        if done(text := exposition(await gauges.families())):
             return text
         await asyncio.sleep(0.01)
     raise AssertionError(text)
@@ -49,9 +50,9 @@ def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
         models = {"engine": reserved(there, 0.6), "edges": reserved(Handle(None), 0.5), "cn": reserved(Handle([]), 0)}
         gauges = NodeGauges(models, nodes=lambda: NODES, clock=lambda: 1.0)
         text = await settled(gauges, lambda text: "idle_gpus{" in text)
-        assert f'plait_node_idle_gpus{{node="{NODE_ID[:12]}",class=""}} 0.4\n' in text
-        assert f'plait_node_stranded_gpus{{node="{NODE_ID[:12]}",class=""}} 0.4\n' in text
-        await gauges.text()
+        assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+        assert f'plait_node_stranded_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
+        await gauges.families()
         assert there.asked == 1  # the clock stands still
 
     asyncio.run(run())
@@ -62,7 +63,7 @@ def test_a_server_without_gpus_asks_nobody():
 
     async def run():
         handle = Handle([])
-        text = await NodeGauges({"engine": reserved(handle, 0.0)}).text()
+        text = exposition(await NodeGauges({"engine": reserved(handle, 0.0)}).families())
         await asyncio.sleep(0.05)
         assert handle.asked == 0
         assert text.count("# TYPE plait_node_") == 3
@@ -86,6 +87,6 @@ def test_nodes_that_cannot_be_asked_leave_what_was_known():
         gauges = NodeGauges({"engine": reserved(handle, 0.6)}, nodes=nodes, clock=lambda: next(now))
         text = await settled(gauges, lambda text: "idle_gpus{" in text)
         await settled(gauges, lambda _: handle.asked > 2)
-        assert await gauges.text() == text
+        assert exposition(await gauges.families()) == text
 
     asyncio.run(run())

@@ -12,7 +12,6 @@ from urllib.parse import quote
 
 import pytest
 from fastapi import APIRouter, FastAPI
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
@@ -30,6 +29,7 @@ from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
 from support.http_rank import make_client as make_ranking_client
+from support.metrics import found, total
 
 URL = "/v1/images/generations"
 USER = ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER)
@@ -41,9 +41,8 @@ def client():
     return make_client(FakeImageService())
 
 
-def samples(client):
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
+def metrics_of(client):
+    return client.get("/metrics").text
 
 
 def test_lists_name_what_a_request_may_name(client):
@@ -189,17 +188,15 @@ def test_metrics_count_answers_stages_and_refusals():
     client.post(URL, json={"prompt": "nan"})
     client.post(URL, json={"prompt": "x", "n": 0})
     client.post(URL, json={"prompt": "busy"})
-    got = samples(client)
-    assert got[("plait_requests_total", URL, "ok")] == 2
-    assert got[("plait_requests_total", URL, "refused")] == 1
-    assert got[("plait_requests_total", URL, "failed")] == 1
-    assert got[("plait_requests_total", URL, "bad_request")] == 1
-    assert got[("plait_images_total",)] == 3
-    assert got[("plait_rejected_total", "overloaded")] == 1
-    assert got[("plait_stage_seconds_sum", "denoise")] == 2.0
-    assert got[("plait_request_duration_seconds_count", URL)] == 5
-    assert got[("plait_requests_in_flight",)] == 0
-    assert got[("fake_steps_total",)] > 0
+    got = metrics_of(client)
+    for outcome, count in (("ok", 2), ("refused", 1), ("failed", 1), ("bad_request", 1)):
+        assert total(got, "plait_requests_total", route=URL, outcome=outcome) == count
+    assert total(got, "plait_images_total") == 3
+    assert total(got, "plait_rejected_total", reason="overloaded") == 1
+    assert total(got, "plait_stage_seconds_sum", stage="denoise") == 2.0
+    assert total(got, "plait_request_duration_seconds_count", route=URL) == 5
+    assert total(got, "plait_requests_in_flight") == 0
+    assert total(got, "fake_steps_total") > 0
 
 
 def test_metrics_never_hold_what_users_wrote(client):
@@ -224,12 +221,12 @@ def test_metrics_come_whatever_is_down(monkeypatch):
             await asyncio.Event().wait()
             raise AssertionError
 
-        up = samples(make_client(service))
-        assert (up[("plait_service_up", "images")], ("fake_steps_total",) in up) == (1, True)
-        service.metrics_text = never
-        down = samples(make_client(service))
-        assert (down[("plait_service_up", "images")], ("fake_steps_total",) in down) == (0, False)
-        assert ("plait_requests_in_flight",) in down
+        up = metrics_of(make_client(service))
+        assert (total(up, "plait_service_up", service="images"), len(found(up, "fake_steps_total"))) == (1, 1)
+        service.metric_families = never
+        down = metrics_of(make_client(service))
+        assert (total(down, "plait_service_up", service="images"), len(found(down, "fake_steps_total"))) == (0, 0)
+        assert found(down, "plait_requests_in_flight")
         unknown = make_client(service).get("/v1/usage")  # an account without the engine's would say 0
         assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from prometheus_client import Metric
 
 from plait.app import AppArgs, starter_words
 from plait_fabric.cores import instruction_set
@@ -11,41 +12,31 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
-from plait_serving.replica_metrics import merge
+from plait_serving.replica_metrics import family, labelled
 from plait_serving.starter.words import image_words, ranking_words
 from support.http_app import make_client
 
-ENGINE = """# TYPE plait_engine_replicas gauge
-plait_engine_replicas 1
-# TYPE plait_engine_requests_waiting gauge
-plait_engine_requests_waiting 3
-# TYPE plait_engine_requests_running gauge
-plait_engine_requests_running 2
-# TYPE plait_engine_queued_compute_seconds gauge
-plait_engine_queued_compute_seconds 1.25
-# TYPE plait_lora_cache_resident gauge
-plait_lora_cache_resident 4
-# TYPE plait_lora_cache_resident_bytes gauge
-plait_lora_cache_resident_bytes 1000
-# TYPE plait_model_resident gauge
-plait_model_resident{model="emoji"} 1
-plait_model_resident{model="other"} 0
-# TYPE plait_models_resident_bytes gauge
-plait_models_resident_bytes 5000
-# TYPE plait_engine_prepared gauge
-plait_engine_prepared{part="unet"} 1
-plait_engine_prepared{part="controlnet edges"} 1
-# TYPE plait_host_instruction_set gauge
-plait_host_instruction_set{name="avx2"} 1
-"""
+ENGINE = [
+    family("plait_engine_replicas", "x", 1),
+    family("plait_engine_requests_waiting", "x", 3),
+    family("plait_engine_requests_running", "x", 2),
+    family("plait_engine_queued_compute_seconds", "x", 1.25),
+    family("plait_lora_cache_resident", "x", {("emoji",): 4}, "model"),
+    family("plait_lora_cache_resident_bytes", "x", {("emoji",): 1000}, "model"),
+    family("plait_model_resident", "x", {("emoji",): 1, ("other",): 0}, "model"),
+    family("plait_models_resident_bytes", "x", 5000),
+    family("plait_engine_prepared", "x", {("unet",): 1, ("controlnet edges",): 1}, "part"),
+]
 
 
 class Replicas(FakeImageService):
     """Two engine replicas, as far as metrics tell."""
 
-    async def metrics_text(self) -> str:
+    async def metric_families(self) -> list[Metric]:
         """Returns what the handle's service returns."""
-        return merge([ENGINE, ENGINE.replace("avx2", "avx512_bf16")])
+        name = "plait_host_instruction_set"
+        hosts = [family(name, "x", {(isa,): 1}, "name") for isa in ("avx2", "avx512_bf16")]
+        return [it for number, host in enumerate(hosts) for it in labelled(f"{number}", [*ENGINE, host])]
 
 
 def test_the_status_sums_over_replicas():

@@ -5,21 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 
 import pytest
+from starlette.testclient import TestClient
 
 from plait.app import http_settings
 from plait.config import PlaitConfig
-from plait_serving.diffusion.errors import Overloaded
-from plait_serving.http.context import HttpSettings
+from plait_serving.diffusion.errors import EngineStopped, Overloaded
+from plait_serving.http.app import app_from_context
+from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
-from plait_serving.http.usage import usage_of
+from plait_serving.http.metrics import own_metrics
 from plait_serving.images.testing import FakeImageService
+from plait_serving.replica_metrics import family, labelled
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays
 from support.http_rank import make_client as make_ranking_client
+from support.metrics import total
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}
@@ -121,22 +126,48 @@ def test_rankings_are_counted_by_tenant():
     everybody = client.get("/v1/usage", headers=as_tenant("root")).json()["data"]
     assert [(one["tenant"], one["rankings"]) for one in everybody] == [("acme", 2), ("blue", 1)]
     assert "tenant" not in client.get("/metrics", headers=as_tenant("acme")).text
-    assert 'plait_tenant_rankings_total{tenant="blue"} 1.0' in client.get("/metrics", headers=as_tenant("root")).text
+    text = client.get("/metrics", headers=as_tenant("root")).text
+    assert total(text, "plait_tenant_rankings_total", tenant="blue") == 1
 
 
 _DATATYPES = {"int64": "INT64", "float32": "FP32"}
 
 
-def test_the_account_is_summed_over_replicas():
-    """The same counter twice is two replicas."""
-    text = (
-        "# TYPE plait_tenant_images counter\n"
-        'plait_tenant_images_total{tenant="a"} 3\nplait_tenant_images_total{tenant="b"} 1\n'
-        "# TYPE plait_tenant_image_compute_seconds counter\n"
-        'plait_tenant_image_compute_seconds_total{tenant="a"} 1.5\n'
-        "# TYPE plait_images counter\nplait_images_total 9\n"
-    )
-    assert usage_of(text) == {"a": {"images": 3, "image_compute_seconds": 1.5}, "b": {"images": 1}}
+async def test_the_account_outlives_the_engine_and_the_ingress_that_asked_it():
+    """Whoever is asked knows what an engine counted that is gone, also an ingress that came later; one that was silent
+    is not counted twice."""
+    service, engines = FakeImageService(), {"e1": 5, "e2": 1}
+
+    async def of_engines():
+        name = "plait_tenant_images_total"
+        made = {engine: family(name, "x", {("acme",): count}, "tenant") for engine, count in engines.items()}
+        return [it for engine, images in made.items() for it in labelled(engine, [images])]
+
+    service.metric_families = of_engines
+    first = RouteContext(images=service, settings=HttpSettings(api_keys=KEYS))
+
+    async def neighbours():
+        return [replace(await own_metrics(first), replica="first")]
+
+    second = RouteContext(images=service, settings=HttpSettings(api_keys=KEYS), neighbours=neighbours)
+
+    def images_of(context):
+        data = TestClient(app_from_context(context)).get("/v1/usage", headers=as_tenant("acme")).json()["data"]
+        return data[0]["images"]
+
+    assert images_of(first) == 6
+    del engines["e1"]
+    engines["e2"], engines["e3"] = 2, 3
+    assert images_of(first) == 5 + 2 + 3
+    assert images_of(second) == 10
+    engines["e1"] = 7  # it was only silent
+    assert images_of(second) == images_of(first) == 7 + 2 + 3
+
+    async def nobody():
+        raise EngineStopped("no engine answers")
+
+    service.metric_families = nobody
+    assert images_of(first) == 12
 
 
 def test_a_flood_is_answered_without_the_engine(monkeypatch):

@@ -12,10 +12,9 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
-from plait_serving.deployments.images.audits import audit_text
+from plait_serving.deployments.images.counted import audit_families
 from plait_serving.deployments.images.handle import HandleImageService, translate
 from plait_serving.deployments.images.source import ACCEPTED
-from plait_serving.deployments.metrics import MetricsText
 from plait_serving.diffusion.errors import (
     Cancelled,
     EngineError,
@@ -28,7 +27,9 @@ from plait_serving.diffusion.errors import (
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
 from plait_serving.images.testing import FakeImageService, fake_result
+from plait_serving.replica_metrics import ReplicaMetrics, family
 from support.http_app import until
+from support.metrics import total
 
 REQUEST = ImageRequest(
     request_id="r",
@@ -376,29 +377,29 @@ class Broadcast:
 async def test_serve_handle_metrics_are_those_of_all_replicas():
     """Whichever ingress is asked, both engines' steps are counted; without any engine that is an error."""
     handle = Handle()
-    text = "# TYPE plait_engine_steps_total counter\nplait_engine_steps_total {}\n"
-    answers = [MetricsText(replica=name, text=text.format(steps)) for name, steps in (("a", 3), ("b", 4))]
-    handle.broadcast = lambda method: Broadcast(answers if method == "metrics_text" else [])
-    assert "plait_engine_steps_total 7\n" in await HandleImageService(handle).metrics_text()
+    name = "plait_engine_steps_total"
+    answers = [ReplicaMetrics(replica=who, families=[family(name, "Steps", it)]) for who, it in (("a", 3), ("b", 4))]
+    handle.broadcast = lambda method: Broadcast(answers if method == "metric_families" else [])
+    families = await HandleImageService(handle).metric_families()
+    assert [total(families, name, replica=who) for who in "ab"] == [3, 4]
     handle.broadcast = lambda method: Broadcast([ActorDiedError()])
     with pytest.raises(EngineStopped):
-        await HandleImageService(handle).metrics_text()
+        await HandleImageService(handle).metric_families()
 
 
 async def test_serve_handle_metrics_count_the_audits_of_controlnets():
-    """What their services drifted is added to the engines'; of the largest shares the largest counts; a dead service
-    hides nothing."""
+    """Beside the engines', each by its model; a dead service hides nothing."""
     handles = [Handle() for _ in range(4)]
     found = [(5, 0, 0.25), (3, 1, 1.5), (2, 0, 0.5)]
     for i, (service, (checked, drifted, largest)) in enumerate(zip(handles, found, strict=False)):
-        text = audit_text(AuditStatistics(checked=checked, drifted=drifted, largest=largest))
-        answers = [MetricsText(replica=str(i), text=text)]
+        audits = audit_families({f"model {i}": AuditStatistics(checked=checked, drifted=drifted, largest=largest)})
+        answers = [ReplicaMetrics(replica=str(i), families=audits)]
         service.broadcast = lambda _, answers=answers: Broadcast(answers)
     handles[3].broadcast = lambda _: Broadcast([ActorDiedError()])
-    lines = (await HandleImageService(handles[0], handles[1:]).metrics_text()).splitlines()
-    assert "plait_audit_checked_total 10" in lines
-    assert "plait_audit_drifted_total 1" in lines
-    assert "plait_audit_largest_share_of_tolerance 1.5" in lines
+    families = await HandleImageService(handles[0], handles[1:]).metric_families()
+    assert total(families, "plait_audit_checked_total") == 10
+    assert total(families, "plait_audit_drifted_total", model="model 1", replica="1") == 1
+    assert total(families, "plait_audit_largest_share_of_tolerance", model="model 1") == 1.5
 
 
 async def test_serve_handle_a_stream_without_an_end_is_a_failure():

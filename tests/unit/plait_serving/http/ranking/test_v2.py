@@ -10,7 +10,6 @@ import zlib
 
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from plait_disagg import errors as rank_errors
@@ -25,6 +24,7 @@ from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.testing import FAKE_CARD, FakeRanker, fake_outputs, fake_rankers
 from support.http_app import AsgiCall
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
+from support.metrics import total
 
 
 @pytest.fixture
@@ -462,15 +462,16 @@ def test_metrics_count_rankings():
     for candidates in (3, 5):
         client.post(INFER, json=as_json(arrays(candidates)))
     client.post(INFER, json={})
-    families = text_string_to_metric_families(client.get("/metrics").text)
-    got = {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
-    assert got[("plait_rank_duration_seconds_count", "picks")] == 2
-    assert got[("plait_rank_stage_seconds_sum", "dense", "picks")] == pytest.approx(0.004)
-    assert got[("plait_rank_candidates_total", "picks")] == 8
-    assert got[("plait_rank_crossed_bytes_total", "picks")] == 64 * 8
-    assert got[("plait_requests_total", "/v2/models/{model}/infer", "ok")] == 2
-    assert got[("plait_requests_total", "/v2/models/{model}/infer", "bad_request")] == 1
-    assert got[("plait_ranker_requests_total", "picks")] == 2
+    got = client.get("/metrics").text
+    assert total(got, "plait_rank_duration_seconds_count", model="picks") == 2
+    assert total(got, "plait_rank_stage_seconds_sum", model="picks", stage="dense") == pytest.approx(0.004)
+    assert total(got, "plait_rank_candidates_total", model="picks") == 8
+    assert total(got, "plait_rank_crossed_bytes_total", model="picks") == 64 * 8
+    route = "/v2/models/{model}/infer"
+    assert total(got, "plait_requests_total", route=route, outcome="ok") == 2
+    assert total(got, "plait_requests_total", route=route, outcome="bad_request") == 1
+    assert total(got, "plait_rank_request_duration_seconds_count", route=route) == 3
+    assert total(got, "plait_ranker_requests_total", model="picks") == 2
 
 
 def test_a_model_answers_under_the_name_that_it_is_served_by():
@@ -483,5 +484,5 @@ def test_a_model_answers_under_the_name_that_it_is_served_by():
     assert [model["id"] for model in client.get("/v1/models").json()["data"]] == ["films"]
     user = {"person": 3, "mood": [0.5, 1, -0.25], "history": []}
     assert client.post("/v1/recommend", json={"user": user, "candidates": [1]}).json()["model"] == "films"
-    assert 'plait_rank_candidates_total{model="films"} 4.0' in client.get("/metrics").text
+    assert total(client.get("/metrics").text, "plait_rank_candidates_total", model="films") == 4
     assert client.get("/v2/models/picks").status_code == 404

@@ -1,0 +1,107 @@
+"""What the processes of the image workload count, for `/metrics`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from prometheus_client import Metric
+
+from plait_fabric.cores import instruction_set
+from plait_serving.replica_metrics import TENANT_PREFIX, family
+
+if TYPE_CHECKING:
+    from plait_kernels.executors.audit import AuditStatistics
+    from plait_serving.cores import HostCores
+    from plait_serving.diffusion.assemble import Assembled
+    from plait_serving.diffusion.queue.usage import TenantUsage
+
+__all__ = ["audit_families", "engine_families", "host_families", "tenant_families"]
+
+_TENANT = {
+    "image_requests_finished": ("finished", "Requests whose images were made"),
+    "image_requests_failed": ("failed", "Requests that ended in an error"),
+    "image_requests_cancelled": ("cancelled", "Requests whose client went away"),
+    "image_requests_rejected": ("rejected", "Requests that were refused"),
+    "images": ("images", "Images delivered"),
+    "image_pixels": ("pixels", "Pixels of images delivered"),
+    "image_steps": ("steps", "Denoising steps of images"),
+    "image_compute_seconds": ("compute_s", "Seconds of compute, of requests that failed or were cancelled too"),
+}
+_AUDITS = {
+    "checked": "Calls of compiled models that torch computed again",
+    "drifted": "Audited calls that differed from torch's",
+    "skipped": "Calls that were to be audited and found no room to wait",
+    "failed": "Audits that could not be made",
+}
+
+
+def engine_families(assembled: Assembled) -> list[Metric]:
+    """Return what an engine and its LoRA caches count. What may leave with a model has the model's name."""
+    engine, residency = assembled.engine.statistics(), assembled.engine.residents.statistics()
+    caches = {id(cache): (name, cache) for name, cache in assembled.loras.items()}  # several models may share one
+    loras = {(name,): cache.statistics() for name, cache in caches.values()}
+    resident = {(name,): int(name in residency.resident) for name in assembled.models}
+    prepared = {(part,): 1 for part in sorted(assembled.prepared_parts())}
+
+    def of_loras(key: str) -> Mapping[tuple[str, ...], float]:
+        return {name: getattr(cache, key) for name, cache in loras.items()}
+
+    return [
+        family("plait_engine_replicas", "Engines that this answer counts", 1),
+        family("plait_engine_requests_waiting", "Image requests in the queue", engine.waiting),
+        family("plait_engine_requests_running", "Image requests in the batch", engine.running),
+        family("plait_engine_queued_compute_seconds", "Compute that waits, by forecast", round(engine.queued_s, 3)),
+        family("plait_engine_steps_total", "Calls of the denoiser", engine.steps),
+        family("plait_engine_rows_total", "Images in calls of the denoiser", engine.rows),
+        family("plait_engine_lora_switches_total", "LoRA sets put into the weights", engine.lora_switches),
+        family("plait_engine_finished_total", "Requests whose images were made", engine.finished),
+        family("plait_engine_failed_total", "Requests that ended in an error", engine.failed),
+        family("plait_engine_cancelled_total", "Requests whose client went away", engine.cancelled),
+        family("plait_engine_rejected_total", "Requests that were refused", engine.rejected),
+        family("plait_lora_cache_resident_bytes", "LoRAs in memory", of_loras("resident_bytes"), "model"),
+        family("plait_lora_cache_resident", "LoRA files in memory", of_loras("resident"), "model"),
+        family("plait_lora_cache_hits_total", "LoRA files that were in memory", of_loras("hits"), "model"),
+        family("plait_lora_cache_misses_total", "LoRA files that were loaded", of_loras("misses"), "model"),
+        family("plait_lora_cache_evictions_total", "LoRA files that made room", of_loras("evictions"), "model"),
+        family("plait_models_resident_bytes", "Base models in memory", residency.nbytes),
+        family("plait_models_budget_bytes", "What base models in memory may take", residency.budget_bytes),
+        family("plait_model_loads_total", "Base models that were loaded", residency.loads),
+        family("plait_model_resident", "1: the base model is in memory", resident, "model"),
+        family("plait_engine_prepared", "Parts of the models that run as programs", prepared, "part"),
+        *tenant_families(assembled.engine.usage()),
+        *audit_families({name: model.auditor.statistics() for name, model in assembled.models.items()}),
+    ]
+
+
+def tenant_families(usage: Mapping[str, TenantUsage]) -> list[Metric]:
+    """Return what each tenant used: the account that `http/usage.py` reads."""
+
+    def of_all(key: str) -> Mapping[tuple[str, ...], float]:
+        return {(tenant,): round(getattr(used, key), 6) for tenant, used in sorted(usage.items())}
+
+    return [
+        family(f"{TENANT_PREFIX}{name}_total", said, of_all(key), "tenant") for name, (key, said) in _TENANT.items()
+    ]
+
+
+def audit_families(audits: Mapping[str, AuditStatistics]) -> list[Metric]:
+    """Return what a process's auditors found, by the name of the model that each is of."""
+    shares = {(name,): round(audit.largest, 6) for name, audit in audits.items()}
+    said = "The largest difference that an audit found, as a share of the tolerance"
+    counted = [
+        family(f"plait_audit_{key}_total", said, {(name,): getattr(it, key) for name, it in audits.items()}, "model")
+        for key, said in _AUDITS.items()
+    ]
+    return [family("plait_audit_largest_share_of_tolerance", said, shares, "model"), *counted]
+
+
+def host_families(host: HostCores) -> list[Metric]:
+    """Return what the replicas of the engine's host may use."""
+    shared = int(host.is_shared)
+    return [
+        family("plait_host_cores", "Cores of the host", host.cores),
+        family("plait_host_threads_planned", "Threads that its replicas may use together", host.planned_threads),
+        family("plait_host_shared", "1: these are more than it has cores", shared),
+        family("plait_host_instruction_set", "Widest vector instructions", {(instruction_set(),): 1}, "name"),
+    ]

@@ -1,0 +1,88 @@
+"""Prometheus' own arithmetic and rules, as far as tests need them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from prometheus_client.parser import text_string_to_metric_families
+
+Labels = frozenset[tuple[str, str]]
+
+
+@dataclass
+class Scrapes:
+    """A Prometheus that scrapes one target."""
+
+    series: dict[tuple[str, Labels], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, at_s: float, text: str) -> None:
+        """One scrape."""
+        for each in text_string_to_metric_families(text):
+            for sample in each.samples:
+                self.series[sample.name, frozenset(sample.labels.items())].append((at_s, sample.value))
+
+    def increases(self, name: str, from_s: float, to_s: float) -> Mapping[Labels, float]:
+        """By series what `increase` finds before it extrapolates: all that a counter rose, and all of it after a fall,
+        which is a restart. A series of one sample has none."""
+        found = {}
+        for (of, labels), samples in self.series.items():
+            values = [value for at_s, value in samples if from_s <= at_s <= to_s]
+            if of == name and len(values) > 1:
+                found[labels] = sum(now - before if now >= before else now for before, now in pairwise(values))
+        return found
+
+
+_UNITS = {
+    "seconds": ("minutes", "hours", "days", "weeks"),
+    "bytes": ("bits",),
+}
+_PREFIXES = (
+    *("pico", "nano", "micro", "milli", "centi", "deci", "deca", "deka", "hecto", "kilo", "kibi"),
+    *("mega", "mibi", "giga", "gibi", "tera", "tebi", "peta", "pebi"),
+)
+_ABBREVIATED = {"s", "ms", "us", "ns", "sec", "b", "kb", "mb", "gb", "tb", "pb", "m", "h", "d"}
+
+
+def lint(text: str) -> Iterator[str]:
+    """What `promtool check metrics` has against a text (client_golang's promlint, rule by rule)."""
+    heads = re.findall(r"^# (HELP|TYPE) (\S+) ?(.*)$", text, re.MULTILINE)
+    helps = {name for kind, name, said in heads if kind == "HELP" and said}
+    types = {name: said for kind, name, said in heads if kind == "TYPE"}
+    lines = [line for line in text.split("\n") if line and not line.startswith("#")]
+    if len({line.rpartition(" ")[0] for line in lines}) < len(lines):
+        yield "a series is there twice"
+    for line in lines:
+        name, labels = re.match(r"([^{ ]+)(?:\{(.*)\})? ", line).groups()  # type: ignore[union-attr]
+        base = re.sub(r"_(bucket|sum|count)$", "", name)
+        family = base if types.get(base) == "histogram" else name
+        kind = types.get(family)
+        keys = re.findall(r'(\w+)="(?:[^"\\]|\\.)*"', labels or "")
+        if family not in helps:
+            yield f"{family}: no help text"
+        if kind is None:
+            yield f"{family}: no type"
+        if kind == "counter" and not family.endswith("_total"):
+            yield f'{family}: counter metrics should have "_total" suffix'
+        if kind != "counter" and family.endswith("_total"):
+            yield f'{family}: non-counter metrics should not have "_total" suffix'
+        if kind != "histogram" and (family.endswith(("_bucket", "_count", "_sum")) or "le" in keys):
+            yield f"{family}: what histograms have alone"
+        if kind not in ("histogram", "summary") and "quantile" in keys:
+            yield f"{family}: what summaries have alone"
+        for part in family.split("_"):
+            if part in ("gauge", "counter", "histogram", "summary"):
+                yield f"{family}: the metric's type is in its name"
+            if part in _ABBREVIATED:
+                yield f"{family}: an abbreviated unit"
+            for base_unit, others in _UNITS.items():
+                if part in others or part in [prefix + base_unit for prefix in _PREFIXES]:
+                    yield f"{family}: use base unit {base_unit!r}"
+        for word in (family, *keys):
+            if re.search(r"[a-z][A-Z]", word):
+                yield f"{word}: snake_case, not camelCase"
+        if ":" in family:
+            yield f"{family}: names should not contain ':'"

@@ -1,0 +1,289 @@
+"""What Prometheus makes of `/metrics`: over restarts, by outcome, and by promtool's rules."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from starlette.testclient import TestClient
+
+from plait_serving.cores import HostCores
+from plait_serving.deployments.images.counted import engine_families, host_families
+from plait_serving.diffusion.errors import (
+    ControlNetUnavailable,
+    DeadlineMissed,
+    EngineStopped,
+    NumericalError,
+    Overloaded,
+)
+from plait_serving.diffusion.queue.usage import TenantUsage
+from plait_serving.diffusion.request_registry import EngineStatistics
+from plait_serving.http import metrics
+from plait_serving.http.app import app_from_context
+from plait_serving.http.context import HttpSettings, RouteContext
+from plait_serving.http.metrics import gather, own_metrics
+from plait_serving.images.testing import FakeImageService
+from plait_serving.replica_metrics import exposition
+from support.http_app import AsgiCall, make_app, make_client, until
+from support.http_rank import INFER, arrays, as_json
+from support.http_rank import make_client as make_ranking_client
+from support.metrics import found, total
+from support.prometheus import Labels, Scrapes, lint
+
+URL = "/v1/images/generations"
+ALERTS = Path(__file__).resolve().parents[4] / "deploy" / "dashboards" / "alerts.yaml"
+EVERY_S = 15.0
+
+
+@pytest.fixture(autouse=True)
+def heard(monkeypatch):
+    """Whatever a replica of another test did with the loggers of its process."""
+    monkeypatch.setattr(logging.getLogger("plait"), "propagate", True)
+
+
+class Ingresses:
+    """Ingresses of one server that know each other, in one process; each has a name of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._living: dict[str, RouteContext] = {}
+        self.silent: set[str] = set()
+        self.service = FakeImageService()
+
+    def start(self, name: str) -> None:
+        """One that has answered nothing yet."""
+
+        async def others():
+            asked = [other for other in self._living if other not in {name, *self.silent}]
+            return [replace(await own_metrics(self._living[other]), replica=other) for other in asked]
+
+        self._living[name] = RouteContext(images=self.service, settings=HttpSettings(), neighbours=others)
+        app_from_context(self._living[name])
+
+    def kill(self, name: str) -> None:
+        """With all that it counted."""
+        del self._living[name]
+
+    def serve(self, name: str, count: int, status: int = 200) -> None:
+        """So many requests."""
+        for _ in range(count):
+            self._living[name].metrics.observe_answer({"route": SimpleNamespace(path=URL), "state": {}}, status, 0.1)
+
+    async def scraped(self, name: str) -> str:
+        """What /metrics is, if that ingress is asked."""
+        self._monkeypatch.setattr(metrics, "this_process", lambda: name)
+        return exposition((await gather(self._living[name])).families)
+
+
+def failing_alert() -> tuple[str, Callable[[Labels], bool], Callable[[Labels], bool]]:
+    """The alert's metric, and which of its series are a failure, and an answer at all."""
+    rules = yaml.safe_load(ALERTS.read_text())["spec"]["groups"][0]["rules"]
+    (expression,) = (rule["expr"] for rule in rules if rule["alert"] == "PlaitFails")
+    pattern = r"sum\(max without \(instance, pod\)\s+\(rate\((\w+)\{(.*?)\}\[5m\]\)\)\)"
+    (name, above), (_, below) = re.findall(pattern, expression)
+    assert re.sub(pattern, "X", expression).split() == ["X", "/", "X", ">", "0.01"]
+
+    def selects(matchers: str) -> Callable[[Labels], bool]:
+        tests = re.findall(r'(\w+)(=|!~)"(.*?)"', matchers)
+
+        def is_selected(labels: Labels) -> bool:
+            values = dict(labels)
+            return all(
+                values[key] == value if how == "=" else re.fullmatch(value, values[key]) is None
+                for key, how, value in tests
+            )
+
+        return is_selected
+
+    return name, selects(above), selects(below)
+
+
+def share_of_failures(scrapes: Scrapes, now_s: float) -> float:
+    """What the alert compares."""
+    name, is_failure, is_answer = failing_alert()
+    rose = scrapes.increases(name, now_s - 300, now_s)
+    failures = sum(value for labels, value in rose.items() if is_failure(labels))
+    return failures / sum(value for labels, value in rose.items() if is_answer(labels))
+
+
+async def test_increases_are_the_truth_over_restarts_and_silence(monkeypatch):
+    """Two ingresses, of which now one and now the other is asked; a million answers and 40,000 failures are long ago.
+    Both are replaced one after the other, one is silent for a while, and comes back: what is counted within five
+    minutes is what was, and nobody is paged for a failure that is none."""
+    server, scrapes = Ingresses(monkeypatch), Scrapes()
+    for name in ("a", "b"):
+        server.start(name)
+        for status, count in ((200, 1_000_000), (503, 40_000)):
+            server._living[name].metrics._series(URL, status)[0].inc(count)
+    served, now_s = 0, 0.0
+    living = ["a", "b"]
+    for step in range(21):
+        now_s = step * EVERY_S
+        asked = [name for name in living if name not in server.silent]
+        scrapes.add(now_s, await server.scraped(asked[step % len(asked)]))
+        if step == 20:
+            break
+        if step == 5:
+            server.kill("a")
+            server.start("c")
+            living = ["c", "b"]
+        elif step == 9:
+            server.silent = {"c"}
+        elif step == 12:
+            server.silent = set()
+        elif step == 15:
+            server.kill("b")
+            server.start("d")
+            living = ["c", "d"]
+        else:
+            for name in living:
+                server.serve(name, 3)
+                served += 3
+    rose = scrapes.increases("plait_requests_total", 0.0, now_s)
+    assert abs(sum(rose.values()) - served) <= 1
+    assert share_of_failures(scrapes, now_s) == 0
+    server.serve("d", 30, status=503)
+    for at_s in (now_s + EVERY_S, now_s + 2 * EVERY_S):
+        scrapes.add(at_s, await server.scraped("c"))
+    assert share_of_failures(scrapes, at_s) > 0.01
+
+
+async def test_a_first_failure_is_seen(monkeypatch):
+    """Prometheus sees no increase where a series begins at 1, so it begins at 0; by model, too."""
+    server, scrapes = Ingresses(monkeypatch), Scrapes()
+    server.start("a")
+    scrapes.add(0, await server.scraped("a"))
+    scrapes.add(EVERY_S, await server.scraped("a"))
+    scope = {"route": SimpleNamespace(path=URL), "state": {"model": "emoji"}}
+    server._living["a"].metrics.observe_answer(scope, 503, 0.1)
+    scrapes.add(2 * EVERY_S, await server.scraped("a"))
+    assert share_of_failures(scrapes, 2 * EVERY_S) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "outcome"),
+    [
+        (Overloaded("full"), 429, "refused"),
+        (EngineStopped("gone"), 503, "failed"),
+        (ControlNetUnavailable("gone"), 503, "failed"),
+        (DeadlineMissed("late"), 504, "failed"),
+        (NumericalError("NaN"), 500, "failed"),
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_what_ends_in_an_error_is_counted_and_logged_as_that(error, code, outcome, is_stream, caplog):
+    """Whether its status line says so or the last event of a stream that began with 200. PlaitFails counts all that are
+    no refusal."""
+    client = make_client(FakeImageService(failures={"x": error}, fail_at_step=2), HttpSettings(first_event_wait_s=0.0))
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        answer = client.post(URL, json={"prompt": "x", "stream": is_stream})
+    assert answer.status_code == (200 if is_stream else code)
+    text = client.get("/metrics").text
+    assert total(text, "plait_requests_total", route=URL, code=str(code), outcome=outcome, model="emoji") == 1
+    assert total(text, "plait_requests_total", route=URL) == 1
+    assert logged(caplog) == [str(code)]
+    _, is_failure, _ = failing_alert()
+    labels = {"route": URL, "code": str(code), "outcome": outcome, "model": "emoji"}
+    assert is_failure(frozenset(labels.items())) == (code != 429)
+
+
+async def test_a_stream_whose_client_left_is_no_success(caplog):
+    """It ends as 499, one that had all of its events as 200, however soon its client hangs up."""
+    service = FakeImageService(step_s=0.05)
+    app = make_app(service, HttpSettings(first_event_wait_s=0.0))
+    body = {"prompt": "x", "stream": True, "num_inference_steps": 50}
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        left = AsgiCall(app, json.dumps(body).encode())
+        await left.wait_chunk()
+        left.disconnect()
+        await left.done()
+        whole = AsgiCall(app, json.dumps({**body, "num_inference_steps": 1}).encode())
+        await until(lambda: any(b"completed" in chunk for chunk in whole.chunks))
+        whole.disconnect()
+        await whole.done()
+    text = TestClient(app).get("/metrics").text
+    assert total(text, "plait_requests_total", route=URL, code="499", outcome="cancelled", model="emoji") == 1
+    assert total(text, "plait_requests_total", route=URL, code="200") == 1
+    assert total(text, "plait_cancelled_total") == 1
+    assert logged(caplog) == ["499", "200"]
+
+
+def logged(caplog):
+    """The statuses in the access log."""
+    return [each.getMessage().split()[2] for each in caplog.records if each.name == "plait.http.access"]
+
+
+def test_durations_have_three_and_four_seconds_and_are_of_a_model_or_a_ranking():
+    """Images take seconds and rankings milliseconds; a model's name is one that there is."""
+    client = make_client(FakeImageService())
+    for body in ({"prompt": "x"}, {"prompt": "x", "model": "my own words"}):
+        client.post(URL, json=body)
+    text = client.get("/metrics").text
+    assert total(text, "plait_request_duration_seconds_count", route=URL, model="emoji") == 1
+    assert "my own words" not in text
+    ranking = make_ranking_client(settings=HttpSettings())
+    ranking.post(INFER, json=as_json(arrays()))
+    ranked, route = ranking.get("/metrics").text, "/v2/models/{model}/infer"
+    assert total(ranked, "plait_rank_request_duration_seconds_count", route=route) == 1
+    assert found(ranked, "plait_request_duration_seconds_count", route=route) == []
+    for name in ("request_duration", "stage", "rank_request_duration", "rank_duration"):
+        shown = ranked if "rank" in name else text
+        assert all(found(shown, f"plait_{name}_seconds_bucket", le=bound) for bound in ("3.0", "4.0"))
+    assert found(ranked, "plait_rank_request_duration_seconds_bucket", le="0.001")
+
+
+def test_promtool_has_nothing_against_what_is_counted():
+    """Its rules for the metrics of HTTP, of the engine and of rankers."""
+    images = make_client(FakeImageService(failures={"busy": Overloaded("full")}))
+    for prompt in ("x", "busy"):
+        images.post(URL, json={"prompt": prompt})
+    ranking = make_ranking_client(settings=HttpSettings())
+    ranking.post(INFER, json=as_json(arrays()))
+    for client in (images, ranking):
+        assert list(lint(client.get("/metrics").text)) == []
+    host = host_families(HostCores(cores=2, planned_threads=2))
+    assert list(lint(exposition([*engine_families(assembled()), *host]))) == []
+
+
+def assembled():
+    """An engine with a model and a tenant, as far as it is counted."""
+    audit = SimpleNamespace(checked=1, drifted=0, skipped=0, failed=0, largest=0.5)
+    lora = SimpleNamespace(resident_bytes=1, resident=1, hits=1, misses=1, evictions=1)
+    resident = SimpleNamespace(nbytes=1, budget_bytes=2, loads=1, resident=("emoji",))
+    engine = SimpleNamespace(
+        statistics=EngineStatistics,
+        usage=lambda: {"acme": TenantUsage(finished=1, compute_s=0.5)},
+        residents=SimpleNamespace(statistics=lambda: resident),
+    )
+    return SimpleNamespace(
+        engine=engine,
+        loras={"emoji": SimpleNamespace(statistics=lambda: lora)},
+        models={"emoji": SimpleNamespace(auditor=SimpleNamespace(statistics=lambda: audit))},
+        prepared_parts=lambda: {"unet"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("# TYPE a counter\na_total 1\n", "no help"),
+        ("# HELP a_x A\n# TYPE a_x untyped\na_x_total 1\n", "no type"),
+        ("# HELP a_x A\n# TYPE a_x counter\na_x 1\n", '"_total"'),
+        ("# HELP a_total A\n# TYPE a_total gauge\na_total 1\n", "non-counter"),
+        ("# HELP a_count A\n# TYPE a_count gauge\na_count 1\n", "histograms"),
+        ("# HELP aB A\n# TYPE aB gauge\naB 1\n", "camelCase"),
+        ("# HELP a_milliseconds A\n# TYPE a_milliseconds gauge\na_milliseconds 1\n", "base unit"),
+        ("# HELP a_ms A\n# TYPE a_ms gauge\na_ms 1\n", "abbreviated"),
+        ("# HELP a A\n# TYPE a gauge\na 1\na 2\n", "twice"),
+    ],
+)
+def test_the_rules_find_what_promtool_finds(text, complaint):
+    """Each of them."""
+    assert any(complaint in said for said in lint(text))
