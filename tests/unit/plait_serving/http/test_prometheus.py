@@ -216,8 +216,9 @@ async def test_a_stream_whose_client_left_is_no_success(caplog):
 
 
 def logged(caplog):
-    """The statuses in the access log."""
-    return [each.getMessage().split()[2] for each in caplog.records if each.name == "plait.http.access"]
+    """The statuses of image requests in the access log."""
+    lines = [each.getMessage().split() for each in caplog.records if each.name == "plait.http.access"]
+    return [status for method, _, status, *_ in lines if method == "POST"]
 
 
 def test_durations_have_three_and_four_seconds_and_are_of_a_model_or_a_ranking():
