@@ -1,7 +1,8 @@
 """`plait loadtest run`, `merge` and `compare`. Data on stdout, progress on stderr.
 
-Exit codes: 0 done, 1 failed (also: not a single request succeeded), 2 wrong usage, 99 a threshold was missed or
-something regressed, 130 interrupted.
+Exit codes: 0 done, 1 failed (also: the run is invalid, a threshold has no verdict, not a single request succeeded, a
+report could not be written), 2 wrong usage, 99 an SLO or a threshold was missed or something regressed, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
+    from plait_loadtest.capacity import Capacity
     from plait_loadtest.report.outputs import Outputs
     from plait_loadtest.scenario import Scenario
     from plait_loadtest.session import FinishedRun
@@ -110,8 +112,7 @@ def merge(
         outputs = Outputs(json=json, raw=raw, html=html)
         outputs.check()
         whole = merged([parts.read(path) for path in files], thresholds=threshold or ())
-        outputs.write(whole)
-        code = _exit_code(whole)
+        code = _exit_code(whole, _written(outputs, whole))
     raise typer.Exit(code)
 
 
@@ -174,8 +175,7 @@ def _run(scenario: Scenario, outputs: Outputs, part: HostPart, start_unix_s: flo
     total_s = None if scenario.count is not None else scenario.warm_up_s + scenario.duration_s
     with live_line(total_s) as show:
         session = run_scenario(scenario, part=part, start_unix_s=start_unix_s, on_progress=show)
-    outputs.write(session)
-    return _exit_code(session)
+    return _exit_code(session, _written(outputs, session))
 
 
 def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
@@ -195,24 +195,36 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
         for session, trial in zip(sessions, found.trials, strict=True)
         if trial.rate_per_s == found.rate_per_s and trial.verdict == "held"
     ]
-    outputs.write((confirmed or sessions)[-1], capacity=found)
+    is_written = _written(outputs, (confirmed or sessions)[-1], found)
     if any(trial.observed.interrupted for trial in found.trials):
         return EXIT_INTERRUPTED
-    return 0 if found.confirmed else EXIT_FAILED
+    return 0 if found.confirmed and is_written else EXIT_FAILED
 
 
-def _exit_code(session: FinishedRun) -> int:
-    total = session.summary.total
+def _written(outputs: Outputs, session: FinishedRun, capacity: Capacity | None = None) -> bool:
+    """Write the reports, say which could not be, and return whether all were."""
+    from plait_loadtest.run.processes import ended_by_signal
+
+    with ended_by_signal(lambda: None):
+        failed = outputs.write(session, capacity=capacity)
+    for sentence in failed:
+        _say(f"plait loadtest: {sentence}")
+    return not failed
+
+
+def _exit_code(session: FinishedRun, is_written: bool) -> int:
+    total, held = session.summary.total, [verdict.held for verdict in session.verdicts]
     if session.result.interrupted:
         return EXIT_INTERRUPTED
-    if not all(verdict.held for verdict in session.verdicts):
-        return EXIT_THRESHOLD
     if total.requests and not total.succeeded:
-        _say(
-            "plait loadtest: not one request succeeded: " + ", ".join(f"{n} {name}" for name, n in total.errors.items())
-        )
+        errors = ", ".join(f"{n} {name}" for name, n in total.errors.items())
+        _say(f"plait loadtest: not one request succeeded: {errors}")
+    if not session.summary.valid:
+        _say(f"plait loadtest: invalid run: {'; '.join(reason.text for reason in session.summary.reasons)}")
         return EXIT_FAILED
-    return 0
+    if False in held or total.slo_met is False:
+        return EXIT_THRESHOLD
+    return EXIT_FAILED if None in held or not total.succeeded or not is_written else 0
 
 
 def _setting(text: str) -> tuple[str, object]:
@@ -242,10 +254,14 @@ def _header(text: str) -> tuple[str, object]:
 @contextmanager
 def _errors_as_messages() -> Iterator[None]:
     """Print errors meant for users as one sentence on stderr and set the exit code."""
+    import signal
+
     from plait_loadtest.errors import LoadtestError, ScenarioError
+    from plait_loadtest.run.processes import on_ending
 
     try:
-        yield
+        with on_ending(signal.default_int_handler):
+            yield
     except (LoadtestError, OSError) as error:
         _say(f"plait loadtest: {error}")
         raise typer.Exit(EXIT_USAGE if isinstance(error, ScenarioError) else EXIT_FAILED) from error

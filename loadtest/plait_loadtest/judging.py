@@ -3,10 +3,11 @@
 What counts. The *measured* requests are those scheduled after the warm-up and, if the run was interrupted, before
 that.
 * Latency runs from the scheduled time to the last byte, for every measured request that got an answer, good or bad
-  (`ANSWERED`), and for timeouts to the moment they were abandoned. Connections refused or reset have no latency.
+  (`ANSWERED`), and for what never ended to the moment it was given up. Connections refused or reset have no latency.
 * A request is *good* if it succeeded within its class's SLO. Without an SLO every success is good.
-* *Judged* are all except those whose end is unknown: cancelled on purpose, or still in flight at the end. The latter
-  are judged, and missed, if they had already waited longer than their SLO.
+* *Judged* are all except those whose end is unknown: cancelled on purpose, or in flight when the run was ended early.
+  The latter are judged, and missed, if they had already waited longer than their SLO. What had not ended when the drain
+  time was over is an error like any other.
 
 Symbols: N = records of the run.
 """
@@ -24,6 +25,7 @@ from plait_loadtest.values import Records, RequestOutcome, RunResult
 ANSWERED = (
     RequestOutcome.OK, RequestOutcome.TIMEOUT, RequestOutcome.TRUNCATED, RequestOutcome.GARBLED,
     RequestOutcome.HTTP_4XX, RequestOutcome.HTTP_5XX, RequestOutcome.HTTP_OTHER, RequestOutcome.CHECK,
+    RequestOutcome.UNFINISHED,
 )  # fmt: skip
 
 Mask = npt.NDArray[np.bool_]

@@ -1,7 +1,8 @@
 """From a run's records to what is reported. Pure: numpy in, frozen values out. `judging` defines what counts.
 
-* `errors` counts outcomes by name. `not_sent` are errors; `cancelled` and `interrupted` are listed, but are not
-  errors and are excluded from the denominators.
+* `errors` counts outcomes by name. `not_sent` and `unfinished` are errors; `cancelled` and `interrupted` are listed,
+  but are not errors and are excluded from the denominators.
+* All latencies are of successes, but for `latency_all_ms`: a server that fails fast is not quick.
 * Goodput is good responses per second of the measured time; attainment is good / judged.
 * `offered_per_s` is what the schedule requested; `achieved_per_s` counts successes that arrived in the measured time.
 
@@ -10,7 +11,7 @@ Symbols: N = records of the run. Times are nanoseconds inside, milliseconds in r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -26,6 +27,7 @@ from plait_loadtest.values import Records, RequestOutcome, RunResult
 
 TOTAL = "total"
 SLICES = 32  # parts of the measured time whose histograms are kept: what `compare` resamples
+COMMONEST = 3  # reasons of each class of errors that are told
 PERCENTS = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
@@ -43,6 +45,14 @@ class Percentiles:
     mean: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FailureCount:
+    """How many requests failed for one reason."""
+
+    count: int
+    why: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TimeSlice:
     """A part of the measured time, by scheduled time."""
@@ -58,7 +68,8 @@ class ClassSummary:
     """A class of requests, or all of them (`name` is `TOTAL`). The module docstring defines what is counted.
 
     `requests` were scheduled, `judged` of them count for attainment and `error_rate`. `slo_met`: None if there is no
-    SLO or too few requests to tell. `service_ms` counts from sending and hides queueing: for comparison only.
+    SLO or too few requests to tell. `failures`: the commonest reasons of each of the `errors`. `service_ms` counts from
+    sending and hides queueing: for comparison only.
     """
 
     name: str
@@ -71,12 +82,13 @@ class ClassSummary:
     goodput_per_s: float
     error_rate: float
     errors: Mapping[str, int]
+    failures: Mapping[str, tuple[FailureCount, ...]]
     slo: Slo | None
     slo_percentile: float | None
     attainment: float | None
     slo_met: bool | None
     latency_ms: Percentiles
-    latency_ok_ms: Percentiles
+    latency_all_ms: Percentiles
     first_byte_ms: Percentiles
     first_part_ms: Percentiles
     service_ms: Percentiles
@@ -108,15 +120,15 @@ class RunSummary:
         return not self.reasons
 
 
-def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = None) -> RunSummary:
-    """Return everything that is reported about a run. `images` (N,): how many each record asked for, if known."""
+def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
+    """Return everything that is reported about a run."""
     run = judge_records(result, scenario)
     kinds = run.records["kind"]
     classes = tuple(
-        _class(item.name, run, run.measured & (kinds == kind), slo_of(scenario, item.name), item.api)
+        _class(item.name, run, run.measured & (kinds == kind), slo_of(scenario, item.name), item.api, result.whys)
         for kind, item in enumerate(scenario.mix)
     )
-    total = _total(run, scenario, classes)
+    total = _total(run, scenario, classes, result.whys)
     echo = result.echo
     lag = of_durations(_lags(run))
     echo_ms = of_durations(echo.latency_ns[(echo.scheduled_ns >= run.window.start_ns) & (echo.latency_ns >= 0)])
@@ -142,7 +154,7 @@ def summarise(result: RunResult, scenario: Scenario, *, images: Ints | None = No
         wall_s=result.wall_s,
         cpu_s=result.cpu_s,
         interrupted=result.interrupted,
-        images_per_s=None if images is None else _images_per_s(run, images),
+        images_per_s=_images_per_s(run) if scenario.target.api == "images" else None,
     )
 
 
@@ -170,12 +182,14 @@ def _percentiles(counted: Histogram, values_ns: Ints) -> Percentiles:
     )
 
 
-def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> ClassSummary:
+def _class(  # noqa: PLR0917 - a row of a table
+    name: str, run: Judged, own: Mask, slo: Slo | None, api: str, whys: Sequence[str]
+) -> ClassSummary:
     """Summarise a class; `own` (N,): its measured requests."""
     records, waited_ns = run.records, run.waited_ns
     answered, ok = own & run.answered, own & run.ok
     judged, good, failed = (int((own & which).sum()) for which in (run.judged, run.good, run.failed))
-    counted = histogram.of_ns(waited_ns[answered])
+    counted = histogram.of_ns(waited_ns[ok])
     percentile = None if slo is None else percentile_of(slo, api)
     attainment = None if slo is None or not judged else good / judged
     seconds = run.window.seconds
@@ -190,26 +204,27 @@ def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> Clas
         goodput_per_s=good / seconds,
         error_rate=failed / judged if judged else 0.0,
         errors=_errors(records["outcome"][own]),
+        failures=_failures(records[own & run.failed], whys),
         slo=slo,
         slo_percentile=percentile,
         attainment=attainment,
         slo_met=_met(attainment, percentile, judged, good),
-        latency_ms=_percentiles(counted, waited_ns[answered]),
-        latency_ok_ms=of_durations(waited_ns[ok]),
-        first_byte_ms=_since_scheduled(records[own], "first_byte_ns"),
-        first_part_ms=_since_scheduled(records[own], "first_part_ns"),
-        service_ms=_service_ms(records[answered]),
-        server_ms=_server_ms(records[own]),
+        latency_ms=_percentiles(counted, waited_ns[ok]),
+        latency_all_ms=of_durations(waited_ns[answered]),
+        first_byte_ms=_since_scheduled(records[ok], "first_byte_ns"),
+        first_part_ms=_since_scheduled(records[ok], "first_part_ns"),
+        service_ms=_service_ms(records[ok]),
+        server_ms=_server_ms(records[ok]),
         histogram=counted,
         slices=_slices(run, own),
     )
 
 
-def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...]) -> ClassSummary:
+def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...], whys: Sequence[str]) -> ClassSummary:
     """Summarise all requests together: met if every class that can be judged meets its own SLO."""
     shared = {(each.slo, each.slo_percentile) for each in classes}
     slo = classes[0].slo if len(shared) == 1 else None
-    total = _class(TOTAL, run, run.measured, slo, scenario.mix[0].api)
+    total = _class(TOTAL, run, run.measured, slo, scenario.mix[0].api, whys)
     verdicts = [each.slo_met for each in classes if each.slo_met is not None]
     if any(each.slo for each in classes):
         attainment = total.good / total.judged if total.judged else None
@@ -228,8 +243,9 @@ def _came(run: Judged, own: Mask) -> Mask:
     )
 
 
-def _images_per_s(run: Judged, images: Ints) -> float:
-    return float(images[_came(run, run.measured)].sum()) / run.window.seconds
+def _images_per_s(run: Judged) -> float:
+    """Count what came within the measured time, also of answers that lack some of what was asked."""
+    return float(run.records["images"][run.window.holds(run.records["done_ns"])].sum()) / run.window.seconds
 
 
 def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
@@ -239,6 +255,21 @@ def _errors(outcome: npt.NDArray[np.uint8]) -> dict[str, int]:
         for kind in RequestOutcome
         if kind is not RequestOutcome.OK and counts[kind]
     }
+
+
+def _failures(failed: Records, whys: Sequence[str]) -> dict[str, tuple[FailureCount, ...]]:
+    found: dict[str, tuple[FailureCount, ...]] = {}
+    for outcome in np.unique(failed["outcome"]):
+        numbers, counts = np.unique(failed["why"][failed["outcome"] == outcome], return_counts=True)
+        told = [
+            FailureCount(count=count, why=whys[number])
+            for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
+            if number
+        ]
+        commonest = sorted(told, key=lambda each: (-each.count, each.why))[:COMMONEST]
+        if commonest:
+            found[RequestOutcome(outcome).name.lower()] = tuple(commonest)
+    return found
 
 
 def _met(attainment: float | None, percentile: float | None, judged: int, good: int) -> bool | None:
@@ -275,7 +306,7 @@ def _slices(run: Judged, own: Mask) -> tuple[TimeSlice, ...]:
     which = slice_of(run.records["scheduled_ns"], run.window)
     return tuple(
         TimeSlice(
-            histogram=histogram.of_ns(run.waited_ns[here & run.answered]),
+            histogram=histogram.of_ns(run.waited_ns[here & run.ok]),
             judged=int((here & run.judged).sum()),
             good=int((here & run.good).sum()),
             failed=int((here & run.failed).sum()),

@@ -12,6 +12,7 @@ import numpy as np
 
 from plait_loadtest.compare import differences
 from plait_loadtest.errors import ReportError
+from plait_loadtest.failures import joined
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, finished
 from plait_loadtest.thresholds import parse_all
@@ -31,11 +32,8 @@ def merged(parts: Sequence[FinishedRun], *, thresholds: Sequence[str] = ()) -> F
     `ReportError` unless these are all the parts of one scenario, each once."""
     _check(parts)
     scenario = parts[0].scenario.model_copy(update={"thresholds": (*parts[0].scenario.thresholds, *thresholds)})
-    order = np.argsort(np.concatenate([np.sort(each.result.records["index"]) for each in parts]), kind="stable")
-    counts = [each.images for each in parts if each.images is not None]
-    images = np.concatenate(counts)[order] if len(counts) == len(parts) else None
     asked = parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
-    return finished(_result(parts), scenario, asked, images=images)
+    return finished(_result(parts), scenario, asked)
 
 
 def _check(parts: Sequence[FinishedRun]) -> None:
@@ -67,7 +65,7 @@ def _load(scenario: Scenario) -> dict[str, Any]:
 
 def _result(parts: Sequence[FinishedRun]) -> RunResult:
     results = [each.result for each in parts]
-    records = np.concatenate([result.records for result in results])
+    records, whys = joined([(result.records, result.whys) for result in results])
     started = [result.started_unix_s for result in results]
     # Once a host was interrupted the load is not whole any more.
     ends = [result.wall_s for result in results if result.interrupted]
@@ -79,7 +77,7 @@ def _result(parts: Sequence[FinishedRun]) -> RunResult:
     if (gap_s := max(started) - min(started)) > MAX_GAP_S:
         problems.append(f"the hosts started {gap_s:.1f} s apart (--start-at agrees on a time)")
     return RunResult(
-        records=records[np.argsort(records["index"], kind="stable")],
+        records=records,
         echo=Echo(
             scheduled_ns=np.concatenate([result.echo.scheduled_ns for result in results]),
             latency_ns=np.concatenate([result.echo.latency_ns for result in results]),
@@ -91,4 +89,5 @@ def _result(parts: Sequence[FinishedRun]) -> RunResult:
         reconnects=sum(result.reconnects for result in results),
         problems=tuple(problems),
         abandoned=next((result.abandoned for result in results if result.abandoned), ""),
+        whys=whys,
     )

@@ -5,29 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
 from plait_loadtest.capacity import CapacitySearch, ClassTarget, Observed, observe
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.judging import Ints, percentile_of, slo_of
+from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.measure import RunSummary, summarise
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
 from plait_loadtest.thresholds import Threshold, Verdict, check, parse_all
-from plait_loadtest.values import WHOLE, HostPart, Mix, OnProgress, RunResult, StopWhen
-
-_MAX_COUNTED = 200_000  # requests whose images are counted by asking the mix; more would take seconds
+from plait_loadtest.values import WHOLE, HostPart, OnProgress, RunResult, StopWhen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedRun:
-    """A finished run, or a host's part of one. `images`: how many each record asked for, if known."""
+    """A finished run, or a host's part of one."""
 
     scenario: Scenario
     result: RunResult
     summary: RunSummary
     verdicts: tuple[Verdict, ...]
-    images: Ints | None = None
     part: HostPart = WHOLE
 
 
@@ -45,40 +40,23 @@ def run_scenario(
     invalid for that reason.
     """
     from plait_loadtest.run.coordinator import run
+    from plait_loadtest.run.processes import ended_by_signal
 
     thresholds = parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
     plan = make_plan(scenario)
     result = run(plan, scenario, host=part, start_unix_s=start_unix_s, on_progress=on_progress, stop_when=stop_when)
-    return finished(result, scenario, thresholds, images=images_of(plan.mix, result, scenario), part=part)
+    with ended_by_signal(lambda: None):  # what was measured must not be lost
+        return finished(result, scenario, thresholds, part=part)
 
 
 def finished(
-    result: RunResult,
-    scenario: Scenario,
-    thresholds: Iterable[Threshold],
-    *,
-    images: Ints | None,
-    part: HostPart = WHOLE,
+    result: RunResult, scenario: Scenario, thresholds: Iterable[Threshold], *, part: HostPart = WHOLE
 ) -> FinishedRun:
     """Return a run with its summary and what its thresholds say."""
-    summary = summarise(result, scenario, images=images)
+    summary = summarise(result, scenario)
     return FinishedRun(
-        scenario=scenario,
-        result=result,
-        summary=summary,
-        verdicts=check(thresholds, summary),
-        images=images,
-        part=part,
+        scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary), part=part
     )
-
-
-def images_of(mix: Mix, result: RunResult, scenario: Scenario) -> Ints | None:
-    """Return how many images each record (in order of index) asked for, int64 (N,); None if that is unknown."""
-    facts = getattr(mix, "facts", None)
-    if scenario.target.api != "images" or facts is None or result.records.size > _MAX_COUNTED:
-        return None
-    counts = [facts(int(index)).get("images", 1) for index in np.sort(result.records["index"])]
-    return np.array(counts, dtype=np.int64)
 
 
 def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenario:

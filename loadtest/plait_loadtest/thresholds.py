@@ -1,8 +1,8 @@
 """Thresholds: `p99_ms < 250`, `error_rate <= 0.01`, `images.p95_ms < 500`. A missed one results in exit code 99.
 
-An invalid run passes no threshold: its numbers prove nothing, and a gate that accepts them would hide that. Nor does
-a threshold pass on a number that does not exist (no answers: no p99), or on a percentile of so few answers that it
-is only their maximum (fewer than 100 for a p99).
+Latencies are of successful requests, unless `latency_all_ms.p99` and the like are named. There is no verdict (exit
+code 1) on an invalid run, whose numbers prove nothing; on a number that does not exist (no successes: no p99); and on a
+percentile of so few values that it is only their maximum (fewer than 100 for a p99).
 """
 
 from __future__ import annotations
@@ -20,32 +20,24 @@ OPERATORS: dict[str, Callable[[float, float], bool]] = {
     "<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge,
 }  # fmt: skip
 
-OF_A_CLASS: dict[str, Callable[[ClassSummary], float | None]] = {
-    "p50_ms": lambda each: each.latency_ms.p50,
-    "p90_ms": lambda each: each.latency_ms.p90,
-    "p95_ms": lambda each: each.latency_ms.p95,
-    "p99_ms": lambda each: each.latency_ms.p99,
-    "p99.9_ms": lambda each: each.latency_ms.p99_9,
-    "max_ms": lambda each: each.latency_ms.max,
-    "mean_ms": lambda each: each.latency_ms.mean,
-    "first_byte_p95_ms": lambda each: each.first_byte_ms.p95,
-    "first_byte_p99_ms": lambda each: each.first_byte_ms.p99,
-    "first_part_p95_ms": lambda each: each.first_part_ms.p95,
-    "first_part_p99_ms": lambda each: each.first_part_ms.p99,
-    "server_p99_ms": lambda each: each.server_ms.p99,
-    "offered_per_s": lambda each: each.offered_per_s,
-    "achieved_per_s": lambda each: each.achieved_per_s,
-    "goodput_per_s": lambda each: each.goodput_per_s,
-    "error_rate": lambda each: each.error_rate if each.judged else None,
-    "attainment": lambda each: each.attainment,
-    "requests": lambda each: float(each.requests),
+_PERCENTS = ("p50", "p90", "p95", "p99", "p99_9", "max", "mean")  # fields of `Percentiles`
+
+# By name: the field of a `ClassSummary` or of the `RunSummary`, and what of its percentiles; a number has none.
+OF_A_CLASS: dict[str, tuple[str, str]] = {
+    **{f"{each.replace('_', '.')}_ms": ("latency_ms", each) for each in _PERCENTS},
+    **{f"latency_all_ms.{each.replace('_', '.')}": ("latency_all_ms", each) for each in _PERCENTS},
+    **{f"{of}_{each}_ms": (f"{of}_ms", each) for of in ("first_byte", "first_part") for each in ("p95", "p99")},
+    "server_p99_ms": ("server_ms", "p99"),
+    **{
+        each: (each, "")
+        for each in ("offered_per_s", "achieved_per_s", "goodput_per_s", "error_rate", "attainment", "requests")
+    },
 }
-OF_THE_RUN: dict[str, Callable[[RunSummary], float | None]] = {
-    "send_lag_p99_ms": lambda run: run.send_lag_ms.p99,
-    "echo_p99_ms": lambda run: run.echo_ms.p99,
-    "images_per_s": lambda run: run.images_per_s,
+OF_THE_RUN: dict[str, tuple[str, str]] = {
+    "send_lag_p99_ms": ("send_lag_ms", "p99"),
+    "echo_p99_ms": ("echo_ms", "p99"),
+    "images_per_s": ("images_per_s", ""),
 }
-_PERCENTILE = re.compile(r"p([\d.]+)_ms$")
 _NAMES = "|".join(re.escape(name) for name in sorted([*OF_A_CLASS, *OF_THE_RUN], key=len, reverse=True))
 _PATTERN = re.compile(
     rf"\s*(?:(?P<kind>[A-Za-z0-9][A-Za-z0-9._-]*)\.)?(?P<metric>{_NAMES})\s*(?P<sign><=|>=|<|>)\s*(?P<bound>\S+)\s*"
@@ -65,11 +57,11 @@ class Threshold:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`value`: what was measured, None: nothing was. `why`: why a threshold that looks met is not, else empty."""
+    """`value`: what was measured, None: nothing was. `held`: None if the run cannot tell; `why`, else empty."""
 
     threshold: Threshold
     value: float | None
-    held: bool
+    held: bool | None
     why: str = ""
 
 
@@ -101,31 +93,17 @@ def check(thresholds: Iterable[Threshold], summary: RunSummary) -> tuple[Verdict
 
 
 def _check(threshold: Threshold, summary: RunSummary) -> Verdict:
-    value = _value(threshold, summary)
-    if value is None:
-        return Verdict(threshold=threshold, value=None, held=False, why="nothing was measured")
-    holds = OPERATORS[threshold.sign](value, threshold.bound)
-    why = _doubt(threshold, summary) if holds else ""
-    return Verdict(threshold=threshold, value=value, held=holds and not why, why=why)
-
-
-def _doubt(threshold: Threshold, summary: RunSummary) -> str:
-    """Return why a number on the right side of its threshold proves nothing; empty if it does."""
-    if not summary.valid:
-        return "the run is invalid"
-    percentile = _PERCENTILE.search(threshold.metric)
-    if percentile is None or threshold.metric in OF_THE_RUN:
-        return ""
-    needed, answers = min_requests(float(percentile[1])), _class(threshold, summary).latency_ms.n
-    return f"{answers} answers are too few, {needed} are needed" if answers < needed else ""
-
-
-def _value(threshold: Threshold, summary: RunSummary) -> float | None:
-    if threshold.metric in OF_THE_RUN:
-        value = OF_THE_RUN[threshold.metric](summary)
-    else:
-        value = OF_A_CLASS[threshold.metric](_class(threshold, summary))
-    return None if value is None or math.isnan(value) else value
+    holder: object = summary if threshold.metric in OF_THE_RUN else _class(threshold, summary)
+    name, percent = (OF_A_CLASS | OF_THE_RUN)[threshold.metric]
+    measured = getattr(holder, name)
+    value = getattr(measured, percent) if percent else measured
+    if value is None or math.isnan(value) or (name == "error_rate" and not _class(threshold, summary).judged):
+        return Verdict(threshold=threshold, value=None, held=None, why="nothing was measured")
+    why = "" if summary.valid else "the run is invalid"
+    if percent.startswith("p") and measured.n < (needed := min_requests(float(percent[1:].replace("_", ".")))):
+        why = why or f"{measured.n} values are too few, {needed} are needed"
+    held = None if why else OPERATORS[threshold.sign](value, threshold.bound)
+    return Verdict(threshold=threshold, value=float(value), held=held, why=why)
 
 
 def _class(threshold: Threshold, summary: RunSummary) -> ClassSummary:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Code = Literal["send_lag", "echo", "not_sent", "interrupted", "unfinished", "too_few", "generator", "abandoned"]
+Code = Literal["send_lag", "echo", "not_sent", "interrupted", "too_few", "generator", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def judge(
         if when:
             reasons.append(Reason(code=code, text=text))
 
-    not_sent, unfinished = errors.get("not_sent", 0), errors.get("interrupted", 0)
+    not_sent = errors.get("not_sent", 0)
     note("interrupted", "it was interrupted", when=interrupted and not abandoned)
     note("abandoned", f"it was ended early: {abandoned}", when=bool(abandoned))
     note(
@@ -53,11 +53,6 @@ def judge(
         when=echo_ms > limit_ms,
     )
     note("not_sent", f"{not_sent} requests found no room (limits.in_flight, limits.connections)", when=not_sent > 0)
-    note(
-        "unfinished",
-        f"{unfinished} requests had no answer when the drain time (limits.drain_s) was over",
-        when=unfinished > 0 and not interrupted,
-    )
     note("generator", "; ".join(problems), when=bool(problems))
     note("too_few", "not one request ran to its end", when=judged == 0)
     return tuple(reasons)

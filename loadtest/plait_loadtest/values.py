@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,8 @@ class RequestOutcome(IntEnum):
     HTTP_OTHER = 10  # neither 2xx, 4xx nor 5xx
     CHECK = 11  # the response check of the scenario failed
     CANCELLED = 12  # on purpose, by the scenario's cancellation rate; no error
-    INTERRUPTED = 13  # Ctrl-C, or the drain time was over, while it was in flight or before it was due
+    INTERRUPTED = 13  # the run was ended early, while it was in flight or before it was due; nobody knows its end
+    UNFINISHED = 14  # it had not ended when the drain time was over
 
 
 NO_ERROR = frozenset({RequestOutcome.OK, RequestOutcome.CANCELLED})
@@ -50,11 +51,20 @@ RECORD = np.dtype(
         ("sent_bytes", np.uint32),
         ("received_bytes", np.uint32),
         ("server_ms", np.float32),  # what the server says it took; nan: it says nothing
+        ("images", np.uint16),  # that the answer held, whatever was asked for
+        ("why", np.uint16),  # it failed: an index of the run's `whys`, 0 for none
     ]
 )
 """One request. A run's records are one array of this dtype, in order of `index`."""
 
 Records = npt.NDArray[np.void]
+
+
+class Failure(NamedTuple):
+    """How and why something could not be done; `why` is one clause for people."""
+
+    outcome: RequestOutcome
+    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +92,9 @@ class Mix(Protocol):
 
     def build(self, index: int) -> PreparedRequest:
         """Return the request."""
+
+    def asked(self, index: int) -> int:
+        """Return how many images or outputs request `index` asks for; 0: nobody can tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -135,7 +148,7 @@ class RunResult:
     `cpu_s`: processor time of the generator's processes. `interrupted`: it ended early, by Ctrl-C or because it was
     `abandoned`, which says why. `reconnects`: requests that were sent again because the server had just closed the
     kept-alive connection. `problems`: errors on the generator's side, one sentence each; a run with any is not
-    valid.
+    valid. `whys`: what `why` of the records counts.
     """
 
     records: Records
@@ -147,6 +160,7 @@ class RunResult:
     reconnects: int = 0
     problems: tuple[str, ...] = ()
     abandoned: str = ""
+    whys: tuple[str, ...] = ("",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

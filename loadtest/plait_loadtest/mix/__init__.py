@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -25,8 +24,8 @@ class ClassRequests(Protocol):
     def build(self, index: int) -> PreparedRequest:
         """Return the request."""
 
-    def facts(self, index: int) -> Mapping[str, float]:
-        """Return the numbers of request `index` for a summary of the mix."""
+    def asked(self, index: int) -> int:
+        """Return how many images or outputs request `index` asks for; 0: nobody can tell."""
 
 
 def build_mix(scenario: Scenario) -> RequestMix:
@@ -58,9 +57,9 @@ class RequestMix(Mix):
         """Return the request, built by its class."""
         return self._requests[self.kind(index)].build(index)
 
-    def facts(self, index: int) -> Mapping[str, float]:
-        """Return the numbers of request `index` for a summary: steps, candidates, ..."""
-        return self._requests[self.kind(index)].facts(index)
+    def asked(self, index: int) -> int:
+        """Return how many images or outputs request `index` asks for; 0: nobody can tell."""
+        return self._requests[self.kind(index)].asked(index)
 
     def _draw_kinds(self, uniforms: Floats) -> list[int]:
         return [int(kind) for kind in np.searchsorted(self._sums, uniforms[:, 0], side="right").tolist()]

@@ -120,13 +120,9 @@ class ImageRequests:
         width, height = pixels(size) or (_DRAWN_EDGE_PX, _DRAWN_EDGE_PX)
         return base64.b64encode(control_image(index * MAX_CONTROLNETS + slot, width, height)).decode()
 
-    def facts(self, index: int) -> Mapping[str, float]:
-        """Return the numbers of request `index` for a summary of the mix."""
-        draw = self.draw(index)
-        return {
-            "steps": draw.steps, "images": draw.images, "loras": len(draw.loras), "controlnets": len(draw.controlnets),
-            **({"edits": float(draw.masked is not None)} if self._edits.columns else {}),
-        }  # fmt: skip
+    def asked(self, index: int) -> int:
+        """Return how many images request `index` asks for."""
+        return self.draw(index).images
 
 
 class _AddOns:

@@ -6,7 +6,7 @@ FP32 (C, dense), ids INT64 (C, I), the ids of table 0 first. Ids are ranks: row 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -84,10 +84,9 @@ class InferRequests:
     def _prepare(self, body: bytes, headers: tuple[tuple[str, str], ...]) -> PreparedRequest:
         return PreparedRequest(method="POST", path=self._path, headers=headers + self._headers, body=body)
 
-    def facts(self, index: int) -> Mapping[str, float]:
-        """Return the numbers of request `index` for a summary of the mix."""
-        candidates = self.candidates(index)
-        return {"candidates": candidates, "ids": self._draw.ids(candidates)}
+    def asked(self, index: int) -> int:  # noqa: ARG002
+        """Return how many outputs a request asks for, at least one."""
+        return max(1, len(self._spec.outputs))
 
 
 class _Flat:
@@ -97,7 +96,6 @@ class _Flat:
         per_table = spec.ids_per_table or (1,) * len(spec.rows)
         self._spec = spec
         self._ranks = ZipfRanks(np.repeat(np.array(spec.rows, dtype=np.int64), per_table), spec.zipf)
-        self._ids_each = sum(per_table)
 
     def __call__(self, rng: np.random.Generator, candidates: int) -> list[Named]:
         """Return dense (C, dense) and ids (C, I), leaving out those that would be empty."""
@@ -106,10 +104,6 @@ class _Flat:
             (self._spec.ids_name, "INT64", self._ranks.draw(rng, candidates)),
         ]
         return [entry for entry in named if entry[2].size]
-
-    def ids(self, candidates: int) -> int:
-        """Return the number of ids in a request with that many candidates."""
-        return candidates * self._ids_each
 
 
 class _Declared:
@@ -135,14 +129,6 @@ class _Declared:
                 offsets = np.arange(rows + 1, dtype=np.int64) * item.bag
                 named.append((f"{item.name}_offsets", "INT64", offsets))
         return named
-
-    def ids(self, candidates: int) -> int:
-        """Return the number of ids in a request with that many candidates."""
-        return sum(
-            _rows(item, candidates) * (1 if item.bag is None else item.bag)
-            for item, ranks in self._inputs
-            if ranks is not None
-        )
 
 
 def _rows(item: InferInput, candidates: int) -> int:

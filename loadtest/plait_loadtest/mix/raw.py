@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import LoadTarget, RawClass
 from plait_loadtest.values import PreparedRequest
@@ -35,9 +33,9 @@ class RawRequests:
             body=number.encode().join(self._body),
         )
 
-    def facts(self, index: int) -> Mapping[str, float]:
-        """Return the size of the body of request `index`, for a summary of the mix."""
-        return {"body_bytes": len(self.build(index).body)}
+    def asked(self, index: int) -> int:  # noqa: ARG002
+        """Return 0: what an answer should hold is the scenario's to say (`target.check`)."""
+        return 0
 
 
 def _body(spec: RawClass) -> bytes:

@@ -1,14 +1,15 @@
 """The `--json` document: everything about a run that a program may ask for. Numbers keep five significant digits.
 
 Milliseconds end in `_ms`, rates in `_per_s`; what was not measured is null. `histograms` are HDR histograms
-(HdrHistogram V2, base64) of the latency in nanoseconds, whole and in parts by time: `compare` needs nothing else.
+(HdrHistogram V2, base64) of the latency of successes in nanoseconds, whole and in parts by time: `compare` needs
+nothing else. `failures`: the commonest reasons of each of the `errors`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Any
 
 from plait_loadtest import host
@@ -84,9 +85,10 @@ def _class(each: ClassSummary) -> dict[str, Any]:
         "goodput_per_s": rounded(each.goodput_per_s),
         "error_rate": rounded(each.error_rate),
         "errors": dict(each.errors),
+        "failures": {name: [asdict(one) for one in failures] for name, failures in each.failures.items()},
         "slo": _slo(each),
         "latency_ms": percentiles(each.latency_ms),
-        "latency_ok_ms": percentiles(each.latency_ok_ms),
+        "latency_all_ms": percentiles(each.latency_all_ms),
         "first_byte_ms": percentiles(each.first_byte_ms),
         "first_part_ms": percentiles(each.first_part_ms),
         "service_ms": percentiles(each.service_ms),

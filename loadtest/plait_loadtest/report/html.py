@@ -32,7 +32,7 @@ def page(session: FinishedRun, report: Mapping[str, Any]) -> str:
         _tiles(summary),
         *_latency(summary, run),
         _rates(run),
-        _errors(run),
+        _errors(run, summary),
         _classes(summary),
         _thresholds(report["thresholds"]),
         _capacity(report.get("capacity")),
@@ -120,11 +120,11 @@ def _short(milliseconds: float) -> tuple[str, str]:
 
 
 def _latency(summary: RunSummary, run: Judged) -> list[str]:
-    records = run.records[run.answered]
+    records = run.records[run.ok]
     if not records.size:
-        return [section("Latency", "No request got an answer.", "")]
+        return [section("Latency", "No request succeeded.", "")]
     at_s = (records["scheduled_ns"] - run.window.start_ns) / 1e9
-    latency_ms = run.waited_ns[run.answered] / 1e6
+    latency_ms = run.waited_ns[run.ok] / 1e6
     slos = sorted({each.slo.latency_ms for each in summary.classes if each.slo is not None})
     slo_ms = slos[0] if len(slos) == 1 else None
     values = summary.total.latency_ms
@@ -134,7 +134,8 @@ def _latency(summary: RunSummary, run: Judged) -> list[str]:
     return [
         section(
             "Latency over time",
-            "Each dot is a request, from its scheduled time to its last byte; the band runs from the median to p95.",
+            "Each dot is a request that succeeded, from its scheduled time to its last byte; the band runs from the "
+            "median to p95.",
             f"<figure>{over_time}</figure>",
         ),
         section(
@@ -158,7 +159,7 @@ def _rates(run: Judged) -> str:
     )
 
 
-def _errors(run: Judged) -> str:
+def _errors(run: Judged, summary: RunSummary) -> str:
     records = run.records[run.measured]
     names = [kind for kind in RequestOutcome if kind not in NO_ERROR and (records["outcome"] == kind).any()]
     if not names:
@@ -167,7 +168,13 @@ def _errors(run: Judged) -> str:
     by_size = sorted(counts, key=lambda kind: -counts[kind].sum())
     named = {kind.name.lower().replace("_", " "): counts[kind] for kind in by_size}
     chart = charts.errors_over_time(named, seconds=run.window.seconds)
-    return section("Errors over time", "By the time the request was scheduled for.", f"<figure>{chart}</figure>")
+    rows = [
+        [row_head(name.replace("_", " ")), cell(f"{one.count:,}"), cell(one.why, "text")]
+        for name, each in summary.total.failures.items()
+        for one in each
+    ]
+    why = table(("", "requests", "why"), rows) if rows else ""
+    return section("Errors over time", "By the time the request was scheduled for.", f"<figure>{chart}</figure>{why}")
 
 
 def _per_part(run: Judged, instants_ns: Any) -> Any:
@@ -216,7 +223,7 @@ def _thresholds(verdicts: Sequence[Mapping[str, Any]]) -> str:
         [
             row_head(each["threshold"]),
             cell("nothing" if each["value"] is None else number(each["value"])),
-            cell("held" if each["held"] else "missed", "good" if each["held"] else "bad"),
+            cell(*{True: ("held", "good"), False: ("missed", "bad"), None: ("no verdict", "")}[each["held"]]),
             cell(each["why"], "text"),
         ]
         for each in verdicts
@@ -252,6 +259,7 @@ def _generator(summary: RunSummary) -> str:
         _spread("first byte", summary.total.first_byte_ms, "from the scheduled time"),
         _spread("first part", summary.total.first_part_ms, "first event of a streamed response"),
         _spread("from sending", summary.total.service_ms, "hides queueing: for comparison only"),
+        _spread("with failures", summary.total.latency_all_ms, "latency of all that was answered or given up"),
     ]
     columns = ("", "p50 ms", "p99 ms", "max ms", "")
     note = "Whether the generator kept its schedule, and where the time went."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -34,35 +35,80 @@ class Outputs:
             raw.check_path(self.raw)
         if self.save is not None:
             parts.check_path(self.save)
-        files = [self.raw, self.save, self.html, self.locust, Path(self.json) if self.json not in (None, "-") else None]
-        for path in files:
-            if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-                raise ScenarioError(f"{path} cannot be written: its folder does not exist, or it is a folder itself")
+        for path in self._paths().values():
+            if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+                raise ScenarioError(f"{path} cannot be written: it or its folder is read-only, or no file or folder")
 
-    def write(self, session: FinishedRun, *, capacity: Capacity | None = None) -> None:
-        """Write everything; the table, or the JSON document, goes to stdout. Raises OSError."""
-        text = self.write_files(session, capacity=capacity)
-        _to_stdout(text if self.json == "-" else None, session, capacity)
-
-    def write_files(self, session: FinishedRun, *, capacity: Capacity | None = None) -> str:
-        """Write only the files; return the JSON document. Raises OSError."""
+    def write(self, session: FinishedRun, *, capacity: Capacity | None = None) -> list[str]:
+        """Write the table, or the JSON document, to stdout, then the files. Return a sentence for each that could not
+        be written; it costs none of the others."""
         found = report(session, capacity)
-        text = json.dumps(found, indent=1, allow_nan=False)
-        if self.json is not None and self.json != "-":
-            Path(self.json).write_text(text + "\n", encoding="utf-8")
-        if self.raw is not None:
-            raw.write(self.raw, session.result.records, classes=[item.name for item in session.scenario.mix])
-        if self.save is not None:
-            parts.write(self.save, session)
-        if self.html is not None:
-            from plait_loadtest.report.html import page
+        failed = []
+        for kind, path in {"stdout": Path("stdout"), **self._paths()}.items():
+            try:
+                self._write(kind, path, session, found, capacity)
+            except Exception as error:  # a long run must not be lost for what is wrong with one of them
+                failed.append(f"{path} could not be written: {error}")
+        return failed
 
-            self.html.write_text(page(session, found), encoding="utf-8")
-        if self.locust is not None:
-            from plait_loadtest.report.locustfile import locustfile
+    def write_files(self, session: FinishedRun) -> None:
+        """Write only the files. Raises OSError."""
+        found = report(session)
+        for kind, path in self._paths().items():
+            self._write(kind, path, session, found, None)
 
-            self.locust.write_text(locustfile(session.scenario, file=self.locust.name), encoding="utf-8")
-        return text
+    def _paths(self) -> dict[str, Path]:
+        json_path = None if self.json is None or self.json == "-" else Path(self.json)
+        given = {"json": json_path, "raw": self.raw, "save": self.save, "html": self.html, "locust": self.locust}
+        return {kind: path for kind, path in given.items() if path is not None}
+
+    def _write(
+        self, kind: str, path: Path, session: FinishedRun, found: dict[str, Any], capacity: Capacity | None
+    ) -> None:
+        match kind:
+            case "stdout":
+                _to_stdout(_text(found) if self.json == "-" else _table(session, capacity))
+            case "json":
+                path.write_text(_text(found), encoding="utf-8")
+            case "raw":
+                raw.write(path, session)
+            case "save":
+                parts.write(path, session)
+            case "html":
+                from plait_loadtest.report.html import page
+
+                path.write_text(page(session, found), encoding="utf-8")
+            case "locust":
+                from plait_loadtest.report.locustfile import locustfile
+
+                path.write_text(locustfile(session.scenario, file=path.name), encoding="utf-8")
+
+
+def _text(found: dict[str, Any]) -> str:
+    return json.dumps(found, indent=1, allow_nan=False) + "\n"
+
+
+def _table(session: FinishedRun, capacity: Capacity | None) -> str:
+    from rich.console import Console
+
+    from plait_loadtest.report.table import print_capacity, print_table
+
+    console = Console(soft_wrap=True)
+    with console.capture() as captured:
+        if capacity is not None:
+            print_capacity(capacity, console)
+        print_table(session.summary, session.verdicts, console)
+    return captured.get()
+
+
+def _to_stdout(text: str) -> None:
+    encoding = sys.stdout.encoding or "utf-8"
+    try:
+        sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        sys.stdout.flush()
+    except OSError:
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - else Python fails again at its end
+        raise
 
 
 def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, Any]:
@@ -73,20 +119,6 @@ def report(session: FinishedRun, capacity: Capacity | None = None) -> dict[str, 
     if capacity is not None:
         found["capacity"] = _numbers(asdict(capacity), rounded)
     return found
-
-
-def _to_stdout(text: str | None, session: FinishedRun, capacity: Capacity | None) -> None:
-    from rich.console import Console
-
-    from plait_loadtest.report.table import print_capacity, print_table
-
-    if text is not None:
-        sys.stdout.write(text + "\n")
-        return
-    console = Console(soft_wrap=True)
-    if capacity is not None:
-        print_capacity(capacity, console)
-    print_table(session.summary, session.verdicts, console)
 
 
 def _numbers(value: Any, change: Callable[[float], Any]) -> Any:

@@ -18,7 +18,7 @@ from plait_loadtest.values import RECORD, Echo, HostPart, RunResult
 
 FORMAT = "plait-loadtest-part/1"
 SUFFIX = ".npz"
-_ABOUT = ("started_unix_s", "wall_s", "cpu_s", "interrupted", "reconnects", "problems", "abandoned")
+_ABOUT = ("started_unix_s", "wall_s", "cpu_s", "interrupted", "reconnects", "problems", "abandoned", "whys")
 
 
 def check_path(path: Path) -> None:
@@ -40,8 +40,6 @@ def write(path: Path, session: FinishedRun) -> None:
         "records": result.records,
         "echo": np.stack([result.echo.scheduled_ns, result.echo.latency_ns]),
     }
-    if session.images is not None:
-        arrays["images"] = session.images
     with path.open("wb") as file:
         np.savez_compressed(file, about=np.array(json.dumps(about)), **arrays)
 
@@ -54,19 +52,17 @@ def read(path: Path) -> FinishedRun:
             if about["format"] != FORMAT:
                 raise ReportError(f"{path} is of another version")
             records, echo = file["records"], file["echo"]
-            images = file.get("images")
-        if records.dtype != RECORD or echo.shape[0] != 2 or (images is not None and images.shape != records.shape):
+        if records.dtype != RECORD or echo.shape[0] != 2:
             raise ReportError(f"{path} is damaged")
         result = about["result"]
         return finished(
             RunResult(
                 records=records,
                 echo=Echo(scheduled_ns=echo[0], latency_ns=echo[1]),
-                **{**result, "problems": tuple(result["problems"])},
+                **{**result, "problems": tuple(result["problems"]), "whys": tuple(result["whys"])},
             ),
             Scenario.model_validate(about["scenario"]),
             (),
-            images=images,
             part=HostPart(**about["part"]),
         )
     except (OSError, ValueError, KeyError, TypeError, ValidationError, EOFError) as error:

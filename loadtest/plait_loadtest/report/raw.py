@@ -1,7 +1,7 @@
 """`--raw`: one row per request, as CSV, JSON lines or NPZ by the file's suffix. Warm-up included, flagged by a column.
 
-Columns are those of `values.RECORD` with class and outcome as names; times stay integer nanoseconds since the start
-of the run, -1 for an instant that never came, so that nothing is lost: latency is `done_ns - scheduled_ns`.
+Columns are those of `values.RECORD` with class, outcome and why in words; times stay integer nanoseconds since the
+start of the run, -1 for an instant that never came, so that nothing is lost: latency is `done_ns - scheduled_ns`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from plait_loadtest.errors import ScenarioError
+from plait_loadtest.session import FinishedRun
 from plait_loadtest.values import RECORD, Records, RequestOutcome
 
 SUFFIXES = (".csv", ".jsonl", ".npz")
@@ -28,26 +29,28 @@ def check_path(path: Path) -> None:
         raise ScenarioError(f"--raw {path}: the name must end in {', '.join(SUFFIXES)}")
 
 
-def write(path: Path, records: Records, *, classes: Sequence[str]) -> None:
+def write(path: Path, session: FinishedRun) -> None:
     """Write the rows; see the module docstring."""
     check_path(path)
+    records, whys = session.result.records, session.result.whys
+    classes = [item.name for item in session.scenario.mix]
     if path.suffix == ".npz":
         with path.open("wb") as file:
-            np.savez_compressed(file, records=records, classes=np.array(classes))
+            np.savez_compressed(file, records=records, classes=np.array(classes), whys=np.array(whys))
         return
     with path.open("w", encoding="utf-8", newline="") as file:
         if path.suffix == ".csv":
             writer = csv.writer(file)
             writer.writerow(COLUMNS)
-            writer.writerows(row.values() for row in _rows(records, classes))
+            writer.writerows(row.values() for row in _rows(records, classes, whys))
         else:
-            file.writelines(json.dumps(row) + "\n" for row in _rows(records, classes))
+            file.writelines(json.dumps(row) + "\n" for row in _rows(records, classes, whys))
 
 
-def _rows(records: Records, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _rows(records: Records, classes: Sequence[str], whys: Sequence[str]) -> Iterator[dict[str, Any]]:
     names = {outcome.value: outcome.name.lower() for outcome in RequestOutcome}
     for values in records.tolist():
         row = dict(zip(COLUMNS, values, strict=True))
-        row["class"], row["outcome"] = classes[row["class"]], names[row["outcome"]]
+        row["class"], row["outcome"], row["why"] = classes[row["class"]], names[row["outcome"]], whys[row["why"]]
         row["server_ms"] = None if math.isnan(row["server_ms"]) else round(row["server_ms"], 3)
         yield row

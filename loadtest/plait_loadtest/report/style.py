@@ -44,6 +44,7 @@ svg .accent { fill: var(--accent); font-weight: 600; } svg .bad { fill: var(--ba
 table { border-collapse: collapse; width: 100%; font-size: 14.5px; }
 th, td { text-align: right; padding: 10px 0 10px 20px; white-space: nowrap; } th:first-child, td:first-child {
   text-align: left; padding-left: 0; } td.text, th.text { text-align: left; white-space: normal; }
+td.text { overflow-wrap: anywhere; }
 thead th { color: var(--soft); font-weight: 500; font-size: 13px; } tbody th { font-weight: 600; }
 tbody tr { border-top: 1px solid var(--line); } td.bad { color: var(--bad); font-weight: 600; }
 td.good { color: var(--accent); font-weight: 600; }

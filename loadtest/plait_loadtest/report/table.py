@@ -43,10 +43,13 @@ def headline(summary: RunSummary) -> str:
 
 
 def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
-    """Return the lines below the table: errors by class, lag, control request, thresholds."""
-    lines = []
-    if summary.total.errors:
-        lines.append("not answered as hoped: " + ", ".join(f"{n} {name}" for name, n in summary.total.errors.items()))
+    """Return the lines below the table: errors by class and why, lag, control request, thresholds."""
+    lines, total = [], summary.total
+    if total.errors:
+        lines.append("not answered as hoped: " + ", ".join(f"{n} {name}" for name, n in total.errors.items()))
+        lines += [f"  {name}: {one.count} x {one.why}" for name, each in total.failures.items() for one in each]
+    if total.latency_all_ms.n > total.latency_ms.n:
+        lines.append(f"latency ms with that of failures {_spread(total.latency_all_ms)}")
     if summary.images_per_s is not None:
         lines.append(f"images/s {number(summary.images_per_s)}")
     lines.append(f"send lag ms {_spread(summary.send_lag_ms)} (limit {number(summary.lag_limit_ms)})")
@@ -57,7 +60,8 @@ def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
     for verdict in verdicts:
         value = "nothing" if verdict.value is None else number(verdict.value)
         why = f": {verdict.why}" if verdict.why else ""
-        lines.append(f"threshold {verdict.threshold.text}: {'held' if verdict.held else 'MISSED'} ({value}{why})")
+        said = {True: "held", False: "MISSED", None: "no verdict"}[verdict.held]
+        lines.append(f"threshold {verdict.threshold.text}: {said} ({value}{why})")
     return lines
 
 

@@ -11,10 +11,11 @@ from multiprocessing.connection import wait
 import numpy as np
 
 from plait_loadtest.errors import LoadtestError
+from plait_loadtest.failures import joined
 from plait_loadtest.run import worker
 from plait_loadtest.run.echo import EchoClock
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
-from plait_loadtest.run.processes import ctrl_c, fresh_processes, start_ignoring_sigint
+from plait_loadtest.run.processes import ended_by_signal, fresh_processes, start_deaf
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import (
     RECORD,
@@ -60,7 +61,7 @@ def run(
         echo = stack.enter_context(EchoClock())
         crew = _Crew(given)
         stack.callback(crew.close)
-        with ctrl_c(crew.stop):
+        with ended_by_signal(crew.stop):
             while crew.is_preparing:
                 crew.wait(_LOOK_S)
                 if on_progress is not None and crew.is_preparing:
@@ -80,7 +81,7 @@ def run(
             if on_progress is not None:
                 on_progress(crew.progress(planned, start_ns))
             seen = echo.stop()
-        records = crew.records(plan, scenario)
+        records, whys = crew.records(plan, scenario)
         return RunResult(
             records=records,
             echo=seen,
@@ -91,6 +92,7 @@ def run(
             reconnects=sum(left.reconnects for left in crew.left),
             problems=tuple(crew.problems),
             abandoned=crew.abandoned,
+            whys=whys,
         )
 
 
@@ -167,20 +169,23 @@ class _Crew:
             recent_p95_ms=p95_ms,
         )
 
-    def records(self, plan: RequestPlan, scenario: Scenario) -> Records:
-        """Return all records in order of index. Raises `LoadtestError` if no worker returned any."""
+    def records(self, plan: RequestPlan, scenario: Scenario) -> tuple[Records, tuple[str, ...]]:
+        """Return all records in order of index, and what their `why` counts. Raises `LoadtestError` if no worker
+        returned any."""
         if not self.left:
             raise LoadtestError("; ".join(self.problems) or "no worker process left any results")
-        parts = [
-            _lost(member.share, plan) if member.left is None else np.frombuffer(member.left.records, dtype=RECORD)
-            for member in self._members
-        ]
-        records = np.concatenate(parts)
-        records = records[np.argsort(records["index"], kind="stable")]
+        records, whys = joined(
+            [
+                (_lost(member.share, plan), ("",))
+                if member.left is None
+                else (np.frombuffer(member.left.records, dtype=RECORD), member.left.whys)
+                for member in self._members
+            ]
+        )
         if plan.concurrency:
             # Without a schedule nobody knows which requests come before the measured part.
             records["warm_up"] = records["scheduled_ns"] < scenario.warm_up_s * 1e9
-        return records
+        return records, whys
 
     def close(self) -> None:
         """End all processes. Idempotent."""
@@ -203,7 +208,7 @@ class _Member:
         self._process = context.Process(
             target=worker.main, args=(share, theirs), name=f"loadtest-worker-{share.rank}", daemon=True
         )
-        start_ignoring_sigint(self._process)
+        start_deaf(self._process)
         theirs.close()
 
     def tell(self, word: int | str) -> None:
@@ -235,7 +240,7 @@ class _Member:
         self.pipe.close()
         self._process.join(_JOIN_S if self.left is not None else 0)
         if self._process.is_alive():
-            self._process.terminate()
+            self._process.kill()
             self._process.join(_JOIN_S)
 
     def _died(self) -> str:

@@ -12,7 +12,7 @@ from types import TracebackType
 import numpy as np
 
 from plait_loadtest.run import echo_process
-from plait_loadtest.run.processes import fresh_processes, start_ignoring_sigint
+from plait_loadtest.run.processes import fresh_processes, start_deaf
 from plait_loadtest.values import Echo
 
 RATE_PER_S = 20.0
@@ -31,7 +31,7 @@ class EchoClock:
         self._process = context.Process(
             target=echo_process.main, args=(theirs, int(1e9 / rate_per_s)), name="loadtest-echo", daemon=True
         )
-        start_ignoring_sigint(self._process)
+        start_deaf(self._process)
         theirs.close()
 
     def __enter__(self) -> EchoClock:
@@ -41,7 +41,7 @@ class EchoClock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._pipe.close()
-        self._process.terminate()
+        self._process.kill()
         self._process.join(_ANSWER_S)
 
     def wait_ready(self) -> None:

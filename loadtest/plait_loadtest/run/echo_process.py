@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
 from multiprocessing.connection import Connection as Pipe
+
+from plait_loadtest.run.processes import ignore_ending
 
 MESSAGE = b"are you there?"
 
@@ -17,7 +18,7 @@ def main(pipe: Pipe, gap_ns: int) -> None:
     Sends back `(scheduled_ns, latency_ns)`, two lists counted from the start; a late reply delays the next request
     but not the time that it counts from.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ignore_ending()
     with socket.create_server(("127.0.0.1", 0)) as server:
         threading.Thread(target=_answer, args=(server,), daemon=True).start()
         with socket.create_connection(server.getsockname()) as asking:

@@ -41,9 +41,10 @@ class WorkerProgress(RequestCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResult:
-    """The result of a worker: its records as bytes of `RECORD`, and the resources used."""
+    """The result of a worker: its records as bytes of `RECORD`, what their `why` counts, and the resources used."""
 
     records: bytes
+    whys: tuple[str, ...]
     cpu_s: float
     reconnects: int
 

@@ -77,7 +77,7 @@ class OpenLoop:
         """Stop sending. Idempotent."""
         self._alarm.close()
 
-    def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
+    def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | str) -> None:
         """Record the end of a request."""
         self._ledger.close(slot, outcome, now_ns, connection)
         if self._ledger.done == len(self._due_ns):
@@ -138,10 +138,10 @@ class ClosedLoop:
         self._is_stopped = True
         self._alarm.close()
 
-    def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
+    def ended(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | str) -> None:
         """Record the end of a request and send the next."""
         self._ledger.close(slot, outcome, now_ns, connection)
-        if connection is None:
+        if isinstance(connection, str):
             self._loop.call_later(_PAUSE_S, self._ask)
         else:
             self._loop.call_soon(self._ask)

@@ -1,5 +1,5 @@
-"""Starting processes quickly, and so that Ctrl-C does not reach them: the terminal sends it to the whole group, but the
-coordinator decides."""
+"""Starting processes quickly, and so that signals to end do not reach them: a terminal and a service manager send
+these to all processes, but the coordinator decides."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Any
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""The signals that end a run early, all alike."""
 
 _IMPORTED = ["plait_loadtest.run.worker", "plait_loadtest.run.echo_process"]
 
@@ -32,33 +37,42 @@ def fresh_processes() -> ForkServerContext | SpawnContext:
     return context
 
 
-def start_ignoring_sigint(process: BaseProcess) -> None:
-    """Start the process with SIGINT ignored from its first instruction on, imports included; slightly later if called
-    outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        process.start()  # only the main thread may change what signals do; the process itself ignores it a bit later
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+def ignore_ending() -> None:
+    """Ignore the signals that end a run, in a process of its own."""
+    for number in ENDING:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def start_deaf(process: BaseProcess) -> None:
+    """Start the process with the signals that end a run ignored from its first instruction on, imports included;
+    slightly later if called outside the main thread."""
+    with on_ending(signal.SIG_IGN):
         process.start()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
-def ctrl_c(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on the first Ctrl-C; the second is a KeyboardInterrupt. Outside the main thread nothing changes."""
+def ended_by_signal(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on the first Ctrl-C or SIGTERM; the second is a KeyboardInterrupt. Outside the main thread nothing
+    changes."""
+
+    def first(_number: int, _frame: object) -> None:
+        for number in ENDING:
+            signal.signal(number, signal.default_int_handler)
+        stop()
+
+    with on_ending(first):
+        yield
+
+
+@contextmanager
+def on_ending(handler: signal.Handlers | Callable[[int, FrameType | None], Any]) -> Iterator[None]:
+    """Handle the signals that end a run while the block runs; only the main thread may change what signals do."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.getsignal(signal.SIGINT)
-
-    def first(_number: int, _frame: object) -> None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        stop()
-
-    signal.signal(signal.SIGINT, first)
+    before = [(number, signal.signal(number, handler)) for number in ENDING]
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before if before is not None else signal.SIG_DFL)
+        for number, old in before:
+            signal.signal(number, signal.SIG_DFL if old is None else old)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import resource
-import signal
 import time
 from contextlib import suppress
 from itertools import count
@@ -20,9 +19,11 @@ from typing import Any
 import uvloop
 
 from plait_loadtest.errors import LoadtestError
+from plait_loadtest.failures import FailureLog
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult
 from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
+from plait_loadtest.run.processes import ignore_ending
 from plait_loadtest.run.requests import BUDGET_BYTES, RequestFeed
 from plait_loadtest.values import RequestOutcome
 from plait_loadtest.wire.check import judge_of
@@ -38,7 +39,7 @@ _TELL_S = 0.25
 
 def main(share: Share, pipe: Pipe) -> None:
     """Run a worker process. It ends when its results are on the pipe, or when the pipe breaks."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the coordinator says what to do
+    ignore_ending()
     try:
         Worker(share, pipe).run()
     except LoadtestError as error:
@@ -55,6 +56,8 @@ class Worker:
         self._pipe = pipe
         self._place = place_of(share.scenario.target.url)
         self._judge = judge_of(share.scenario)
+        self._failures = FailureLog(share.scenario)
+        self._is_told = False
         indices = iter(range(share.rank, share.rank + len(share.scheduled_ns) * share.processes, share.processes))
         self._requests = RequestFeed(
             share.mix,
@@ -85,7 +88,7 @@ class Worker:
     async def _load(self, start_ns: int, *, is_stopped: bool) -> tuple[Ledger, int]:
         share = self._share
         loop = asyncio.get_running_loop()
-        ledger = Ledger(self._judge, (share.scheduled_ns + start_ns).tolist())
+        ledger = Ledger(self._judge, self._failures, (share.scheduled_ns + start_ns).tolist(), self._asked)
         pace: OpenLoop | ClosedLoop
         if share.callers:
             pace = ClosedLoop(ledger, self._requests, share, start_ns=start_ns)
@@ -104,6 +107,7 @@ class Worker:
             pace.start(pool)
             await self._until_over(pace, pool, ledger, self._end_ns(start_ns))
         pace.stop()
+        self._is_told = is_stopped or self._pipe.poll(0)  # else the drain time is over
         pool.close()
         if broken:
             raise RuntimeError(broken[0])  # our own mistake: better no numbers than wrong ones
@@ -157,7 +161,17 @@ class Worker:
         records = ledger.records(
             rank=share.rank, processes=share.processes, start_ns=start_ns, kinds=kinds, warm_up=share.warm_up
         )
-        return WorkerResult(records=records.tobytes(), cpu_s=cpu_s, reconnects=reconnects)
+        if not self._is_told:
+            never_ended = records["outcome"] == RequestOutcome.INTERRUPTED
+            records["outcome"][never_ended] = RequestOutcome.UNFINISHED
+            records["why"][never_ended] = self._failures.number(
+                f"limits.drain_s ({share.scenario.limits.drain_s:g} s) was over"
+            )
+        texts = tuple(self._failures.texts)
+        return WorkerResult(records=records.tobytes(), whys=texts, cpu_s=cpu_s, reconnects=reconnects)
+
+    def _asked(self, slot: int) -> int:
+        return self._share.mix.asked(self._share.rank + slot * self._share.processes)
 
 
 def _raise_file_limit() -> None:

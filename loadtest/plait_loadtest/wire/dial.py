@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import LoadTarget
-from plait_loadtest.values import PreparedRequest, RequestOutcome
+from plait_loadtest.values import Failure, PreparedRequest, RequestOutcome
 
 _DEFAULT_HEADERS = (("accept", "*/*"), ("user-agent", "plait-loadtest"))
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -83,17 +83,18 @@ class Dialler:
         self._addresses: list[str] = []
         self._lookup: asyncio.Task[list[str]] | None = None
 
-    async def dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol | RequestOutcome:
+    async def dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol | Failure:
         """Return an open connection (TLS included), or why there is none: DNS or CONNECT, also for a timeout."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await self._dial(factory)
-        except (socket.gaierror, UnicodeError):  # the second: what no name can be
-            return RequestOutcome.DNS
+        except (socket.gaierror, UnicodeError) as error:  # the second: what no name can be
+            return Failure(RequestOutcome.DNS, str(error))
         except TimeoutError:
-            return RequestOutcome.CONNECT if self._addresses else RequestOutcome.DNS
-        except OSError:  # TLS errors are among them
-            return RequestOutcome.CONNECT
+            outcome = RequestOutcome.CONNECT if self._addresses else RequestOutcome.DNS
+            return Failure(outcome, f"target.connect_timeout_s ({self._timeout_s:g} s) was over")
+        except OSError as error:  # TLS errors are among them
+            return Failure(RequestOutcome.CONNECT, str(error))
 
     async def _dial(self, factory: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
         if not self._addresses:

@@ -20,7 +20,8 @@ _DURATION = re.compile(r"(?:^|,)\s*([^\s;,]+)[^,]*?;\s*dur=([0-9]+(?:\.[0-9]+)?)
 
 
 class Head(NamedTuple):
-    """The relevant parts of a response's head. `length` -1: not announced. `server_ms` nan: not in the head."""
+    """The relevant parts of a response's head. `length` -1: not announced. `server_ms` nan: not in the head.
+    `is_plain`: a success that is no stream."""
 
     status: int
     length: int
@@ -28,6 +29,8 @@ class Head(NamedTuple):
     keep_alive: bool
     is_event_stream: bool
     server_ms: float
+    is_plain: bool = True
+    location: str = ""
 
 
 # A server's heads repeat but for the date, which changes once a second: most are looked up instead of parsed.
@@ -42,13 +45,16 @@ def parse_head(raw: bytes) -> Head:
     coding = fields.get(b"transfer-encoding", b"").lower()
     connection = fields.get(b"connection", b"").lower()
     keep_alive = b"close" not in connection and (status_line[1] == b"1" or b"keep-alive" in connection)
+    is_event_stream = fields.get(b"content-type", b"").lower().startswith(b"text/event-stream")
     return Head(
         status=int(status_line[2]),
         length=_length(fields.get(b"content-length")),
         chunked=coding.endswith(b"chunked"),
         keep_alive=keep_alive,
-        is_event_stream=fields.get(b"content-type", b"").lower().startswith(b"text/event-stream"),
+        is_event_stream=is_event_stream,
         server_ms=server_timing_ms(fields.get(b"server-timing", b"").decode("latin-1")),
+        is_plain=status_line[2].startswith(b"2") and not is_event_stream,
+        location=fields.get(b"location", b"").decode("latin-1"),
     )
 
 

@@ -19,6 +19,7 @@ _OUTCOMES = {2: RequestOutcome.OK, 4: RequestOutcome.HTTP_4XX, 5: RequestOutcome
 _BLANK_LINE = b"\r\n\r\n"
 _EVENT = b"\ndata:"
 _LARGE_BYTES = 64 << 10
+_WHY_BYTES = 1024  # of an answer that is none: what tells why
 _NO_HEAD = Head(status=0, length=-1, chunked=False, keep_alive=False, is_event_stream=False, server_ms=float("nan"))
 
 
@@ -34,14 +35,16 @@ class Owner(Protocol):
 
 class HttpConnection(asyncio.Protocol):
     """A connection. Facts of the last request: `sent_ns`, `first_byte_ns`, `first_part_ns` (-1: never), `head`, `body`
-    (if `keeps_body`), `received_bytes` (of the whole response), `is_reusable` once it ended. `slot` is the request
-    in flight, or `IDLE`; `is_kept` is the owner's: the connection was open before its request."""
+    (of event streams, or if `keeps_body`; the first bytes of what is no success), `received_bytes` (of the whole
+    response), `is_reusable` once it ended, `why` it was reset, truncated or garbled. `slot` is the request in flight,
+    or `IDLE`; `is_kept` is the owner's: the connection was open before its request."""
 
     __slots__ = (
         "_buffer",
         "_events_tail",
         "_framing",
         "_keeps_body",
+        "_keeps_bytes",
         "_limit_bytes",
         "_owner",
         "_payload_bytes",
@@ -56,11 +59,13 @@ class HttpConnection(asyncio.Protocol):
         "request",
         "sent_ns",
         "slot",
+        "why",
     )
 
     def __init__(self, owner: Owner, *, keeps_body: bool, limit_bytes: int) -> None:
         self._owner = owner
         self._keeps_body = keeps_body
+        self._keeps_bytes = 0
         self._limit_bytes = limit_bytes
         self._transport: asyncio.Transport | None = None
         self._buffer = b""
@@ -75,10 +80,11 @@ class HttpConnection(asyncio.Protocol):
         self.received_bytes = 0
         self.is_reusable = True
         self.is_kept = False
+        self.why = ""
 
     @property
     def body(self) -> bytes:
-        """The payload received, if it is kept."""
+        """The payload received, as far as it is kept."""
         return b"".join(self._pieces)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -126,10 +132,13 @@ class HttpConnection(asyncio.Protocol):
                 self._take(data, now_ns)
             else:
                 self._take_head(data, now_ns)
-        except ValueError:
+        except ValueError as error:
+            self.why = str(error)
+            if self._framing is None:
+                self._pieces = [data]
             self._end(RequestOutcome.GARBLED, now_ns, is_reusable=False)
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+    def connection_lost(self, exc: Exception | None) -> None:
         """End the request in flight, or report the idle connection lost; also called at the server's end of file."""
         if self._transport is None:
             return  # we closed it
@@ -141,8 +150,10 @@ class HttpConnection(asyncio.Protocol):
         if self._framing is not None and self._framing.end():
             self._complete(now_ns, is_reusable=False)
         elif self.first_byte_ns < 0:
+            self.why = "the connection ended before an answer" + (f": {exc}" if exc else "")
             self._end(RequestOutcome.RESET, now_ns, is_reusable=False)
         else:
+            self.why = "the connection ended within the answer" + (f": {exc}" if exc else "")
             is_http = self._framing is not None or b"HTTP/1."[: len(self._buffer)] == self._buffer[:7]
             self._end(RequestOutcome.TRUNCATED if is_http else RequestOutcome.GARBLED, now_ns, is_reusable=False)
 
@@ -163,20 +174,23 @@ class HttpConnection(asyncio.Protocol):
             return
         self.head = head
         is_whole = head.length == len(data) - end - 4 and not head.chunked
-        if is_whole and not self._keeps_body and not head.is_event_stream and head.length <= self._limit_bytes:
+        if is_whole and not self._keeps_body and head.is_plain and head.length <= self._limit_bytes:
             self._complete(now_ns, is_reusable=head.keep_alive)
             return
+        self._keeps_bytes = 0 if head.is_plain else _WHY_BYTES
+        if self._keeps_body or head.is_event_stream:
+            self._keeps_bytes = self._limit_bytes
         self._framing = framing_of(head, to_head_request=self.request.startswith(b"HEAD "))
         self._take(data[end + 4 :], now_ns)
 
     def _take(self, data: bytes, now_ns: int) -> None:
         assert self._framing is not None
         payload, is_complete, extra = self._framing.feed(data)
+        if self._payload_bytes < self._keeps_bytes:
+            self._pieces.append(payload)
         self._payload_bytes += len(payload)
         if self._payload_bytes > self._limit_bytes:
-            raise ValueError("too large")
-        if self._keeps_body:
-            self._pieces.append(payload)
+            raise ValueError(f"larger than limits.response_bytes ({self._limit_bytes})")
         if self.head.is_event_stream and self.first_part_ns < 0:
             self._look_for_event(payload, now_ns)
         if is_complete:

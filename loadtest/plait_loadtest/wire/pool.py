@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
-from plait_loadtest.values import RequestOutcome
+from plait_loadtest.values import Failure, RequestOutcome
 from plait_loadtest.wire.http1 import HttpConnection
 
 STALE_S = 1.0
@@ -44,12 +44,12 @@ class Rules:
     limit_bytes: int
 
 
-Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | RequestOutcome]]
+Dial = Callable[[Callable[[], asyncio.Protocol]], Awaitable[asyncio.Protocol | Failure]]
 """Opens a connection, or returns why there is none; never raises."""
 
-OnEnd = Callable[[int, RequestOutcome, int, HttpConnection | None], None]
-"""`(slot, outcome, now_ns, connection)`; a connection of None means that the request never got one. The details are
-on the connection."""
+OnEnd = Callable[[int, RequestOutcome, int, HttpConnection | str], None]
+"""`(slot, outcome, now_ns, connection)`; a text in place of the connection says why the request never got one. The
+details are on the connection."""
 
 
 class ConnectionPool:
@@ -106,9 +106,10 @@ class ConnectionPool:
             if job is not None:
                 self._waiting.appendleft(job)
         for place, job in enumerate(self._waiting):
-            self._on_end(
-                job.slot, RequestOutcome.INTERRUPTED if place < opening else RequestOutcome.NOT_SENT, now_ns, None
-            )
+            if place < opening:
+                self._on_end(job.slot, RequestOutcome.INTERRUPTED, now_ns, "")
+            else:
+                self._on_end(job.slot, RequestOutcome.NOT_SENT, now_ns, "limits.connections or in_flight was met")
         self._waiting.clear()
         for connection in list(self._in_flight):
             connection.give_up(RequestOutcome.INTERRUPTED, now_ns)
@@ -211,10 +212,10 @@ class ConnectionPool:
                 opened.is_kept = True
                 self._idle.append(opened)
             return
-        assert isinstance(opened, RequestOutcome)
+        assert isinstance(opened, Failure)
         self._open -= 1
         if job is not None:
-            self._on_end(job.slot, opened, perf_counter_ns(), None)
+            self._on_end(job.slot, opened.outcome, perf_counter_ns(), opened.why)
         self._grow()
 
     def _connection(self) -> HttpConnection:
