@@ -224,6 +224,8 @@ def _exit_code(session: FinishedRun, is_written: bool) -> int:
         return EXIT_FAILED
     if False in held or total.slo_met is False:
         return EXIT_THRESHOLD
+    if None in held:
+        _say("plait loadtest: a threshold has no verdict")
     return EXIT_FAILED if None in held or not total.succeeded or not is_written else 0
 
 

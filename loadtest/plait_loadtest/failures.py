@@ -19,7 +19,8 @@ from plait_loadtest.values import Records, RequestOutcome
 if TYPE_CHECKING:
     from plait_loadtest.wire.http1 import HttpConnection
 
-SHOWN_BYTES = 200
+_SHOWN_BYTES = 200
+_READ_BYTES = 8192  # a key must be found as a whole
 _MAX_TEXTS = 1000
 _OTHER = "one of many reasons"
 _OF_ONE_REQUEST = re.compile(r"[\w+/=-]*\d[\w+/=-]*")
@@ -63,9 +64,9 @@ class FailureLog(FailureTexts):
         match outcome:
             case RequestOutcome.HTTP_4XX | RequestOutcome.HTTP_5XX | RequestOutcome.HTTP_OTHER:
                 said = f"to {head.location}".encode() if head.location else connection.body
-                return self._answer(str(head.status), said)
+                return self.of_answer(str(head.status), said)
             case RequestOutcome.GARBLED:
-                return self._answer(connection.why, connection.body if head.status == 0 else b"")
+                return self.of_answer(connection.why, connection.body if head.status == 0 else b"")
             case RequestOutcome.TIMEOUT:
                 begun = "" if connection.first_byte_ns < 0 else ", the answer had begun"
                 return self.number(f"target.timeout_s ({self._timeout_s:g} s) was over{begun}")
@@ -75,14 +76,14 @@ class FailureLog(FailureTexts):
 
     def of_answer(self, why: str, said: bytes) -> int:
         """Return the index of the text for an answer that is no success, and its first bytes."""
-        return self._answer(why, said[: 4 * SHOWN_BYTES])
+        return self._answer(why, said[:_READ_BYTES])
 
     def _number_of_answer(self, why: str, said: bytes) -> int:
         shown = " ".join(said.decode(errors="replace").split())
         for secret in self._secrets:
             shown = shown.replace(secret, "(not shown)")
         shown = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in shown)
-        shown = shown.encode()[:SHOWN_BYTES].decode(errors="ignore")
+        shown = shown.encode()[:_SHOWN_BYTES].decode(errors="ignore")
         return self.number(f"{why}: {shown}" if shown else why)
 
 

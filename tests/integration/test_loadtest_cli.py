@@ -17,6 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 from plait_loadtest.cli import app
+from plait_loadtest.report import parts
+from plait_loadtest.scenario import Slo
+from plait_loadtest.values import RequestOutcome
+from support.loadtest_records import records, scenario, session
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 OTHERS = (
@@ -48,7 +52,8 @@ def loadtest(*arguments):
 
 
 def quick(url, *arguments):
-    return ("run", "--url", url, "--api", "raw", "--rate", 40, "--duration", 1, *arguments)
+    # A long SLO, so that a busy test machine does not make the runs invalid.
+    return ("run", "--url", url, "--api", "raw", "--rate", 40, "--duration", 1, "--slo-ms", 50_000, *arguments)
 
 
 def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
@@ -58,7 +63,7 @@ def test_it_runs_without_torch_ray_and_the_rest_of_plait(url, tmp_path):
     load = ("run", "smoke", "--url", url, "--rate", 40, "--duration", 1, "--processes", 2)
     done = alone(*load, *written, "--locust", files["locustfile.py"])
     report = json.loads(files["a.json"].read_text())
-    assert done.returncode == (0 if report["valid"] else 99), done.stderr
+    assert done.returncode == (0 if report["valid"] else 1), done.stderr
     assert "p99 ms" in done.stdout
     assert report["errors"] == {}
     assert report["succeeded"] == report["requests"] > 10
@@ -93,11 +98,13 @@ def test_a_missed_threshold_is_exit_99(url):
 
 
 def test_a_dead_server_is_counted_not_a_traceback():
-    """Refused connections: exit 1, one sentence, errors by class."""
+    """Refused connections miss the SLO: one sentence, errors by class and the system's own reason."""
     done = loadtest(*quick("http://127.0.0.1:9", "--json", "-"))
-    assert done.exit_code == 1
+    assert done.exit_code == 99
     assert "not one request succeeded" in done.stderr
-    assert set(json.loads(done.stdout)["errors"]) == {"connect"}
+    report = json.loads(done.stdout)
+    assert set(report["errors"]) == {"connect"}
+    assert "refused" in report["failures"]["connect"][0]["why"]
 
 
 def test_header_values_stay_out_of_reports(url, tmp_path):
@@ -141,9 +148,8 @@ def test_show_config_prints_a_scenario_that_can_be_run_again(tmp_path):
 def test_compare_ends_with_99_on_a_regression(url, tmp_path):
     """The same server with 60 ms more is worse, exit 99; against itself nothing changed, exit 0."""
     a, b = tmp_path / "a.json", tmp_path / "b.json"
-    # A long SLO, so that a busy test machine does not make the runs invalid.
-    assert loadtest(*quick(url, "--slo-ms", 50_000, "--json", a)).exit_code == 0
-    assert loadtest(*quick(url, "--slo-ms", 50_000, "--path", "/slow", "--json", b)).exit_code == 0
+    assert loadtest(*quick(url, "--json", a)).exit_code == 0
+    assert loadtest(*quick(url, "--path", "/slow", "--json", b)).exit_code == 0
     worse = loadtest("compare", a, b)
     assert worse.exit_code == 99, worse.stderr
     assert "p50_ms" in worse.stdout
@@ -157,10 +163,10 @@ def test_parts_of_two_hosts_merge_into_one_report(url, tmp_path, monkeypatch):
     """Every request of the schedule once. That they ran one after the other, and late, is said and makes it invalid."""
     monkeypatch.chdir(tmp_path)
     late = ("--start-at", "2026-01-01T00:00:00+00:00")
-    assert loadtest(*quick(url, "--part", "1/2", "--save", "a.npz", "--json", "a.json", *late)).exit_code == 0
+    assert loadtest(*quick(url, "--part", "1/2", "--save", "a.npz", "--json", "a.json", *late)).exit_code == 1
     assert loadtest(*quick(url, "--part", "2/2", "--save", "b.npz")).exit_code == 0
     done = loadtest("merge", "b.npz", "a.npz", "--json", "-", "--raw", "all.csv", "--threshold", "p99_ms < 10000")
-    assert done.exit_code == 99
+    assert done.exit_code == 1
     whole, part = json.loads(done.stdout), json.loads(Path("a.json").read_text())
     assert (whole["part"], part["part"]) == ("1/1", "1/2")
     said = " ".join(reason["text"] for reason in whole["reasons"])
@@ -184,8 +190,9 @@ def test_a_run_starts_when_it_was_agreed(url, tmp_path):
         assert abs((datetime.fromisoformat(report["started"]) - start).total_seconds()) <= 1.0
 
 
-def test_ctrl_c_writes_what_there_is(url, tmp_path):
-    """Exit 130, a report that says interrupted and counts what ended before."""
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_ended_writes_what_there_is(url, tmp_path, ending):
+    """Exit 130, a table, and a report that says interrupted and counts what ended before."""
     report_path = tmp_path / "a.json"
     command = [sys.executable, "-m", "plait_loadtest", *quick(url, "--duration", 60, "--json", report_path)]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -193,14 +200,62 @@ def test_ctrl_c_writes_what_there_is(url, tmp_path):
     deadline_s = time.monotonic() + 60
     while answered(url) < before + 20 and time.monotonic() < deadline_s:  # the load is in flight
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    process.send_signal(ending)
+    table, said = process.communicate(timeout=60)
     assert process.returncode == 130, said
     assert "Traceback" not in said
+    assert table.startswith("INVALID RUN: it was interrupted")
     report = json.loads(report_path.read_text())
     assert report["interrupted"] is True
     assert "interrupted" in [reason["code"] for reason in report["reasons"]]
     assert 0 < report["succeeded"] <= report["requests"] < 60 * 40
+
+
+def merged(tmp_path, *arguments, rows=None, **settings):
+    """The outcome of the command on a run that was made up: it reports what it is given as if it had sent it."""
+    about = {name: settings.pop(name) for name in ("echo_ms", "interrupted") if name in settings}
+    rows = records(np.arange(1000) / 100.0, 20.0) if rows is None else rows
+    parts.write(tmp_path / "part.npz", session(rows, scenario(**settings), **about))
+    return loadtest("merge", tmp_path / "part.npz", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "settings"),
+    [
+        (0, (), {}),
+        (0, ("--threshold", "p99_ms < 250"), {"slo": None}),
+        (99, (), {"slo": Slo(latency_ms=10.0)}),
+        (99, ("--threshold", "p99_ms < 10"), {}),
+        (1, (), {"echo_ms": 50.0}),
+        (1, ("--threshold", "p99_ms < 10"), {"echo_ms": 50.0, "slo": Slo(latency_ms=10.0)}),
+        (1, ("--threshold", "p99.9_ms < 250"), {"rows": records(np.arange(500) / 50.0, 20.0)}),
+        (1, ("--threshold", "first_part_p99_ms < 250"), {}),
+        (1, ("--html", "/dev/full"), {}),
+        (99, ("--html", "/dev/full", "--threshold", "p99_ms < 10"), {}),
+        (1, (), {"slo": None, "rows": records(np.arange(1000) / 100.0, 20.0, outcome=RequestOutcome.HTTP_4XX)}),
+        (99, (), {"rows": records(np.arange(1000) / 100.0, 20.0, outcome=RequestOutcome.UNFINISHED)}),
+        (130, ("--html", "/dev/full"), {"interrupted": True}),
+    ],
+)  # fmt: skip
+def test_exit_codes(tmp_path, code, arguments, settings):
+    """130 ended early, 1 without a verdict, 99 with a bad one, also without a threshold; the table is always there."""
+    done = merged(tmp_path, *arguments, **settings)
+    assert done.exit_code == code, done.stderr
+    assert "p99.9 ms" in done.stdout
+    assert bool(done.stderr) == (code == 1 or "/dev/full" in arguments or "not one" in done.stderr)
+
+
+def test_a_full_disk_below_stdout_costs_no_report(tmp_path):
+    """What cannot be printed is told once, and the files are there."""
+    assert merged(tmp_path).exit_code == 0
+    command = [sys.executable, "-m", "plait_loadtest", "merge", tmp_path / "part.npz", "--json", tmp_path / "a.json"]
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "plait loadtest: stdout could not be written: [Errno 28] No space left on device"
+    ]
+    assert json.loads((tmp_path / "a.json").read_text())["requests"] == 1000
 
 
 def answered(url):

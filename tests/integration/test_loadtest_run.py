@@ -140,7 +140,7 @@ def test_what_has_no_room_is_counted(server):
         processes=2,
         limits={"in_flight": 2, "drain_s": 0.1},
     )
-    assert outcomes(go(scenario).records) == {RequestOutcome.INTERRUPTED: 2, RequestOutcome.NOT_SENT: 18}
+    assert outcomes(go(scenario).records) == {RequestOutcome.UNFINISHED: 2, RequestOutcome.NOT_SENT: 18}
 
 
 def test_cancellations_come_as_planned(server):

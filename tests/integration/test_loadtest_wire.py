@@ -32,6 +32,7 @@ class End:
     done_ns: int = -1
     received_bytes: int = 0
     server_ms: float = 0.0
+    why: str = ""
 
 
 @dataclass
@@ -67,7 +68,9 @@ def ask(
 
         def on_end(slot, outcome, now_ns, connection):
             ends[slot] = End(outcome, done_ns=now_ns)
-            if connection is not None:
+            if isinstance(connection, str):
+                ends[slot].why = connection
+            else:
                 ends[slot] = End(
                     outcome,
                     connection.head.status,
@@ -78,6 +81,7 @@ def ask(
                     now_ns,
                     connection.received_bytes,
                     connection.head.server_ms,
+                    connection.why,
                 )
             changed.set()
 
@@ -283,4 +287,6 @@ def test_tls_is_spoken_and_verified(certificate):
         ends = ask(url, "/ok", "/chunked", "/once", "/once", "/truncated", verify_tls=False).ends
         assert [end.outcome for end in ends] == [RequestOutcome.OK] * 4 + [RequestOutcome.TRUNCATED]
         assert ends[1].body == b"ok and"
-        assert ask(url, "/ok").ends[0].outcome is RequestOutcome.CONNECT
+        (refused,) = ask(url, "/ok").ends
+        assert refused.outcome is RequestOutcome.CONNECT
+        assert "certificate verify failed" in refused.why

@@ -32,7 +32,7 @@ def records(scheduled_s, latency_ms, *, outcome=RequestOutcome.OK, kind=0, lag_m
     return rows
 
 
-def result(rows, *, interrupted=False, echo_ms=0.3, wall_s=None, problems=()):
+def result(rows, *, interrupted=False, echo_ms=0.3, wall_s=None, problems=(), whys=("",)):
     """A run that left these records."""
     instants = np.arange(0, 100, dtype=np.int64) * SECOND // 10
     ended = rows["done_ns"].max(initial=0) / SECOND
@@ -44,6 +44,7 @@ def result(rows, *, interrupted=False, echo_ms=0.3, wall_s=None, problems=()):
         cpu_s=1.0,
         interrupted=interrupted,
         problems=problems,
+        whys=whys,
     )
 
 

@@ -35,7 +35,7 @@ class Ledger:
         self.counts = [0] * len(RequestOutcome)
         self.recent: deque[int] = deque(maxlen=_RECENT)
         self._judge = judge
-        self._failures = failures
+        self.failures = failures
         self._asked = asked
         self._size = 0
         self._outcome = array("B")
@@ -57,7 +57,7 @@ class Ledger:
     def close(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | str) -> None:
         """Record the end of a request; `connection`: why it never had one."""
         if isinstance(connection, str):
-            self._why[slot] = self._failures.number(connection)
+            self._why[slot] = self.failures.number(connection)
         else:
             self._sent_ns[slot] = connection.sent_ns
             self._first_byte_ns[slot] = connection.first_byte_ns
@@ -67,7 +67,7 @@ class Ledger:
             if outcome is RequestOutcome.OK:
                 outcome = self._look_closer(slot, connection)
             else:
-                self._why[slot] = self._failures.of_connection(outcome, connection)
+                self._why[slot] = self.failures.of_connection(outcome, connection)
         self._outcome[slot] = outcome
         self._done_ns[slot] = now_ns
         self.counts[outcome] += 1
@@ -106,7 +106,7 @@ class Ledger:
         self._images[slot] = min(facts.images, _MAX_IMAGES)
         if not facts.why:
             return RequestOutcome.OK
-        self._why[slot] = self._failures.of_answer(facts.why, facts.said)
+        self._why[slot] = self.failures.of_answer(facts.why, facts.said)
         return RequestOutcome.CHECK
 
     def _grow(self, by: int) -> None:

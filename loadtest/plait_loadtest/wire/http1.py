@@ -19,7 +19,7 @@ _OUTCOMES = {2: RequestOutcome.OK, 4: RequestOutcome.HTTP_4XX, 5: RequestOutcome
 _BLANK_LINE = b"\r\n\r\n"
 _EVENT = b"\ndata:"
 _LARGE_BYTES = 64 << 10
-_WHY_BYTES = 1024  # of an answer that is none: what tells why
+_WHY_BYTES = 8192  # of an answer that is no success: what tells why
 _NO_HEAD = Head(status=0, length=-1, chunked=False, keep_alive=False, is_event_stream=False, server_ms=float("nan"))
 
 

@@ -52,6 +52,26 @@ def test_new_errors_are_a_regression():
     assert "error_rate" in {change.metric for change in outcome.changes if change.verdict == "worse"}
 
 
+@pytest.mark.parametrize("share", [1, 20])
+def test_a_server_that_hangs_is_a_regression(share):
+    """Requests that never ended, all of them or one in 20, are errors, whatever the others took."""
+    at_s = [i / 100.0 for i in range(3000)]
+    before, after = records(at_s, 20.0), records(at_s, 20.0)
+    after["outcome"][::share] = RequestOutcome.UNFINISHED
+    outcome = compare(*(report(session(rows, scenario(duration_s=30.0))) for rows in (before, after)))
+    worse = next(change for change in outcome.changes if change.metric == "error_rate")
+    assert (worse.verdict, worse.after) == ("worse", pytest.approx(1 / share))
+
+
+def test_the_p99_of_thirty_decides_nothing():
+    """Thirty requests, the slowest a hundred times as slow: no p99 is compared."""
+    before, after = (records([i / 10.0 for i in range(30)], 20.0) for _ in range(2))
+    after["done_ns"][7] += 2_000_000_000
+    outcome = compare(*(report(session(rows, scenario(slo=None, duration_s=3.0))) for rows in (before, after)))
+    assert "p99_ms" not in {change.metric for change in outcome.changes}
+    assert not outcome.regressed
+
+
 def test_a_report_equals_itself():
     """Nothing changed, whatever was drawn; JSON and text say so."""
     one = json.loads(json.dumps(of_queue(7)))

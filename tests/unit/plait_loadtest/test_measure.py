@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plait_loadtest.measure import summarise
-from plait_loadtest.scenario import ClosedLoopCallers, ImageClass, Slo
+from plait_loadtest.scenario import ClosedLoopCallers, ImageClass, LoadTarget, RawClass, Slo
 from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import MS, SECOND, queue, records, result, scenario, session
 
@@ -73,28 +73,64 @@ def test_the_warm_up_is_not_measured():
         (RequestOutcome.DNS, False, True), (RequestOutcome.TIMEOUT, True, True), (RequestOutcome.RESET, False, True),
         (RequestOutcome.TRUNCATED, True, True), (RequestOutcome.GARBLED, True, True), (RequestOutcome.HTTP_4XX, True,
         True), (RequestOutcome.HTTP_5XX, True, True), (RequestOutcome.HTTP_OTHER, True, True), (RequestOutcome.CHECK,
-        True, True), (RequestOutcome.CANCELLED, False, False),
+        True, True), (RequestOutcome.UNFINISHED, True, True), (RequestOutcome.CANCELLED, False, False),
     ],
 )  # fmt: skip
 def test_what_each_outcome_counts_as(outcome, has_latency, is_error):
     """Of 100 requests 10 end in an outcome: whether that has a latency, is an error, and is never good."""
     rows = records(np.arange(100) / 10.0, 20.0, outcome=np.where(np.arange(100) < 10, outcome, RequestOutcome.OK))
     total = summarise(result(rows), scenario()).total
-    assert total.latency_ms.n == (100 if has_latency else 90)
+    assert total.latency_ms.n == (100 if outcome is RequestOutcome.OK else 90)
+    assert total.latency_all_ms.n == (100 if has_latency else 90)
     assert total.error_rate == pytest.approx(0.1 if is_error else 0.0)
     assert total.errors == ({} if outcome is RequestOutcome.OK else {outcome.name.lower(): 10})
     assert total.good == (100 if outcome is RequestOutcome.OK else 90)
 
 
+def test_what_never_ended_is_an_error():
+    """No answer within the drain time: judged, failed, and no fault of the generator."""
+    rows = records(np.arange(100) / 10.0, 20.0, outcome=RequestOutcome.UNFINISHED)
+    rows["outcome"][:40] = RequestOutcome.OK
+    summary = summarise(result(rows), scenario())
+    assert (summary.total.judged, summary.total.error_rate, summary.total.slo_met) == (100, 0.6, False)
+    assert summary.total.errors == {"unfinished": 60}
+    assert summary.valid
+
+
+def test_quick_failures_do_not_make_a_server_quick():
+    """All latencies that are judged are of successes; of all answers there is one that says so."""
+    is_refused = np.arange(1000) % 5 < 3
+    rows = records(EVERY_10_MS, np.where(is_refused, 2.0, 600.0))
+    rows["outcome"][is_refused] = RequestOutcome.HTTP_5XX
+    rows["first_part_ns"] = rows["done_ns"]
+    total = summarise(result(rows), scenario()).total
+    quick = [total.first_byte_ms.p50, total.first_part_ms.p50, total.service_ms.p50]
+    assert [total.latency_ms.p50, *quick] == pytest.approx([600.0] * 4, rel=1e-3)
+    assert total.latency_all_ms.p50 == pytest.approx(2.0, rel=1e-3)
+
+
+def test_the_commonest_reasons_of_each_error():
+    """Three of each class of errors, of measured requests only; what has no known reason is none."""
+    rows = records(np.arange(100) / 10.0, 20.0)
+    rows["outcome"][:60], rows["outcome"][60:70] = RequestOutcome.HTTP_5XX, RequestOutcome.RESET
+    rows["why"][:60] = np.repeat([1, 2, 3, 4, 0], [5, 30, 10, 5, 10])
+    rows["why"][60:70] = 5
+    rows["warm_up"][60:64] = True
+    whys = ("", "500: a", "503: b", "502: c", "500: b", "closed")
+    failures = summarise(result(rows, whys=whys), scenario()).total.failures
+    told = {name: [(one.count, one.why) for one in each] for name, each in failures.items()}
+    assert told == {"http_5xx": [(30, "503: b"), (10, "502: c"), (5, "500: a")], "reset": [(6, "closed")]}
+
+
 def test_what_nobody_knows_is_not_judged_and_what_is_already_late_is():
-    """Under way at the end: a miss if it had waited longer than the SLO, else left out; the run is invalid."""
+    """Under way when the run was ended early: a miss if it had waited longer than the SLO, else left out."""
     rows = records(np.arange(100) / 10.0, 20.0)
     rows["outcome"][:2] = RequestOutcome.INTERRUPTED
     rows["done_ns"][0] = rows["scheduled_ns"][0] + 150 * MS
     rows["done_ns"][1] = rows["scheduled_ns"][1] + 50 * MS
-    summary = summarise(result(rows), scenario())
+    summary = summarise(result(rows, interrupted=True), scenario())
     assert (summary.total.judged, summary.total.good) == (99, 98)
-    assert codes(summary) == ["unfinished"]
+    assert codes(summary) == ["interrupted"]
 
 
 def test_an_interrupted_run_ends_when_it_was_interrupted():
@@ -175,12 +211,12 @@ def test_times_that_the_server_and_the_stream_tell():
 
 
 def test_images_per_second():
-    """Images of successes that came within the measured time; unknown stays unknown."""
+    """Images that came within the measured time, also of answers that lack one; other APIs have none."""
     rows = records(EVERY_10_MS, 20.0)
-    rows["outcome"][::2] = RequestOutcome.HTTP_5XX
-    summary = summarise(result(rows), scenario(), images=np.full(1000, 3))
-    assert summary.images_per_s == pytest.approx(150.0, rel=0.01)
-    assert summarise(result(rows), scenario()).images_per_s is None
+    rows["outcome"][::2], rows["images"][::2], rows["images"][1::2] = RequestOutcome.CHECK, 1, 4
+    assert summarise(result(rows), scenario()).images_per_s == pytest.approx(250.0, rel=0.01)
+    raw = scenario(target=LoadTarget(api="raw"), mix=(RawClass(),))
+    assert summarise(result(rows), raw).images_per_s is None
 
 
 def test_parts_add_up_to_the_whole():

@@ -13,9 +13,10 @@ from scipy import stats
 import plait_loadtest
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import builtin_names, load_scenario
-from plait_loadtest.mix import RequestMix
+from plait_loadtest.mix.images import ImageRequests
 from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import RawClass, Scenario
+from plait_loadtest.seeds import Numbered, Stream
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 
 
@@ -67,11 +68,11 @@ def test_every_number_of_a_built_in_scenario_has_a_source(name):
 def test_two_controlnets_draws_what_was_published():
     """Counts of LoRAs and ControlNets in 3,000 requests: chi-square against the paper's shares of service A."""
     for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-        mix = make_plan(load_scenario("two-controlnets", {"seed": seed})).mix
-        assert isinstance(mix, RequestMix)
-        facts = [mix.facts(index) for index in range(3000)]
+        chosen = load_scenario("two-controlnets", {"seed": seed})
+        requests = ImageRequests(chosen.mix[0], chosen.target, Numbered(seed, Stream.MIX, 0, 0))
+        drawn = [requests.draw(index) for index in range(3000)]
         for field, shares in (("controlnets", (0, 30.5, 69.5)), ("loras", (0.2, 8.8, 91))):
-            counts = np.bincount([int(fact[field]) for fact in facts], minlength=3)
+            counts = np.bincount([len(getattr(draw, field)) for draw in drawn], minlength=3)
             expected = np.array(shares) * 30
             keep = expected > 0
             assert counts[~keep].sum() == 0

@@ -1,4 +1,4 @@
-"""What joins plan, run and measure: trials of a capacity search, and the images of a run."""
+"""What joins plan, run and measure: trials of a capacity search."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import pytest
 
 from plait_loadtest import session as sessions
 from plait_loadtest.errors import ScenarioError
-from plait_loadtest.load import load_scenario
-from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import ClosedLoopCallers, GammaArrivals, ImageClass, PoissonArrivals, RampArrivals, Slo
-from support.loadtest_records import records, result, scenario, session
+from support.loadtest_records import records, scenario, session
 
 
 def test_a_trial_is_the_scenario_at_another_rate():
@@ -58,15 +56,3 @@ def test_each_trial_has_arrivals_of_its_own(monkeypatch):
     assert [chosen.arrivals for chosen in asked] == [PoissonArrivals(rate_per_s=50.0)] * 2
     assert len(kept) == 2
     assert [(each.classes[0].good, each.classes[0].judged) for each in observed] == [(1000, 1000)] * 2
-
-
-def test_pictures_are_counted_by_the_mix():
-    """Each record's number of images is what its request asks for; other APIs have none."""
-    chosen = load_scenario({"mix": [{"images": {1: 1, 3: 1}}], "duration_s": 20}, {})
-    plan = make_plan(chosen)
-    rows = records(plan.scheduled_ns / 1e9, 20.0)
-    counted = sessions.images_of(plan.mix, result(rows), chosen)
-    assert counted.tolist() == [plan.mix.facts(index)["images"] for index in range(rows.size)]
-    assert set(counted.tolist()) == {1, 3}
-    raw = load_scenario({"target": {"api": "raw"}}, {})
-    assert sessions.images_of(make_plan(raw).mix, result(rows), raw) is None

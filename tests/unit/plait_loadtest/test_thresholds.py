@@ -7,8 +7,9 @@ import pytest
 
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.measure import summarise
-from plait_loadtest.scenario import ImageClass
+from plait_loadtest.scenario import ImageClass, LoadTarget, RawClass
 from plait_loadtest.thresholds import OF_A_CLASS, OF_THE_RUN, check, parse, parse_all
+from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import records, result, scenario
 
 KINDS = ("images", "v1.5-big")
@@ -60,23 +61,58 @@ def test_held_and_missed():
     assert [verdict.held for verdict in judged(texts, rows)] == [True, False, True, True, True, False]
 
 
-def test_an_invalid_run_passes_nothing():
-    """A threshold that looks met on an invalid run is missed and says why; one that is missed stays missed."""
+def test_an_invalid_run_has_no_verdict():
+    """Its numbers prove nothing, on either side of the bound."""
     rows = records(np.arange(1000) / 100.0, 20.0)
-    looks_met, missed = judged(["p50_ms < 25", "p50_ms < 15"], rows, echo_ms=50.0)
-    assert (looks_met.held, looks_met.why) == (False, "the run is invalid")
-    assert (missed.held, missed.why) == (False, "")
+    for verdict in judged(["p50_ms < 25", "p50_ms < 15"], rows, echo_ms=50.0):
+        assert (verdict.held, verdict.why) == (None, "the run is invalid")
 
 
-def test_what_was_not_measured_passes_nothing():
-    """No answers: no p99. No images known: no images/s. 99 answers: no p99 either, 100 make one."""
-    few = records(np.arange(99) / 10.0, 20.0)
-    p99, images, error_rate = judged(["p99_ms < 250", "images_per_s > 0", "error_rate < 1"], few)
-    assert not p99.held
-    assert "99 answers are too few" in p99.why
-    assert (images.held, images.why) == (False, "nothing was measured")
+@pytest.mark.parametrize(("metric", "needed"), [("p99_ms", 100), ("p95_ms", 20), ("p99.9_ms", 1000), ("p50_ms", 2)])
+def test_few_successes_decide_nothing(metric, needed):
+    """Neither that a percentile holds nor that it is missed; as many failures do not help."""
+    rows = records(np.arange(2 * needed) / 10.0, 20.0)
+    rows["outcome"][needed - 1 :] = RequestOutcome.HTTP_5XX
+    long = scenario(duration_s=300.0)
+    for text in (f"{metric} < 250", f"{metric} < 10"):
+        verdict = judged([text], rows, long)[0]
+        assert (verdict.held, verdict.why) == (None, f"{needed - 1} values are too few, {needed} are needed")
+    rows["outcome"][needed - 1] = RequestOutcome.OK
+    assert [verdict.held for verdict in judged([f"{metric} < 250", f"{metric} < 10"], rows, long)] == [True, False]
+
+
+def test_each_percentile_counts_its_own_values():
+    """1000 answers of which 3 were streamed: their first parts decide nothing."""
+    rows = records(np.arange(1000) / 100.0, 20.0)
+    rows["first_part_ns"][:3] = rows["done_ns"][:3]
+    (verdict,) = judged(["first_part_p99_ms < 100"], rows)
+    assert (verdict.held, verdict.why) == (None, "3 values are too few, 100 are needed")
+
+
+def test_quick_failures_hold_no_latency():
+    """60 % fast 503, the others in 600 ms: p95 is theirs. Only 400s: there is none. Of all answers if it is named."""
+    is_refused = np.arange(1000) % 5 < 3
+    rows = records(np.arange(1000) / 100.0, np.where(is_refused, 2.0, 600.0))
+    rows["outcome"][is_refused] = RequestOutcome.HTTP_5XX
+    p95, p50_of_all, of_class = judged(
+        ["p95_ms < 400", "latency_all_ms.p50 < 400", "images.latency_all_ms.p99.9 < 400"], rows
+    )
+    assert (p95.held, p95.value) == (False, pytest.approx(600.0, rel=1e-3))
+    assert (p50_of_all.held, of_class.held) == (True, False)
+    rows["outcome"] = RequestOutcome.HTTP_4XX
+    (nothing,) = judged(["p95_ms < 400"], rows)
+    assert (nothing.held, nothing.value, nothing.why) == (None, None, "nothing was measured")
+
+
+def test_what_was_not_measured_has_no_verdict():
+    """No images: no images/s. No request: no error rate."""
+    raw = scenario(target=LoadTarget(api="raw"), mix=(RawClass(),))
+    rows = records(np.arange(99) / 10.0, 20.0)
+    images, error_rate = judged(["images_per_s > 0", "error_rate < 1"], rows, raw)
+    assert (images.held, images.why) == (None, "nothing was measured")
     assert error_rate.held
-    assert judged(["p99_ms < 250"], records(np.arange(100) / 10.0, 20.0))[0].held
+    rows["warm_up"][:] = True
+    assert judged(["error_rate < 1"], rows, raw)[0].held is None
 
 
 def test_a_class_is_judged_by_itself():

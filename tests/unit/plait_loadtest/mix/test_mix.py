@@ -22,6 +22,8 @@ from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
 from plait_loadtest.mix import build_mix
 from plait_loadtest.mix.control_images import control_image, mask_image
+from plait_loadtest.mix.infer import InferRequests
+from plait_loadtest.seeds import Numbered, Stream
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 
 STYLED = {
@@ -116,7 +118,6 @@ class TestImages:
                 with Image.open(io.BytesIO(base64.b64decode(body[name]))) as image:
                     assert "{}x{}".format(*image.size) == body["size"]
         assert all("image" not in body for request, body in bodies if request.path != "/v1/images/edits")
-        assert {mix.facts(index)["edits"] for index in range(20)} == {0.0, 1.0}
 
     def test_edits_can_come_from_files(self, tmp_path):
         """Each image goes with its own mask; without one for each the scenario is refused."""
@@ -258,8 +259,10 @@ class TestInfer:
         """Chi-square of 4,000 requests against the quantile table."""
         expected = np.array([2, 12, 2, 1, 1, 1, 1]) / 20 * 4000
         for seed, chance in ((0, 1e-3), (secrets.randbits(62), 1e-6)):
-            mix, _ = mix_of([{}], seed=seed, api="infer", model="m")
-            drawn = [mix.facts(index)["candidates"] for index in range(4000)]
+            _, chosen = mix_of([{}], seed=seed, api="infer", model="m")
+            streams = [Numbered(seed, Stream.MIX, 0, which) for which in (0, 1)]
+            requests = InferRequests(chosen.mix[0], chosen.target, *streams)
+            drawn = [requests.candidates(index) for index in range(4000)]
             counts = [drawn.count(number) for number in range(100, 800, 100)]
             assert stats.chisquare(counts, expected).pvalue > chance, f"seed {seed}"
 
@@ -289,7 +292,15 @@ class TestInfer:
             }
             assert found["tags_offsets"]["data"] == [2 * row for row in range(rows + 1)]
             assert set(found["item"]["data"]) <= set(range(7))
-            assert mix.facts(index) == {"candidates": rows, "ids": 3 + rows + 2 * rows}
+
+
+def test_a_mix_knows_what_its_requests_ask_for():
+    """The images of a body's `n`, the outputs that are named, at least one; of a plain request nobody can tell."""
+    mix, _ = mix_of([STYLED])
+    assert {mix.asked(index) for index in range(20)} == {1, 2}
+    assert all(mix.asked(index) == body_of(mix, index)["n"] for index in range(20))
+    assert (infer_mix(outputs=["a", "b"]).asked(0), infer_mix(outputs=[]).asked(0)) == (2, 1)
+    assert mix_of([{}], api="raw")[0].asked(0) == 0
 
 
 class TestRaw:

@@ -7,8 +7,10 @@ import csv
 import io
 import json
 import re
+import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from xml.etree import ElementTree
 
 import numpy as np
@@ -25,7 +27,7 @@ from plait_loadtest.report.html import page
 from plait_loadtest.report.locustfile import locustfile
 from plait_loadtest.report.outputs import Outputs, report
 from plait_loadtest.report.scale import linear_ticks, log_ticks, span, time_text
-from plait_loadtest.report.table import number, print_table
+from plait_loadtest.report.table import notes, number, print_table
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
     GammaArrivals,
@@ -47,7 +49,8 @@ def missed():
     chosen = scenario(mix=(ImageClass(name="plain"), ImageClass(name="slow")), thresholds=("p95_ms < 10",))
     rows = records(EVERY_10_MS, np.where(np.arange(1000) % 5 == 0, 300.0, 20.0), kind=np.arange(1000) % 2)
     rows["outcome"][10:30], rows["outcome"][30:35] = RequestOutcome.HTTP_5XX, RequestOutcome.RESET
-    return session(rows, chosen)
+    rows["why"][10:28], rows["why"][28:30] = 1, 2
+    return session(rows, chosen, whys=("", "503: <b>full</b>", "500"))
 
 
 def runs():
@@ -123,9 +126,11 @@ def test_raw_rows_lose_nothing(tmp_path):
     """CSV, JSON lines and NPZ hold the same integers; class and outcome are names; what never came is -1 or empty."""
     rows = records(EVERY_10_MS[:50], 20.0, kind=np.arange(50) % 2)
     rows["outcome"][3] = RequestOutcome.TIMEOUT
-    rows["server_ms"][0] = 1.5
+    rows["server_ms"][0], rows["why"][3] = 1.5, 1
+    mix = (ImageClass(name="plain"), ImageClass(name="styled"))
+    done = session(rows, scenario(mix=mix), whys=("", "too late"))
     for suffix in raw.SUFFIXES:
-        raw.write(tmp_path / f"rows{suffix}", rows, classes=["plain", "styled"])
+        raw.write(tmp_path / f"rows{suffix}", done)
     from_csv = list(csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text())))
     from_lines = [json.loads(text) for text in (tmp_path / "rows.jsonl").read_text().splitlines()]
     with np.load(tmp_path / "rows.npz") as stored:
@@ -135,11 +140,8 @@ def test_raw_rows_lose_nothing(tmp_path):
     assert (
         [int(row["done_ns"]) for row in from_csv] == rows["done_ns"].tolist() == [row["done_ns"] for row in from_lines]
     )
-    assert (from_lines[3]["outcome"], from_lines[1]["class"], from_lines[0]["first_part_ns"]) == (
-        "timeout",
-        "styled",
-        -1,
-    )
+    assert (from_lines[3]["outcome"], from_lines[3]["why"], from_csv[3]["why"]) == ("timeout", *["too late"] * 2)
+    assert (from_lines[1]["class"], from_lines[0]["first_part_ns"], from_lines[0]["why"]) == ("styled", -1, "")
     assert (from_lines[0]["server_ms"], from_lines[1]["server_ms"]) == (1.5, None)
     with pytest.raises(ScenarioError, match="must end in"):
         raw.check_path(tmp_path / "rows.xlsx")
@@ -203,6 +205,31 @@ def test_the_page_says_the_verdict_first():
     assert "this machine was slow" in pages["invalid"]
     assert "http 5xx 20" in pages["missed"]
     assert "SLO 100 ms" in pages["met"]
+
+
+def test_why_requests_failed_is_told_everywhere():
+    """The same reasons and counts in JSON, on the page and below the table; what a server said is text."""
+    done = missed()
+    told = [{"count": 18, "why": "503: <b>full</b>"}, {"count": 2, "why": "500"}]
+    assert report(done)["failures"] == {"http_5xx": told}
+    assert report(done)["classes"]["plain"]["failures"]["http_5xx"][0]["count"] == 9
+    html = page(done, report(done))
+    assert "<b>full" not in html
+    assert re.search(r"http 5xx</th><td>18</td><td[^>]*>503: &lt;b&gt;full&lt;/b&gt;<", html)
+    lines = notes(done.summary, done.verdicts)
+    assert "  http_5xx: 18 x 503: <b>full</b>" in lines
+    assert "  http_5xx: 2 x 500" in lines
+
+
+def test_a_threshold_without_a_verdict_says_so():
+    """In all three: neither held nor missed."""
+    done = session(records(EVERY_10_MS[:50], 20.0), scenario(thresholds=("p99_ms < 250",)))
+    assert report(done)["thresholds"][0]["held"] is None
+    assert "no verdict" in page(done, report(done))
+    assert any(
+        "no verdict (20.0: 50 values are too few, 100 are needed)" in line
+        for line in notes(done.summary, done.verdicts)
+    )
 
 
 def test_the_page_escapes_what_it_shows():
@@ -315,6 +342,27 @@ def test_no_live_line_without_a_terminal(capsys):
     with live_line(10.0) as show:
         show(PROGRESS)
     assert capsys.readouterr().err == ""
+
+
+def test_one_output_that_fails_costs_no_other(tmp_path, capsys):
+    """The table comes first, then each file; what could not be written is named."""
+    full, raw_path = Path("/dev/full"), tmp_path / "a.csv"
+    failed = Outputs(json="/dev/full", html=full, locust=full, raw=raw_path, save=tmp_path / "a.npz").write(missed())
+    assert [sentence.partition(":")[0] for sentence in failed] == ["/dev/full could not be written"] * 3
+    assert "p99.9 ms" in capsys.readouterr().out
+    assert len(raw_path.read_text().splitlines()) == 1001
+    assert (tmp_path / "a.npz").stat().st_size > 0
+
+
+def test_a_server_may_say_what_a_terminal_cannot_show(monkeypatch):
+    """What has no letter in the terminal's own encoding is written otherwise, and the report is complete."""
+    done = session(records(EVERY_10_MS, 20.0, outcome=RequestOutcome.CHECK), scenario(name="花"), whys=("", "花"))
+    done.result.records["why"] = 1
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert Outputs(json="-").write(done) == []
+    terminal.seek(0)
+    assert json.loads(terminal.read())["scenario"]["name"] == "花"
 
 
 def test_outputs_are_checked_before_the_load(tmp_path):

@@ -12,6 +12,7 @@ import pytest
 import uvloop
 
 from plait_loadtest.errors import ScenarioError
+from plait_loadtest.failures import FailureLog
 from plait_loadtest.run.clock import Alarm
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import part, shares
@@ -22,6 +23,7 @@ from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarg
 from plait_loadtest.values import RECORD, HostPart, PreparedRequest, RequestOutcome, RequestPlan
 from plait_loadtest.wire.check import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
+from plait_loadtest.wire.framing import parse_head
 from support.http_app import until
 
 RAW = Scenario(target=LoadTarget(url="http://h", api="raw"))
@@ -47,16 +49,27 @@ class Numbers:
 
 def ended(**facts):
     """What a connection knows of a request."""
-    head = SimpleNamespace(status=facts.pop("status", 200), server_ms=facts.pop("server_ms", float("nan")))
-    known = {"sent_ns": 1, "first_byte_ns": 2, "first_part_ns": -1, "received_bytes": 4, "request": b"12345", **facts}
-    return SimpleNamespace(head=head, body=b"", **known)
+    status = f"HTTP/1.1 {facts.pop('status', 200)} X"
+    head = parse_head("\r\n".join([status, *facts.pop("headers", ())]).encode())
+    known = {"sent_ns": 1, "first_byte_ns": 2, "first_part_ns": -1, "received_bytes": 4, "request": b"12345"}
+    return SimpleNamespace(**{"head": head, "body": b"", "why": "", **known, **facts})
+
+
+def ledger_of(scheduled_ns, scenario=RAW, asked=0):
+    """A ledger whose requests all ask for so many images."""
+    return Ledger(judge_of(scenario), FailureLog(scenario), scheduled_ns, lambda _: asked)
 
 
 def test_the_ledger_tells_what_happened():
     """Times count from the start, what never came is -1, and a slot that nobody closed was interrupted."""
-    ledger = Ledger(judge_of(RAW), [1000, 2000, 3000])
-    ledger.close(0, RequestOutcome.OK, 1900, ended(sent_ns=1100, first_byte_ns=1800, first_part_ns=1850, server_ms=2.5))
-    ledger.close(2, RequestOutcome.NOT_SENT, 5000, None)
+    ledger = ledger_of([1000, 2000, 3000])
+    ledger.close(
+        0,
+        RequestOutcome.OK,
+        1900,
+        ended(sent_ns=1100, first_byte_ns=1800, first_part_ns=1850, headers=["server-timing: total;dur=2.5"]),
+    )
+    ledger.close(2, RequestOutcome.NOT_SENT, 5000, "no room")
     records = ledger.records(rank=1, processes=2, start_ns=500, kinds=[1, 1, 1], warm_up=2)
     assert records.dtype == RECORD
     assert records["index"].tolist() == [1, 3, 5]
@@ -73,16 +86,32 @@ def test_the_ledger_tells_what_happened():
 
 def test_the_ledger_grows_without_a_schedule():
     """A closed loop opens as many slots as it needs."""
-    ledger = Ledger(judge_of(RAW), [])
+    ledger = ledger_of([])
     for number in range(3000):
         ledger.close(ledger.open(number), RequestOutcome.OK, number + 7, ended(sent_ns=number))
     records = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0] * 3000, warm_up=0)
     np.testing.assert_array_equal(records["done_ns"] - records["scheduled_ns"], np.full(3000, 7))
 
 
+def test_the_ledger_keeps_what_came_and_why_not():
+    """Images are counted also where some are missing; the reason is of the answer, or of having no connection."""
+    images = Scenario(target=LoadTarget(url="http://h"))
+    ledger = ledger_of(range(4), images, asked=2)
+    one, two = (('{"data": [' + ", ".join(['{"url": "x"}'] * n) + "]}").encode() for n in (1, 2))
+    ledger.close(0, RequestOutcome.OK, 9, ended(body=two))
+    ledger.close(1, RequestOutcome.OK, 9, ended(body=one))
+    ledger.close(2, RequestOutcome.HTTP_5XX, 9, ended(status=503, body=b"full"))
+    ledger.close(3, RequestOutcome.CONNECT, 9, "Connection refused")
+    rows = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0] * 4, warm_up=0)
+    ends = (RequestOutcome.OK, RequestOutcome.CHECK, RequestOutcome.HTTP_5XX, RequestOutcome.CONNECT)
+    assert (rows["outcome"].tolist(), rows["images"].tolist()) == ([*ends], [2, 1, 0, 0])
+    texts = [ledger.failures.texts[why] for why in rows["why"]]
+    assert texts == ["", "1 of 2 images came", "503: full", "Connection refused"]
+
+
 def test_byte_counts_saturate():
     """More than 4 GiB read as 4 GiB; they never wrap around to little."""
-    ledger = Ledger(judge_of(RAW), [0])
+    ledger = ledger_of([0])
     ledger.close(0, RequestOutcome.OK, 1, ended(received_bytes=2**32 + 5))
     records = ledger.records(rank=0, processes=1, start_ns=0, kinds=[0], warm_up=0)
     assert records["received_bytes"][0] == 2**32 - 1

@@ -9,8 +9,9 @@ import pytest
 
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.scenario import LoadTarget, ResponseCheck, Scenario
-from plait_loadtest.values import PreparedRequest, RequestOutcome
-from plait_loadtest.wire.check import has_path, judge_of, timings_ms
+from plait_loadtest.values import PreparedRequest
+from plait_loadtest.wire.answers import events
+from plait_loadtest.wire.check import has_path, judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import Chunked, Length, UntilClose, framing_of, parse_head, server_timing_ms
 
@@ -151,42 +152,159 @@ def test_urls_are_read():
     assert (place.host, place.port, place.authority, place.prefix) == ("::1", 8000, "[::1]:8000", "/x")
 
 
-LATE_ERROR = b'data: {"b64_json": "' + b"x" * 999 + b'"}\n\ndata: {"error": {"message": "x"}}\n\n'
+PARTIAL = (
+    b'event: image_generation.partial_image\ndata: {"type": "image_generation.partial_image", "b64_json": "x"}\n\n'
+)
+COMPLETED = PARTIAL.replace(b"partial_image", b"completed")
+PLAIN, STREAM = head(), head("content-type: text/event-stream")
 
 
-def judge(api, **check):
-    """The judge of a scenario with that check."""
-    return judge_of(Scenario(target=LoadTarget(url="http://h", api=api, check=ResponseCheck(**check))))
+def look(body, api="images", asked=1, told=PLAIN, **check):
+    """What the judge of a scenario with that check finds in a body."""
+    judge = judge_of(Scenario(target=LoadTarget(url="http://h", api=api, check=ResponseCheck(**check))))
+    return judge.look(told, body, asked)
 
 
 @pytest.mark.parametrize(
-    ("api", "check", "body", "outcome"),
+    ("api", "check", "body", "why"),
     [
-        ("raw", {}, b"", RequestOutcome.OK),
-        ("raw", {"contains": "good"}, b"all good", RequestOutcome.OK),
-        ("raw", {"contains": "good"}, b"bad", RequestOutcome.CHECK),
-        ("raw", {"least_bytes": 4}, b"abc", RequestOutcome.CHECK),
-        ("raw", {"json_path": "a.1.b"}, b'{"a": [0, {"b": null}]}', RequestOutcome.OK),
-        ("raw", {"json_path": "a.2.b"}, b'{"a": [0, {"b": null}]}', RequestOutcome.CHECK),
-        ("raw", {"json_path": "a"}, b"no json", RequestOutcome.CHECK),
-        ("images", {}, b'{"data": [{"b64_json": "x"}]}', RequestOutcome.OK),
-        ("images", {}, b'{"data": []}', RequestOutcome.CHECK),
-        ("images", {}, b'data: {"error": {"message": "x"}}\n\n', RequestOutcome.CHECK),
-        ("images", {"contains": "x"}, LATE_ERROR, RequestOutcome.CHECK),
-        ("infer", {}, b'{"outputs": []}\x00\x01', RequestOutcome.OK),
-        ("infer", {}, b'{"error": "x"}', RequestOutcome.CHECK),
+        ("raw", {}, b"", ""),
+        ("raw", {"contains": "good"}, b"all good", ""),
+        ("raw", {"contains": "good"}, b"bad", "no 'good' in the body"),
+        ("raw", {"least_bytes": 4}, b"abc", "fewer bytes than target.check.least_bytes (4)"),
+        ("raw", {"json_path": "a.1.b"}, b'{"a": [0, {"b": null}]}', ""),
+        ("raw", {"json_path": "a.2.b"}, b'{"a": [0, {"b": null}]}', "no a.2.b in the body"),
+        ("raw", {"json_path": "a"}, b"no json", "no a in the body"),
+        ("images", {"contains": "png"}, b"a png", ""),
+        ("infer", {"contains": "ok"}, b"ok", ""),
     ],
 )
-def test_checks(api, check, body, outcome):
-    """The scenario's check; without one, what every answer of the API has. A stream that ends in an error failed."""
-    assert judge(api, **check).outcome(body) is outcome
+def test_checks(api, check, body, why):
+    """The scenario's check takes the place of what the API promises; what is missed is told, with what came instead."""
+    facts = look(body, api, asked=int(api != "raw"), **check)
+    assert (facts.why, facts.said) == (why, body if why else facts.said)
+
+
+@pytest.mark.parametrize(
+    ("data", "images"),
+    [
+        ('[{"b64_json": "x"}]', 1),
+        ('[{"url": "http://h/1.png"}, {"b64_json": "x"}]', 2),
+        ('[{"b64_json": ""}]', 0),
+        ('[{"b64_json": null}, {"url": "  "}, {"b64_json": 3}, null, "b64_json"]', 0),
+        ("[]", 0), ("null", 0), ('{"b64_json": "x"}', 0),
+    ],
+)  # fmt: skip
+def test_images_that_came_are_counted(data, images):
+    """What was asked for and did not come is an error, whatever number of bytes came instead."""
+    body = f'{{"created": 1, "data": {data}}}'.encode()
+    for asked in (1, 2, 4):
+        facts = look(body, asked=asked)
+        assert (facts.images, facts.why) == (images, "" if images >= asked else f"{images} of {asked} images came")
+    assert look(data.encode()).why == look(b"<html>").why == look(b"").why == "0 of 1 images came"
+    assert look(b'{"error": "full"}').said == b'{"error": "full"}'
+
+
+SCORES = {"name": "scores", "datatype": "FP32", "shape": [2, 1]}
+
+
+def outputs(*found, tail=b""):
+    """The body of an inference's answer."""
+    return json.dumps({"outputs": list(found)}).encode() + tail
+
+
+@pytest.mark.parametrize(
+    ("body", "came"),
+    [
+        (outputs(SCORES | {"data": [0.5, 0.25]}), 1),
+        (outputs(SCORES | {"parameters": {"binary_data_size": 8}}, tail=bytes(8)), 1),
+        (outputs(SCORES | {"parameters": {"binary_data_size": 8}}, SCORES | {"data": [1]}, tail=bytes(8)), 2),
+        (outputs(SCORES | {"parameters": {"binary_data_size": 8}}, tail=bytes(7)), 0),
+        (outputs(SCORES | {"parameters": {"binary_data_size": 8}}), 0),
+        (outputs(SCORES | {"data": []}), 0), (outputs(SCORES), 0), (outputs(None, 3), 0), (outputs(tail=b"\0\1"), 0),
+        (b'{"error": "x"}', 0), (b"[1]", 0), (b"1 2", 0), (b"\xff", 0), (b"", 0), (b"[" * 100_000, 0),
+    ],
+)  # fmt: skip
+def test_outputs_that_came_are_counted(body, came):
+    """Outputs with data in them, as JSON or in the bytes behind it."""
+    for asked in (1, 2):
+        assert look(body, "infer", asked=asked).why == ("" if came >= asked else f"{came} of {asked} outputs came")
+
+
+@pytest.mark.parametrize(
+    ("body", "parsed"),
+    [
+        (b"data: a\n\ndata:b\n\n", [("", b"a"), ("", b"b")]),
+        (b"event: x\r\ndata:  a\r\ndata: b\r\n\r\n", [("x", b" a\nb")]),
+        (b"event:x\rdata\r\r", [("x", b"")]),
+        (b"\xef\xbb\xbfdata: a\n\n", [("", b"a")]),
+        (b": data: a\n\nid: 1\nretry: 2\n\nevent: x\n\ndata: a\n\n", [("", b"a")]),
+        (b"data: \xe2\x80\xa8a\x0bb\x1cc\n\n", [("", b"\xe2\x80\xa8a\x0bb\x1cc")]),
+        (b"data: a\n\ndata: b\n", [("", b"a")]),
+        (b"data: a", []), (b"", []),
+    ],
+)  # fmt: skip
+def test_events_are_those_of_the_standard(body, parsed):
+    """Three line ends and no others, one space after a colon, several data lines, comments, a byte order mark; an event
+    that no blank line ends is none."""
+    assert list(events(body)) == parsed
+
+
+ERRORS = (
+    b'data: {"error": {"message": "full"}}\n\n', b'data:{"error":{"message":"full"}}\n\n',
+    b'data: { "error": "full" }\n\n', b'event: error\ndata: {"type": "error", "message": "full"}\n\n',
+    b'data: {"type": "error", "message": "full"}\n\n', b"event: error\ndata: full\n\n",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("check", [{}, {"contains": "b64_json"}])
+@pytest.mark.parametrize("api", ["images", "raw"])
+def test_an_error_in_a_stream_is_an_error(error, check, api):
+    """However it is written, before an image or after it, whatever the scenario's own check says."""
+    for body in (PARTIAL + error, COMPLETED + error, error + COMPLETED):
+        facts = look(body, api, asked=int(api == "images"), told=STREAM, **check)
+        assert facts.why == "an error in the stream"
+        assert b"full" in facts.said
+
+
+@pytest.mark.parametrize(
+    ("body", "why", "images"),
+    [
+        (PARTIAL + COMPLETED, "", 1),
+        (COMPLETED + b"data: [DONE]\n\n", "", 1),
+        (COMPLETED.replace(b"image_generation", b"image_edit"), "", 1),
+        (COMPLETED.partition(b"\n")[2], "", 1),
+        (COMPLETED.replace(b'"b64_json": "x"', b'"url": "http://h/1.png"'), "", 1),
+        (COMPLETED.replace(b'"x"', b'""'), "0 of 1 images came", 0),
+        (PARTIAL, "the stream ended without image_generation.completed", 0),
+        (PARTIAL + b"data: [DONE]\n\n", "the stream ended without image_generation.completed", 0),
+        (PARTIAL + COMPLETED[:-1], "the stream ended without image_generation.completed", 0),
+        (b": step 1/2\n\n", "the stream ended without image_generation.completed", 0),
+        (b"", "the stream ended without image_generation.completed", 0),
+    ],
+)  # fmt: skip
+def test_an_image_stream_ends_with_its_image(body, why, images):
+    """A clean end of the connection is none of the stream."""
+    facts = look(body, told=STREAM)
+    assert (facts.why, facts.images) == (why, images)
+
+
+def test_a_text_stream_ends_with_done():
+    """OpenAI's chunks of text end with `[DONE]`; of any other stream nobody knows the end."""
+    chunk = b'data: {"object": "chat.completion.chunk", "error": null}\n\n'
+    assert look(chunk, "raw", asked=0, told=STREAM).why == "the stream ended without [DONE]"
+    assert not look(chunk + b"data: [DONE]\n\n", "raw", asked=0, told=STREAM).why
+    assert not look(b"data: tick\n\n", "raw", asked=0, told=STREAM).why
 
 
 def test_bodies_are_kept_only_where_they_are_needed():
-    """A raw scenario without a check never looks at bodies."""
-    assert not judge("raw").keeps_body
-    assert judge("raw", contains="x").keeps_body
-    assert judge("images").keeps_body
+    """A raw scenario without a check never looks at those of successes that are no streams."""
+    checks = {"images": ResponseCheck(), "raw": ResponseCheck(contains="x")}
+    for api, check in checks.items():
+        assert judge_of(Scenario(target=LoadTarget(api=api, check=check))).keeps_body
+    assert not judge_of(Scenario(target=LoadTarget(api="raw"))).keeps_body
+    assert (head().is_plain, head(status="HTTP/1.1 503 X").is_plain, STREAM.is_plain) == (True, False, False)
 
 
 def test_a_path_may_not_leave_its_value():
@@ -198,12 +316,15 @@ def test_a_path_may_not_leave_its_value():
 
 def test_the_servers_timings_are_read():
     """plait's ``timings`` are seconds: the total, or the sum of stages; the header speaks where the body does not."""
-    body = json.dumps({"data": [{"b64_json": "x" * 1000}], "timings": {"queue": 0.5, "total": 1.25}}).encode()
-    assert timings_ms(body) == 1250.0
-    assert timings_ms(b'{"timings": {"a": 0.25, "b": 0.5}}') == 750.0
-    for nothing in (b"", b'"timings"', b'{"timings": 3}', b'{"timings": {"a": "b"}}', b'{"timings": {bad}}'):
-        assert math.isnan(timings_ms(nothing))
+
+    def server_ms(timings, told=PLAIN, api="images"):
+        return look(f'{{"data": [{{"b64_json": "x"}}], "timings": {timings}}}'.encode(), api, told=told).server_ms
+
+    assert server_ms('{"queue": 0.5, "total": 1.25}') == 1250.0
+    assert server_ms('{"a": 0.25, "b": 0.5}') == 750.0
+    for nothing in ("3", "null", '{"a": "b"}', "[]", '{"total": null}'):
+        assert math.isnan(server_ms(nothing))
     timed = head("server-timing: total;dur=7")
-    assert judge("images").server_ms(timed, body) == 1250.0
-    assert judge("images").server_ms(timed, b"{}") == 7.0
-    assert judge("raw").server_ms(timed, body) == 7.0
+    assert server_ms('{"total": 1.25}', timed) == 1250.0
+    assert (server_ms("null", timed), server_ms('{"total": 1.25}', timed, "raw")) == (7.0, 7.0)
+    assert look(COMPLETED.replace(b'"x"', b'"x", "timings": {"total": 2}'), told=STREAM).server_ms == 2000.0
