@@ -27,7 +27,7 @@ from plait_loadtest.values import Records, RequestOutcome, RunResult
 
 TOTAL = "total"
 SLICES = 32  # parts of the measured time whose histograms are kept: what `compare` resamples
-COMMONEST = 3  # reasons of each class of errors that are told
+COMMONEST = 3  # reasons of each class of errors that are reported
 PERCENTS = (50.0, 90.0, 95.0, 99.0, 99.9)
 
 
@@ -261,12 +261,12 @@ def _failures(failed: Records, whys: Sequence[str]) -> dict[str, tuple[FailureCo
     found: dict[str, tuple[FailureCount, ...]] = {}
     for outcome in np.unique(failed["outcome"]):
         numbers, counts = np.unique(failed["why"][failed["outcome"] == outcome], return_counts=True)
-        told = [
+        known = [
             FailureCount(count=count, why=whys[number])
             for number, count in zip(numbers.tolist(), counts.tolist(), strict=True)
             if number
         ]
-        commonest = sorted(told, key=lambda each: (-each.count, each.why))[:COMMONEST]
+        commonest = sorted(known, key=lambda each: (-each.count, each.why))[:COMMONEST]
         if commonest:
             found[RequestOutcome(outcome).name.lower()] = tuple(commonest)
     return found

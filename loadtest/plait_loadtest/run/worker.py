@@ -57,7 +57,7 @@ class Worker:
         self._place = place_of(share.scenario.target.url)
         self._judge = judge_of(share.scenario)
         self._failures = FailureLog(share.scenario)
-        self._is_told = False
+        self._is_stopped = False
         indices = iter(range(share.rank, share.rank + len(share.scheduled_ns) * share.processes, share.processes))
         self._requests = RequestFeed(
             share.mix,
@@ -107,7 +107,7 @@ class Worker:
             pace.start(pool)
             await self._until_over(pace, pool, ledger, self._end_ns(start_ns))
         pace.stop()
-        self._is_told = is_stopped or self._pipe.poll(0)  # else the drain time is over
+        self._is_stopped = is_stopped or self._pipe.poll(0)  # else the drain time is over
         pool.close()
         if broken:
             raise RuntimeError(broken[0])  # our own mistake: better no numbers than wrong ones
@@ -161,7 +161,7 @@ class Worker:
         records = ledger.records(
             rank=share.rank, processes=share.processes, start_ns=start_ns, kinds=kinds, warm_up=share.warm_up
         )
-        if not self._is_told:
+        if not self._is_stopped:
             never_ended = records["outcome"] == RequestOutcome.INTERRUPTED
             records["outcome"][never_ended] = RequestOutcome.UNFINISHED
             records["why"][never_ended] = self._failures.number(

@@ -174,9 +174,12 @@ class HttpConnection(asyncio.Protocol):
             return
         self.head = head
         is_whole = head.length == len(data) - end - 4 and not head.chunked
-        if is_whole and not self._keeps_body and head.is_plain and head.length <= self._limit_bytes:
+        if is_whole and not head.is_event_stream and head.length <= self._limit_bytes:
+            if self._keeps_body or not head.is_plain:
+                self._pieces = [data[end + 4 :]]
             self._complete(now_ns, is_reusable=head.keep_alive)
             return
+        self._pieces = []
         self._keeps_bytes = 0 if head.is_plain else _WHY_BYTES
         if self._keeps_body or head.is_event_stream:
             self._keeps_bytes = self._limit_bytes
