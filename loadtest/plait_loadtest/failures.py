@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _SHOWN_BYTES = 200
 _READ_BYTES = 8192  # a key must be found as a whole
 _MAX_TEXTS = 1000
-_OTHER = "one of many reasons"
 _OF_ONE_REQUEST = re.compile(r"[\w+/=-]*\d[\w+/=-]*")
 _SHORTEST_SECRET = 6  # letters; a shorter header value is no key, and may be part of any word
 
@@ -39,7 +38,7 @@ class FailureTexts:
         ours, _, theirs = text.partition(": ")
         key = f"{ours}: {_OF_ONE_REQUEST.sub('#', theirs)}" if theirs else text
         if key not in self._numbers and len(self.texts) >= _MAX_TEXTS:
-            text = key = _OTHER
+            text = key = "one of many reasons"
         if key not in self._numbers:
             self._numbers[key] = len(self.texts)
             self.texts.append(text)

@@ -66,6 +66,7 @@ class Judged:
     good: Mask
     judged: Mask
     failed: Mask
+    whys: tuple[str, ...]
 
 
 def judge_records(result: RunResult, scenario: Scenario) -> Judged:
@@ -92,6 +93,7 @@ def judge_records(result: RunResult, scenario: Scenario) -> Judged:
         good=ok & (waited_ns <= latest_ns),
         judged=judged,
         failed=judged & ~ok,
+        whys=result.whys,
     )
 
 

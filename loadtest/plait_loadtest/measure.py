@@ -125,10 +125,10 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
     run = judge_records(result, scenario)
     kinds = run.records["kind"]
     classes = tuple(
-        _class(item.name, run, run.measured & (kinds == kind), slo_of(scenario, item.name), item.api, result.whys)
+        _class(item.name, run, run.measured & (kinds == kind), slo_of(scenario, item.name), item.api)
         for kind, item in enumerate(scenario.mix)
     )
-    total = _total(run, scenario, classes, result.whys)
+    total = _total(run, scenario, classes)
     echo = result.echo
     lag = of_durations(_lags(run))
     echo_ms = of_durations(echo.latency_ns[(echo.scheduled_ns >= run.window.start_ns) & (echo.latency_ns >= 0)])
@@ -182,9 +182,7 @@ def _percentiles(counted: Histogram, values_ns: Ints) -> Percentiles:
     )
 
 
-def _class(  # noqa: PLR0917 - a row of a table
-    name: str, run: Judged, own: Mask, slo: Slo | None, api: str, whys: Sequence[str]
-) -> ClassSummary:
+def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> ClassSummary:
     """Summarise a class; `own` (N,): its measured requests."""
     records, waited_ns = run.records, run.waited_ns
     answered, ok = own & run.answered, own & run.ok
@@ -204,7 +202,7 @@ def _class(  # noqa: PLR0917 - a row of a table
         goodput_per_s=good / seconds,
         error_rate=failed / judged if judged else 0.0,
         errors=_errors(records["outcome"][own]),
-        failures=_failures(records[own & run.failed], whys),
+        failures=_failures(records[own & run.failed], run.whys),
         slo=slo,
         slo_percentile=percentile,
         attainment=attainment,
@@ -220,11 +218,11 @@ def _class(  # noqa: PLR0917 - a row of a table
     )
 
 
-def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...], whys: Sequence[str]) -> ClassSummary:
+def _total(run: Judged, scenario: Scenario, classes: tuple[ClassSummary, ...]) -> ClassSummary:
     """Summarise all requests together: met if every class that can be judged meets its own SLO."""
     shared = {(each.slo, each.slo_percentile) for each in classes}
     slo = classes[0].slo if len(shared) == 1 else None
-    total = _class(TOTAL, run, run.measured, slo, scenario.mix[0].api, whys)
+    total = _class(TOTAL, run, run.measured, slo, scenario.mix[0].api)
     verdicts = [each.slo_met for each in classes if each.slo_met is not None]
     if any(each.slo for each in classes):
         attainment = total.good / total.judged if total.judged else None

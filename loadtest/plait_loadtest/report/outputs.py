@@ -37,10 +37,8 @@ class Outputs:
             parts.check_path(self.save)
         for path in self._paths().values():
             folder = path.absolute().parent
-            if path.is_dir() or not folder.is_dir():
-                raise ScenarioError(f"{path} cannot be written: its folder does not exist, or it is a folder itself")
-            if not os.access(path if path.exists() else folder, os.W_OK):
-                raise ScenarioError(f"{path} cannot be written: permission denied")
+            if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+                raise ScenarioError(f"{path} cannot be written: it or its folder is read-only or of another kind")
 
     def write(self, session: FinishedRun, *, capacity: Capacity | None = None) -> list[str]:
         """Write the table, or the JSON document, to stdout, then the files. Return a sentence for each that could not
