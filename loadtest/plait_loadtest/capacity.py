@@ -1,8 +1,9 @@
 """The highest offered rate that holds the SLO: bracket, bisect, confirm. Pure policy; `Measure` runs the load.
 
 A rate *holds* when a valid run shows every class's SLO with 99 % confidence (`confidence`). Every other rate is
-rejected, with its reason. A run that is invalid through no fault of the server (`RETRIED`) is repeated, at most
-twice; if the generator itself cannot offer the rate, that is a bound as well, and the result says so. A run that
+rejected, with its reason. A run that is invalid through no fault of the server (`OWN_FAULT`) is repeated, at most
+twice, where that may help (`RETRIED`), and shows that a rate does not hold only by what the server did after requests
+were sent; if the generator itself cannot offer the rate, that is a bound as well, and the result says so. A run that
 shows neither that the SLO holds nor that it does not is repeated once, twice as long.
 
 Each trial is long enough for its requests to show the SLO with `SPARE_LATE` late ones among them, and for a queue to
@@ -24,9 +25,8 @@ from plait_loadtest.measure import ClassSummary, RunSummary
 
 SPARE_LATE = 2
 QUEUE_SLOS = 10.0  # a trial lasts at least so many SLO latencies: 10 % above capacity then misses by a whole SLO
-RETRIED = frozenset(
-    {"send_lag", "echo", "generator"}
-)  # reasons that say something about this machine, not about the server
+RETRIED = frozenset({"send_lag", "echo", "generator"})
+OWN_FAULT = RETRIED | {"limit"}  # reasons that say something about this machine, not about the server
 MISTAKES = frozenset({"connect", "dns", "garbled", "http_4xx", "http_other", "check"})
 """Errors that indicate a wrong address, key or body if every request has one: an overloaded server answers some."""
 _REPEATS = 2
@@ -37,13 +37,15 @@ Purpose = Literal["bracket", "bisect", "confirm", "beyond"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassCount:
-    """The counts of one class with an SLO: `good` of `judged` requests were in time, `percentile` percent should be."""
+    """The counts of one class with an SLO: `good` of `judged` requests were in time, `percentile` percent should be.
+    `blamed`: those that were not in time even from the moment when they were sent."""
 
     name: str
     percentile: float
     latency_ms: float
     judged: int
     good: int
+    blamed: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +139,13 @@ def judge(observed: Observed) -> tuple[Verdict, str]:
     """Return whether a rate held and, if not, the reason."""
     why = []
     refuted = False
+    is_own = any(code in OWN_FAULT for code, _ in observed.invalid)
     for each in observed.classes:
         late, share = each.judged - each.good, each.percentile / 100.0
         if is_shown(each.good, late, share):
             continue
-        refuted |= each.good < share * each.judged or is_refuted(each.good, late, share)
+        at_best = each.judged - each.blamed if is_own else each.good
+        refuted |= at_best < share * each.judged or is_refuted(at_best, each.judged - at_best, share)
         seen = f"{each.good} of {each.judged} within {each.latency_ms:g} ms"
         why.append(f"{each.name}: {seen} do not show {each.percentile:g} % with {CONFIDENCE:.0%} confidence")
     texts = [text for _, text in observed.invalid]
@@ -158,7 +162,7 @@ def observe(summary: RunSummary) -> Observed:
         classes=tuple(
             ClassCount(
                 name=each.name, percentile=each.slo_percentile, latency_ms=each.slo.latency_ms,
-                judged=each.judged, good=each.good,
+                judged=each.judged, good=each.good, blamed=each.blamed,
             )
             for each in summary.classes
             if each.slo is not None and each.slo_percentile is not None
@@ -279,8 +283,8 @@ def _statement(
 ) -> str:
     """Return the result as a sentence or two."""
     if rate is None:
-        unreachable = trials[-1].observed.unreachable if trials else ""
-        return "no rate was found that holds the SLO" + (f": {unreachable}" if unreachable else "")
+        why = trials[-1].why if by_generator else trials[-1].observed.unreachable if trials else ""
+        return "no rate was found that holds the SLO" + (f": {why}" if why else "")
     if not confirmed:
         return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it"
     last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")
@@ -289,6 +293,8 @@ def _statement(
         for each in last.observed.classes
     )
     above = "no higher rate was tried" if high is None else f"{high:.4g}/s did not hold"
+    held = f"{rate:.4g}/s holds the SLO with {CONFIDENCE:.0%} confidence ({shown})"
     if by_generator:
-        above += " because the load generator itself could not do it: the server may be faster"
-    return f"{rate:.4g}/s holds the SLO with {CONFIDENCE:.0%} confidence ({shown}); {above}"
+        why = next(trial.why for trial in reversed(trials) if trial.rate_per_s == high)
+        return f"at least {rate:.4g}/s, this generator ends there: {held}; {above}: {why}"
+    return f"{held}; {above}"

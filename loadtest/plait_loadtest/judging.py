@@ -54,7 +54,8 @@ class Judged:
     """The judged records; see the module docstring. All arrays are (N,), in order of the records' `index`; masks hold
     measured ones only.
 
-    `waited_ns` is meaningful where `answered`. `failed`: judged, and no success.
+    `waited_ns` is meaningful where `answered`. `failed`: judged, and no success. `blamed`: judged, and not good even
+    when counted from the time of sending, so that the generator has no part in it.
     """
 
     records: Records
@@ -66,6 +67,7 @@ class Judged:
     good: Mask
     judged: Mask
     failed: Mask
+    blamed: Mask
     whys: tuple[str, ...]
 
 
@@ -83,6 +85,8 @@ def judge_records(result: RunResult, scenario: Scenario) -> Judged:
     ok = measured & (outcome == RequestOutcome.OK)
     already_late = unknown & ended & (waited_ns > latest_ns)
     judged = measured & (outcome != RequestOutcome.CANCELLED) & (~unknown | already_late)
+    served_ns = records["done_ns"] - np.maximum(records["sent_ns"], records["scheduled_ns"])
+    in_time = np.isin(outcome, (RequestOutcome.OK, RequestOutcome.INTERRUPTED)) & (served_ns <= latest_ns)
     return Judged(
         records=records,
         window=window,
@@ -93,6 +97,7 @@ def judge_records(result: RunResult, scenario: Scenario) -> Judged:
         good=ok & (waited_ns <= latest_ns),
         judged=judged,
         failed=judged & ~ok,
+        blamed=judged & ~in_time & (outcome != RequestOutcome.NOT_SENT),
         whys=result.whys,
     )
 

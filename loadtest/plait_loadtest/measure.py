@@ -69,7 +69,7 @@ class ClassSummary:
 
     `requests` were scheduled, `judged` of them count for attainment and `error_rate`. `slo_met`: None if there is no
     SLO or too few requests to tell. `failures`: the commonest reasons of each of the `errors`. `service_ms` counts from
-    sending and hides queueing: for comparison only.
+    sending and hides queueing: for comparison only. `blamed`: judged, and not good by that account either.
     """
 
     name: str
@@ -77,6 +77,7 @@ class ClassSummary:
     judged: int
     succeeded: int
     good: int
+    blamed: int
     offered_per_s: float
     achieved_per_s: float
     goodput_per_s: float
@@ -112,6 +113,7 @@ class RunSummary:
     wall_s: float
     cpu_s: float
     interrupted: bool
+    reconnects: int
     images_per_s: float | None
 
     @property
@@ -146,6 +148,7 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
             errors=total.errors,
             interrupted=result.interrupted,
             judged=total.judged,
+            limits=result.limits,
             problems=result.problems,
             abandoned=result.abandoned,
         ),
@@ -154,6 +157,7 @@ def summarise(result: RunResult, scenario: Scenario) -> RunSummary:
         wall_s=result.wall_s,
         cpu_s=result.cpu_s,
         interrupted=result.interrupted,
+        reconnects=result.reconnects,
         images_per_s=_images_per_s(run) if scenario.target.api == "images" else None,
     )
 
@@ -197,6 +201,7 @@ def _class(name: str, run: Judged, own: Mask, slo: Slo | None, api: str) -> Clas
         judged=judged,
         succeeded=int(ok.sum()),
         good=good,
+        blamed=int((own & run.blamed).sum()),
         offered_per_s=int(own.sum()) / seconds,
         achieved_per_s=int(_came(run, own).sum()) / seconds,
         goodput_per_s=good / seconds,

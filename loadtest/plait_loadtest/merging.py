@@ -87,6 +87,7 @@ def _result(parts: Sequence[FinishedRun]) -> RunResult:
         cpu_s=sum(result.cpu_s for result in results),
         interrupted=bool(ends),
         reconnects=sum(result.reconnects for result in results),
+        limits=tuple(f"part {each.part}: {limit}" for each in parts for limit in each.result.limits),
         problems=tuple(problems),
         abandoned=next((result.abandoned for result in results if result.abandoned), ""),
         whys=whys,

@@ -67,6 +67,7 @@ class LoadTarget(_ScenarioModel):
     timeout_s: float = Field(default=300.0, gt=0, description="from the moment of sending to the last byte")
     connect_timeout_s: float = Field(default=5.0, gt=0)
     verify_tls: bool = True
+    ca: Path | None = Field(default=None, description="PEM file of the authorities to trust, instead of the system's")
     check: ResponseCheck = ResponseCheck()
 
 
@@ -115,7 +116,7 @@ class RampArrivals(_ScenarioModel):
 
 
 class StepArrivals(_ScenarioModel):
-    """A Poisson process in stages: `[[seconds, rate], ...]`; the last stage lasts to the end."""
+    """A Poisson process in stages: `[[seconds, rate], ...]`; the last lasts to the end, all are within `duration_s`."""
 
     kind: Literal["step"] = "step"
     stages: tuple[tuple[float, float], ...] = Field(min_length=1)

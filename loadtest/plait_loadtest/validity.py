@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-Code = Literal["send_lag", "echo", "not_sent", "interrupted", "too_few", "generator", "abandoned"]
+Code = Literal["send_lag", "echo", "limit", "interrupted", "too_few", "generator", "abandoned"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,13 +25,15 @@ def judge(
     errors: Mapping[str, int],
     interrupted: bool,
     judged: int,
+    limits: Sequence[str] = (),
     problems: Sequence[str] = (),
     abandoned: str = "",
 ) -> tuple[Reason, ...]:
     """Return why the run is invalid; empty: it is valid.
 
     `lag_ms`, `echo_ms`: p99s, nan where nothing was measured. `errors` by outcome name. `judged`: requests that
-    count. `problems`: errors on the runner's side. `abandoned`: why it was ended early on purpose.
+    count. `limits` of the generator that were met, and `problems` on its side, a sentence each. `abandoned`: why it was
+    ended early on purpose.
     """
     reasons: list[Reason] = []
 
@@ -44,7 +46,8 @@ def judge(
     note("abandoned", f"it was ended early: {abandoned}", when=bool(abandoned))
     note(
         "send_lag",
-        f"requests left late: p99 send lag {lag_ms:.3g} ms, limit {limit_ms:.3g} ms (more --processes may help)",
+        f"requests left late: p99 send lag {lag_ms:.3g} ms, limit {limit_ms:.3g} ms"
+        + ("" if limits else " (more --processes may help)"),
         when=lag_ms > limit_ms,  # false for nan
     )
     note(
@@ -52,7 +55,7 @@ def judge(
         f"this machine was slow: the control request's p99 is {echo_ms:.3g} ms, limit {limit_ms:.3g} ms",
         when=echo_ms > limit_ms,
     )
-    note("not_sent", f"{not_sent} requests found no room (limits.in_flight, limits.connections)", when=not_sent > 0)
+    note("limit", "; ".join(limits) or f"{not_sent} requests were not sent", when=bool(limits) or not_sent > 0)
     note("generator", "; ".join(problems), when=bool(problems))
     note("too_few", "not one request ran to its end", when=judged == 0)
     return tuple(reasons)

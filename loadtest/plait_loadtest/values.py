@@ -18,7 +18,7 @@ class RequestOutcome(IntEnum):
     """How a request ended. Stored as uint8; the names in lower case are the error classes of reports."""
 
     OK = 0
-    NOT_SENT = 1  # the cap on requests in flight, or the connection limit, left no room until the run's end
+    NOT_SENT = 1  # a limit of the generator or of its machine left no room for it
     CONNECT = 2  # refused, unreachable, TLS failed
     DNS = 3
     TIMEOUT = 4
@@ -146,9 +146,9 @@ class RunResult:
     """The result of a run. `started_unix_s`: the instant that all record times count from.
 
     `cpu_s`: processor time of the generator's processes. `interrupted`: it ended early, by Ctrl-C or because it was
-    `abandoned`, which says why. `reconnects`: requests that were sent again because the server had just closed the
-    kept-alive connection. `problems`: errors on the generator's side, one sentence each; a run with any is not
-    valid. `whys`: what `why` of the records counts.
+    `abandoned`, which says why. `reconnects`: requests whose kept-alive connection the server had closed before they
+    reached it, so that they left on a new one. `limits` of the generator that were met, and `problems`: errors on its
+    side, one sentence each; a run with any is not valid. `whys`: what `why` of the records counts.
     """
 
     records: Records
@@ -158,6 +158,7 @@ class RunResult:
     cpu_s: float
     interrupted: bool
     reconnects: int = 0
+    limits: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     abandoned: str = ""
     whys: tuple[str, ...] = ("",)

@@ -120,9 +120,9 @@ class _Closed:
         self._asked_ns[slot] = time.perf_counter_ns()
         self._pool.submit(SendJob(slot, self._request))
 
-    def _on_end(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | None) -> None:
+    def _on_end(self, slot: int, outcome: RequestOutcome, now_ns: int, connection: HttpConnection | str) -> None:
         asked_ns = self._asked_ns.pop(slot)
-        status = 0 if connection is None else connection.head.status
+        status = 0 if isinstance(connection, str) else connection.head.status
         if status == 429:
             self._refused_s.append((now_ns - asked_ns) / 1e9)
         else:

@@ -228,7 +228,8 @@ def test_a_worker_that_dies_is_named(server):
         workers["loadtest-worker-1"].kill()
 
     result = go(scenario, on_progress=_once(kill))
-    assert result.problems == ("worker process 1 of 2 died (exit code -9)",)
+    (problem,) = result.problems
+    assert problem.startswith("worker process 1 of 2 died (exit code -9): the system kills where memory runs out")
     assert (result.records["outcome"][0::2] == RequestOutcome.OK).all()
     assert (result.records["outcome"][1::2] == RequestOutcome.INTERRUPTED).all()
     np.testing.assert_array_equal(result.records["index"], np.arange(200))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import shutil
+import ssl
 import subprocess
 import time
+from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
 import uvloop
 
+from plait_loadtest.limits import DESCRIPTORS, MEMORY, PORTS, ROOM
 from plait_loadtest.scenario import LoadTarget
 from plait_loadtest.values import PreparedRequest, RequestOutcome
-from plait_loadtest.wire.dial import Dialler, RequestWriter, place_of
+from plait_loadtest.wire.dial import LOOKUP_S, Dialler, RequestWriter, place_of
+from plait_loadtest.wire.framing import HTTP2
 from plait_loadtest.wire.pool import ConnectionPool, Rules, SendJob
-from support.bad_server import bad_server
+from support.bad_server import BadServer, bad_server
 
 
 @dataclass
@@ -37,11 +43,11 @@ class End:
 
 @dataclass
 class Asked:
-    """All ends, by order of asking, and the pool's own count."""
+    """All ends, by order of asking, and the pool's own counts."""
 
     ends: list[End]
     reconnects: int
-    left_open: int
+    limits: dict[str, int]
 
 
 def ask(
@@ -56,9 +62,11 @@ def ask(
     limit_bytes=1 << 20,
     close_after_s=None,
     pause_s=0.0,
+    dialler=None,
+    between=lambda slot: None,
     **target,
 ):
-    """Asks for each path, one after the other or all at once."""
+    """Asks for each path, one after the other or all at once. ``between`` is called after each end."""
 
     async def main():
         place = place_of(url)
@@ -92,7 +100,9 @@ def ask(
             keeps_body=True,
             limit_bytes=limit_bytes,
         )
-        pool = ConnectionPool(Dialler(place, LoadTarget(url=url, **target)).dial, rules, on_end)
+        own = dialler or Dialler(place, LoadTarget(url=url, **target))
+        pool = ConnectionPool(own.dial, rules, on_end)
+        own.on_addresses = pool.spread
 
         async def wait_for(count):
             while len(ends) < count:
@@ -105,12 +115,13 @@ def ask(
             if not at_once:
                 await wait_for(slot + 1)
                 await asyncio.sleep(pause_s)
+                between(slot)
         if close_after_s is not None:
             await asyncio.sleep(close_after_s)
         else:
             await wait_for(len(paths))
         pool.close()
-        return Asked([ends[slot] for slot in range(len(paths))], pool.reconnects, pool.in_flight)
+        return Asked([ends[slot] for slot in range(len(paths))], pool.reconnects, dict(pool.limits))
 
     return uvloop.run(main())
 
@@ -140,6 +151,7 @@ def server():
         ("bad-chunk", RequestOutcome.GARBLED),
         ("long-head", RequestOutcome.GARBLED),
         ("endless", RequestOutcome.GARBLED),
+        ("http2", RequestOutcome.GARBLED),
         ("huge", RequestOutcome.GARBLED),
         ("truncated", RequestOutcome.TRUNCATED),
         ("truncated-head", RequestOutcome.TRUNCATED),
@@ -209,11 +221,40 @@ def test_nobody_there():
         )
 
 
-def test_a_connection_that_closed_while_idle_costs_no_error(server):
-    """The request is sent again on a fresh connection, once, and counted; a first request is never sent again."""
-    asked = ask(server.url, "/once", "/once", "/hangs-up")
-    assert [end.outcome for end in asked.ends] == [RequestOutcome.OK, RequestOutcome.OK, RequestOutcome.RESET]
-    assert asked.reconnects == 2  # the second /once, and /hangs-up; that got a fresh connection and closed that too
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("path", ["/swallows", "/once"])
+def test_what_may_have_been_read_is_never_sent_again(path, method):
+    """A server that reads every second request of a connection and resets or ends it gets each request once; each of
+    these is an error."""
+    with bad_server() as server:
+        asked = ask(server.url, *[path] * 10, method=method, body=b"{}" if method == "POST" else b"")
+    assert [end.outcome for end in asked.ends] == [RequestOutcome.OK, RequestOutcome.RESET] * 5
+    assert (server.asked, asked.reconnects) == ([path] * 10, 0)
+
+
+@pytest.mark.parametrize("body", [b"", b"x" * (100 << 10)])
+def test_a_connection_that_closed_before_the_request_is_replaced(body):
+    """The server ends each connection with its answer, while the next request waits for it: that is written to an ended
+    connection, leaves again on a new one, and is counted. Nothing reaches the server twice."""
+    with bad_server() as server:
+        asked = ask(server.url, *["/leaves"] * 10, method="POST", body=body, at_once=True, room=1)
+    assert [end.outcome for end in asked.ends] == [RequestOutcome.OK] * 10
+    assert (server.asked, asked.reconnects) == (["/leaves"] * 10, 9)
+
+
+def test_a_replaced_request_left_when_it_left_first():
+    """Opening the new connection is part of what it took."""
+
+    class Slowly(Dialler):
+        async def dial(self, factory):
+            await asyncio.sleep(0.2)
+            return await super().dial(factory)
+
+    with bad_server() as server:
+        slowly = Slowly(place_of(server.url), LoadTarget(url=server.url))
+        _, second = ask(server.url, "/leaves", "/leaves", at_once=True, room=1, dialler=slowly).ends
+    assert second.outcome is RequestOutcome.OK
+    assert (second.done_ns - second.sent_ns) / 1e9 >= 0.2
 
 
 def test_there_is_no_other_retry(server):
@@ -222,6 +263,138 @@ def test_there_is_no_other_retry(server):
     asked = ask(server.url, "/reset", "/reset", "/reset", at_once=True)
     assert [end.outcome for end in asked.ends] == [RequestOutcome.RESET] * 3
     assert (server.asked.count("/reset") - before, asked.reconnects) == (3, 0)
+
+
+def says(*answers):
+    """A look-up that gives these answers in turn, the last for good, and how often it was asked."""
+    asked = []
+
+    async def look_up(_host, _port):
+        asked.append(None)
+        return answers[min(len(asked), len(answers)) - 1]
+
+    return look_up, asked
+
+
+def named(port, look_up, **options):
+    """A dialler to a name."""
+    url = f"http://somewhere.invalid:{port}"
+    return Dialler(place_of(url), LoadTarget(url=url), look_up=look_up, **options)
+
+
+@pytest.fixture
+def three():
+    """Servers on three addresses with the same port."""
+    with ExitStack() as stack:
+        servers = [BadServer()]
+        servers += [BadServer(address=(f"127.0.0.{last}", servers[0].port)) for last in (2, 3)]
+        for each in servers:
+            stack.callback(each.close)
+        yield servers
+
+
+@pytest.mark.parametrize("path", ["/ok", "/closes"])
+def test_the_addresses_of_a_name_take_turns(three, path):
+    """40 requests one after the other, on kept connections or new ones, are shared by three records; all are open after
+    the first few."""
+    look_up, _ = says(["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+    ends = ask(three[0].url, *[path] * 40, dialler=named(three[0].port, look_up), pause_s=0.01).ends
+    assert [end.outcome for end in ends] == [RequestOutcome.OK] * 40
+    assert sum(len(each.asked) for each in three) == 40
+    assert min(len(each.asked) for each in three) >= 10
+
+
+def test_another_process_begins_with_another_address(three):
+    """Else the first address would get one connection of each process more."""
+    for turn in range(3):
+        look_up, _ = says(["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+        ask(three[0].url, "/closes", dialler=named(three[0].port, look_up, turn=turn))
+    assert [each.asked[0] for each in three] == ["/closes"] * 3
+
+
+def test_a_name_that_moves_is_followed(three):
+    """The old address is gone. Once the stated interval is over, the name is looked up, and new connections follow."""
+    now_ns = [0]
+    look_up, asked = says(["127.0.0.1"], ["127.0.0.2"])
+
+    def between(slot):
+        if slot == 0:
+            three[0].close()
+        if slot == 2:
+            now_ns[0] = int(LOOKUP_S * 1e9)
+
+    dialler = named(three[0].port, look_up, clock=lambda: now_ns[0])
+    ends = ask(three[0].url, *["/closes"] * 6, dialler=dialler, between=between).ends
+    gone = [RequestOutcome.CONNECT] * 3  # the last one asked for the name, and did not wait for the answer
+    assert [end.outcome for end in ends] == [RequestOutcome.OK, *gone, *[RequestOutcome.OK] * 2]
+    assert (len(asked), three[1].asked) == (2, ["/closes"] * 2)
+
+
+def test_an_address_that_refuses_is_left_out_until_the_next_look_up(three):
+    """Its requests go to the others, and it is tried once."""
+    three[1].close()
+    look_up, _ = says(["127.0.0.1", "127.0.0.2", "127.0.0.3"])
+    tried = []
+
+    class Counting(Dialler):
+        async def _connect(self, factory, address, failed):
+            tried.append(address)
+            return await super()._connect(factory, address, failed)
+
+    place = place_of(f"http://somewhere.invalid:{three[0].port}")
+    dialler = Counting(place, LoadTarget(url=three[0].url), look_up=look_up)
+    ends = ask(three[0].url, *["/closes"] * 12, dialler=dialler, pause_s=0.01).ends
+    assert [end.outcome for end in ends] == [RequestOutcome.OK] * 12
+    assert Counter(tried)["127.0.0.2"] == 1
+    assert min(len(three[0].asked), len(three[2].asked)) >= 5
+
+
+def test_localhost_is_both_loopbacks(server):
+    """Whatever the hosts file says, IPv6 is tried first and then IPv4, as everybody does who listens to one of them."""
+    tried = []
+
+    class Fake(Dialler):
+        async def _connect(self, factory, address, failed):
+            tried.append(address)
+            if address == "::1":
+                raise ConnectionRefusedError
+            return await super()._connect(factory, address, failed)
+
+    url = f"http://localhost:{server.port}"
+    assert ask(url, "/closes", "/closes", dialler=Fake(place_of(url), LoadTarget(url=url))).ends[1].body == b"ok"
+    assert tried == ["::1", "127.0.0.1", "127.0.0.1"]
+
+
+@pytest.mark.parametrize(
+    ("number", "limit"),
+    [
+        (errno.EMFILE, DESCRIPTORS), (errno.ENFILE, DESCRIPTORS), (errno.ENOBUFS, MEMORY), (errno.ENOMEM, MEMORY),
+        (errno.EADDRNOTAVAIL, PORTS),
+    ],
+)  # fmt: skip
+def test_a_limit_of_this_machine_is_no_refusal(server, number, limit):
+    """Without descriptors, memory or ports a request is not sent, for that reason; refused is another thing, and so is
+    an address that this machine never had a way to."""
+    errors = [OSError(number, "no more"), None, OSError(number, "no more"), OSError(errno.ECONNREFUSED, "refused")]
+
+    class Failing(Dialler):
+        async def _connect(self, factory, address, failed):
+            if error := errors.pop(0):
+                raise error
+            return await super()._connect(factory, address, failed)
+
+    dialler = Failing(place_of(server.url), LoadTarget(url=server.url))
+    asked = ask(server.url, *["/closes"] * 4, dialler=dialler)
+    first = RequestOutcome.CONNECT if limit == PORTS else RequestOutcome.NOT_SENT
+    expected = [first, RequestOutcome.OK, RequestOutcome.NOT_SENT, RequestOutcome.CONNECT]
+    assert [end.outcome for end in asked.ends] == expected
+    assert asked.limits == {limit: expected.count(RequestOutcome.NOT_SENT)}
+
+
+def test_waiting_for_room_is_counted(server):
+    """Of five at once on two connections three had to wait; one after the other none does."""
+    assert ask(server.url, *["/slow"] * 5, at_once=True, room=2).limits == {ROOM: 3}
+    assert ask(server.url, *["/slow"] * 5, room=1).limits == {}
 
 
 def test_an_idle_connection_that_closes_is_forgotten(server):
@@ -285,8 +458,24 @@ def test_tls_is_spoken_and_verified(certificate):
     with bad_server(certificate) as server:
         url = server.url.replace("http:", "https:")
         ends = ask(url, "/ok", "/chunked", "/once", "/once", "/truncated", verify_tls=False).ends
-        assert [end.outcome for end in ends] == [RequestOutcome.OK] * 4 + [RequestOutcome.TRUNCATED]
+        ok, reset, truncated = RequestOutcome.OK, RequestOutcome.RESET, RequestOutcome.TRUNCATED
+        assert [end.outcome for end in ends] == [ok, ok, reset, ok, truncated]
         assert ends[1].body == b"ok and"
         (refused,) = ask(url, "/ok").ends
         assert refused.outcome is RequestOutcome.CONNECT
         assert "certificate verify failed" in refused.why
+        known = url.replace("127.0.0.1", "localhost")
+        assert ask(known, "/ok", ca=certificate).ends[0].outcome is RequestOutcome.OK
+
+
+def test_a_server_that_speaks_http2_only_is_named(server):
+    """Its first frame is no answer; over TLS it takes no other protocol in the handshake."""
+    assert ask(server.url, "/http2").ends[0].why == HTTP2
+
+    class Refused(Dialler):
+        async def _connect(self, factory, address, failed):
+            raise ssl.SSLError(1, "[SSL] tlsv1 alert no application protocol (_ssl.c:1006)")
+
+    url = server.url.replace("http:", "https:")
+    (end,) = ask(url, "/ok", dialler=Refused(place_of(url), LoadTarget(url=url))).ends
+    assert (end.outcome, end.why) == (RequestOutcome.CONNECT, HTTP2)

@@ -1,10 +1,11 @@
-"""A server that does everything wrong, by path: raw sockets, one thread a connection.
+"""A server that does everything wrong, by path, or by the prompt of a JSON body: raw sockets, one thread a connection.
 
 A behaviour gets the socket and how many requests this connection has served before; it returns whether to go on.
 """
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import struct
@@ -19,21 +20,29 @@ ENDLESS = b"x" * 65536
 
 
 class BadServer:
-    """``url`` and how often each path was asked in ``asked``. Behaviours are the functions below, by name."""
+    """``url`` and what was asked in ``asked``, in order. ``behaviours`` are those below, by name."""
 
-    def __init__(self, certificate: Path | None = None) -> None:
+    def __init__(
+        self,
+        certificate: Path | None = None,
+        address: tuple[str, int] = ("127.0.0.1", 0),
+    ) -> None:
         self._tls = None
         if certificate is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             self._tls.load_cert_chain(certificate)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server(address, backlog=512)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://{address[0]}:{self.port}"
         self.asked: list[str] = []
+        self.behaviours = BEHAVIOURS
         self.stopped = threading.Event()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening and lets stalled connections go."""
+        """Stops listening and lets stalled connections go. Idempotent."""
+        if self.stopped.is_set():
+            return
         self.stopped.set()
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept, which keeps the port open
         self._listener.close()
@@ -55,28 +64,30 @@ class BadServer:
             return
         with connection:
             try:
-                while path := _read_request(connection):
-                    self.asked.append(path)
-                    if not BEHAVIOURS[path.lstrip("/")](self, connection, served):
+                while name := self._read_request(connection):
+                    self.asked.append(f"/{name}")
+                    if not self.behaviours[name](self, connection, served):
                         return
                     served += 1
             except OSError:
                 return
 
-
-def _read_request(connection: socket.socket) -> str:
-    """The path of the next request, its body read; empty at the end of the connection."""
-    data = b""
-    while b"\r\n\r\n" not in data:
-        piece = connection.recv(65536)
-        if not piece:
-            return ""
-        data += piece
-    head, _, body = data.partition(b"\r\n\r\n")
-    length = next((int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0)
-    while len(body) < length:
-        body += connection.recv(65536)
-    return head.split(b" ")[1].decode()
+    def _read_request(self, connection: socket.socket) -> str:
+        """The behaviour that the next request asks for, its body read; empty at the end of the connection."""
+        data = b""
+        while b"\r\n\r\n" not in data:
+            piece = connection.recv(65536)
+            if not piece:
+                return ""
+            data += piece
+        head, _, body = data.partition(b"\r\n\r\n")
+        length = next(
+            (int(line[15:]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")), 0
+        )
+        while len(body) < length:
+            body += connection.recv(65536)
+        name = head.split(b" ")[1].decode().lstrip("/")
+        return name if name in self.behaviours else json.loads(body)["prompt"]
 
 
 Behaviour = Callable[[BadServer, socket.socket, int], bool]
@@ -136,11 +147,35 @@ def once(_server: BadServer, connection: socket.socket, served: int) -> bool:
     return served == 0
 
 
-def slow(_server: BadServer, connection: socket.socket, _served: int) -> bool:
-    """A good answer after 50 ms."""
-    time.sleep(0.05)
-    connection.sendall(OK)
-    return True
+def swallows(_server: BadServer, connection: socket.socket, served: int) -> bool:
+    """Answers the first request of a connection; reads the second, and resets a while later."""
+    if served == 0:
+        connection.sendall(OK)
+        return True
+    time.sleep(0.3)
+    return reset(_server, connection, served)
+
+
+def leaves(answer: bytes) -> Behaviour:
+    """Answers and ends the connection in one packet, without having said so: nothing that comes later is read."""
+
+    def behave(_server: BadServer, connection: socket.socket, _served: int) -> bool:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
+        connection.sendall(answer)
+        return False
+
+    return behave
+
+
+def late(seconds: float) -> Behaviour:
+    """A good answer after that time."""
+
+    def behave(_server: BadServer, connection: socket.socket, _served: int) -> bool:
+        time.sleep(seconds)
+        connection.sendall(OK)
+        return True
+
+    return behave
 
 
 def _status(code: int) -> Behaviour:
@@ -149,7 +184,11 @@ def _status(code: int) -> Behaviour:
 
 BEHAVIOURS: dict[str, Behaviour] = {
     "ok": says(OK, goes_on=True),
-    "slow": slow,
+    "slow": late(0.05),
+    "second": late(1.0),
+    "swallows": swallows,
+    "leaves": leaves(OK),
+    "http2": says(b"\0\0\6\4\0\0\0\0\0\0\3\0\0\0\x64"),
     "dead": dead,
     "reset": reset,
     "hangs-up": says(),

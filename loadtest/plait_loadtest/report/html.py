@@ -263,6 +263,8 @@ def _generator(summary: RunSummary) -> str:
     ]
     columns = ("", "p50 ms", "p99 ms", "max ms", "")
     note = "Whether the generator kept its schedule, and where the time went."
+    if summary.reconnects:
+        note += f" {summary.reconnects:,} requests left on a new connection, as the server had closed the kept one."
     return section("Behind the numbers", note, table(columns, [row for row in rows if row]))
 
 

@@ -18,7 +18,8 @@ from plait_loadtest.values import RECORD, Echo, HostPart, RunResult
 
 FORMAT = "plait-loadtest-part/1"
 SUFFIX = ".npz"
-_ABOUT = ("started_unix_s", "wall_s", "cpu_s", "interrupted", "reconnects", "problems", "abandoned", "whys")
+_TEXTS = ("limits", "problems", "whys")
+_ABOUT = ("started_unix_s", "wall_s", "cpu_s", "interrupted", "reconnects", "abandoned", *_TEXTS)
 
 
 def check_path(path: Path) -> None:
@@ -59,7 +60,7 @@ def read(path: Path) -> FinishedRun:
             RunResult(
                 records=records,
                 echo=Echo(scheduled_ns=echo[0], latency_ns=echo[1]),
-                **{**result, "problems": tuple(result["problems"]), "whys": tuple(result["whys"])},
+                **{**result, **{name: tuple(result[name]) for name in _TEXTS}},
             ),
             Scenario.model_validate(about["scenario"]),
             (),

@@ -48,6 +48,8 @@ def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
     if total.errors:
         lines.append("not answered as hoped: " + ", ".join(f"{n} {name}" for name, n in total.errors.items()))
         lines += [f"  {name}: {one.count} x {one.why}" for name, each in total.failures.items() for one in each]
+    if summary.reconnects:
+        lines.append(f"sent on a new connection, as the server had closed the kept one: {summary.reconnects}")
     if total.latency_all_ms.n > total.latency_ms.n:
         lines.append(f"latency ms with that of failures {_spread(total.latency_all_ms)}")
     if summary.images_per_s is not None:

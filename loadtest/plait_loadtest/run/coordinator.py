@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection as Pipe
@@ -12,6 +14,7 @@ import numpy as np
 
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.failures import joined
+from plait_loadtest.limits import sentences
 from plait_loadtest.run import worker
 from plait_loadtest.run.echo import EchoClock
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult, shares
@@ -90,6 +93,7 @@ def run(
             cpu_s=sum(left.cpu_s for left in crew.left),
             interrupted=crew.is_stopped,
             reconnects=sum(left.reconnects for left in crew.left),
+            limits=sentences(sum((Counter(left.limits) for left in crew.left), Counter()), scenario.limits),
             problems=tuple(crew.problems),
             abandoned=crew.abandoned,
             whys=whys,
@@ -246,7 +250,9 @@ class _Member:
     def _died(self) -> str:
         self.is_alive = self.is_preparing = False
         self._process.join(_JOIN_S)
-        return f"worker process {self.share.rank} of {self.share.processes} died (exit code {self._process.exitcode})"
+        died = f"worker process {self.share.rank} of {self.share.processes} died (exit code {self._process.exitcode})"
+        killed = self._process.exitcode == -signal.SIGKILL
+        return died + (": the system kills where memory runs out, so lower the rate or the processes" if killed else "")
 
 
 def _lost(share: Share, plan: RequestPlan) -> Records:

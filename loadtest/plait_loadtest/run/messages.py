@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,12 +42,14 @@ class WorkerProgress(RequestCounts):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerResult:
-    """The result of a worker: its records as bytes of `RECORD`, what their `why` counts, and the resources used."""
+    """The result of a worker: its records as bytes of `RECORD`, what their `why` counts, and the resources used.
+    `limits`: how many requests each held up."""
 
     records: bytes
     whys: tuple[str, ...]
     cpu_s: float
     reconnects: int
+    limits: Mapping[str, int]
 
 
 def part(whole: int, rank: int, processes: int) -> int:

@@ -20,6 +20,7 @@ import uvloop
 
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.failures import FailureLog
+from plait_loadtest.limits import MEMORY
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import Share, WorkerProgress, WorkerResult
 from plait_loadtest.run.pace import ClosedLoop, OpenLoop, first_connections
@@ -79,13 +80,13 @@ class Worker:
             self._pipe.send(READY)
             said = self._pipe.recv()
             start_ns = said if isinstance(said, int) else time.perf_counter_ns()
-            ledger, reconnects = uvloop.run(self._load(start_ns, is_stopped=said == STOP))
+            ledger, pool = uvloop.run(self._load(start_ns, is_stopped=said == STOP))
         finally:
             gc.enable()
             gc.unfreeze()
-        self._pipe.send(self._left(ledger, start_ns, time.process_time() - cpu_s, reconnects))
+        self._pipe.send(self._left(ledger, start_ns, time.process_time() - cpu_s, pool))
 
-    async def _load(self, start_ns: int, *, is_stopped: bool) -> tuple[Ledger, int]:
+    async def _load(self, start_ns: int, *, is_stopped: bool) -> tuple[Ledger, ConnectionPool]:
         share = self._share
         loop = asyncio.get_running_loop()
         ledger = Ledger(self._judge, self._failures, (share.scheduled_ns + start_ns).tolist(), self._asked)
@@ -94,11 +95,16 @@ class Worker:
             pace = ClosedLoop(ledger, self._requests, share, start_ns=start_ns)
         else:
             pace = OpenLoop(ledger, self._requests, share.cancelled.tobytes())
-        pool = ConnectionPool(Dialler(self._place, share.scenario.target).dial, self._rules(), pace.ended)
+        dialler = Dialler(self._place, share.scenario.target, turn=share.rank)
+        pool = ConnectionPool(dialler.dial, self._rules(), pace.ended)
+        dialler.on_addresses = pool.spread
         broken: list[str] = []
 
         def on_bug(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-            broken.append(f"{context['message']}: {context.get('exception')!r}")
+            if isinstance(context.get("exception"), MemoryError):
+                pool.limits[MEMORY] += 1
+            else:
+                broken.append(f"{context['message']}: {context.get('exception')!r}")
             pace.finished.set()
 
         loop.set_exception_handler(on_bug)
@@ -111,7 +117,7 @@ class Worker:
         pool.close()
         if broken:
             raise RuntimeError(broken[0])  # our own mistake: better no numbers than wrong ones
-        return ledger, pool.reconnects
+        return ledger, pool
 
     async def _until_over(self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger, end_ns: int) -> None:
         """Wait until all ended, the drain time is over, or the coordinator says stop; report progress meanwhile."""
@@ -154,7 +160,7 @@ class Worker:
             limit_bytes=scenario.limits.response_bytes,
         )
 
-    def _left(self, ledger: Ledger, start_ns: int, cpu_s: float, reconnects: int) -> WorkerResult:
+    def _left(self, ledger: Ledger, start_ns: int, cpu_s: float, pool: ConnectionPool) -> WorkerResult:
         share = self._share
         requests = len(ledger.scheduled_ns)
         kinds = [share.mix.kind(share.rank + slot * share.processes) for slot in range(requests)]
@@ -167,8 +173,13 @@ class Worker:
             records["why"][never_ended] = self._failures.number(
                 f"limits.drain_s ({share.scenario.limits.drain_s:g} s) was over"
             )
-        texts = tuple(self._failures.texts)
-        return WorkerResult(records=records.tobytes(), whys=texts, cpu_s=cpu_s, reconnects=reconnects)
+        return WorkerResult(
+            records=records.tobytes(),
+            whys=tuple(self._failures.texts),
+            cpu_s=cpu_s,
+            reconnects=pool.reconnects,
+            limits=dict(pool.limits),
+        )
 
     def _asked(self, slot: int) -> int:
         return self._share.mix.asked(self._share.rank + slot * self._share.processes)

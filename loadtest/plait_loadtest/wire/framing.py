@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol
 HEAD_LIMIT_BYTES = 64 << 10
 """A head larger than this counts as garbled; servers commonly refuse to send or accept more than 8 to 64 KiB."""
 
+HTTP2 = "the server speaks HTTP/2, and plait loadtest HTTP/1.1 only"
+
 _CHUNK_LINE_LIMIT_BYTES = 4096
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9]\d\d)(?: [^\r\n]*)?")
 _CHUNK_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})[ \t]*(?:;.*)?", re.DOTALL)

@@ -8,11 +8,14 @@ Linux CLOCK_MONOTONIC, which all processes of a machine share).
 from __future__ import annotations
 
 import asyncio
+import struct
+import termios
+from fcntl import ioctl
 from time import perf_counter_ns
 from typing import Protocol, cast
 
 from plait_loadtest.values import RequestOutcome
-from plait_loadtest.wire.framing import HEAD_LIMIT_BYTES, Framing, Head, framing_of, parse_head
+from plait_loadtest.wire.framing import HEAD_LIMIT_BYTES, HTTP2, Framing, Head, framing_of, parse_head
 
 IDLE = -1
 _OUTCOMES = {2: RequestOutcome.OK, 4: RequestOutcome.HTTP_4XX, 5: RequestOutcome.HTTP_5XX}
@@ -37,7 +40,8 @@ class HttpConnection(asyncio.Protocol):
     """A connection. Facts of the last request: `sent_ns`, `first_byte_ns`, `first_part_ns` (-1: never), `head`, `body`
     (of event streams, or if `keeps_body`; the first bytes of what is no success), `received_bytes` (of the whole
     response), `is_reusable` once it ended, `why` it was reset, truncated or garbled. `slot` is the request in flight,
-    or `IDLE`; `is_kept` is the owner's: the connection was open before its request."""
+    or `IDLE`; `is_kept` is the owner's: the connection was open before its request. `is_unread`: it ended before the
+    request reached the server."""
 
     __slots__ = (
         "_buffer",
@@ -55,6 +59,7 @@ class HttpConnection(asyncio.Protocol):
         "head",
         "is_kept",
         "is_reusable",
+        "is_unread",
         "received_bytes",
         "request",
         "sent_ns",
@@ -81,6 +86,7 @@ class HttpConnection(asyncio.Protocol):
         self.is_reusable = True
         self.is_kept = False
         self.why = ""
+        self.is_unread = False
 
     @property
     def body(self) -> bytes:
@@ -138,6 +144,22 @@ class HttpConnection(asyncio.Protocol):
                 self._pieces = [data]
             self._end(RequestOutcome.GARBLED, now_ns, is_reusable=False)
 
+    def eof_received(self) -> None:
+        """Note whether the server had ended the connection before it had the request (asyncio.Protocol).
+
+        An end confirms what came before it (RFC 9293). A request of which nothing is confirmed by then came later, and
+        a server that has ended the connection reads no more (RFC 9112 section 9.6).
+        """
+        if self._transport is None:
+            return
+        if self.slot == IDLE:  # at once: `connection_lost` comes later, and a request could come between
+            self.close()
+            self._owner.lost(self)
+        elif self.first_byte_ns < 0:
+            queued = ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            unconfirmed = struct.unpack("i", queued)[0] + self._transport.get_write_buffer_size()
+            self.is_unread = unconfirmed >= len(self.request)
+
     def connection_lost(self, exc: Exception | None) -> None:
         """End the request in flight, or report the idle connection lost; also called at the server's end of file."""
         if self._transport is None:
@@ -162,6 +184,8 @@ class HttpConnection(asyncio.Protocol):
             data = self._buffer + data
         end = data.find(_BLANK_LINE)
         if end < 0:
+            if data[:2] == b"\0\0" and data[3:4] in (b"\4", b"\7"):  # the frames SETTINGS and GOAWAY
+                raise ValueError(HTTP2)
             if len(data) > HEAD_LIMIT_BYTES or b"HTTP/1."[: len(data)] != data[:7]:
                 raise ValueError("not a head")
             self._buffer = data

@@ -3,26 +3,23 @@
 HTTP/1.1 carries one request per connection, so the limits on connections and on requests in flight are one number,
 `room`. A request that finds no room waits; its latency still counts from its scheduled time.
 
-A server may close a kept-alive connection at the very moment when a request is written to it. That is an artefact of
-keeping connections, not the server's answer: if no part of a response arrived, the connection had been open before
-the request, and it closed within `STALE_S` of the write, the request is sent once more on a fresh connection, and
-counted in `reconnects`. There is no other retry.
+A server may have closed a kept-alive connection by the time when a request is written to it. That is an artefact of
+keeping connections, not the server's answer: if the connection's end shows that the server never had the request, it
+leaves once more, on a new connection, and is counted in `reconnects`. What may have been read is never sent again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import NamedTuple
 
+from plait_loadtest.limits import ROOM
 from plait_loadtest.values import Failure, RequestOutcome
 from plait_loadtest.wire.http1 import HttpConnection
-
-STALE_S = 1.0
-"""A generous round trip: a server that closes later than this had received the request and gave up on it."""
 
 
 class SendJob(NamedTuple):
@@ -57,12 +54,14 @@ class ConnectionPool:
 
     def __init__(self, dial: Dial, rules: Rules, on_end: OnEnd) -> None:
         self.reconnects = 0
+        self.limits: Counter[str] = Counter()  # requests that each limit of the generator held up
         self._dial = dial
         self._rules = rules
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._timeout_ns = int(rules.timeout_s * 1e9)
-        self._idle: list[HttpConnection] = []
+        self._idle: deque[HttpConnection] = deque()
+        self._next_idle = self._idle.pop
         self._in_flight: dict[HttpConnection, SendJob] = {}  # oldest first
         self._waiting: deque[SendJob] = deque()
         self._open = 0  # connections, those being opened included
@@ -84,15 +83,23 @@ class ConnectionPool:
     def submit(self, job: SendJob) -> None:
         """Send the request now if there is room, else as soon as there is. Never reports its end before returning."""
         if self._idle:
-            self._send(self._idle.pop(), job)
+            self._send(self._next_idle(), job)
             return
         self._waiting.append(job)
         self._grow()
+        if self._opening < len(self._waiting):
+            self.limits[ROOM] += 1
 
     def open_ahead(self, count: int) -> None:
         """Open connections for the first requests; a failure to open one is not an error of any request."""
         for _ in range(min(count, self._rules.room) - self._open):
             self._open_for_anyone()
+
+    def spread(self, addresses: int) -> None:
+        """Use idle connections in turn, and have one open for each address, which take turns too."""
+        if addresses > 1:
+            self._next_idle = self._idle.popleft
+            self.open_ahead(addresses)
 
     def close(self) -> None:
         """End the run: requests in flight or waiting for a connect are interrupted, the others are not sent."""
@@ -109,7 +116,7 @@ class ConnectionPool:
             if place < opening:
                 self._on_end(job.slot, RequestOutcome.INTERRUPTED, now_ns, "")
             else:
-                self._on_end(job.slot, RequestOutcome.NOT_SENT, now_ns, "limits.connections or in_flight was met")
+                self._on_end(job.slot, RequestOutcome.NOT_SENT, now_ns, ROOM)
         self._waiting.clear()
         for connection in list(self._in_flight):
             connection.give_up(RequestOutcome.INTERRUPTED, now_ns)
@@ -120,11 +127,11 @@ class ConnectionPool:
     # ---- told by connections
 
     def ended(self, connection: HttpConnection, slot: int, outcome: RequestOutcome, now_ns: int) -> None:
-        """Report the end of the request and reuse the connection, or resend the request if the connection was stale."""
+        """Report the end of the request and reuse the connection; one that nobody can have read is sent again."""
         job = self._in_flight.pop(connection)
-        if outcome is RequestOutcome.RESET and self._was_stale(connection, now_ns):
+        if outcome is RequestOutcome.RESET and connection.is_kept and connection.is_unread and not self._is_closed:
             self.reconnects += 1
-            self._start_dial(job)  # in the place of the one that closed
+            self._start_dial(job, connection.sent_ns)  # in the place of the one that closed
             return
         self._on_end(slot, outcome, now_ns, connection)
         if not connection.is_reusable or self._is_closed:
@@ -141,9 +148,6 @@ class ConnectionPool:
         if connection in self._idle:
             self._idle.remove(connection)
             self._open -= 1
-
-    def _was_stale(self, connection: HttpConnection, now_ns: int) -> bool:
-        return connection.is_kept and now_ns - connection.sent_ns < STALE_S * 1e9 and not self._is_closed
 
     def _drop(self, connection: HttpConnection) -> None:
         connection.close()
@@ -189,9 +193,10 @@ class ConnectionPool:
         self._opening += 1
         self._start_dial(None)
 
-    def _start_dial(self, job: SendJob | None) -> None:
-        """Start opening a connection; if `job` is None, it goes to the longest-waiting request once it is open."""
-        task = self._loop.create_task(self._open_one(job))
+    def _start_dial(self, job: SendJob | None, sent_ns: int = -1) -> None:
+        """Start opening a connection; if `job` is None, it goes to the longest-waiting request once it is open.
+        `sent_ns`: when the job left first."""
+        task = self._loop.create_task(self._open_one(job, sent_ns))
         self._dials[task] = job
         task.add_done_callback(self._dialled)
 
@@ -200,7 +205,7 @@ class ConnectionPool:
         if not task.cancelled():
             task.result()  # raises what should never be, for the loop's exception handler
 
-    async def _open_one(self, job: SendJob | None) -> None:
+    async def _open_one(self, job: SendJob | None, sent_ns: int) -> None:
         opened = await self._dial(self._connection)
         if job is None:
             self._opening -= 1
@@ -208,6 +213,7 @@ class ConnectionPool:
         if isinstance(opened, HttpConnection):
             if job is not None:
                 self._send(opened, job)
+                opened.sent_ns = opened.sent_ns if sent_ns < 0 else sent_ns
             else:
                 opened.is_kept = True
                 self._idle.append(opened)
@@ -215,6 +221,8 @@ class ConnectionPool:
         assert isinstance(opened, Failure)
         self._open -= 1
         if job is not None:
+            if opened.outcome is RequestOutcome.NOT_SENT:
+                self.limits[opened.why] += 1
             self._on_end(job.slot, opened.outcome, perf_counter_ns(), opened.why)
         self._grow()
 

@@ -21,7 +21,7 @@ from plait_loadtest.confidence import doubt, is_refuted, is_shown, requests_need
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Slo
 from plait_loadtest.values import RequestOutcome
-from support.loadtest_records import queue, result, scenario
+from support.loadtest_records import MS, queue, records, result, scenario
 
 
 def search(**settings):
@@ -29,8 +29,9 @@ def search(**settings):
     return CapacitySearch(**({"needs": needs, "first_per_s": 10.0, "min_trial_s": 20.0} | settings))
 
 
-def seen(good, judged, *, percentile=95.0, invalid=()):
-    count = ClassCount(name="images", percentile=percentile, latency_ms=100.0, judged=judged, good=good)
+def seen(good, judged, *, percentile=95.0, invalid=(), blamed=None):
+    blamed = judged - good if blamed is None else blamed
+    count = ClassCount(name="images", percentile=percentile, latency_ms=100.0, judged=judged, good=good, blamed=blamed)
     return Observed(classes=(count,), achieved_per_s=1.0, goodput_per_s=1.0, invalid=invalid)
 
 
@@ -110,7 +111,7 @@ def test_verdicts_of_a_trial():
     assert judge(seen(80, 100))[0] == "missed"
     assert judge(seen(60, 60))[0] == "unproven"
     assert judge(seen(100, 100, invalid=(("send_lag", "late"),))) == ("invalid", "late")
-    verdict, why = judge(seen(10, 100, invalid=(("not_sent", "no room"),)))
+    verdict, why = judge(seen(10, 100, invalid=(("limit", "no room"),)))
     assert verdict == "missed"
     assert "10 of 100" in why
     assert "no room" in why
@@ -130,6 +131,54 @@ def test_a_slow_generator_is_a_bound_of_its_own():
     assert "generator" in found.statement
     assert found.rate_per_s <= 50.0
     assert all(tried.count(rate) == 3 for rate in tried if rate > 50.0)
+
+
+@pytest.mark.parametrize("code", ["limit", "send_lag", "echo", "generator"])
+def test_what_the_generator_did_is_not_blamed_on_the_server(code):
+    """Requests that were late or not sent through the generator do not show that a rate does not hold; those that were
+    late after sending do, also then."""
+    late = ((code, "this generator ends here"),)
+    assert judge(seen(60, 180, blamed=0, invalid=late)) == (
+        "invalid",
+        "this generator ends here",
+    )
+    assert judge(seen(60, 180, blamed=60, invalid=late))[0] == "missed"
+
+
+def test_a_capacity_that_the_generator_ends_is_a_lower_bound():
+    """Above 16/s it runs out of descriptors, while the server would answer: at least the rate that was shown, and why
+    no more. A limit is met again, so that no rate is tried twice for it."""
+    tried = []
+
+    def measure(rate_per_s, duration_s):
+        tried.append(rate_per_s)
+        n = round(rate_per_s * duration_s)
+        if rate_per_s <= 16.0:
+            return seen(n, n)
+        return seen(n // 3, n, blamed=0, invalid=(("limit", "out of file descriptors: 9 requests were not sent"),))
+
+    found = find_capacity(measure, search())
+    assert (found.confirmed, found.by_generator) == (True, True)
+    assert 16.0 / 1.05 <= found.rate_per_s <= 16.0
+    assert found.statement.startswith(f"at least {found.rate_per_s:.4g}/s, this generator ends there: ")
+    assert found.statement.endswith(" did not hold: out of file descriptors: 9 requests were not sent")
+    assert all(tried.count(rate) == 1 for rate in tried if rate > 16.0)
+
+
+def test_blame_counts_from_sending():
+    """Requests that left 300 ms late and took 20 ms miss an SLO of 100 ms, and the server has no part in it; one that
+    took 200 ms, one that was reset and one that had no answer for 200 ms are its own; one that was not sent is not."""
+    rows = records(np.arange(100) / 10.0, 320.0, lag_ms=300.0)
+    rows["done_ns"][0] = rows["sent_ns"][0] + 200 * MS
+    rows["outcome"][1] = RequestOutcome.RESET
+    rows["outcome"][2] = RequestOutcome.INTERRUPTED
+    rows["done_ns"][2] = rows["sent_ns"][2] + 200 * MS
+    rows["outcome"][3], rows["sent_ns"][3] = RequestOutcome.NOT_SENT, -1
+    rows["outcome"][4] = RequestOutcome.INTERRUPTED
+    observed = observe(summarise(result(rows), scenario(slo=Slo(latency_ms=100.0, percentile=95.0))))
+    assert (observed.classes[0].good, observed.classes[0].blamed) == (0, 3)
+    assert {code for code, _ in observed.invalid} >= {"send_lag", "limit"}
+    assert judge(observed)[0] == "invalid"
 
 
 def test_a_lucky_rate_is_not_confirmed():

@@ -161,7 +161,7 @@ def test_other_reasons_for_an_invalid_run():
     assert codes(summarise(result(rows, echo_ms=6.0), scenario())) == ["echo"]
     assert codes(summarise(result(rows, problems=("worker 0 died",)), scenario())) == ["generator"]
     rows["outcome"][0] = RequestOutcome.NOT_SENT
-    assert codes(summarise(result(rows), scenario())) == ["not_sent"]
+    assert codes(summarise(result(rows), scenario())) == ["limit"]
     assert codes(summarise(result(rows[:0]), scenario())) == ["too_few"]
 
 

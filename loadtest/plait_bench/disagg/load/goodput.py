@@ -102,7 +102,12 @@ def observed(summary: RunSummary, limit_ms: float) -> Observed:
     """Judge all requests together: the bodies are separate classes only because each is a file of its own."""
     total = summary.total
     everything = ClassCount(
-        name="all", percentile=_PERCENTILE, latency_ms=limit_ms, judged=total.judged, good=total.good
+        name="all",
+        percentile=_PERCENTILE,
+        latency_ms=limit_ms,
+        judged=total.judged,
+        good=total.good,
+        blamed=total.blamed,
     )
     return Observed(
         classes=(everything,),

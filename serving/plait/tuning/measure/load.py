@@ -28,7 +28,7 @@ from plait_loadtest.values import RequestOutcome as Ended
 
 __all__ = ["LoadResult", "Watch", "joined", "look_s", "metrics_of", "rate_of", "run_given", "run_search"]
 
-_OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "not_sent"})
+_OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "limit"})
 """Reasons why the numbers describe the load generator rather than the configuration."""
 _LOOK = 0.25
 """The length of a short look as a share of the scenario's."""

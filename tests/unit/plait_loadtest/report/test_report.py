@@ -107,7 +107,9 @@ def test_a_capacity_search_is_part_of_the_document():
 
     def measure(rate, seconds):
         n = round(rate * seconds)
-        count = ClassCount(name="images", percentile=95.0, latency_ms=100.0, judged=n, good=n if rate < 30 else 0)
+        count = ClassCount(
+            name="images", percentile=95.0, latency_ms=100.0, judged=n, good=n if rate < 30 else 0, blamed=0
+        )
         return Observed(classes=(count,), achieved_per_s=rate, goodput_per_s=rate)
 
     needs = (ClassTarget(percentile=95.0, latency_ms=100.0, share=1.0),)
