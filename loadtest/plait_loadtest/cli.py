@@ -7,10 +7,10 @@ interrupted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -38,6 +38,8 @@ def run(
     url: Annotated[str | None, Option(help="the server: http://host:port")] = None,
     api: Annotated[str | None, Option(help="images, infer or raw")] = None,
     path: Annotated[str | None, Option(help="path of the request, where it is not the API's own")] = None,
+    method: Annotated[str | None, Option(help="of raw requests; POST where there is a --body, else GET")] = None,
+    body: Annotated[str | None, Option(help="of raw requests")] = None,
     arrivals: Annotated[str | None, Option(help="constant, poisson, gamma, ramp, step, trace or closed")] = None,
     rate: Annotated[float | None, Option(help="requests per second")] = None,
     duration: Annotated[float | None, Option(help="seconds of the measured part")] = None,
@@ -51,6 +53,9 @@ def run(
     speed: Annotated[float | None, Option(help="of the trace; 2: twice as fast")] = None,
     timeout: Annotated[float | None, Option(help="seconds until a request is given up")] = None,
     header: Annotated[list[str] | None, Option(help='"Name: value" of every request; may be repeated')] = None,
+    ca: Annotated[Path | None, Option(help="trust the authorities in this PEM file")] = None,
+    insecure: Annotated[bool, Option("--insecure", help="take any certificate of the server's")] = False,
+    http2: Annotated[bool, Option("--http2", hidden=True)] = False,
     json: Annotated[str | None, Option(help="write the report as JSON; - is stdout, instead of the table")] = None,
     raw: Annotated[Path | None, Option(help="write one row a request: .csv, .jsonl or .npz")] = None,
     html: Annotated[Path | None, Option(help="write the report as one page that opens offline")] = None,
@@ -67,20 +72,12 @@ def run(
     confirm: Annotated[bool, Option("--confirm", help="then show too that 1.3 times that rate does not hold")] = False,
 ) -> None:
     """Send a load and report the results. Flags override the scenario."""
+    asked = locals().copy()
     from plait_loadtest.load import as_yaml, load_scenario
     from plait_loadtest.report.outputs import Outputs
 
-    flags: dict[str, object | None] = {
-        "target.url": url, "target.api": api, "target.path": path, "target.timeout_s": timeout,
-        "arrivals.kind": arrivals or (trace and "trace"), "arrivals.rate_per_s": rate,
-        "arrivals.file": trace and str(trace.absolute()), "arrivals.speed": speed,
-        "duration_s": duration, "count": count, "seed": seed, "processes": processes, "thresholds": threshold,
-        "slo.latency_ms": slo_ms, "slos": None if slo_ms is None else {},
-    }  # fmt: skip
     with _errors_as_messages():
-        overrides = {key: value for key, value in flags.items() if value is not None}
-        overrides |= dict(map(_setting, settings or ())) | dict(map(_header, header or ()))
-        chosen = load_scenario(scenario or {}, overrides)
+        chosen = load_scenario(scenario or {}, _overrides(asked))
         outputs = Outputs(json=json, raw=raw, html=html, locust=locust, save=save)
         if show_config:
             typer.echo(as_yaml(chosen), nl=False)
@@ -134,6 +131,30 @@ def compare(
     raise typer.Exit(EXIT_THRESHOLD if outcome.regressed else 0)
 
 
+def _overrides(asked: Mapping[str, Any]) -> dict[str, object]:
+    """Return the settings that the flags of `run` stand for."""
+    from plait_loadtest.errors import ScenarioError
+
+    if asked["http2"]:
+        raise ScenarioError("--http2: plait loadtest speaks HTTP/1.1 only")
+    method, body = asked["method"], asked["body"]
+    is_raw = not asked["scenario"] and (method, body) != (None, None)
+    flags = {
+        "target.url": asked["url"], "target.api": asked["api"] or ("raw" if is_raw else None),
+        "target.path": asked["path"], "target.timeout_s": asked["timeout"],
+        "target.ca": asked["ca"] and str(asked["ca"].absolute()), "mix.*.body": body,
+        "mix.*.method": method.upper() if method is not None else None if body is None else "POST",
+        "target.verify_tls": False if asked["insecure"] else None,
+        "arrivals.kind": asked["arrivals"] or (asked["trace"] and "trace"), "arrivals.rate_per_s": asked["rate"],
+        "arrivals.file": asked["trace"] and str(asked["trace"].absolute()), "arrivals.speed": asked["speed"],
+        "duration_s": asked["duration"], "thresholds": asked["threshold"], "slo.latency_ms": asked["slo_ms"],
+        "slos": None if asked["slo_ms"] is None else {},
+        **{name: asked[name] for name in ("count", "seed", "processes")},
+    }  # fmt: skip
+    overrides = {key: value for key, value in flags.items() if value is not None}
+    return overrides | dict(map(_setting, asked["settings"] or ())) | dict(map(_header, asked["header"] or ()))
+
+
 def _part(text: str | None) -> HostPart:
     """Parse `K/N`, counted from 1."""
     from plait_loadtest.errors import ScenarioError
@@ -170,8 +191,13 @@ def _only_alone(*given: object) -> None:
 
 def _run(scenario: Scenario, outputs: Outputs, part: HostPart, start_unix_s: float | None) -> int:
     from plait_loadtest.progress import live_line
-    from plait_loadtest.session import run_scenario
+    from plait_loadtest.session import foreseen, run_scenario
+    from plait_loadtest.wire.dial import require_listener
 
+    for sentence in foreseen(scenario):
+        _say(sentence)
+    if start_unix_s is None:  # else there is time to start the server
+        require_listener(scenario.target)
     total_s = None if scenario.count is not None else scenario.warm_up_s + scenario.duration_s
     with live_line(total_s) as show:
         session = run_scenario(scenario, part=part, start_unix_s=start_unix_s, on_progress=show)
@@ -183,9 +209,11 @@ def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
     from plait_loadtest.capacity import find_capacity
     from plait_loadtest.progress import live_line
     from plait_loadtest.session import measure_at, search_of
+    from plait_loadtest.wire.dial import require_listener
 
     sessions: list[FinishedRun] = []
     search = search_of(scenario, beyond=1.3 if confirm else None)
+    require_listener(scenario.target)
     with live_line(None) as show:
         measure = measure_at(scenario, on_progress=show, keep=sessions.append)
         found = find_capacity(measure, search, say=_say)

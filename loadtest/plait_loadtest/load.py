@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ def load_scenario(source: str | Path | Mapping[str, object], overrides: Mapping[
     for key, value in sorted(overrides.items(), key=lambda item: item[0] != "arrivals.kind"):
         _override(settings, key, _plain(value))
     _make_paths_absolute(settings, Path.cwd())
+    _fit_stages(settings)
     try:
         _check_needs(settings)
         scenario = Scenario.model_validate(_with_apis(settings))
@@ -120,6 +122,14 @@ def _fill_in(settings: _Node) -> None:
     settings.setdefault("mix", [{}])
 
 
+def _fit_stages(settings: _Node) -> None:
+    """Let the stages decide how long the run is, where nothing else does."""
+    arrivals = settings["arrivals"]
+    if isinstance(arrivals, dict) and arrivals.get("kind") == "step" and not {"duration_s", "count"} & settings.keys():
+        with suppress(KeyError, TypeError, ValueError):  # pydantic says what is wrong
+            settings["duration_s"] = sum(seconds for seconds, _ in arrivals["stages"])
+
+
 def _with_apis(settings: _Node) -> _Node:
     """Set the target's API on each class of the mix that does not give its own."""
     target, mix = settings.get("target"), settings["mix"]
@@ -141,8 +151,8 @@ def _make_paths_absolute(settings: _Node, folder: Path) -> None:
 
 def path_settings(settings: Mapping[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield every setting of a scenario that names files: what holds it, and its key there."""
-    arrivals, mix = settings.get("arrivals"), settings.get("mix")
-    holders: list[tuple[object, str]] = [(arrivals, "file")]
+    mix = settings.get("mix")
+    holders: list[tuple[object, str]] = [(settings.get("arrivals"), "file"), (settings.get("target"), "ca")]
     for entry in mix if isinstance(mix, list) else []:
         if isinstance(entry, dict):
             holders += [(entry, "prompts_file"), (entry, "body_file"), (entry.get("controlnets"), "images")]

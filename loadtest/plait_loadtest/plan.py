@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from plait_loadtest.arrivals import schedule
+from plait_loadtest.arrivals import rate_profile, schedule
 from plait_loadtest.mix import build_mix
-from plait_loadtest.scenario import ClosedLoopCallers, Scenario
+from plait_loadtest.scenario import ClosedLoopCallers, Scenario, TraceArrivals
 from plait_loadtest.seeds import Stream, make_rng
 from plait_loadtest.validate import validate
 from plait_loadtest.values import RequestPlan
@@ -42,3 +42,13 @@ def make_plan(scenario: Scenario) -> RequestPlan:
         concurrency=concurrency,
         count=scenario.count,
     )
+
+
+def expected_requests(scenario: Scenario) -> float | None:
+    """Return how many requests the measured part of a run will have, on average; None: replies or a trace decide."""
+    if scenario.count is not None:
+        return float(scenario.count)
+    if isinstance(scenario.arrivals, ClosedLoopCallers | TraceArrivals):
+        return None
+    profile = rate_profile(scenario.arrivals, duration_s=scenario.duration_s, warm_up_s=scenario.warm_up_s)
+    return profile.expected(scenario.warm_up_s + scenario.duration_s) - profile.expected(scenario.warm_up_s)

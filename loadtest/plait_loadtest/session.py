@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from plait_loadtest.capacity import CapacitySearch, ClassTarget, Observed, observe
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.judging import percentile_of, slo_of
-from plait_loadtest.measure import RunSummary, summarise
-from plait_loadtest.plan import make_plan
+from plait_loadtest.measure import RunSummary, min_requests, summarise
+from plait_loadtest.plan import expected_requests, make_plan
 from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
 from plait_loadtest.thresholds import Threshold, Verdict, check, parse_all
 from plait_loadtest.values import WHOLE, HostPart, OnProgress, RunResult, StopWhen
@@ -57,6 +57,24 @@ def finished(
     return FinishedRun(
         scenario=scenario, result=result, summary=summary, verdicts=check(thresholds, summary), part=part
     )
+
+
+def foreseen(scenario: Scenario) -> list[str]:
+    """Return a sentence for each class whose SLO the run will have too few requests to judge. Raises `ScenarioError` if
+    a threshold cannot be read."""
+    parse_all(scenario.thresholds, kinds=[item.name for item in scenario.mix])
+    expected = expected_requests(scenario)
+    whole = sum(item.weight for item in scenario.mix)
+    found = []
+    for item in scenario.mix:
+        slo = slo_of(scenario, item.name)
+        if slo is None or expected is None:
+            continue
+        percentile, planned = percentile_of(slo, item.api), expected * item.weight / whole
+        if planned < (needed := min_requests(percentile)):
+            asked = f"{item.name}: {percentile:g} % within {slo.latency_ms:g} ms takes {needed} requests to judge"
+            found.append(f"{asked}, and some {planned:.0f} are planned (--duration, --rate, --count)")
+    return found
 
 
 def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenario:

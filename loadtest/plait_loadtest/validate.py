@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import ssl
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -74,6 +75,13 @@ def _check_target(target: LoadTarget) -> None:
     _require(parts.username is None, "target.url", "has a user name; put an authorization into target.headers")
     _check_path("target.path", target.path)
     _check_headers("target.headers", target.headers)
+    _check_file("target.ca", target.ca)
+    if target.ca is not None:
+        _require(target.verify_tls, "target.ca", "has no use where verify_tls is false")
+        try:
+            ssl.create_default_context(cafile=target.ca)
+        except OSError as error:
+            raise ScenarioError(f"target.ca: {target.ca} holds no certificates in PEM: {error}") from error
 
 
 def _check_headers(field: str, headers: Mapping[str, str]) -> None:
@@ -108,6 +116,9 @@ def _check_arrivals(scenario: Scenario) -> None:
             field = f"arrivals.stages.{position}"
             _require(seconds > 0 and rate >= 0, field, f"[{seconds:g}, {rate:g}] is not [seconds above 0, rate]")
         _require(any(rate > 0 for _, rate in arrivals.stages), "arrivals.stages", "never has a rate above 0")
+        whole_s, given_s = sum(seconds for seconds, _ in arrivals.stages), scenario.duration_s
+        few = f"last {whole_s:g} s, longer than duration_s, {given_s:g}; change one, or leave duration_s out"
+        _require(scenario.count is not None or whole_s <= given_s * (1 + 1e-9), "arrivals.stages", few)
     profile = rate_profile(arrivals, duration_s=scenario.duration_s, warm_up_s=scenario.warm_up_s)
     end_s = scenario.warm_up_s + (scenario.duration_s if scenario.count is None else 0.0)
     check_size(profile.expected(end_s) + (scenario.count or 0))

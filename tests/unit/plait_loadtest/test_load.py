@@ -102,6 +102,17 @@ def test_settings_without_a_default_are_asked_for():
     assert refused("genai-trace") == ("genai-trace: arrivals.file must be given: this scenario has no default for it")
 
 
+STEPS = {"kind": "step", "stages": [[60, 5], [60, 10]]}
+
+
+def test_stages_decide_how_long_a_run_is():
+    """Without a duration all of them are run; the last lasts to the end of a longer one, or until a count."""
+    assert load_scenario({"arrivals": STEPS}, {}).duration_s == 120
+    assert load_scenario({"arrivals": STEPS, "duration_s": 200}, {}).duration_s == 200
+    assert load_scenario({"arrivals": STEPS, "count": 10, "duration_s": 5}, {}).count == 10
+    assert load_scenario({}, {"arrivals.kind": "step", "arrivals.stages": [[7, 5]]}).duration_s == 7
+
+
 IMAGE = {"mix": [{}]}
 INFER = {"target": {"api": "infer", "model": "m"}}
 RAW = {"target": {"api": "raw"}}
@@ -141,6 +152,7 @@ RAW = {"target": {"api": "raw"}}
         ({}, {"arrivals.rate_per_s": 1e9}, "^arrivals: some 3e"),
         ({}, {"arrivals": {"kind": "step", "stages": [[1, 5], [0, 5]]}}, r"^arrivals.stages.1: \[0, 5\] is not"),
         ({}, {"arrivals": {"kind": "step", "stages": [[1, 0]]}}, "^arrivals.stages: never has a rate above 0$"),
+        ({}, {"arrivals": STEPS, "duration_s": 100}, "^arrivals.stages: last 120 s, longer than duration_s, 100"),
         ({}, {"arrivals": {"kind": "trace", "file": "/no", "column": "a"}}, "^arrivals.file: there is no file"),
         ({}, {"arrivals": {"kind": "gamma", "rate_per_s": 1, "burstiness": 1e-9}}, "^arrivals.burstiness: is below"),
         ({}, {"arrivals": {"kind": "closed", "concurrency": 2000}}, "^arrivals.concurrency: 2000 are more than"),
@@ -256,6 +268,7 @@ def test_every_setting_that_names_files_is_known():
     named = {field for model in models for field, info in model.model_fields.items() if "Path" in str(info.annotation)}
     everything = {
         "arrivals": {"file": "a"},
+        "target": {"ca": "a"},
         "mix": [
             {
                 "prompts_file": "a", "body_file": "a", "controlnets": {"images": ["a"]},
@@ -265,4 +278,4 @@ def test_every_setting_that_names_files_is_known():
     }  # fmt: skip
     found = list(path_settings(everything))
     assert {key for _, key in found} == named
-    assert len(found) == 6
+    assert len(found) == 7
