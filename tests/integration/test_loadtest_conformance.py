@@ -1,0 +1,63 @@
+"""The report against the server's own ledger: equal to the request, whatever the server does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import closing
+
+import pytest
+
+from plait_loadtest.scenario import Scenario
+from plait_loadtest.session import run_scenario
+from plait_loadtest.values import RequestOutcome
+from support.honest_server import BEHAVIOURS, HonestServer
+
+
+def scenario_of(url, names, *, timeout_s=300.0, **settings):
+    """Image requests of each of these behaviours."""
+    rows = {name: BEHAVIOURS[name] for name in names}
+    mix = [
+        {"api": "images", "name": name, "prompts": [name], "images": row.n, "stream": row.streams, "weight": row.weight}
+        for name, row in rows.items()
+    ]
+    target = {"url": url, "timeout_s": timeout_s}
+    arrivals = {"kind": "poisson", "rate_per_s": 200}
+    return Scenario.model_validate({"mix": mix, "arrivals": arrivals, "target": target, **settings})
+
+
+def held_against_the_ledger(names, **settings):
+    """Runs the load and compares all counts; returns the number of requests of each behaviour."""
+    with closing(HonestServer()) as server:
+        session = run_scenario(scenario_of(server.url, names, **settings))
+    records, scenario = session.result.records, session.scenario
+    ends = Counter(
+        (scenario.mix[kind].name, RequestOutcome(outcome).name.lower())
+        for kind, outcome in zip(records["kind"], records["outcome"], strict=True)
+    )
+    assert ends == server.ends
+    assert int(records["images"].sum()) == server.images
+    assert (records["sent_ns"] >= 0).all()
+    total, summary = Counter(outcome for _, outcome in ends.elements()), session.summary
+    assert (summary.total.requests, summary.total.succeeded) == (ends.total(), total.pop("ok"))
+    assert summary.total.errors == total
+    for each in summary.classes:
+        own = {outcome: count for (name, outcome), count in server.ends.items() if name == each.name}
+        assert (each.requests, each.succeeded) == (sum(own.values()), own.pop("ok", 0))
+        assert each.errors == own
+    return Counter(name for name, _ in ends.elements())
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_every_request_is_told_as_the_server_knows_it(processes):
+    """300 requests to a server of 26 behaviours: each class of the report has the server's own counts."""
+    names = [name for name in BEHAVIOURS if name != "dead"]
+    seen = held_against_the_ledger(names, count=300, processes=processes)
+    assert set(seen) >= set(names) - {"big"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 3])
+def test_it_is_so_at_length(processes):
+    """20 s at 200/s, with bodies of 64 MiB and requests that are never answered."""
+    seen = held_against_the_ledger(BEHAVIOURS, duration_s=20, processes=processes, timeout_s=20)
+    assert set(seen) == set(BEHAVIOURS)
