@@ -73,11 +73,14 @@ def run(
 ) -> None:
     """Send a load and report the results. Flags override the scenario."""
     asked = locals().copy()
+    from plait_loadtest.errors import ScenarioError
     from plait_loadtest.load import as_yaml, load_scenario
     from plait_loadtest.report.outputs import Outputs
 
     with _errors_as_messages():
-        chosen = load_scenario(scenario or {}, _overrides(asked))
+        if http2:
+            raise ScenarioError("--http2: plait loadtest speaks HTTP/1.1 only")
+        chosen = load_scenario(scenario or {}, _overrides(asked, verify_tls=False if insecure else None))
         outputs = Outputs(json=json, raw=raw, html=html, locust=locust, save=save)
         if show_config:
             typer.echo(as_yaml(chosen), nl=False)
@@ -131,12 +134,8 @@ def compare(
     raise typer.Exit(EXIT_THRESHOLD if outcome.regressed else 0)
 
 
-def _overrides(asked: Mapping[str, Any]) -> dict[str, object]:
+def _overrides(asked: Mapping[str, Any], *, verify_tls: bool | None) -> dict[str, object]:
     """Return the settings that the flags of `run` stand for."""
-    from plait_loadtest.errors import ScenarioError
-
-    if asked["http2"]:
-        raise ScenarioError("--http2: plait loadtest speaks HTTP/1.1 only")
     method, body = asked["method"], asked["body"]
     is_raw = not asked["scenario"] and (method, body) != (None, None)
     flags = {
@@ -144,7 +143,7 @@ def _overrides(asked: Mapping[str, Any]) -> dict[str, object]:
         "target.path": asked["path"], "target.timeout_s": asked["timeout"],
         "target.ca": asked["ca"] and str(asked["ca"].absolute()), "mix.*.body": body,
         "mix.*.method": method.upper() if method is not None else None if body is None else "POST",
-        "target.verify_tls": False if asked["insecure"] else None,
+        "target.verify_tls": verify_tls,
         "arrivals.kind": asked["arrivals"] or (asked["trace"] and "trace"), "arrivals.rate_per_s": asked["rate"],
         "arrivals.file": asked["trace"] and str(asked["trace"].absolute()), "arrivals.speed": asked["speed"],
         "duration_s": asked["duration"], "thresholds": asked["threshold"], "slo.latency_ms": asked["slo_ms"],
