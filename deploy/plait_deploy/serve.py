@@ -15,9 +15,9 @@ import yaml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeApplication:
-    """One application: how to build it, with which arguments, and what is set for its deployments by name: knobs, and
-    what a replica's actor asks Ray for (which replaces what the code says). `placed`: further options of deployments
-    whose numbers of replicas `autoscaling_policy` sets (`plait_deploy.on_ray`)."""
+    """One application: how to build it, with which arguments, and what is set for its deployments by name: knobs, what
+    a replica's actor asks Ray for (which replaces what the code says), and `max_surge_percent` (`surges`). `placed`:
+    further options of deployments whose numbers of replicas `autoscaling_policy` sets (`plait_deploy.on_ray`)."""
 
     name: str
     import_path: str
@@ -25,6 +25,7 @@ class ServeApplication:
     knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     actors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     placed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    surges: Mapping[str, int] = field(default_factory=dict)
     autoscaling_policy: Mapping[str, Any] | None = None
     route_prefix: str = "/"
 
@@ -33,7 +34,7 @@ def render_serve(
     application: ServeApplication, *, host: str, port: int, proxies: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
 ) -> str:
     """Return the YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
-    names = {**application.actors, **application.placed, **application.knobs}
+    names = {**application.actors, **application.placed, **application.knobs, **application.surges}
     policy = application.autoscaling_policy
     document = {
         "proxy_location": proxies,
@@ -58,6 +59,8 @@ def _deployment(application: ServeApplication, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, **application.placed.get(name, {})}
     if (actor := application.actors.get(name)) is not None:
         found["ray_actor_options"] = dict(actor)
+    if (surge := application.surges.get(name)) is not None:
+        found["max_surge_percent"] = surge
     if (knobs := application.knobs.get(name)) is not None:
         found["user_config"] = dict(knobs)
     return found

@@ -8,13 +8,22 @@ or two deployments per recommendation model.
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
 import os
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, ServedConfig, ServerSection, worker_name
+from plait.config import (
+    CONTROLNET_PREFIX,
+    ENGINE,
+    INGRESS,
+    PlaitConfig,
+    ServedConfig,
+    ServerSection,
+    TuningSection,
+    worker_name,
+)
 from plait_deploy.on_ray.declared import placed_options
 from plait_deploy.on_ray.names import name_at
 from plait_deploy.placement.demands import task_of
@@ -22,22 +31,11 @@ from plait_serving.deployments.direct import Direct
 from plait_serving.deployments.images.source import EngineSource, ImagesSource
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
-from plait_serving.deployments.node_gauges import Reserved
 from plait_serving.deployments.placed import PlacedHandle
 from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
 from plait_serving.deployments.scaling import autoscaling
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection, ResultsSection
-from plait_serving.ranking.config import (
-    MAX_WORKERS,
-    WORKER_CPUS,
-    CnSection,
-    HnSection,
-    RankModelSection,
-    RankRole,
-    ShardsSection,
-    WholeSection,
-    shard_role,
-)
+from plait_serving.ranking.config import WORKER_CPUS, HnSection, RankModelSection, RankRole, WholeSection, shard_role
 from plait_serving.sections import INGRESS_CPUS, Replicas
 from plait_serving.starter.words import image_words, ranking_words
 
@@ -68,7 +66,7 @@ class AppArgs(ServedConfig):
 
 def build(args: AppArgs) -> serve.Application:
     """Build the application of a configuration. This is cheap: models are loaded in the replicas."""
-    return compose(args, None if args.images is None else ImagesSource(args.images))
+    return compose(args, None if args.images is None else ImagesSource.for_replicas(args.images))
 
 
 def application(config: PlaitConfig) -> serve.Application:
@@ -79,29 +77,33 @@ def application(config: PlaitConfig) -> serve.Application:
 def compose(
     args: AppArgs, source: EngineSource | None, *, rank_sources: Mapping[str, RankSource] | None = None
 ) -> serve.Application:
-    """Build the application from any engine source, and from ranking sources by model name (tests supply their own)."""
-    server, sources, deploy = args.server, rank_sources or {}, _Deploying(args.node_classes)
+    """Build the application from any engine source, and from ranking sources by model name (tests supply their own).
+
+    A deployment restarts when what is bound to it changes (`plait.server.restarts`): numbers of replicas, knobs, and
+    what it does not read are not bound.
+    """
+    server, sources, deploy = args.server, rank_sources or {}, _Deploying(args)
     engine = None
     if source is not None and args.images is not None:
         engine = _engine(args.images, source, deploy, drain_s=server.drain_s)
     ranking = {
-        name: _rank_model(
-            name, section, sources.get(name) or PackageSource(section.folder, executor=section.executor), deploy
-        )
-        for name, section in args.ranking_models.items()
+        name: _rank_model(name, section, sources.get(name), deploy) for name, section in args.ranking_models.items()
     }
-    ingress = serve.deployment(serve.ingress()(Ingress)).options(
+    ingress = _made(Ingress).options(
         name=INGRESS,
         num_replicas=server.ingress_replicas,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
         graceful_shutdown_timeout_s=server.drain_s,
+        max_surge_percent=server.surge_percent(num_gpus=0.0, replicas=server.ingress_replicas),
+        user_config={"config": args.model_dump(mode="json", exclude={"tuning"})} if args.tuning.enabled else None,
         **_COMMON,
     )
-    routers = partial(tuning_routers, args) if args.tuning.enabled else tuple
+    routers = partial(tuning_routers, args.tuning) if args.tuning.enabled else None
     direct = server.direct_port and Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
     results = None if args.images is None else args.images.results
-    settings = partial(http_settings, server, words=starter_words(args), results=results)
-    controlnets = [it.handle for name, it in deploy.reserved.items() if name.startswith(CONTROLNET_PREFIX)]
+    read = ServerSection(**server.model_dump(exclude=_NOT_HTTP))
+    settings = partial(http_settings, read, words=starter_words(args), results=results)
+    controlnets = [it for name, it in deploy.handles.items() if name.startswith(CONTROLNET_PREFIX)]
     return ingress.bind(
         engine,
         settings,
@@ -109,16 +111,22 @@ def compose(
         controlnets=controlnets,
         routers=routers,
         direct=direct,
-        reserved=deploy.reserved,
+        behind=deploy.handles,
     )
 
 
-class _Deploying:
-    """Makes the deployments behind the ingress, and remembers what they reserve."""
+@cache
+def _made(of: type) -> serve.Deployment:
+    """Return a class as a deployment; Serve takes 20 ms to make one."""
+    return serve.deployment(serve.ingress()(of) if of is Ingress else of)
 
-    def __init__(self, node_classes: tuple[str, ...]) -> None:
-        self.node_classes = node_classes
-        self.reserved: dict[str, Reserved] = {}
+
+class _Deploying:
+    """Makes the deployments behind the ingress, and remembers their handles by name."""
+
+    def __init__(self, args: AppArgs) -> None:
+        self.node_classes, self._server = args.node_classes, args.server
+        self.handles: dict[str, Any] = {}
 
     def __call__(
         self,
@@ -132,9 +140,10 @@ class _Deploying:
         **options: Any,
     ) -> Any:
         """Return what stands for Serve's handle: the application, or those of all classes of nodes."""
-        made = made.options(**options, **_COMMON)
-        plain = made.options(name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus})
         bound = replicas.max if isinstance(replicas, Replicas) else replicas
+        surge = self._server.surge_percent(num_gpus=num_gpus, replicas=bound)
+        made = made.options(**options, max_surge_percent=surge, **_COMMON)
+        plain = made.options(name=name, ray_actor_options={"num_cpus": num_cpus, "num_gpus": num_gpus})
         if self.node_classes:
             task = task_of(name, num_cpus=num_cpus, num_gpus=num_gpus)
             options_at = {
@@ -145,17 +154,12 @@ class _Deploying:
             handle = bind(plain.options(autoscaling_config=autoscaling(replicas)))
         else:
             handle = bind(plain.options(num_replicas=replicas))
-        self.reserved[name] = Reserved(num_cpus=num_cpus, num_gpus=num_gpus, handle=handle)
+        self.handles[name] = handle
         return handle
 
-    def bounds(self, part: CnSection | HnSection | WholeSection | ShardsSection) -> tuple[int, int]:
-        """Return how many replicas a client may find, at least and at most. Where they are placed the number may change
-        while it runs."""
-        if self.node_classes and not isinstance(part.replicas, Replicas):
-            return 1, MAX_WORKERS
-        return part.min_replicas, part.max_replicas
 
-
+_NOT_HTTP = {"port", "direct_port", "ingress_replicas", "start_new_first", "drain_s", "ready_timeout_s"}
+"""What `http_settings` does not read of the server's section."""
 _COMMON: dict[str, Any] = {
     "max_ongoing_requests": _MAX_ONGOING_REQUESTS,
     "max_queued_requests": -1,
@@ -220,8 +224,9 @@ def _kept_at(section: ResultsSection) -> "ResultsSettings":
     )
 
 
-def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
-    """Return the routers for tuning jobs; called in the ingress replica."""
+def tuning_routers(tuning: TuningSection, user_config: Mapping[str, Any]) -> "tuple[APIRouter, ...]":
+    """Return the routers for tuning jobs; called in the ingress replica. `user_config`: as it is at any moment; its
+    `config` is what runs."""
     import yaml
 
     from plait.server.state import state_root
@@ -229,9 +234,12 @@ def tuning_routers(args: AppArgs) -> "tuple[APIRouter, ...]":
     from plait.tuning.service.http import tuning_router
     from plait.tuning.service.job_queue import JobQueueSettings
 
-    config = yaml.safe_dump(args.model_dump(mode="json", exclude={"tuning"}))
-    folder = args.tuning.folder or state_root(os.environ) / "tuning"
-    return (tuning_router(ActorTuningService(JobQueueSettings(folder=folder, config=config, live=args.tuning.live))),)
+    folder = tuning.folder or state_root(os.environ) / "tuning"
+
+    def settings() -> JobQueueSettings:
+        return JobQueueSettings(folder=folder, config=yaml.safe_dump(user_config["config"]), live=tuning.live)
+
+    return (tuning_router(ActorTuningService(settings)),)
 
 
 def _engine(images: ImagesSection, source: EngineSource, deploy: _Deploying, *, drain_s: float) -> Any:
@@ -239,7 +247,7 @@ def _engine(images: ImagesSection, source: EngineSource, deploy: _Deploying, *, 
     services = images.controlnet_services()
     controlnets = {name: _controlnet(name, it, images, deploy) for name, it in services.items()}
     return deploy(
-        serve.deployment(LazyEngine),
+        _made(LazyEngine),
         lambda made: made.bind(source, controlnets),
         name=ENGINE,
         replicas=images.replicas,
@@ -265,7 +273,7 @@ def _routing(images: ImagesSection) -> dict[str, Any]:
 
 def _controlnet(name: str, section: ControlNetSection, images: ImagesSection, deploy: _Deploying) -> Any:
     return deploy(
-        serve.deployment(LazyControlNet),
+        _made(LazyControlNet),
         lambda made: made.bind(
             name=name,
             folder=str(section.folder),
@@ -282,25 +290,26 @@ def _controlnet(name: str, section: ControlNetSection, images: ImagesSection, de
     )
 
 
-def _rank_model(name: str, section: RankModelSection, source: RankSource, deploy: _Deploying) -> RankModel:
+def _rank_model(name: str, section: RankModelSection, given: RankSource | None, deploy: _Deploying) -> RankModel:
     """Return a recommendation model with the deployment that the ingress calls and, if it is split, the one behind
     that."""
+    source = given or PackageSource(section.folder)
+    dense = given or PackageSource(section.folder, executor=section.executor)
     behind: dict[str, Any] = {}
     hns, shards = None, tuple[Any, ...]()
     if section.mode == "split":
-        hns = _rank_workers(name, section, "hn", source, deploy)
-        low, high = deploy.bounds(section.hn)
-        behind = {"hns": hns, "hn_count": low, "max_hns": high}
+        hns = _rank_workers(name, section, "hn", dense, deploy)
+        behind = {"hns": hns}
         if (held := section.cn.shard_section) is not None:
             dealt: dict[str, Any] = {"shards": held.count, "memory_bytes": held.memory_bytes}
             shards = tuple(
                 _rank_workers(name, section, "shard", source, deploy, dealt=dealt, shard=number)
                 for number in range(held.count)
             )
-            behind |= {"dealt": dealt, "shards": shards, "shard_bounds": deploy.bounds(held)}
-    low, high = deploy.bounds(section.parts[section.entry_role])
-    workers = _rank_workers(name, section, section.entry_role, source, deploy, **behind)
-    return RankModel(source=source, workers=workers, hns=hns, shards=shards, replicas=low, max_replicas=high)
+            behind |= {"dealt": dealt, "shards": shards}
+    entry = section.entry_role
+    workers = _rank_workers(name, section, entry, dense if entry == "whole" else source, deploy, **behind)
+    return RankModel(source=source, workers=workers, hns=hns, shards=shards)
 
 
 def _rank_workers(
@@ -308,14 +317,12 @@ def _rank_workers(
 ) -> Any:
     part_name = shard_role(more["shard"]) if role == "shard" else role
     part = section.parts[part_name]
-    knobs = part.capped_knobs.model_dump(mode="json")
     return deploy(
-        serve.deployment(LazyRankWorker),
+        _made(LazyRankWorker),
         lambda made: made.bind(
             name=name,
             source=source,
             role=role,
-            knobs=knobs,
             omp_wait=part.omp_wait,
             between_hosts=section.between_hosts,
             **more,
@@ -324,5 +331,5 @@ def _rank_workers(
         replicas=part.replicas,
         num_cpus=part.num_cpus or WORKER_CPUS,
         num_gpus=part.num_gpus if isinstance(part, HnSection | WholeSection) else 0.0,
-        user_config=knobs,
+        user_config=part.capped_knobs.model_dump(mode="json"),
     )

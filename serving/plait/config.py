@@ -91,6 +91,10 @@ class ServerSection(Section):
         default_factory=dict, description="shares and limits by tenant; without keys there is one, 'default'"
     )
     largest_body_bytes: Annotated[int, Field(ge=1024)] = 64 << 20
+    start_new_first: Annotated[
+        bool | None,
+        Field(description="in an update, a new replica starts before an old one stops; unset: those without a GPU"),
+    ] = None
     drain_s: Annotated[float, Field(ge=0, le=3600, description="how long a stop waits for what runs")] = 20.0
     ready_timeout_s: Annotated[
         float, Field(gt=0, le=86400, description="how long a start may take, Ray's included")
@@ -109,6 +113,11 @@ class ServerSection(Section):
         if unknown:
             raise ValueError(f"tenants: no key is of {', '.join(unknown)}")
         return self
+
+    def surge_percent(self, *, num_gpus: float, replicas: int) -> int:
+        """Return Serve's `max_surge_percent` of a deployment with at most so many replicas: one more, or none."""
+        starts_first = num_gpus == 0 if self.start_new_first is None else self.start_new_first
+        return max(1, 100 // replicas) if starts_first else 0
 
     def behind(self, host: str) -> Self:
         """Return the section as it is true of a Serve instance that listens on `host`. If that is not loopback, its

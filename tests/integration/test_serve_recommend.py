@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import torch
 from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
 from plait.server.ports import hold_port
+from plait.server.restarts import pin
 from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.package import Package
@@ -42,11 +45,23 @@ PATIENCE_S = 120.0
 class Deployed:
     """The running application: one model cut in two, one whole, no images."""
 
-    def __init__(self, serve: Any, port: int, parts: Package, *, direct_port: int) -> None:
+    def __init__(self, serve: Any, port: int, args: AppArgs, parts: Package, *, direct_port: int) -> None:
         self.serve = serve
+        self.args = args
         self.parts = parts
         self.url = f"http://127.0.0.1:{port}"
         self.direct_url = f"http://127.0.0.1:{direct_port}"
+
+    def deploy(self, args: AppArgs) -> None:
+        """As a server does: what is bound as before is kept."""
+        app = compose(args, None, rank_sources={"tiny": TinySource(slow_s=0.02), "small": TinySource()})
+        pin(app, salt="rank")
+        self.serve.run(app, name="rank", route_prefix="/")
+
+    def counted(self, deployment: str, counter: str) -> list[float]:
+        """What each replica has counted."""
+        said = self.serve.get_deployment_handle(deployment, "rank").broadcast("metrics").results(timeout_s=60)
+        return [metrics[counter] for metrics in said]
 
     def replicas(self, deployment: str) -> list[Replica]:
         """The replicas that answer now."""
@@ -58,7 +73,7 @@ class Deployed:
 
     def ranker(self, model: str = "tiny", role: str = "cn") -> RemoteRanker:
         """As the ingress has one."""
-        return remote_ranker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"), replicas=1)
+        return remote_ranker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"))
 
     def get(self, path: str, body: Any = None, *, direct: bool = False) -> tuple[int, Any]:
         """Status and JSON; a body makes it a POST. ``direct``: without Serve's proxy."""
@@ -86,10 +101,9 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
     held = hold_port("127.0.0.1", 0)
     server = ServerSection(direct_port=held.getsockname()[1], drain_s=2)
     args = AppArgs(images=None, recommend=RankingSection(models=models), server=server)
-    sources = {"tiny": TinySource(slow_s=0.02), "small": TinySource()}
-    shared_serve.serve.run(compose(args, None, rank_sources=sources), name="rank", route_prefix="/")
     assert server.direct_port is not None
-    made = Deployed(shared_serve.serve, shared_serve.port, parts, direct_port=server.direct_port)
+    made = Deployed(shared_serve.serve, shared_serve.port, args, parts, direct_port=server.direct_port)
+    made.deploy(args)
     _wait_until(lambda: _healthy(made))
     yield made
     shared_serve.serve.delete("rank")
@@ -207,6 +221,39 @@ def test_sockets_of_living_workers_are_there(deployed: Deployed) -> None:
         shm, tcp = replica.addresses
         assert Path(shm.removeprefix("shm://")).exists()
         assert tcp.startswith("tcp://")
+
+
+def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) -> None:
+    """Nothing restarts, and of 600 rankings each CN and each HN has at least two in five."""
+    request = kit.request(3, 4)
+    inputs = [
+        {
+            "name": name,
+            "datatype": "INT64" if value.dtype is torch.int64 else "FP32",
+            "shape": list(value.shape),
+            "data": value.flatten().tolist(),
+        }
+        for name, value in request.tensors.items()
+    ]
+    counters = {"cn-tiny": "requests_total", "hn-tiny": "rows_total"}
+    before = {name: deployed.counted(name, counter)[0] for name, counter in counters.items()}
+    old = {replica.pid for name in counters for replica in deployed.replicas(name)} | {*deployed.ingress_pids()}
+    changed = deployed.args.model_dump()
+    for role in ("cn", "hn"):
+        changed["recommend"]["models"]["tiny"][role]["replicas"] = 2
+    deployed.deploy(AppArgs.model_validate(changed))
+    _wait_until(lambda: all(len(deployed.replicas(name)) == 2 for name in counters))
+    found = {replica.pid for name in counters for replica in deployed.replicas(name)} | {*deployed.ingress_pids()}
+    assert old <= found
+    time.sleep(1.0)  # clients look every half second
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda _: deployed.get("/v2/models/tiny/infer", {"inputs": inputs})[0], range(600)))
+    assert answers == [200] * 600
+    for name, counter in counters.items():
+        counted = itertools.permutations(deployed.counted(name, counter))
+        shares = [min(first - before[name], second) for first, second in counted]
+        assert max(shares) >= 0.4 * (600 if name == "cn-tiny" else 600 * request.candidates), (name, shares)
+    deployed.deploy(deployed.args)
 
 
 def _status(deployed: Deployed, path: str) -> int:

@@ -55,7 +55,7 @@ class Deployed:
 
     def ranker(self) -> Any:
         """As the ingress has one."""
-        return remote_ranker("parts", self._shared.serve.get_deployment_handle("cn-parts", "dealt"), replicas=1)
+        return remote_ranker("parts", self._shared.serve.get_deployment_handle("cn-parts", "dealt"))
 
     def ask(self, path: str, body: Any = None) -> tuple[int, Any, Any]:
         """Status, headers and text; a body makes it a POST."""

@@ -64,8 +64,8 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
     from plait.tuning.service.actor import ActorTuningService
 
     settings, runner = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2)
-    job_id = (await ActorTuningService(settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
-    service = ActorTuningService(settings, runner=runner)
+    job_id = (await ActorTuningService(lambda: settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
+    service = ActorTuningService(lambda: settings, runner=runner)
     while not (await service.since(job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
     with pytest.raises(NoSuchJob):
@@ -82,10 +82,10 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
 
 def _check_routes(folder, job_id):
     """What `plait serve` adds to its ingress reaches the same desk, and its errors come back as they are."""
-    from plait.app import AppArgs, tuning_routers
+    from plait.app import tuning_routers
 
-    args = AppArgs(tuning=TuningSection(enabled=True, folder=folder))
-    client = TestClient(create_app(None, HttpSettings(), routers=tuning_routers(args)))
+    routers = tuning_routers(TuningSection(enabled=True, folder=folder), {"config": {}})
+    client = TestClient(create_app(None, HttpSettings(), routers=routers))
     assert [each["id"] for each in client.get("/v1/tuning/jobs").json()["data"]] == [job_id]
     answer = client.post("/v1/tuning/jobs", content="[]", headers={"content-type": "application/yaml"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_job")

@@ -16,6 +16,7 @@ import pytest
 
 from plait.server import processes
 from plait.tuning.job import local_run as work
+from plait.tuning.job import recover
 from plait.tuning.job.recover import recover_all
 from plait.tuning.measure.live import left_notes, note_path
 from plait_autoconfig.jobs.measurer import MeasurementKind
@@ -133,7 +134,9 @@ def test_a_live_server_is_guarded_and_gets_its_own_configuration_back(server: Pl
     assert server.generate(prompt="x")[0] == 200
 
 
-def test_what_a_killed_tuner_left_is_rolled_back(server: PlaitServer, environment: Path) -> None:
+def test_what_a_killed_tuner_left_is_rolled_back(
+    server: PlaitServer, environment: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The original configuration is on disk before the first change, so the next tuner finds it and restores it."""
     root = environment / "state"
     code = (
@@ -149,6 +152,8 @@ def test_what_a_killed_tuner_left_is_rolled_back(server: PlaitServer, environmen
     assert knobs_in_force(server) == ("5", "0.0")
     assert left_notes(root) == [server.port]
     said: list[str] = []
+    run = subprocess.run
+    monkeypatch.setattr(recover.subprocess, "run", lambda command, **how: run([*command, COMPOSE], **how))
     recover_all(root, say=said.append)
     assert "has its own configuration again" in said[-1]
     assert knobs_in_force(server) == ("16", "0.0")
@@ -160,7 +165,8 @@ def test_knobs_are_given_to_a_running_server(server: PlaitServer, environment: P
     """They are told, take effect without a restart, and are from then on what the server's own configuration is."""
     pids = server.replica_pids("engine")
     code = (
-        "from plait.tuning.job.applying import apply_to_server\n"
+        "from plait.tuning.job.applying import apply_to_server; from plait.tuning.measure import application\n"
+        f"application._APPLICATION = {tuple(COMPOSE.split(':'))!r}\n"
         f"for batch in (6, 16): print(apply_to_server({{'engine.largest_batch': batch}}, port={server.port}, "
         "dry_run=False), end='')\n"
     )

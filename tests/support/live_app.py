@@ -96,4 +96,6 @@ def write_job(folder: Path, **changes: Any) -> Path:
 
 
 if __name__ == "__main__":
-    sys.exit(main(KnobbedSource()))
+    from support import live_app  # by the name that who tunes it knows: what is bound tells what restarts
+
+    sys.exit(main(live_app.KnobbedSource()))

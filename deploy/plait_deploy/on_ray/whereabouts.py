@@ -7,17 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-NODE, DEVICES = "plait_node", "plait_devices"
+NODE, DEVICES, CPUS, GPUS = "plait_node", "plait_devices", "plait_cpus", "plait_gpus"
 """Names of the values among a replica's autoscaling statistics."""
 _DIGITS = 13
 
 
 def whereabouts() -> dict[str, float]:
-    """Return the node of this actor and the devices that Ray gave it, by number."""
+    """Return the node of this actor, what it reserves there, and the devices that Ray gave it, by number."""
     import ray
 
     context = ray.get_runtime_context()
-    found = {NODE: node_number(context.get_node_id())}
+    reserved = context.get_assigned_resources()
+    found = {
+        NODE: node_number(context.get_node_id()),
+        CPUS: float(reserved.get("CPU", 0.0)),
+        GPUS: float(reserved.get("GPU", 0.0)),
+    }
     devices = [str(each) for each in context.get_accelerator_ids().get("GPU", [])]
     if all(each.isdecimal() and int(each) < _DIGITS * 4 for each in devices):  # else they are named, not numbered
         found[DEVICES] = float(sum(1 << int(each) for each in devices))

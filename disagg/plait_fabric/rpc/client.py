@@ -90,13 +90,13 @@ class Client(Generic[T]):
         return self._outages.back_in_s()
 
     def best(self, *, full: bool = False) -> Connection[T] | None:
-        """Return the connection that is up with the fewest open calls, fewer than its window unless it may be `full`; a
+        """Return any connection that is up with the fewest open calls, fewer than its window unless it may be `full`; a
         resting one only if all are resting."""
         usable = [it for it in self.connections if it.up and (full or it.open_calls < it.window)]
         if len(usable) < 2:
             return usable[0] if usable else None
         now_s = time.monotonic()
-        return min(usable, key=lambda it: (it.rests_until_s > now_s, it.open_calls))
+        return min(usable, key=lambda it: (it.rests_until_s > now_s, it.open_calls, self._rng.random()))
 
     def close(self) -> None:
         """Close all connections for good; open calls are lost. Waits for the threads. Idempotent."""
@@ -127,7 +127,7 @@ class Client(Generic[T]):
             except Exception as error:  # whatever it is: without its thread a connection would stay down for ever
                 if not isinstance(error, NoReplica | FabricError | ConnectionLost):
                     _log.exception("%s: cannot connect", self._name)
-                elif str(error) != connection.why_down:
+                elif str(error) != connection.why_down and not self.up:
                     _log.warning("%s: cannot connect: %s", self._name, error)
                 connection.replica = ""
                 connection.why_down = str(error)

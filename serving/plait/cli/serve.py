@@ -46,6 +46,7 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
 
 
 def _serve(config: PlaitConfig) -> int:
+    from plait.offline.manifests import spare_cpus
     from plait.precision import settled
     from plait.server import supervise
 
@@ -54,7 +55,7 @@ def _serve(config: PlaitConfig) -> int:
     return supervise.serve(
         config,
         compose=_compose,
-        num_cpus=config.logical_cpus,
+        num_cpus=config.logical_cpus + spare_cpus(config),
         drained=config.drained,
         app_name="plait",
         environ=os.environ,

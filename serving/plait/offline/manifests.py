@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from importlib.metadata import version
 from typing import Any
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, PlaitConfig, TuningSection, worker_name
+from plait.config import (
+    CONTROLNET_PREFIX,
+    ENGINE,
+    INGRESS,
+    PlaitConfig,
+    ServedConfig,
+    ServerSection,
+    TuningSection,
+    worker_name,
+)
 from plait.errors import ConfigError
 from plait_deploy.kuberay.sizing import Reservation
 from plait_deploy.serve import ServeApplication
@@ -14,7 +24,7 @@ from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSec
 from plait_serving.ranking.config import WORKER_CPUS, HnSection, ShardsSection, WholeSection
 from plait_serving.sections import INGRESS_CPUS
 
-__all__ = ["kuberay_manifests", "reservations", "serve_application"]
+__all__ = ["kuberay_manifests", "reservations", "serve_application", "spare_cpus", "surge_percent"]
 
 
 def kuberay_manifests(config: PlaitConfig) -> str:
@@ -46,10 +56,23 @@ def serve_application(config: PlaitConfig) -> ServeApplication:
     args = {"server": config.server.model_dump(mode="json", exclude_defaults=True), **_shapes(config)}
     if config.tuning != TuningSection():
         args["tuning"] = config.tuning.model_dump(mode="json", exclude_defaults=True)
-    return ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=config.knobs())
+    surges = {one.name: surge_percent(one, config.server) for one in reservations(config)}
+    return ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=config.knobs(), surges=surges)
 
 
-def reservations(config: PlaitConfig) -> list[Reservation]:
+def surge_percent(one: Reservation, server: ServerSection) -> int:
+    """Return Serve's `max_surge_percent` of a deployment."""
+    return server.surge_percent(num_gpus=one.num_gpus, replicas=one.max_replicas)
+
+
+def spare_cpus(config: ServedConfig) -> int:
+    """Return the logical CPUs that Ray must have so that in an update one more replica has room."""
+    return math.ceil(
+        max((one.num_cpus for one in reservations(config) if surge_percent(one, config.server)), default=0)
+    )
+
+
+def reservations(config: ServedConfig) -> list[Reservation]:
     """Return what each deployment of the application reserves (`plait.app` says the same to Ray)."""
     ingresses = config.server.ingress_replicas
     found = [Reservation(name=INGRESS, num_cpus=INGRESS_CPUS, min_replicas=ingresses, max_replicas=ingresses)]

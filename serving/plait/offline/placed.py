@@ -36,13 +36,12 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
         policy = policy_options(demands, classes, follows=_policies(config))
     except PlacementError as error:
         raise PlaitError(f"{cluster}: {error}") from error
-    knobs: dict[str, Mapping[str, Any]] = {}
-    names = {each.name for each in demands}
-    for name, values in config.knobs().items():
-        knobs |= {name_at(name, of): values for of in classes} if name in names else {name: values}
+    places = {each.name: [name_at(each.name, of) for of in classes] for each in demands}
     plain = serve_application(config)
     args = {**plain.args, **_uncounted(plain.args, config), "node_classes": list(classes)}
-    return replace(plain, args=args, knobs=knobs, placed=placed, autoscaling_policy=policy)
+    knobs = {at: it for name, it in plain.knobs.items() for at in places.get(name, [name])}
+    surges = {at: it for name, it in plain.surges.items() for at in places.get(name, [name])}
+    return replace(plain, args=args, knobs=knobs, surges=surges, placed=placed, autoscaling_policy=policy)
 
 
 def _demands(config: PlaitConfig) -> list[Demand]:

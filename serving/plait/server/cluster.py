@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server.environment import patient_start, prepare_environment, prepare_proxies
-from plait_deploy.on_ray.names import split_name
+from plait.server.restarts import bound_deployments, pin
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +33,10 @@ _STATE_SHARE = 0.1
 here and in its controller (it pickles the request router of each), and models that are loading need the CPUs
 more. So a waiting process polls often at first, then less and less often."""
 
+_NO_ROOM = "to be scheduled"
+"""What Serve says of a deployment whose replica Ray has not placed for half a minute (`SLOW_STARTUP_WARNING_S` in
+ray/serve/_private/deployment_state.py, Ray 2.60)."""
+
 _ANSWER_S = 5.0
 """Time for a replica that is ready to answer a question."""
 
@@ -42,11 +46,13 @@ _LAST_ANSWERS_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentState:
-    """The progress of the application. `failure` is set once it can no longer come up."""
+    """The progress of the application. `failure` is set once it can no longer come up; `no_room`: the deployments with
+    replicas, but no room on the cluster for one more."""
 
     running: bool
     waiting_for: tuple[str, ...] = ()
     failure: str | None = None
+    no_room: tuple[str, ...] = ()
 
 
 class Cluster:
@@ -59,6 +65,8 @@ class Cluster:
         self.url = _url(host, port)
         self._started_serve = started_serve
         self._app_name: str | None = None
+        self._target: Any = None
+        self._may_surge = False
 
     @classmethod
     def start_local(cls, config: PlaitConfig, *, port: int, num_cpus: int, folder: Path, token_path: Path) -> Cluster:
@@ -139,19 +147,27 @@ class Cluster:
         return str(ray.get_runtime_context().gcs_address)
 
     def deploy(
-        self, application: Any, *, name: str, versions: Mapping[str, str] | None = None, route_prefix: str = "/"
+        self, application: Any, *, name: str, salt: str, route_prefix: str = "/", in_place: bool = False
     ) -> None:
         """Hand the application to Serve and return at once; `state` reports its progress.
 
-        `versions` by deployment: replicas whose version is already running are kept, and only get new knobs. Without
-        versions every replica is restarted.
+        Replicas of deployments that were deployed alike with this `salt` are kept, and only get new knobs. `in_place`:
+        those that are replaced stop first, as if there were no room for others beside them.
         """
         from ray import serve
 
-        self._app_name = name
-        _pin(application, versions or {})
-        target = serve.RunTarget(target=application, name=name, route_prefix=route_prefix)
-        serve.run_many([target], wait_for_applications_running=False)
+        self._app_name, self._may_surge = name, not in_place
+        pin(application, salt=salt)
+        self._target = serve.RunTarget(target=application, name=name, route_prefix=route_prefix)
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        from ray import serve
+
+        if not self._may_surge:
+            for deployment in bound_deployments(self._target.target):
+                deployment._deployment_config.max_surge_percent = 0
+        serve.run_many([self._target], wait_for_applications_running=False)
 
     def delete(self, name: str | None = None) -> None:
         """Delete the application (or another, by name), and wait until it is gone."""
@@ -177,14 +193,26 @@ class Cluster:
             messages = [it.message for it in app.deployments.values() if it.message] or [app.message]
             failed = app.status == "DEPLOY_FAILED"
             return DeploymentState(running=False, waiting_for=waiting, failure=_reason(messages[0]) if failed else None)
-        return DeploymentState(running=app.status == "RUNNING", waiting_for=waiting)
+        stuck = [name for name, it in app.deployments.items() if _NO_ROOM in it.message]
+        no_room = tuple(sorted(name for name in stuck if app.deployments[name].replica_states.get("RUNNING")))
+        return DeploymentState(running=app.status == "RUNNING", waiting_for=waiting, no_room=no_room)
 
-    def states(self, limit_s: float, *, give_up: Callable[[], bool] = lambda: False) -> Iterator[DeploymentState]:
+    def states(
+        self,
+        limit_s: float,
+        *,
+        give_up: Callable[[], bool] = lambda: False,
+        say: Callable[[str], None] = _log.warning,
+    ) -> Iterator[DeploymentState]:
         """Yield `state` until `limit_s` has passed or `give_up` returns true; it lags by a tenth of the time waited, at
-        most 1 s."""
+        most 1 s. An update that finds no room for new replicas beside the old ones goes on without, and says so."""
         started_s = time.monotonic()
         while not give_up() and (waited_s := time.monotonic() - started_s) < limit_s:
-            yield self.state()
+            yield (state := self.state())
+            if state.no_room and self._may_surge:
+                self._may_surge = False
+                say(no_room_for(state.no_room))
+                self._hand_over()
             shortest_s, longest_s = _STATE_PERIODS_S
             next_s = time.monotonic() + min(max(_STATE_SHARE * waited_s, shortest_s), longest_s)
             while not give_up() and time.monotonic() < next_s:
@@ -254,29 +282,9 @@ class Cluster:
             _log.exception("stopping Ray")
 
 
-def _pin(application: Any, versions: Mapping[str, str]) -> None:
-    """Set the versions of all deployments of a bound application, found as Serve finds them (`build_app`): wherever an
-    argument holds one. A deployment that is missed gets a version of its own in every change, and so restarts.
-
-    Serve removed the public way to set them (`options(version=...)`) but still honours them
-    (`ServeControllerClient.deploy_applications`, Ray 2.60).
-    """
-    from ray import serve
-    from ray.dag.py_obj_scanner import _PyObjScanner
-
-    waiting, seen = [application], set[int]()
-    while waiting:
-        if id(found := waiting.pop()) in seen:
-            continue
-        seen.add(id(found))
-        deployment = found._bound_deployment
-        name, _ = split_name(deployment.name) or (deployment.name, "")
-        deployment._version = versions.get(name)
-        scanner = _PyObjScanner(source_type=serve.Application)
-        try:
-            waiting += scanner.find_nodes((deployment.init_args, deployment.init_kwargs))
-        finally:
-            scanner.clear()
+def no_room_for(deployments: Sequence[str]) -> str:
+    """Return the sentence that says how an update goes on without `server.start_new_first`."""
+    return f"plait: no room for one more replica of {', '.join(deployments)}: the old ones stop before new ones start"
 
 
 def _in_thread(

@@ -1,26 +1,27 @@
 """The effect of a configuration change on running deployments: new knobs, more replicas, or a restart.
 
-Serve restarts the replicas of a deployment whose *version* changed or that needs other resources; a changed
-`user_config` is passed to running replicas, and a changed count only starts or stops some
-(`DeploymentVersion.requires_actor_restart` in ray/serve/_private/version.py, Ray 2.60). So a version stands for
-everything that a constructor receives, except knobs and counts.
+Serve restarts the replicas of a deployment whose *version* changed or that needs other resources; other options are
+passed to running replicas, and a changed count only starts or stops some
+(`DeploymentVersion.requires_actor_restart` in ray/serve/_private/version.py, Ray 2.60). So a version stands for the
+arguments that are bound to a deployment. All is read from the application that Serve gets.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, INGRESS, ServedConfig, worker_name
-from plait_serving.images.config import MODEL_CPUS, ImagesSection
-from plait_serving.ranking.config import WORKER_CPUS, RankModelSection
-from plait_serving.sections import INGRESS_CPUS
+from pydantic import BaseModel
 
-__all__ = ["DeploymentPlan", "Effect", "effects", "plans", "versions"]
+__all__ = ["DeploymentPlan", "Effect", "bound_deployments", "effects", "pin", "plans"]
+
+_COUNTS = ("num_replicas", "autoscaling_config")
+_UNBOUND = {"version", "user_configured_option_names"}
 
 
 class Effect(StrEnum):
@@ -35,50 +36,53 @@ class Effect(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeploymentPlan:
-    """One deployment as the configuration specifies it. `fixed`: what only a restart changes, as JSON; `num_cpus` and
-    `num_gpus`: what Ray reserves for a replica."""
+    """One deployment as it is bound, as JSON. `fixed`: what only a restart changes; `count`: its number of replicas;
+    `knobs`: what running replicas receive."""
 
     fixed: str
-    knobs: Mapping[str, Any]
-    num_cpus: float
-    replicas: Any = 1
-    num_gpus: float = 0.0
+    count: str
+    knobs: str
 
 
-def plans(config: ServedConfig) -> dict[str, DeploymentPlan]:
-    """Return the plans of all deployments by name."""
-    ingress = DeploymentPlan(
-        fixed=_json(_ingress(config)), knobs={}, num_cpus=INGRESS_CPUS, replicas=config.server.ingress_replicas
-    )
-    found = {INGRESS: ingress}
-    if config.images is not None:
-        found |= _images(config.images)
-    for name, section in config.ranking_models.items():
-        for role, part in section.parts.items():
-            rest = part.model_dump(mode="json")
-            rest.pop("knobs", None)
-            replicas = rest.pop("replicas")
-            found[worker_name(name, role)] = DeploymentPlan(
-                fixed=_json({**_package(section), "role": role, **rest}),
-                knobs=part.capped_knobs.model_dump(mode="json"),
-                replicas=replicas,
-                num_cpus=part.num_cpus or WORKER_CPUS,
-                num_gpus=rest.get("num_gpus", 0.0),
-            )
-    return found
+def bound_deployments(application: Any) -> Iterator[Any]:
+    """Yield the deployments of a bound application, found as Serve finds them (`build_app`): wherever an argument holds
+    one."""
+    from ray import serve
+    from ray.dag.py_obj_scanner import _PyObjScanner
+
+    waiting, seen = [application], set[int]()
+    while waiting:
+        if id(found := waiting.pop()) in seen:
+            continue
+        seen.add(id(found))
+        deployment = found._bound_deployment
+        yield deployment
+        scanner = _PyObjScanner(source_type=serve.Application)
+        try:
+            waiting += scanner.find_nodes((deployment.init_args, deployment.init_kwargs))
+        finally:
+            scanner.clear()
 
 
-def versions(config: ServedConfig, *, salt: str) -> dict[str, str]:
-    """Return Serve's version of each deployment. `salt`: unique per run of a server, so that new code never counts as
-    old."""
-    return {
-        name: hashlib.sha256(f"{salt}\n{name}\n{plan.fixed}".encode()).hexdigest()[:16]
-        for name, plan in plans(config).items()
-    }
+def plans(application: Any) -> dict[str, DeploymentPlan]:
+    """Return the plans of all deployments of a bound application by name."""
+    return {deployment.name: _plan(deployment) for deployment in bound_deployments(application)}
 
 
-def effects(before: ServedConfig, after: ServedConfig) -> dict[str, Effect]:
-    """Return the effect of changing from `before` to `after`, by deployment; unaffected deployments are left out."""
+def pin(application: Any, *, salt: str) -> None:
+    """Set Serve's version of each deployment. `salt`: unique per run of a server, so that new code never counts as old.
+
+    Serve removed the public way to set them (`options(version=...)`) but still honours them
+    (`ServeControllerClient.deploy_applications`, Ray 2.60). Without one, a deployment restarts in every change.
+    """
+    for deployment in bound_deployments(application):
+        text = f"{salt}\n{deployment.name}\n{_plan(deployment).fixed}"
+        deployment._version = hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def effects(before: Any, after: Any) -> dict[str, Effect]:
+    """Return the effect of replacing the application `before` by `after`, by deployment; unaffected deployments are
+    left out."""
     old, new = plans(before), plans(after)
     found: dict[str, Effect] = {name: Effect.REMOVED for name in old if name not in new}
     for name, plan in new.items():
@@ -86,57 +90,36 @@ def effects(before: ServedConfig, after: ServedConfig) -> dict[str, Effect]:
             found[name] = Effect.ADDED
         elif plan.fixed != old[name].fixed:
             found[name] = Effect.RESTARTED
-        elif plan.replicas != old[name].replicas:
+        elif plan.count != old[name].count:
             found[name] = Effect.SCALED
         elif plan.knobs != old[name].knobs:
             found[name] = Effect.RECONFIGURED
     return found
 
 
-def _ingress(config: ServedConfig) -> dict[str, Any]:
-    return {
-        "server": config.server.model_dump(mode="json"),
-        "images": config.images is not None,
-        "models": {name: _package(section) for name, section in config.ranking_models.items()},
-        "tuning": config.tuning.model_dump(mode="json"),
-    }
+def _plan(deployment: Any) -> DeploymentPlan:
+    options = deployment._deployment_config.model_dump(exclude=_UNBOUND)
+    count = {name: options.pop(name) for name in _COUNTS}
+    bound = (deployment.func_or_class, deployment.init_args, deployment.init_kwargs, deployment.ray_actor_options)
+    return DeploymentPlan(fixed=_json(bound), count=_json(count), knobs=_json(options))
 
 
-def _images(images: ImagesSection) -> dict[str, DeploymentPlan]:
-    dumped = images.model_dump(mode="json", exclude={"knobs", "replicas", "controlnets"})
-    controlnets = {name: str(section.folder) for name, section in images.resolved_controlnets().items()}
-    fixed = {**dumped, "controlnets": controlnets, "services": sorted(images.controlnet_services())}
-    found = {
-        ENGINE: DeploymentPlan(
-            fixed=_json(fixed),
-            knobs=images.capped_knobs.model_dump(mode="json"),
-            replicas=images.model_dump(mode="json")["replicas"],
-            num_cpus=images.num_cpus or MODEL_CPUS,
-            num_gpus=images.num_gpus,
-        )
-    }
-    for name, section in images.controlnet_services().items():
-        own = {
-            "folder": str(section.folder),
-            "dtype": images.dtype,
-            "device": images.device,
-            "executor": images.executor.value,
-            "cpus": section.num_cpus,
-            "gpus": section.num_gpus,
-        }
-        found[CONTROLNET_PREFIX + name] = DeploymentPlan(
-            fixed=_json(own),
-            knobs={"threads": section.thread_cap},
-            replicas=section.model_dump(mode="json")["replicas"],
-            num_cpus=section.num_cpus or MODEL_CPUS,
-            num_gpus=section.num_gpus,
-        )
-    return found
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
 
 
-def _package(section: RankModelSection) -> dict[str, str]:
-    return {"folder": str(section.folder), "mode": section.mode}
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    return json.dumps(value, sort_keys=True)
+def _plain(value: Any) -> Any:
+    """Return what stands for a bound value, in every process alike."""
+    if hasattr(value, "_bound_deployment"):
+        return value._bound_deployment.name
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value), {field.name: getattr(value, field.name) for field in fields(value)}]
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return [type(value), vars(value)] if hasattr(value, "__dict__") else repr(value)

@@ -24,7 +24,6 @@ from plait.server.cluster import Cluster
 from plait.server.console import Console
 from plait.server.leftovers import clean_up, clean_up_others, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
-from plait.server.restarts import versions
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
@@ -211,7 +210,7 @@ class _Run:
         self._cluster.deploy(
             compose(self._config.model_copy(update={"server": server})),
             name=self._app_name,
-            versions=versions(self._config, salt=self._run_id),
+            salt=self._run_id,
         )
         self._signals.interrupts = False
         self._wait_until_healthy(self._cluster)
@@ -220,7 +219,7 @@ class _Run:
     def _wait_until_healthy(self, cluster: Cluster) -> None:
         limit_s = self._config.server.ready_timeout_s
         reported: tuple[str, ...] = ()
-        for state in cluster.states(limit_s, give_up=lambda: self._signals.count > 0):
+        for state in cluster.states(limit_s, give_up=lambda: self._signals.count > 0, say=self._console.progress):
             if state.failure is not None:
                 raise ServeError(state.failure)
             if state.waiting_for and state.waiting_for != reported:

@@ -16,8 +16,9 @@ from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.metrics import AllReplicas
-from plait_serving.deployments.node_gauges import NodeGauges, Reserved
+from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.deployments.ranking.source import RankModel
+from plait_serving.deployments.threads import given_knobs
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge.repeating import without_repeated
 from plait_serving.imports import importing
@@ -44,14 +45,15 @@ class Ingress:
         ranking: Mapping[str, RankModel] | None = None,
         *,
         controlnets: Sequence[Any] = (),
-        routers: Callable[[], Sequence[APIRouter]] = tuple,
+        routers: Callable[[Mapping[str, Any]], Sequence[APIRouter]] | None = None,
         direct: Direct | None = None,
-        reserved: Mapping[str, Reserved] | None = None,
+        behind: Mapping[str, Any] | None = None,
     ) -> None:
         """Create the ingress replica. `engine`: the base model's handle, or None. `ranking`: the ranking models by
         name. `controlnets`: handles of the ControlNets' services, for their metrics. `routers`: makes, in the replica,
-        additional routes of other components. `direct`: where the ingress listens itself, beside Serve's proxy.
-        `reserved`: the deployments behind it, by name, for the gauges of nodes."""
+        additional routes of other components, from its `user_config` as it is at any moment. `direct`: where the
+        ingress listens itself, beside Serve's proxy. `behind`: the handles of all deployments behind it by name, for
+        the gauges of nodes."""
         configure_logging("ingress", os.environ)
         shorten_gil_interval()
         self._images = None if engine is None else HandleImageService(engine, controlnets)
@@ -61,10 +63,15 @@ class Ingress:
             self._ranking = _ranking_service(ranking or {})
         self._answers = OpenResponses(self._look_soon)
         self._looking: asyncio.Task[None] | None = None
-        self._nodes = NodeGauges(reserved or {})
+        self._user_config = dict(given_knobs())
+        self._nodes = NodeGauges(behind or {})
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(_handle_of_this_deployment)
+
+    def reconfigure(self, user_config: Mapping[str, Any]) -> None:
+        """Apply `user_config`; Serve calls this after the constructor and on every change."""
+        self._user_config.update(user_config)
 
     async def check_health(self) -> None:
         """Raise if the replica is unhealthy; Serve then restarts it."""
@@ -112,7 +119,7 @@ class Ingress:
                 self._images,
                 self._settings(),
                 ranking=self._ranking,
-                routers=self._routers(),
+                routers=() if self._routers is None else self._routers(self._user_config),
                 lifespan=None if self._direct is None else self._answer_directly,
                 neighbours=self._neighbours,
                 nodes=self._nodes.families,

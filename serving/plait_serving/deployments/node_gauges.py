@@ -7,16 +7,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Metric
 
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
+from plait_deploy.on_ray.whereabouts import CPUS, GPUS
 from plait_deploy.placement.demands import Demand, task_of
 
-__all__ = ["NodeGauges", "Reserved"]
+__all__ = ["NodeGauges"]
 
 _log = logging.getLogger(__name__)
 
@@ -24,34 +24,25 @@ _KEPT_S = 5.0
 _ANSWER_S = 2.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reserved:
-    """What each replica of a deployment asks Ray for, and Serve's handle of it."""
-
-    num_cpus: float
-    num_gpus: float
-    handle: Any
-
-
 class NodeGauges:
     """Asks all replicas where they are, in the background and at most every few seconds; a scrape never waits long."""
 
     def __init__(
         self,
-        reserved: Mapping[str, Reserved],
+        handles: Mapping[str, Any],
         *,
         nodes: Callable[[], Any] = ray_nodes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._reserved = reserved if any(each.num_gpus for each in reserved.values()) else {}
+        self._handles = handles
         self._nodes, self._clock = nodes, clock
         self._thread = ThreadPoolExecutor(1, "plait-nodes")
         self._asking: asyncio.Future[list[Metric]] | None = None
         self._families, self._asked_s = gauges((), (), {}), float("-inf")
 
     async def families(self) -> Sequence[Metric]:
-        """Return the gauges as they were last; without a deployment on GPUs their families are empty."""
-        if self._reserved and self._asking is None and self._clock() - self._asked_s >= _KEPT_S:
+        """Return the gauges as they were last; without a GPU their families are empty."""
+        if self._handles and self._asking is None and self._clock() - self._asked_s >= _KEPT_S:
             self._asking = asyncio.get_running_loop().run_in_executor(self._thread, self._ask)
             self._asking.add_done_callback(self._answered)
         return self._families
@@ -66,18 +57,21 @@ class NodeGauges:
         self._families = asking.result()
 
     def _ask(self) -> list[Metric]:
-        with ThreadPoolExecutor(min(16, len(self._reserved))) as threads:
-            answers = threads.map(_whereabouts, (each.handle for each in self._reserved.values()))
-            reports = dict(zip(self._reserved, answers, strict=True))
+        nodes = living_nodes(self._nodes())
+        if not any(each.node.gpus for each in nodes):
+            return gauges((), (), {})
+        with ThreadPoolExecutor(min(16, len(self._handles))) as threads:
+            reports = dict(zip(self._handles, threads.map(_whereabouts, self._handles.values()), strict=True))
         demands = [
             Demand(
                 name=name,
-                task=task_of(name, num_cpus=each.num_cpus, num_gpus=each.num_gpus),
-                replicas=max(1, len(reports[name])),
+                task=task_of(name, num_cpus=said[0].get(CPUS, 0.0), num_gpus=said[0].get(GPUS, 0.0)),
+                replicas=len(said),
             )
-            for name, each in self._reserved.items()
+            for name, said in reports.items()
+            if said
         ]
-        return gauges(living_nodes(self._nodes()), demands, reports)
+        return gauges(nodes, demands, reports)
 
 
 def _whereabouts(handle: Any) -> list[Mapping[str, float]]:

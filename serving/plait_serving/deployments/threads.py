@@ -1,14 +1,27 @@
-"""The replica's part in choosing CPU threads: undoing Ray's choice."""
+"""What a replica learns and settles before it loads anything: its knobs, and CPU threads."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
+from typing import Any
 
 from plait_serving.ranking.config import OmpWait
 
 _log = logging.getLogger(__name__)
+
+
+def given_knobs() -> Mapping[str, Any]:
+    """Return the `user_config` of this replica, which Serve passes to `reconfigure` only once it is made; empty without
+    one, and outside a replica. Bound as an argument, a changed knob would be a restart."""
+    from ray import serve
+    from ray.serve.exceptions import RayServeException
+
+    try:
+        return serve.get_replica_context()._deployment_config.user_config or {}
+    except RayServeException:
+        return {}
 
 
 def unset_ray_threads(environ: MutableMapping[str, str]) -> None:

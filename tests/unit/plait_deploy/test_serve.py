@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import yaml
+from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
 from plait.app import AppArgs, build
@@ -57,7 +58,7 @@ def test_deploy_render_keeps_the_meaning_of_the_configuration(rendered):
     assert args.images.model_copy(update={"knobs": type(config.images.knobs)(**knobs)}) == config.images
     assert args.ranking_models["cut"].cn.replicas == 2
     assert args.ranking_models["small"].folder == path.parent / "models/small"
-    tuned = {deployment["name"]: deployment["user_config"] for deployment in application["deployments"]}
+    tuned = {deployment["name"]: deployment.get("user_config") for deployment in application["deployments"]}
     assert (tuned["cn-cut"]["wire"], tuned["hn-cut"]["threads"], tuned["whole-small"]["largest_waiting"]) == (
         "float16",
         3,
@@ -71,8 +72,36 @@ def test_deploy_render_puts_knobs_only_where_a_change_is_a_reconfigure(rendered)
     application = document["applications"][0]
     assert "knobs" not in application["args"]["images"]
     assert application["args"]["recommend"]["models"]["cut"]["cn"] == {"replicas": 2}
-    names = [deployment["name"] for deployment in application["deployments"]]
+    names = [deployment["name"] for deployment in application["deployments"] if "user_config" in deployment]
     assert names == ["engine", "controlnet-edges", *WORKERS]
+
+
+@pytest.mark.parametrize(
+    ("server", "expected"),
+    [("", (0, 33, 50, 100)), ("start_new_first: true", (50, 33, 50, 100)), ("start_new_first: false", (0, 0, 0, 0))],
+)
+def test_deploy_render_writes_out_how_an_update_replaces_replicas(tmp_path, capsys, server, expected):
+    """One more of each deployment starts first; with GPUs, of which none may be free, only if that is wanted."""
+    path = tmp_path / "plait.yaml"
+    path.write_text(CONFIG.replace("drain_s: 5", server or "drain_s: 5").replace("./base", "./base\n  num_gpus: 1"))
+    assert root.main(["deploy", "render", "--target", "serve", str(path)]) == 0
+    (application,) = yaml.safe_load(capsys.readouterr().out)["applications"]
+    found = {it["name"]: it["max_surge_percent"] for it in application["deployments"]}
+    assert tuple(found[name] for name in ("engine", "controlnet-edges", "cn-cut", "ingress")) == expected
+    built = build_app(build(AppArgs.model_validate(application["args"])), name="plait").deployments
+    assert found == {it.name: it._deployment_config.max_surge_percent for it in built}
+
+
+def test_a_ray_of_its_own_has_room_for_one_more_replica(monkeypatch):
+    """Of any deployment: with the CPUs that the replicas use alone, each update would have to stop old ones first."""
+    from plait.server import supervise
+
+    asked = []
+    monkeypatch.setattr(supervise, "serve", lambda config, **how: asked.append(how["num_cpus"]) or 0)
+    for more in ([], ["--set", "server.start_new_first=false"]):
+        assert root.main(["serve", "--set", "images.num_cpus=2.5", *more]) == 0
+    used = load_config(overrides=["images.num_cpus=2.5"]).logical_cpus
+    assert asked == [used + 3, used]
 
 
 def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(tmp_path, capsys):
@@ -82,7 +111,7 @@ def test_deploy_render_of_local_controlnets_has_no_deployments_for_them(tmp_path
     assert root.main(["deploy", "render", str(path)]) == 0
     application = yaml.safe_load(capsys.readouterr().out)["applications"][0]
     assert application["args"]["images"]["knobs"] == {"controlnet_placement": "local"}
-    assert [deployment["name"] for deployment in application["deployments"]] == ["engine", *WORKERS]
+    assert [deployment["name"] for deployment in application["deployments"]] == ["engine", *WORKERS, "ingress"]
 
 
 def test_deploy_render_names_a_builder_that_serve_gives_typed_arguments():

@@ -6,22 +6,26 @@ knobs (`plait.server.restarts`).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, cast
 
 from plait.config import PlaitConfig
+from plait.doctor.machine import available_memory_bytes
 from plait.errors import PlaitError
-from plait.server.cluster import Cluster
+from plait.server.cluster import Cluster, no_room_for
 from plait.server.ports import health, with_port
-from plait.server.restarts import Effect, effects, plans, versions
+from plait.server.restarts import Effect, bound_deployments, effects, plans
 from plait.targets import load_target
-from plait.tuning.measure.usage import replica_pids
+from plait.tuning.measure.usage import pss_bytes, replica_pids
 
 __all__ = ["Compose", "NotReady", "RefusedStart", "RunningApplication", "compose_of"]
 
 Compose = Callable[[PlaitConfig], Any]
 """Builds the Serve application of a configuration; called once Ray's environment is set."""
+
+_log = logging.getLogger(__name__)
 
 _APPLICATION = ("plait.app", "application")
 """plait's own application. It is named, as Serve names applications, rather than imported: the application has the
@@ -82,15 +86,33 @@ class RunningApplication:
         Raises `RefusedStart` or `NotReady`; the application is then in an unknown state, and `config` is None.
         """
         before, self.config = self.config, None
-        found = dict.fromkeys(plans(config), Effect.ADDED) if before is None else effects(before, config)
+        after = self._bound(config)
+        found = dict.fromkeys(plans(after), Effect.ADDED) if before is None else effects(self._bound(before), after)
         if found:
             there = self.pids()
-            pinned = versions(config, salt=self._salt)
-            self.cluster.deploy(self._compose(config), name=self.app, versions=pinned, route_prefix=self.prefix or "/")
+            in_place = self._is_short_of_memory(there, after, found)
+            self.cluster.deploy(
+                after, name=self.app, salt=self._salt, route_prefix=self.prefix or "/", in_place=in_place
+            )
             self._wait(limit_s)
             found |= dict.fromkeys(_restarted(there, self.pids(), found), Effect.RESTARTED)
         self.config = config
         return found
+
+    def _bound(self, config: PlaitConfig) -> Any:
+        """Return the application of a configuration as `plait serve` hands it to this Serve."""
+        return self._compose(config.model_copy(update={"server": config.server.behind(self.cluster.host)}))
+
+    def _is_short_of_memory(self, there: Mapping[int, str], after: Any, found: Mapping[str, Effect]) -> bool:
+        """Return whether the new replicas that are to start before old ones stop, one of each deployment, do not fit
+        into this machine's memory beside these."""
+        surging = {it.name for it in bound_deployments(after) if it._deployment_config.max_surge_percent}
+        restarted = {name: pid for pid, name in there.items() if found.get(name) is Effect.RESTARTED}
+        beside = {name: pid for name, pid in restarted.items() if name in surging}
+        if not beside or sum(map(pss_bytes, beside.values())) <= available_memory_bytes():
+            return False
+        _log.warning(no_room_for(sorted(beside)))
+        return True
 
     def pids(self) -> dict[int, str]:
         """Return the replicas that run on this machine: pid to deployment."""

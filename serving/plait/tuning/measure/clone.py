@@ -91,7 +91,8 @@ class Clone:
         elif self.running.config is None:
             self.running.cluster.delete()
         direct_port = None if self._direct is None else self._direct.getsockname()[1]
-        server = config.server.model_copy(update={"direct_port": direct_port})
+        alone = {"direct_port": direct_port, "start_new_first": False}  # no trial waits for room that users need
+        server = config.server.model_copy(update=alone)
         try:
             return self.running.apply(config.model_copy(update={"server": server}), limit_s=limit_s)
         finally:

@@ -8,13 +8,11 @@ plait, and nothing measures shares of GPUs. An autoscaling deployment reserves i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from plait.config import INGRESS, PlaitConfig, ServedConfig
+from plait.config import PlaitConfig, ServedConfig
 from plait.errors import PlaitError
-from plait.server.restarts import plans
+from plait.offline.manifests import reservations
 from plait.tuning.measure.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec, Prices
 from plait_autoconfig.objective import COST_PER_HOUR
@@ -33,25 +31,18 @@ class ReservedResources:
 
 def reserved(config: ServedConfig) -> ReservedResources:
     """Return the cores and GPUs that Ray reserves for the deployments."""
-    found = plans(config).values()
+    found = reservations(config)
     return ReservedResources(
-        cores=sum(max_count(plan.replicas) * plan.num_cpus for plan in found),
-        gpus=sum(max_count(plan.replicas) * plan.num_gpus for plan in found),
+        cores=sum(one.max_replicas * one.num_cpus for one in found),
+        gpus=sum(one.max_replicas * one.num_gpus for one in found),
     )
 
 
 def host_cores_of(config: ServedConfig, *, machine_cores: int) -> HostCores:
     """Return the thread caps of all deployments together, as if one machine with so many cores ran them all."""
-    planned = 0
-    for name, plan in plans(config).items():
-        if name != INGRESS:
-            planned += max_count(plan.replicas) * (int(plan.knobs.get("threads", 1)) or machine_cores)
-    return HostCores(cores=machine_cores, planned_threads=planned)
-
-
-def max_count(replicas: Any) -> int:
-    """Return the maximum of a number of replicas, or of bounds for one (`{min: 1, max: 4}`)."""
-    return int(replicas["max"] if isinstance(replicas, Mapping) else replicas)
+    counts = {one.name: one.max_replicas for one in reservations(config)}
+    threads = {name: int(knobs.get("threads", 1)) or machine_cores for name, knobs in config.knobs().items()}
+    return HostCores(cores=machine_cores, planned_threads=sum(counts[name] * each for name, each in threads.items()))
 
 
 def cost_metrics(prices: Prices, what: ReservedResources, *, used_cores: float, memory_gib: float) -> dict[str, float]:

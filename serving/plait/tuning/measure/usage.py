@@ -17,7 +17,7 @@ from typing import Self
 
 from plait.server import processes
 
-__all__ = ["ResourceUsage", "UsageSampler", "gpu_memory_bytes", "replica_pids"]
+__all__ = ["ResourceUsage", "UsageSampler", "gpu_memory_bytes", "pss_bytes", "replica_pids"]
 
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -79,7 +79,7 @@ class UsageSampler:
             self._look()
 
     def _look(self) -> None:
-        self._memory_bytes = max(self._memory_bytes, sum(map(_pss_bytes, self._pids)))
+        self._memory_bytes = max(self._memory_bytes, sum(map(pss_bytes, self._pids)))
 
 
 def gpu_memory_bytes(pids: Iterable[int]) -> int:
@@ -118,7 +118,8 @@ def _cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S  # utime and stime, proc(5)
 
 
-def _pss_bytes(pid: int) -> int:
+def pss_bytes(pid: int) -> int:
+    """Return the proportional set size of a process; 0 if there is none."""
     return _counter(_PROC / str(pid) / "smaps_rollup", "Pss:") * 1024
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -64,13 +65,15 @@ class ActorTuningService:
     by a stop of the server continue, and again whenever the actor is lost."""
 
     def __init__(
-        self, settings: JobQueueSettings, *, runner: JobLauncher | None = None, idle_s: float = _IDLE_S
+        self, settings: Callable[[], JobQueueSettings], *, runner: JobLauncher | None = None, idle_s: float = _IDLE_S
     ) -> None:
+        """Take what returns the settings, which are read anew for each job."""
         self._settings, self._runner, self._idle_s = settings, runner, idle_s
         self._actor = self._found()
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
         """Call `TuningJobQueue.submit` in the actor. The token makes a repeated call harmless."""
+        await self._call("configure", self._settings())
         return dict(await self._call("submit", text, tenant, secrets.token_hex(4)))
 
     async def jobs(self) -> list[dict[str, Any]]:
@@ -94,7 +97,8 @@ class ActorTuningService:
         return str(await self._call("report", job_id))
 
     def _found(self) -> Any:
-        digest = hashlib.sha256(str(self._settings.folder).encode()).hexdigest()[:12]
+        settings = self._settings()
+        digest = hashlib.sha256(str(settings.folder).encode()).hexdigest()[:12]
         actor = (
             ray.remote(TuningActor)
             .options(
@@ -107,9 +111,9 @@ class ActorTuningService:
                 max_concurrency=16,
                 num_cpus=0,
             )
-            .remote(self._settings, self._runner, self._idle_s)
+            .remote(settings, self._runner, self._idle_s)
         )
-        actor.call.remote("configure", self._settings)  # it may be older than this replica
+        actor.call.remote("configure", settings)  # it may be older than this replica
         return actor
 
     async def _call(self, method: str, *arguments: Any) -> Any:

@@ -44,6 +44,7 @@ from plait_serving.deployments.images.counted import audit_families
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
+from plait_serving.deployments.threads import given_knobs
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import ControlNetUnavailable
@@ -80,20 +81,17 @@ class ControlNetDeployment:
         dtype: str = "auto",
         device: str = "auto",
         executor: str = "auto",
-        threads: int = 0,
-        knobs: Mapping[str, Any] | None = None,
         audit_every: int = 0,
     ) -> None:
         """Load the weights and listen. "auto" means CUDA in float16 if available, otherwise the CPU in float32.
 
-        `executor` is an `ExecutorName`; `audit_every` as in `EngineSettings`. `threads` and `knobs` apply until Serve's
-        `user_config` overrides them. Raises `ModelError`.
+        `executor` is an `ExecutorName`; `audit_every` as in `EngineSettings`. Raises `ModelError`.
         """
         import ray
         from ray import serve
 
         configure_logging(f"controlnet-{name}", os.environ)
-        chosen = ControlNetKnobs.model_validate({"threads": threads, **(knobs or {})})
+        chosen = ControlNetKnobs.model_validate(given_knobs())
         self._controlnet, self._threads = name, chosen.threads
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._secret = new_secret()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
+from plait_serving.deployments.threads import given_knobs
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Progress
-from plait_serving.images.config import ImagesSection
+from plait_serving.images.config import ControlNetSection, ImagesSection
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
@@ -59,9 +60,20 @@ class ImagesSource:
 
     images: ImagesSection
 
+    @classmethod
+    def for_replicas(cls, images: ImagesSection) -> Self:
+        """Return a source without numbers of replicas, what Ray reserves, knobs, and what others read."""
+        controlnets = {
+            name: ControlNetSection(folder=section.folder, preprocessor=section.preprocessor)
+            for name, section in images.resolved_controlnets().items()
+        }
+        unread = {"replicas": 1, "num_cpus": None, "num_gpus": 0.0, "results": None, "knobs": EngineKnobs()}
+        return cls(images.model_copy(update={**unread, "controlnets": controlnets}))
+
     def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
-        """Load the models and make the warm-up images. Raises `ModelError`."""
+        """Load the models and make the warm-up images, with the replica's knobs. Raises `ModelError`."""
         with importing():
             from plait_serving.deployments.images.hosted import open_images
 
-        return open_images(self.images, controlnets)
+        knobs = EngineKnobs.model_validate(given_knobs())
+        return open_images(self.images.model_copy(update={"knobs": knobs}), controlnets)

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from prometheus_client import Metric
 
+from plait_disagg.workers.remote import RemoteRanker
 from plait_serving.deployments.metrics import families_of, replicas_of
 from plait_serving.deployments.ranking.refresh import ServeRefresh
 from plait_serving.deployments.ranking.source import RankModel
-from plait_serving.deployments.ranking.worker import remote_ranker
+from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import RankingService, ServedRanker
 
@@ -25,7 +26,9 @@ class _RemoteRankingService(LocalRankingService):
     """Its rankers' workers are deployments."""
 
     def __init__(self, models: Mapping[str, RankModel]) -> None:
-        super().__init__({name: _served(name, model) for name, model in models.items()})
+        rankers = {name: remote_ranker(name, model.workers) for name, model in models.items()}
+        wait_until_ready([ranker.core for ranker in rankers.values()])
+        super().__init__({name: _served(name, model, rankers[name]) for name, model in models.items()})
         parts = [part for it in models.values() for part in (it.workers, it.hns, *it.shards) if part is not None]
         self._workers = [replicas_of(part) for part in parts]
 
@@ -34,7 +37,6 @@ class _RemoteRankingService(LocalRankingService):
         return await families_of(self._workers)
 
 
-def _served(name: str, model: RankModel) -> ServedRanker:
-    ranker = remote_ranker(name, model.workers, replicas=model.replicas, max_replicas=model.max_replicas)
+def _served(name: str, model: RankModel, ranker: RemoteRanker) -> ServedRanker:
     refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
     return ServedRanker(ranker=ranker, items=model.source.items(), refreshes=refreshes)

@@ -73,7 +73,7 @@ class RankSource(Protocol):
 class RankModel:
     """What the ingress needs to know about a ranking model.
 
-    `workers`: Serve's handle of the deployment that receives requests, with `replicas` to `max_replicas` replicas.
+    `workers`: Serve's handle of the deployment that receives requests.
     `hns`: the handle of the HNs behind it; None if there are none. `shards`: those of its tables' shards.
     """
 
@@ -81,8 +81,6 @@ class RankModel:
     workers: Any
     hns: Any
     shards: tuple[Any, ...] = ()
-    replicas: int
-    max_replicas: int
 
 
 @dataclass(frozen=True, slots=True)

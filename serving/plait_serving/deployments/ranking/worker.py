@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from plait_disagg.package.sharding import Sharding
+from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.scale import Gauge, cn_pressure, hn_pressure
 from plait_disagg.refresh.errors import NotPublished, RefreshError
@@ -32,6 +34,8 @@ from plait_disagg.workers.shard import ShardWorker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, new_secret
 from plait_fabric.gil import shorten_gil_interval
+from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.replicas import Replica
 from plait_fabric.threads import run_on_own_thread, set_threads
 from plait_serving.deployments.fabric_endpoints import (
@@ -46,7 +50,8 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking.source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.ranking.config import BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
+from plait_serving.deployments.threads import given_knobs
+from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
 from plait_serving.ranking.counted import rank_families
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
@@ -55,6 +60,9 @@ __all__ = ["RankWorker", "remote_ranker"]
 _log = logging.getLogger(__name__)
 
 _DRAIN_S = 5.0
+_LOOK_S = 0.02
+_FOUND_S = 2 * Backoff().max_s
+"""Within this time clients find a new replica; so long one that is replaced goes on serving them."""
 
 T = TypeVar("T")
 
@@ -72,23 +80,16 @@ class RankWorker:
         name: str,
         source: RankSource,
         role: RankRole,
-        knobs: Mapping[str, Any],
         hns: Any = None,
-        hn_count: int = 1,
-        max_hns: int | None = None,
         dealt: Mapping[str, Any] | None = None,
         shard: int = 0,
         shards: Sequence[Any] = (),
-        shard_bounds: tuple[int, int] = (1, 1),
         between_hosts: BetweenHosts = "tcp",
     ) -> None:
-        """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment, which has
-        `hn_count` replicas, or as many as are found up to `max_hns`.
+        """Load this role's half and listen. `hns`, for a CN: Serve's handle of the model's HN deployment.
 
         `dealt`: how the tables are dealt, if they are; `shard`: which one this is; `shards`, for a CN: the
-        handles of all, each with so many replicas at least and at most (`shard_bounds`).
-
-        `knobs` apply until Serve's `user_config` overrides them. Raises whatever the source raises.
+        handles of all. Raises whatever the source raises.
         """
         import ray
         from ray import serve
@@ -101,17 +102,17 @@ class RankWorker:
         self._secret = new_secret()
         self._stopped = False
         self._shards: list[RemoteShard] = []
-        sharded = None if dealt is None else self._sharded(role, dealt, shard, shards, shard_bounds)
+        sharded = None if dealt is None else self._sharded(role, dealt, shard, shards)
         opened = run_on_own_thread(lambda: source.open(role) if sharded is None else source.open(role, sharded))
         card = replace(opened.card, name=name)  # what requests call it, not what its maker did
-        plain = self._plain(knobs)
+        plain = self._plain(given_knobs())
         host, folder = ray.util.get_node_ip_address(), socket_folder()
         listeners = open_listeners(
             self._secret, kind="rank", ip_address=host, folder=folder, between_hosts=between_hosts
         )
         self._refresher: Refresher | None = None
-        behind = {"connect": ServeReplicas(f"the HNs of {name}", hns).connect, "hns": hn_count, "max_hns": max_hns}
-        self._core, self._worker = self._started(card, opened, listeners, plain, behind)
+        reach_hn = ServeReplicas(f"the HNs of {name}", hns).connect
+        self._core, self._worker = self._started(card, opened, listeners, plain, reach_hn)
         self._plain_knobs = plain
         self._gauge = Gauge(self._core.metrics, self._pressure)
         if opened.live is not None:
@@ -125,9 +126,9 @@ class RankWorker:
         opened: OpenedPackage,
         listeners: Sequence[Listener],
         knobs: WorkerKnobs,
-        behind: Mapping[str, Any],
+        reach_hn: Connect,
     ) -> tuple[_Core, _Door]:
-        """Start what this role does, and what others reach it by. `behind`: the HNs of a CN."""
+        """Start what this role does, and what others reach it by. `reach_hn`: of a CN."""
         if self._role == "hn":
             hn = self._hn(card, opened, listeners, knobs)
             return hn, hn
@@ -140,9 +141,18 @@ class RankWorker:
             return whole, CoreServer(whole, listeners)
         counts: Callable[[], Mapping[str, float]] = partial(shards_metrics, self._shards) if self._shards else dict
         version = opened.dense_version
-        cn = CnCore(card, _there(opened.sparse), **behind, dense_version=version, knobs=knobs, more_metrics=counts)
+        cn = CnCore(
+            card,
+            _there(opened.sparse),
+            reach_hn,
+            max_hns=MAX_WORKERS,
+            dense_version=version,
+            knobs=knobs,
+            more_metrics=counts,
+        )
         door = CoreServer(cn, listeners)
         wait_for_shards(self._shards)
+        wait_until_ready([cn])
         return cn, door
 
     def _sharded(
@@ -151,13 +161,12 @@ class RankWorker:
         dealt: Mapping[str, Any],
         shard: int,
         handles: Sequence[Any],
-        bounds: tuple[int, int],
     ) -> ShardedModel:
         sharding = Sharding(**dealt)
 
         def reach(identity: ShardIdentity) -> RemoteShard:
             replicas = ServeReplicas(f"shard {identity.shard} of {self._model}", handles[identity.shard])
-            made = RemoteShard(replicas.connect, identity, replicas=bounds[0], max_replicas=bounds[1])
+            made = RemoteShard(replicas.connect, identity, max_replicas=MAX_WORKERS)
             self._shards.append(made)
             return made
 
@@ -269,16 +278,25 @@ class RankWorker:
         """Shut down when Serve removes the replica: requests that have arrived are answered, then clients move
         elsewhere."""
         if not self._stopped and hasattr(self, "_worker"):
+            time.sleep(_FOUND_S)
             self._stopped = True
             self._worker.stop(drain_s=_DRAIN_S)
             for shard in self._shards:
                 shard.close()
 
 
-def remote_ranker(name: str, handle: Any, *, replicas: int, max_replicas: int | None = None) -> RemoteRanker:
-    """Return a ranker for the model whose CNs or whole workers form that deployment. It starts connecting at once."""
-    connect = ServeReplicas(f"model {name}", handle).connect
-    return RemoteRanker(name, connect, replicas=replicas, max_replicas=max_replicas)
+def remote_ranker(name: str, handle: Any) -> RemoteRanker:
+    """Return a ranker for the model whose CNs or whole workers form that deployment, however many there are at a time.
+    It starts connecting at once."""
+    return RemoteRanker(name, ServeReplicas(f"model {name}", handle).connect, max_replicas=MAX_WORKERS)
+
+
+def wait_until_ready(cores: Sequence[Core]) -> None:
+    """Wait at most `_FOUND_S` until whoever these ask is connected: requests come as soon as this replica is made. No
+    longer, since at the start of a server those load their tables meanwhile."""
+    until_s = time.monotonic() + _FOUND_S
+    while any(core.ready() for core in cores) and time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
 
 
 def _there(half: T | None) -> T:

@@ -21,7 +21,7 @@ from plait.config import INGRESS, PlaitConfig, ServerSection
 from plait.errors import ServeError
 from plait.server import cluster
 from plait.server.cluster import Cluster, DeploymentState
-from plait.server.restarts import versions
+from plait.server.restarts import bound_deployments
 from plait_deploy.on_ray.names import name_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection
@@ -60,6 +60,11 @@ def test_a_proxy_that_never_comes_is_told_with_its_state(monkeypatch: pytest.Mon
         Cluster._start_serve(config, 8123)
 
 
+def started() -> Cluster:
+    """A cluster that nobody asked anything yet."""
+    return Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
+
+
 PLACES = ("l40s", "host")
 MODELS = RankingSection.model_validate(
     {"models": {"cut": {"folder": "./cut", "cn": {"shards": 2}}, "whole": {"folder": "./whole", "mode": "whole"}}}
@@ -75,13 +80,13 @@ def test_every_deployment_is_pinned_to_the_version_of_its_configuration(
     args = AppArgs(images=IMAGES, recommend=MODELS, node_classes=places)
     monkeypatch.setattr(serve, "run_many", lambda targets, **_: deployed.extend(targets))
     deployed: list[Any] = []
-    pinned = versions(args, salt="run")
-    object.__new__(Cluster).deploy(build(args), name="app", versions=pinned)
-    built = {each.name: each.version for each in build_app(deployed[0].target, name="app").deployments}
-    controlled = [name for name in pinned if name != INGRESS]
-    expected = {name_at(name, place): pinned[name] for place in places for name in controlled} if places else pinned
-    assert built == {**expected, INGRESS: pinned[INGRESS]}
-    assert {"engine", "controlnet-edges", "cn-cut", "hn-cut", "shard0-cut", "shard1-cut", "whole-whole"} < set(pinned)
+    started().deploy(build(args), name="app", salt="run")
+    started().deploy(build(args), name="app", salt="run")
+    built, again = ({it.name: it.version for it in build_app(each.target, name="app").deployments} for each in deployed)
+    assert None not in built.values()
+    assert built == again
+    names = {"engine", "controlnet-edges", "cn-cut", "hn-cut", "shard0-cut", "shard1-cut", "whole-whole"}
+    assert set(built) == {name_at(name, place) for place in places for name in names} | {INGRESS} if places else names
 
 
 class Clock:
@@ -108,7 +113,42 @@ def asking(monkeypatch: pytest.MonkeyPatch, *, answer_s: float = 0.02) -> tuple[
         return DeploymentState(running=False)
 
     monkeypatch.setattr(Cluster, "state", state)
-    return clock, asked_s, Cluster(local=True, started_serve=True, host="127.0.0.1", port=1)
+    return clock, asked_s, started()
+
+
+WAITING = "Deployment 'engine' in application 'app' has 1 replicas that have taken more than 30s to be scheduled."
+"""What Serve's controller says (Ray 2.60)."""
+
+
+def test_an_update_without_room_goes_on_in_place_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New replicas wait for CPUs that the old ones have: Ray would wait for ever."""
+    clock, handed_s, said = Clock(), list[tuple[float, set[int]]](), list[str]()
+
+    def hand_over(targets: Any, **_: Any) -> None:
+        percents = {it.name: it._deployment_config.max_surge_percent for it in bound_deployments(targets[0].target)}
+        handed_s.append((clock.now_s - 100.0, set(percents.values())))
+
+    def status() -> Any:
+        clock.sleep(0.02)
+        stuck = clock.now_s > 130.0 and len(handed_s) < 2
+        done = len(handed_s) > 1 and clock.now_s > 140.0
+        engine = SimpleNamespace(
+            status="HEALTHY" if done else "UPDATING",
+            message=WAITING if stuck else "",
+            replica_states={"RUNNING": 1, "STARTING": 1},
+        )
+        app = SimpleNamespace(status="RUNNING" if done else "DEPLOYING", message="", deployments={"engine": engine})
+        return SimpleNamespace(applications={"app": app})
+
+    monkeypatch.setattr(cluster, "time", clock)
+    monkeypatch.setattr(serve, "run_many", hand_over)
+    monkeypatch.setattr(serve, "status", status)
+    updating = started()
+    updating.deploy(build(AppArgs(images=IMAGES, recommend=MODELS)), name="app", salt="run")
+    assert any(state.running for state in updating.states(60.0, say=said.append))
+    assert [percents for _, percents in handed_s] == [{100}, {0}]
+    assert handed_s[1][0] < 60.0
+    assert said == ["plait: no room for one more replica of engine: the old ones stop before new ones start"]
 
 
 def test_who_waits_long_asks_seldom_and_hears_soon_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

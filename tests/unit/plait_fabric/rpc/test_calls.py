@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -392,6 +393,29 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
         assert client.open_calls == 1
         client.close()
         assert stuck.done.wait(kit.WAIT_S)
+
+
+def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -> None:
+    """Also one that came later: of 600 calls each has at least two in five."""
+    fleet = Fleet()
+    with (
+        serving(_address("inproc", tmp_path, "a")) as first,
+        serving(_address("inproc", tmp_path, "b")) as second,
+    ):
+        fleet.addresses = {"a": first.address}
+        client = _client(fleet, max_count=64)
+        until(lambda: client.up == 1)
+        fleet.addresses["b"] = second.address
+        until(lambda: client.up == 2)
+        asked = Counter[str]()
+        for value in range(600):
+            connection = client.best()
+            assert connection is not None
+            asked[connection.replica] += 1
+            connection.call(question := Question(value), question.pack)
+            assert question.wait() == 2 * value
+        assert min(asked["a"], asked["b"]) >= 240
+        client.close()
 
 
 # ---- the server ----------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from plait_deploy.on_ray.whereabouts import DEVICES, NODE, node_number
-from plait_serving.deployments.node_gauges import NodeGauges, Reserved
+from plait_deploy.on_ray.whereabouts import CPUS, DEVICES, GPUS, NODE, node_number
+from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.replica_metrics import exposition
 
 NODE_ID = "4" + "0" * 55
@@ -29,8 +29,9 @@ class Handle:
         return self.answers
 
 
-def reserved(handle, num_gpus):
-    return Reserved(num_cpus=0.5, num_gpus=num_gpus, handle=handle)
+def said(num_gpus):
+    """Of where a replica is, by itself."""
+    return {NODE: node_number(NODE_ID), DEVICES: 1.0, CPUS: 0.5, GPUS: num_gpus}
 
 
 async def settled(gauges, done):
@@ -46,8 +47,8 @@ def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
     """Also a deployment that has no replica; and nobody is asked twice within seconds."""
 
     async def run():
-        there = Handle([{NODE: node_number(NODE_ID), DEVICES: 1.0}, TimeoutError()])
-        models = {"engine": reserved(there, 0.6), "edges": reserved(Handle(None), 0.5), "cn": reserved(Handle([]), 0)}
+        there = Handle([said(0.6), TimeoutError()])
+        models = {"engine": there, "edges": Handle(None), "cn": Handle([])}
         gauges = NodeGauges(models, nodes=lambda: NODES, clock=lambda: 1.0)
         text = await settled(gauges, lambda text: "idle_gpus{" in text)
         assert f'plait_node_idle_gpus{{class="",node="{NODE_ID[:12]}"}} 0.4\n' in text
@@ -58,13 +59,15 @@ def test_replicas_say_where_they_are_and_one_that_fails_is_left_out():
     asyncio.run(run())
 
 
-def test_a_server_without_gpus_asks_nobody():
+def test_without_gpus_nobody_is_asked():
     """The families are there, empty."""
 
     async def run():
         handle = Handle([])
-        text = exposition(await NodeGauges({"engine": reserved(handle, 0.0)}).families())
-        await asyncio.sleep(0.05)
+        looked = []
+        cpus = [{**NODES[0], "Resources": {"CPU": 4.0}}]
+        gauges = NodeGauges({"engine": handle}, nodes=lambda: looked.append(1) or cpus)
+        text = await settled(gauges, lambda _: looked)
         assert handle.asked == 0
         assert text.count("# TYPE plait_node_") == 3
 
@@ -75,18 +78,19 @@ def test_nodes_that_cannot_be_asked_leave_what_was_known():
     """An error is logged, and the text stays."""
 
     async def run():
-        seen = [NODES]
+        looked = []
 
         def nodes():
-            if not seen:
+            looked.append(1)
+            if len(looked) > 1:
                 raise RuntimeError("Ray does not answer")
-            return seen.pop()
+            return NODES
 
         now = iter(range(0, 10_000, 100))
-        handle = Handle([{NODE: node_number(NODE_ID), DEVICES: 1.0}])
-        gauges = NodeGauges({"engine": reserved(handle, 0.6)}, nodes=nodes, clock=lambda: next(now))
+        handle = Handle([said(0.6)])
+        gauges = NodeGauges({"engine": handle}, nodes=nodes, clock=lambda: next(now))
         text = await settled(gauges, lambda text: "idle_gpus{" in text)
-        await settled(gauges, lambda _: handle.asked > 2)
+        await settled(gauges, lambda _: len(looked) > 2)
         assert exposition(await gauges.families()) == text
 
     asyncio.run(run())

@@ -10,27 +10,35 @@ import pytest
 
 from plait.config import PlaitConfig
 from plait.server.cluster import DeploymentState
-from plait.server.restarts import Effect
+from plait.server.restarts import Effect, bound_deployments, pin
 from plait.tuning.measure import application
-from plait.tuning.measure.application import RunningApplication
+from plait.tuning.measure.application import RunningApplication, compose_of
 
 BEFORE = {11: "ingress", 12: "cn-picks", 13: "hn-picks"}
 
 
-def config(window: int) -> PlaitConfig:
+def config(window: int, **model: Any) -> PlaitConfig:
     """A server of one ranking model that is cut in two."""
-    models = {"picks": {"folder": "./picks", "cn": {"knobs": {"window": window}}}}
+    models = {"picks": {"folder": "./picks", "cn": {"knobs": {"window": window}}, **model}}
     return PlaitConfig.model_validate({"images": None, "recommend": {"models": models}})
 
 
-def running(monkeypatch: pytest.MonkeyPatch, after: dict[int, str]) -> RunningApplication:
-    """An application with the processes of `BEFORE`, and those of `after` once it was changed."""
+def running(
+    monkeypatch: pytest.MonkeyPatch, after: dict[int, str], deployed: list[dict[str, Any]] | None = None
+) -> RunningApplication:
+    """An application with the processes of `BEFORE`, and those of `after` once it was changed. `deployed`: how Serve
+    gets it."""
     seen = iter([BEFORE, after])
     states: Iterator[Any] = iter([DeploymentState(running=True)])
-    cluster = SimpleNamespace(url="http://127.0.0.1:1", deploy=lambda *_, **__: None, states=lambda _: states)
+    cluster = SimpleNamespace(
+        url="http://127.0.0.1:1",
+        host="127.0.0.1",
+        deploy=lambda app, **how: [] if deployed is None else deployed.append({"app": app, **how}),
+        states=lambda _: states,
+    )
     monkeypatch.setattr(application, "replica_pids", lambda *_, **__: next(seen))
     monkeypatch.setattr(application, "health", lambda _: None)
-    return RunningApplication(cluster, lambda _: None, app="app", salt="s", config=config(4))  # type: ignore[arg-type]
+    return RunningApplication(cluster, compose_of(), app="app", salt="s", config=config(4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -50,3 +58,29 @@ def test_a_restart_that_was_not_meant_is_told(
 ) -> None:
     """A trial behind it measures cold workers, and a live service is away meanwhile."""
     assert running(monkeypatch, after).apply(config(8), limit_s=5.0) == expected
+
+
+def test_a_trial_measures_the_arguments_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs the dense half is read when an HN starts, so a trial of another one restarts it."""
+    deployed: list[dict[str, Any]] = []
+    after = {11: "ingress", 12: "cn-picks", 23: "hn-picks"}
+    found = running(monkeypatch, after, deployed).apply(config(4, executor="torch"), limit_s=5.0)
+    assert found == {"hn-picks": Effect.RESTARTED}
+    versions = []
+    for app in (deployed[0]["app"], compose_of()(config(4))):
+        pin(app, salt=deployed[0].get("salt", ""))
+        versions.append({it.name: it._version for it in bound_deployments(app)})
+    assert {name for name, version in versions[0].items() if version != versions[1][name]} == {"hn-picks"}
+
+
+@pytest.mark.parametrize(("left_bytes", "in_place"), [(3 << 30, False), (1 << 30, True)])
+def test_new_replicas_start_first_only_if_their_models_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, left_bytes: int, in_place: bool
+) -> None:
+    """As much memory as what they replace has now; otherwise old ones stop first, which is said."""
+    deployed: list[dict[str, Any]] = []
+    monkeypatch.setattr(application, "available_memory_bytes", lambda: left_bytes)
+    monkeypatch.setattr(application, "pss_bytes", {11: 0, 12: 5 << 30, 13: 2 << 30}.get)
+    running(monkeypatch, BEFORE, deployed).apply(config(4, executor="torch"), limit_s=5.0)
+    assert deployed[0]["in_place"] is in_place
+    assert ("no room for one more replica of hn-picks" in caplog.text) is in_place

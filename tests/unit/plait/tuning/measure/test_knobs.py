@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from plait.app import application
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.errors import PlaitError
-from plait.server.restarts import Effect, effects, plans, versions
+from plait.server.restarts import Effect, effects
 from plait.tuning.measure.cost import ReservedResources, cost_metrics, host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
 from plait_autoconfig.jobs.spec import Prices
@@ -89,7 +90,7 @@ def test_knobs_are_applied_and_nothing_else(config: PlaitConfig) -> None:
         ({"hn-shop.num_gpus": 1.0}, {"hn-shop": Effect.RESTARTED}),
         (
             {"engine.controlnet_placement": "local"},
-            {"engine": Effect.RESTARTED, "controlnet-edges": Effect.REMOVED},
+            {"engine": Effect.RESTARTED, "controlnet-edges": Effect.REMOVED, "ingress": Effect.RESTARTED},
         ),
         (
             {"shop.mode": "whole"},
@@ -101,17 +102,7 @@ def test_a_change_restarts_only_what_it_must(
     config: PlaitConfig, knobs: dict[str, object], wanted: dict[str, str]
 ) -> None:
     """Knobs reconfigure, counts scale, and only other resources or other parts restart."""
-    assert effects(config, apply_knobs(config, knobs)) == wanted
-
-
-def test_versions_follow_what_only_a_restart_changes(config: PlaitConfig) -> None:
-    """Equal where Serve is to keep the replicas, different for another run of the server."""
-    tuned = apply_knobs(config, {"engine.largest_batch": 4, "cn-shop.replicas": 2})
-    assert versions(config, salt="a") == versions(tuned, salt="a")
-    assert set(versions(config, salt="a").values()).isdisjoint(versions(config, salt="b").values())
-    placed = versions(apply_knobs(config, {"engine.controlnet_placement": "local"}), salt="a")
-    assert placed["engine"] != versions(config, salt="a")["engine"]
-    assert placed["cn-shop"] == versions(config, salt="a")["cn-shop"]
+    assert effects(application(config), application(apply_knobs(config, knobs))) == wanted
 
 
 def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
@@ -147,10 +138,9 @@ def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: Plait
     }
     tuned = apply_knobs(config, budgets)
     assert reserved(tuned).cores == pytest.approx(0.1 + 1.5 + 0.25 + 2.0 + 2 * 0.5)
-    caps = {name: plan.knobs.get("threads") for name, plan in plans(tuned).items() if "threads" in plan.knobs}
+    caps = {name: knobs["threads"] for name, knobs in tuned.knobs().items()}
     assert caps == {"engine": 2, "controlnet-edges": 1, "cn-shop": 4, "hn-shop": 1}
-    assert caps == {name: knobs["threads"] for name, knobs in tuned.knobs().items()}
-    assert effects(config, tuned)["controlnet-edges"] is Effect.RESTARTED
+    assert effects(application(config), application(tuned))["controlnet-edges"] is Effect.RESTARTED
     assert host_cores_of(tuned, machine_cores=9) == HostCores(cores=9, planned_threads=9)
     assert host_cores_of(tuned, machine_cores=8).is_shared
 

@@ -455,7 +455,7 @@ def test_tuning_is_off_and_wants_an_admin():
 
 def test_the_ingress_adds_the_routes(desk):
     """Made in the replica, by a function that the application hands it."""
-    ingress = Ingress(None, HttpSettings, routers=lambda: (tuning_router(LocalTuningService(desk)),))
+    ingress = Ingress(None, HttpSettings, routers=lambda _: (tuning_router(LocalTuningService(desk)),))
     client = TestClient(ingress.__serve_build_asgi_app__())
     assert client.get(URL).json() == {"object": "list", "data": []}
 

@@ -1,0 +1,303 @@
+"""What a change of plait.yaml is said to do, leaf by leaf, against what is bound to deployments before and after."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+from ray.serve._private.build_app import build_app
+from ray.serve._private.version import DeploymentVersion
+
+from plait.app import application
+from plait.config import PlaitConfig, parse_config
+from plait.errors import PlaitError
+from plait.offline.manifests import reservations
+from plait.server.restarts import effects, pin
+
+KEY = {"sha256": "0" * 64, "tenant": "ops", "role": "admin"}
+TENANT = {"requests_per_s": 2.0, "max_pixels": 9, "max_steps": 9, "max_images": 2, "queued_s": 9.0}
+STORE = {"url": "file:///s", "cache_folder": "/c", "entries": {"ink": {"path": "a", "sha256": "1" * 64, "nbytes": 9}}}
+SCALED = {"min": 1, "max": 3}
+FULL = {
+    "server": {
+        "direct_port": 8400,
+        "allowed_hosts": ["a"],
+        "allowed_origins": ["https://a.example"],
+        "api_keys": [KEY],
+        "tenants": {"ops": TENANT},
+    },
+    "images": {
+        "model": "/m",
+        "memory_bytes": 1 << 30,
+        "models_folder": "/more",
+        "aliases": {"inked": {"model": "m", "loras": {"ink": 1.0}}},
+        "name": "m",
+        "loras": {"store": STORE},
+        "results": {"folder": "/r", "public_url": "https://a.example"},
+        "controlnets": {
+            "edges": {"folder": "/edges", "preprocessor": "edges", "num_cpus": 0.5},
+            "depth": {"folder": "/depth", "replicas": SCALED},
+        },
+        "replicas": 3,
+    },
+    "recommend": {
+        "models": {
+            "shop": {
+                "folder": "/shop",
+                "cn": {"shards": {"replicas": 2, "memory_gb": 1.0, "num_cpus": 0.3}, "num_cpus": 0.3},
+                "hn": {"replicas": SCALED, "num_cpus": 0.3},
+            },
+            "plain": {"folder": "/plain", "whole": {"replicas": 2, "num_cpus": 1.5}, "cn": {"shards": 2}},
+            "both": {"folder": "/both", "mode": "whole"},
+        }
+    },
+}
+OTHER = {
+    "server": {"api_keys": [KEY]},
+    "images": {
+        "models": {"a": "/a", "b": {"file": "/b.safetensors", "config": "/b"}},
+        "loras": {"folder": "/l"},
+        "results": {"url": "file:///r"},
+        "replicas": SCALED,
+    },
+    "recommend": {"models": {"flat": {"folder": "/flat"}}},
+    "tuning": {"enabled": True, "folder": "/jobs"},
+    "deploy": {"autoscaling": True, "upgrade": {"gateway_class": "a"}},
+}
+TEXTS = (
+    *("auto", "user", "cpu", "torch", "openvino", "float32", "whole", "split", "arrival", "first", "active", "tcp"),
+    *("nixl", "float16", "int8", "alone", "always", "never", "local", "ddim", "euler", "none", "direct", "10.0.0.1"),
+    *(
+        "2" * 64,
+        "/else",
+        "https://b.example",
+        "file:///else",
+        "other",
+        "9",
+        "1Gi",
+        "2",
+        "x:1",
+        "/c.safetensors",
+        "static",
+    ),
+    "a/b@sha256:" + "3" * 64,
+)
+
+
+def parsed(data: Mapping[str, Any]) -> PlaitConfig:
+    return parse_config(data, source="test", folder=Path("/"))
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if isinstance(data, Mapping) and data:
+        for key, value in data.items():
+            yield from leaves(value, (*path, key))
+    else:
+        yield path
+
+
+def others(value: Any) -> Iterator[Any]:
+    """Values that the leaf might have instead."""
+    if isinstance(value, bool):
+        yield not value
+    elif isinstance(value, int | float):
+        yield from (value + 1, value - 1, value * 2, value / 2)
+    elif isinstance(value, list):
+        yield from (value[:1], [], ["b"], ["https://b.example"], [0], [{**KEY, "role": "user"}], [KEY, KEY])
+    yield from (*TEXTS, 1, 2.0, True, None, ["b"], {"min": 1, "max": 2}, {"a": "/a"})
+
+
+def changed(base: Mapping[str, Any], path: tuple[Any, ...]) -> PlaitConfig | None:
+    """The configuration with another value for that leaf alone, if any is valid."""
+    config = parsed(base)
+    for value in others(functools.reduce(lambda place, key: place[key], path, base)):
+        data = copy.deepcopy(base)
+        functools.reduce(lambda place, key: place[key], path[:-1], data)[path[-1]] = value
+        try:
+            found = parsed(data)
+        except (PlaitError, TypeError):
+            continue
+        if found != config:
+            return found
+    return None
+
+
+def is_same(one: Any, other: Any) -> bool:
+    """Whether two bound values are alike; a deployment among them is its handle, which knows a name."""
+    if isinstance(one, serve.Application) or type(one) is not type(other):
+        return type(one) is type(other) and one._bound_deployment.name == other._bound_deployment.name
+    if isinstance(one, functools.partial):
+        return is_same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(is_same, one, other))
+    if is_dataclass(one):
+        return all(is_same(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    return bool(one == other)
+
+
+def differing(before: Any, after: Any) -> dict[str, str]:
+    """What Serve does to each deployment, by Ray's own rules and the arguments that it was given."""
+    olds, news = ({it.name: it for it in bound(app)} for app in (before, after))
+    found = dict.fromkeys(olds.keys() - news, "removed") | dict.fromkeys(news.keys() - olds, "added")
+    for name in olds.keys() & news:
+        old, new = olds[name], news[name]
+        alike = is_same((old.init_args, old.init_kwargs), (new.init_args, new.init_kwargs))
+        versions = [
+            DeploymentVersion(code, it._deployment_config, it.ray_actor_options)
+            for code, it in (("one", old), ("one" if alike else "another", new))
+        ]
+        counts = [(it._deployment_config.num_replicas, it._deployment_config.autoscaling_config) for it in (old, new)]
+        if versions[0].requires_actor_restart(versions[1]):
+            found[name] = "restarted"
+        elif counts[0] != counts[1]:
+            found[name] = "scaled"
+        elif versions[0].requires_actor_reconfigure(versions[1]) or versions[0] != versions[1]:
+            found[name] = "reconfigured"
+    return found
+
+
+def bound(app: Any) -> list[Any]:
+    """All deployments, from their arguments."""
+    found: dict[str, Any] = {}
+
+    def look(value: Any) -> None:
+        if isinstance(value, serve.Application):
+            it = value._bound_deployment
+            if it.name not in found:
+                found[it.name] = it
+                look((it.init_args, it.init_kwargs))
+        elif isinstance(value, Mapping):
+            look(list(value.values()))
+        elif isinstance(value, list | tuple):
+            for each in value:
+                look(each)
+        elif is_dataclass(value) and not isinstance(value, type):
+            look([getattr(value, field.name) for field in fields(value)])
+
+    look(app)
+    return list(found.values())
+
+
+def test_what_is_announced_is_what_differs_in_what_is_bound() -> None:
+    """For each leaf of plait.yaml that can be changed alone."""
+    tried, wrong = set[str](), dict[str, Any]()
+    for given in (FULL, OTHER):
+        base = parsed(given).model_dump(mode="json")
+        before = application(parsed(base))
+        for path in leaves(base):
+            name = ".".join(map(str, path))
+            if name in tried or (after := changed(base, path)) is None:
+                continue
+            tried.add(name)
+            now = application(after)
+            if (said := effects(before, now)) != (found := differing(before, now)):
+                wrong[name] = said, found
+    assert wrong == {}
+    dumped = [parsed(given).model_dump(mode="json") for given in (FULL, OTHER)]
+    every = {".".join(map(str, path)) for each in dumped for path in leaves(each)}
+    inner = {name for name in every if any(other.startswith(f"{name}.") for other in every)}
+    assert every - inner - tried == NEVER_ALONE
+
+
+NEVER_ALONE = {"version", "images.revision"}
+"""There is one version, and a commit is of a model that has a hub id."""
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("images.results.lifetime_s", 60, {"ingress": "restarted"}),
+        (
+            "images.audit_every",
+            7,
+            {"engine": "restarted", "controlnet-edges": "restarted", "controlnet-depth": "restarted"},
+        ),
+        ("images.controlnets.edges.preprocessor", None, {"engine": "restarted"}),
+        ("images.controlnets.edges.replicas", 2, {"controlnet-edges": "scaled"}),
+        ("images.replicas", 4, {"engine": "scaled"}),
+        ("images.num_cpus", 2.0, {"engine": "restarted"}),
+        ("images.knobs.largest_batch", 4, {"engine": "reconfigured"}),
+        ("server.ingress_replicas", 2, {"ingress": "scaled"}),
+        ("server.port", 9000, {}),
+        ("recommend.models.both.executor", "torch", {"whole-both": "restarted"}),
+        ("recommend.models.plain.executor", "torch", {"hn-plain": "restarted"}),
+        ("recommend.models.both.between_hosts", "nixl", {"whole-both": "restarted"}),
+        ("recommend.models.shop.cn.replicas", 2, {"cn-shop": "scaled"}),
+        ("recommend.models.plain.hn.replicas", 2, {"hn-plain": "scaled"}),
+        ("recommend.models.shop.hn.replicas.max", 5, {"hn-shop": "scaled"}),
+        ("recommend.models.shop.cn.shards.replicas", 3, {"shard0-shop": "scaled", "shard1-shop": "scaled"}),
+        ("recommend.models.shop.cn.knobs.window", 2, {"cn-shop": "reconfigured"}),
+        (
+            "recommend.models.shop.cn.shards.count",
+            3,
+            {"cn-shop": "restarted", "shard0-shop": "restarted", "shard1-shop": "restarted", "shard2-shop": "added"}
+            | {"ingress": "restarted"},
+        ),
+    ],
+)
+def test_a_change_restarts_who_reads_it_and_nobody_else(path: str, value: Any, expected: dict[str, str]) -> None:
+    """Numbers of replicas scale, knobs reconfigure, and what one deployment alone reads restarts no other."""
+    data = parsed(FULL).model_dump(mode="json")
+    *outer, last = path.split(".")
+    functools.reduce(lambda place, key: place[key], outer, data)[last] = value
+    assert effects(application(parsed(FULL)), application(parsed(data))) == expected
+
+
+def test_versions_follow_what_only_a_restart_changes() -> None:
+    """Equal where Serve is to keep the replicas, different for another run of the server."""
+    tuned = copy.deepcopy(FULL)
+    tuned["images"] |= {"knobs": {"largest_batch": 4}, "replicas": 4}
+    assert versions(FULL, "a") == versions(tuned, "a")
+    assert set(versions(FULL, "a").values()).isdisjoint(versions(FULL, "b").values())
+    tuned["images"]["dtype"] = "float32"
+    moved = {name for name, version in versions(tuned, "a").items() if version != versions(FULL, "a")[name]}
+    assert moved == {"engine", "controlnet-edges", "controlnet-depth"}
+
+
+def versions(data: Mapping[str, Any], salt: str) -> dict[str, str | None]:
+    """As Serve finds them."""
+    pin(app := application(parsed(data)), salt=salt)
+    return {each.name: each.version for each in build_app(app, name="app").deployments}
+
+
+def test_versions_are_the_same_in_every_process() -> None:
+    """`plait tune apply` is another process than the server: what it deploys alike is to stay."""
+    code = (
+        f"import json, sys; from pathlib import Path; from plait.config import parse_config\n"
+        "from plait.app import application; from plait.server.restarts import bound_deployments, pin\n"
+        f"app = application(parse_config(json.loads({json.dumps(json.dumps(FULL))}), source='', folder=Path('/')))\n"
+        "pin(app, salt='a'); print(json.dumps({it.name: it._version for it in bound_deployments(app)}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == versions(FULL, "a")
+
+
+def test_what_is_reserved_is_what_ray_is_asked_for() -> None:
+    """The tuner's costs come from there, and from nothing that Serve gets."""
+    for given in (FULL, OTHER):
+        config = parsed(given)
+        asked = {it.name: it.ray_actor_options for it in bound(application(config))}
+        assert {one.name: (one.num_cpus, one.num_gpus) for one in reservations(config)} == {
+            name: (options["num_cpus"], options.get("num_gpus", 0.0)) for name, options in asked.items()
+        }
+
+
+def test_an_update_starts_one_more_replica_first_where_no_gpu_is_needed() -> None:
+    """`server.start_new_first`: of three replicas a third."""
+    data = copy.deepcopy(FULL)
+    data["images"]["num_gpus"] = 1.0
+    for wanted, expected in ((None, (0, 33, 100)), (True, (33, 33, 100)), (False, (0, 0, 0))):
+        data["server"]["start_new_first"] = wanted
+        found = {it.name: it._deployment_config.max_surge_percent for it in bound(application(parsed(data)))}
+        assert (found["engine"], found["hn-shop"], found["ingress"]) == expected
