@@ -19,7 +19,7 @@ from faults.asks import Answer, Ask, answer_of, mixed
 from faults.client import FaultClient, Reply
 from faults.ends import End, Tally, Verdict, tally, verdict_of
 from faults.load import Pace, send_all, send_at_pace
-from faults.server import OTHERS, RunningServer
+from faults.server import NEVER_KILLED, OTHERS, RunningServer
 from faults.striking import Fault, FaultLog, Striker, probes_for
 from faults.usage import Usage, grown, settled
 from plait_bench.images.systems.served import prepared_parts
@@ -35,6 +35,8 @@ _ROUND, _ROUND_AT_ONCE = 4, 48
 _STILL_SHARE, _STILL_ROUNDS = 0.01, 2
 _GAP_S = (1.0, 3.0)
 _PAUSE_S = (2.0, 6.0)
+_LONG_PAUSE_S = 60.0
+"""Of what is never killed."""
 
 
 class RunFailed(Exception):
@@ -271,8 +273,9 @@ class _Faulting:
         turns = 0
         while turns < len(kinds) or time.monotonic() < until_s:
             await asyncio.sleep(self._rng.uniform(*_GAP_S))
+            kind = kinds[turns % len(kinds)]
             pause_s = self._rng.uniform(*_PAUSE_S) if self._plan.pauses and turns >= len(kinds) else None
-            fault = await striker.strike(kinds[turns % len(kinds)], pause_s=pause_s)
+            fault = await striker.strike(kind, pause_s=_LONG_PAUSE_S if kind in NEVER_KILLED else pause_s)
             turns += 1
             if fault is not None:
                 self._say(_described(fault))

@@ -1,7 +1,7 @@
 """The server that a run asks: started for it, or found running; and its processes by kind.
 
 Kinds are the names of the deployments (`engine`, `cn-picks`, ...), `proxy` and `controller` (Serve's own processes),
-`command` (`plait serve` itself) and `ray` (everything else).
+`gcs` (Ray's control store), `command` (`plait serve` itself) and `ray` (everything else).
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ from plait.server.processes import ProcessId
 from plait.server.state import RunRecord, scratch_root, state_root
 from support.server import REAL, PlaitServer, free_port
 
-__all__ = ["OTHERS", "RunningServer", "attached", "kind_of", "send", "started"]
+__all__ = ["NEVER_KILLED", "OTHERS", "RunningServer", "attached", "kind_of", "send", "started"]
 
 OTHERS = frozenset({"command", "ray"})
-"""Kinds that no run kills: with `plait serve` or Ray itself the server ends, as it says."""
+"""Kinds that no run touches: with `plait serve` or Ray itself the server ends, as it says."""
+
+NEVER_KILLED = frozenset({"gcs"})
+"""Kinds that a run only stops for a while: with them Ray ends."""
 
 _REPLICA = "ray::ServeReplica:plait:"
-_SERVE_TITLES = {"ray::ProxyActor": "proxy", "ray::ServeController": "controller"}
+_TITLES = {"ray::ProxyActor": "proxy", "ray::ServeController": "controller"}
 _STOP_S = 90.0
 _GONE_S = 5.0
 
@@ -57,7 +60,7 @@ class RunningServer:
 
     def replicas(self) -> frozenset[ProcessId]:
         """Return its processes but the command and Ray's: those that may be killed while it goes on."""
-        return frozenset(process for process, kind in self.processes().items() if kind not in OTHERS)
+        return frozenset(process for process, kind in self.processes().items() if kind not in OTHERS | NEVER_KILLED)
 
     def kinds(self) -> Counter[str]:
         """Return how many processes there are of each kind."""
@@ -68,7 +71,9 @@ def kind_of(title: str) -> str:
     """Return the kind of a process of the server by its title, which Ray sets."""
     if title.startswith(_REPLICA):
         return title.removeprefix(_REPLICA).partition(".")[0].partition(" ")[0]
-    return next((kind for start, kind in _SERVE_TITLES.items() if title.startswith(start)), "ray")
+    if title.endswith("/gcs_server"):
+        return "gcs"
+    return next((kind for start, kind in _TITLES.items() if title.startswith(start)), "ray")
 
 
 def send(process: ProcessId, signum: signal.Signals) -> bool:

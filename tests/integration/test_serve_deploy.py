@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -13,11 +15,14 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray.util import get_node_ip_address
 
 from plait.cli import main as root
 from plait.demo.ranking import PEOPLE
@@ -166,6 +171,54 @@ def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
     answered, and none is asked to come back."""
     cluster.deploy(capsys, max_steps=40, replicas=2, mode="split")
     cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 40, "not ready")
+    with loaded(cluster) as found:
+        time.sleep(2)
+        cluster.deploy(capsys, max_steps=41, replicas=2, mode="split")
+        cluster.wait(lambda: "DEPLOYING" not in cluster.head.serve("status"), "not upgraded")
+        cluster.wait(lambda: cluster.max_steps() == 41, "the old version answers")
+        cluster.wait(lambda: found["image", 200] > 5 and found["ranking", 200] >= 390, "no load")
+
+
+@pytest.mark.slow
+def test_a_node_that_is_asked_to_end_loses_no_request(tmp_path, capsys):
+    """SIGTERM to a node with replicas, three hundred requests meanwhile: Ray moves the replicas within the time that a
+    pod gives it, and no request is lost."""
+    with ray_head(host=get_node_ip_address()) as head, head.node(6, drain_s=30) as node:
+        cluster = Cluster(head, free_port(), tmp_path)
+        cluster.deploy(capsys, max_steps=42, replicas=2)
+        cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 42, "not ready")
+        cluster.wait(lambda: "UPDATING" not in cluster.head.serve("status"), "not upgraded")
+        there = replicas_of(node)
+        assert there, "no replica is on the node"
+        print(there)
+        with loaded(cluster) as found:
+            cluster.wait(lambda: found["ranking", 200] > 20, "no load")
+            node.send_signal(signal.SIGTERM)
+            cluster.wait(lambda: node.poll() is not None, "the node does not end")
+            cluster.wait(lambda: found["image", 200] > 5 and found.total() > 300, "no load")
+
+
+def replicas_of(node: subprocess.Popen[bytes]) -> set[str]:
+    """The deployments that have a replica on a node."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and process_session(int(entry.name)) == node.pid:
+            title = (entry / "cmdline").read_text(errors="replace")
+            found |= set(re.findall(r"^ray::ServeReplica:plait:([^ .#\0]+)", title))
+    return found
+
+
+def process_session(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except OSError:
+        return None
+
+
+@contextmanager
+def loaded(cluster: Cluster) -> Iterator[Counter]:
+    """Images and rankings meanwhile, without a pause; at the end each was answered, and none asked to come back. Counts
+    answers by kind and status."""
     stop, found = threading.Event(), Counter()
     wrong: list[Any] = []
 
@@ -182,16 +235,10 @@ def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
     for thread in threads:
         thread.start()
     try:
-        time.sleep(2)
-        cluster.deploy(capsys, max_steps=41, replicas=2, mode="split")
-        cluster.wait(lambda: "DEPLOYING" not in cluster.head.serve("status"), "not upgraded")
-        cluster.wait(lambda: cluster.max_steps() == 41, "the old version answers")
-        time.sleep(2)
+        yield found
     finally:
         stop.set()
         for thread in threads:
             thread.join(90)
     print(dict(found))
     assert wrong == []
-    assert found["image", 200] > 5
-    assert found["ranking", 200] >= 390

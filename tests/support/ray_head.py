@@ -24,10 +24,12 @@ _START_S = 120.0
 
 @dataclass(frozen=True)
 class RayHead:
-    """Where its dashboard and its node's metrics are, and the environment in which commands find its token."""
+    """Where its dashboard and its node's metrics are, where nodes join, and the environment in which commands find its
+    token."""
 
     dashboard: str
     metrics: str
+    address: str
     environ: Mapping[str, str]
 
     def serve(self, *arguments: str) -> str:
@@ -43,22 +45,53 @@ class RayHead:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
+    @contextmanager
+    def node(self, num_cpus: int, *, drain_s: int) -> Iterator[subprocess.Popen[bytes]]:
+        """Another node, as a pod starts one; asked to end it has `drain_s`."""
+        options = {
+            "address": self.address,
+            "dashboard-agent-listen-port": free_port(),
+            "dashboard-agent-grpc-port": free_port(),
+            "metrics-export-port": free_port(),
+            "min-worker-port": 0,
+            "max-worker-port": 0,
+            "node-ip-address": self.address.partition(":")[0],
+            "num-cpus": num_cpus,
+            "object-store-memory": 200 << 20,
+        }
+        environ = {**self.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain_s)}
+        command = [*_START, *_options(options)]
+        process = subprocess.Popen(command, env=environ, start_new_session=True, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            assert any(b"Ray runtime started" in line for line in process.stdout), "the node did not start"
+            yield process
+        finally:
+            _end(process)
+
+
+_START = (Path(sys.executable).parent / "ray", "start", "--block")
+
+
+def _options(options: Mapping[str, object]) -> list[str]:
+    return [f"--{key}={value}" for key, value in options.items()]
+
 
 @contextmanager
-def ray_head(num_cpus: int = 6) -> Iterator[RayHead]:
-    """A head of our own, gone with all its processes afterwards (`ray stop` would end everybody's)."""
+def ray_head(num_cpus: int = 6, *, host: str = "127.0.0.1") -> Iterator[RayHead]:
+    """A head of our own, gone with all its processes afterwards (`ray stop` would end everybody's). `host`: its
+    address, which is not loopback if nodes are to join."""
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         token = Path(folder) / "token"
         token.write_text(secrets.token_hex(32))
         environ = {key: value for key, value in os.environ.items() if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")}
         environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token), **RAY_ENVIRONMENT}
         # Ray takes loopback for a mistake where other machines may join (`plait.server.cluster`).
-        environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0" if host == "127.0.0.1" else "1"
         environ["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"  # else it waits for 30 s for replicas to move elsewhere
-        dashboard, metrics = free_port(), free_port()
-        command = [Path(sys.executable).parent / "ray", "start", "--head", "--block", "--include-dashboard=true"]
+        dashboard, metrics, port = free_port(), free_port(), free_port()
         options = {
-            "port": free_port(),
+            "port": port,
             "dashboard-host": "127.0.0.1",
             "dashboard-port": dashboard,
             "dashboard-agent-listen-port": free_port(),
@@ -67,30 +100,39 @@ def ray_head(num_cpus: int = 6) -> Iterator[RayHead]:
             "ray-client-server-port": free_port(),
             "min-worker-port": 0,
             "max-worker-port": 0,
-            "node-ip-address": "127.0.0.1",
+            "node-ip-address": host,
             "num-cpus": num_cpus,
             "object-store-memory": 200 << 20,
             "temp-dir": f"{folder}/r",
         }
         with (Path(folder) / "log").open("w+") as log:
             process = subprocess.Popen(
-                [*command, *(f"--{key}={value}" for key, value in options.items())],
+                [*_START, "--head", "--include-dashboard=true", *_options(options)],
                 stdout=log,
                 stderr=log,
                 env=environ,
                 start_new_session=True,
             )
             try:
-                head = RayHead(f"http://127.0.0.1:{dashboard}", f"http://127.0.0.1:{metrics}/metrics", environ)
+                head = RayHead(
+                    dashboard=f"http://127.0.0.1:{dashboard}",
+                    metrics=f"http://127.0.0.1:{metrics}/metrics",
+                    address=f"{host}:{port}",
+                    environ=environ,
+                )
                 _wait(head, process, Path(folder) / "log")
                 yield head
             finally:
-                process.send_signal(signal.SIGTERM)
-                try:
-                    process.wait(30)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                _kill_session(process.pid)
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+    _kill_session(process.pid)
 
 
 def _wait(head: RayHead, process: subprocess.Popen[bytes], log: Path) -> None:
