@@ -26,7 +26,7 @@ from support.readme_commands import USUAL_URL, DocumentShell, run_python
 
 pytestmark = pytest.mark.cluster
 
-APP = "documents"
+APP, FIRST = "documents", "README.md"
 CONFIGS = {
     "plait.yaml": load_config,
     "job.yaml": lambda file: parse_job(file.read_text(encoding="utf-8"), folder=file.parent),
@@ -80,12 +80,36 @@ def server(shared_serve: SharedServe) -> Iterator[StarterServer]:
 @pytest.mark.parametrize("document", GUIDES)
 def test_the_blocks_of_a_document_run(document: str, server: StarterServer, tmp_path: Path) -> None:
     """Commands and programs end well, and configurations are read by the loaders that people's files meet."""
+    _run_all(document, server, DocumentShell(tmp_path, finds_plait=document != FIRST))
+
+
+@pytest.mark.slow
+def test_the_first_document_runs_as_printed(server: StarterServer, tmp_path: Path) -> None:
+    """With its load test of a minute, which holds its threshold."""
+    _run_all(FIRST, server, DocumentShell(tmp_path, finds_plait=False, as_printed=True))
+
+
+def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> None:
+    """Whoever has just cloned the repository has `plait` where make has put it, and nowhere else."""
+    shell = DocumentShell(tmp_path, finds_plait=False)
+    try:
+        with pytest.raises(AssertionError, match="plait: command not found"):
+            shell.run("plait --help")
+        shell.run('export PATH="$PWD/.venv/bin:$PATH"')
+        assert "serve" in shell.run("plait --help")
+        with pytest.raises(AssertionError, match="exit code 99"):
+            shell.run("exit 99")
+    finally:
+        shell.close()
+
+
+def _run_all(document: str, server: StarterServer, shell: DocumentShell) -> None:
     blocks = [block for block in blocks_of(document, read(document)) if block.reason is None]
-    shell = DocumentShell(tmp_path)
     try:
         for number, block in enumerate(blocks):
             if _asks_a_server(block):
-                shell.url = server.start(sorted(path.parent for path in tmp_path.glob("models/*/package.json")))
+                packages = sorted(path.parent for path in shell.folder.glob("models/*/package.json"))
+                shell.url = server.start(packages)
             began_s = time.monotonic()
             _run(block, shell, blocks[number + 1 :])
             print(f"{block.place}: {time.monotonic() - began_s:.1f} s")

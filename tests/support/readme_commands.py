@@ -1,8 +1,9 @@
 """The commands of documents: `make` and `plait` as a shell finds them while a test runs a block.
 
-``plait`` is a client of three lines. The command itself runs in the test's process, which has torch imported already:
-a start of its own would cost each of them five seconds. What would tune for minutes, or ask a server at its usual
-address, has a twin here; ``make`` says what it would do (``make -n``).
+``plait`` and ``python`` are where `make` puts them, in ``.venv/bin``, which the shell of README.md does not look into
+until README.md has it do so. ``plait`` is a client of three lines. The command itself runs in the test's process, which
+has torch imported already: a start of its own would cost each of them five seconds. What would tune for minutes, or ask
+a server at its usual address, has a twin here; ``make`` says what it would do (``make -n``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from support.tune_jobs import job, run_directly
 
 USUAL_URL = "http://127.0.0.1:8000"
 BLOCK_TIMEOUT_S = 240.0
-_LOAD_S = "3"
+_MISSED = 99
 
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
@@ -60,20 +61,26 @@ except urllib.error.HTTPError as error:
 
 
 class DocumentShell:
-    """Runs the blocks of one document in a folder. ``url``: of the server that stands for the usual address."""
+    """Runs the blocks of one document in a folder, in one shell as far as PATH goes. ``url``: of the server that stands
+    for the usual address. ``finds_plait``: an earlier document has put ``.venv/bin`` into PATH. ``as_printed``: load
+    tests take as long as they say."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, finds_plait: bool = True, as_printed: bool = False) -> None:
         self.folder = folder
         self.url = USUAL_URL
-        self._bin = folder / ".bin"
+        self._as_printed = as_printed
+        self._bin, self._made = folder / ".bin", folder / ".venv" / "bin"
         self._bin.mkdir()
+        self._made.mkdir(parents=True)
+        elsewhere = [each for each in os.environ["PATH"].split(os.pathsep) if not (Path(each) / "plait").exists()]
+        self._path = os.pathsep.join(map(str, [self._bin, *[self._made] * finds_plait, *elsewhere]))
         address = f"\0plait-documents-{os.getpid()}-{folder.name}"  # abstract: a path may have 107 bytes only
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(address)
         self._listener.listen()
         self._listener.settimeout(0.1)
-        self._write("plait", _CLIENT.format(python=sys.executable, address=address))
-        self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
+        self._write("plait", _CLIENT.format(python=sys.executable, address=address), self._made)
+        self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', self._made)
         self._write("generate.yaml", "images: {knobs: {threads: 1}}")  # two teams of threads on two cores spin
         self._write("curl-twin", _CURL.format(python=sys.executable))
         if shutil.which("curl") is None:
@@ -88,11 +95,11 @@ class DocumentShell:
     def run(self, text: str) -> str:
         """Runs a bash block; returns what it printed. Fails at the first command that fails."""
         text = text.replace(USUAL_URL, self.url).replace("curl -s ", "curl -sfS ")
-        path = os.pathsep.join([str(self._bin), os.environ["PATH"]])
+        path = self._bin / "PATH"
         process = subprocess.Popen(
-            ["bash", "-euo", "pipefail", "-c", text],
+            ["bash", "-euo", "pipefail", "-c", f'trap \'printf %s "$PATH" > "$PATH_AFTER"\' EXIT\n{text}'],
             cwd=self.folder,
-            env={**os.environ, "PATH": path},
+            env={**os.environ, "PATH": self._path, "PATH_AFTER": str(path)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -109,6 +116,7 @@ class DocumentShell:
         watchdog.cancel()
         reader.join()
         process.stdout.close()
+        self._path = path.read_text() if path.exists() else self._path
         assert process.returncode == 0, f"exit code {process.returncode}:\n{text}\n{printed[0]}"
         return printed[0]
 
@@ -142,23 +150,48 @@ class DocumentShell:
             case ["models", "refresh"]:
                 return main([*arguments, "--url", self.url])
             case ["loadtest", "run"] if "--show-config" not in arguments:
-                return _any_verdict(main([*arguments, "--duration", _LOAD_S]))
-            case ["loadtest", "compare"]:
+                return self._load(arguments)
+            case ["loadtest", "compare"]:  # of short runs, which differ on a busy machine, or are invalid
                 reports = [json.loads(Path(name).read_text(encoding="utf-8")) for name in arguments[2:4]]
-                return _any_verdict(main(arguments)) if all(report["valid"] for report in reports) else 0
+                code = main(arguments) if all(report["valid"] for report in reports) else 0
+                return 0 if code == _MISSED else code
             case ["generate", _]:
                 return main([*arguments, "--steps", "3", "--config", str(self._bin / "generate.yaml")])
         return main(arguments)
 
-    def _write(self, name: str, text: str) -> None:
-        path = self._bin / name
+    def _load(self, arguments: list[str]) -> int:
+        """A load test. One that calls itself invalid, since this machine was late, is no fault of the document: it runs
+        once more; a short one, which other tests run beside, has shown enough."""
+        code, told = _told(arguments if self._as_printed else _shortened(arguments))
+        if code == _MISSED and "INVALID RUN" in told:
+            code = 0
+            if self._as_printed:
+                print(f"\n{told.splitlines()[0]}; once more, alone: {shlex.join(arguments)}", file=sys.__stderr__)
+                code, told = _told(arguments)
+        print(told, end="")
+        return code
+
+    def _write(self, name: str, text: str, folder: Path | None = None) -> None:
+        path = (folder or self._bin) / name
         path.write_text(text)
         path.chmod(0o755)
 
 
-def _any_verdict(code: int) -> int:
-    """A threshold that was missed is no fault of the document: on a busy machine runs are invalid or differ."""
-    return 0 if code == 99 else code
+def _shortened(arguments: list[str]) -> list[str]:
+    """The same in three seconds, with a rate that fills them, and without thresholds: so few requests have no
+    percentile. Those of the scenario itself hold."""
+    kept = list(arguments)
+    while "--threshold" in kept:
+        at = kept.index("--threshold")
+        del kept[at : at + 2]
+    return [*kept, "--duration", "3", *([] if "--rate" in kept else ["--rate", "5"])]
+
+
+def _told(arguments: list[str]) -> tuple[int, str]:
+    """A command's exit code, and what it printed."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        return main(arguments), out.getvalue()
 
 
 def _in_checkout(path: str) -> Path:
