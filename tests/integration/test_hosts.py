@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import select
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -190,3 +192,78 @@ def test_hosts_that_are_lost_cost_no_more_than_what_was_there(
     with capsys.disabled():
         print(f"\n{len(asked)} requests, {len(bad)} not answered; seconds until all were answered again: {told}")
     assert not [one for one in bad if one[:3] not in ("503", "504")]
+
+
+ASKING = """
+import json, sys, threading, urllib.request
+seen, ended = {}, threading.Event()
+threading.Thread(target=lambda: (sys.stdin.read(), ended.set()), daemon=True).start()
+body, headers = json.dumps({"prompt": "x", "num_inference_steps": 1}).encode(), {"content-type": "application/json"}
+while not ended.wait(0.02):
+    try:
+        asked = urllib.request.Request(sys.argv[1] + "/v1/images/generations", data=body, headers=headers)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            how = str(answer.status)
+    except Exception as error:
+        how = repr(error)
+    seen[how] = seen.get(how, 0) + 1
+print(json.dumps(seen), flush=True)
+"""
+
+
+def test_serve_on_another_node_than_the_head_serves_or_says_at_once_what_holds(tmp_path: Path) -> None:
+    """Within 15 s, and no request to the application that runs there fails, which one `plait serve` keeps."""
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        with ray_hosts(2) as rays:
+            for host in (1, 2):
+                rays.join(host, cpus=4, labels={"host": str(host)})
+            _two_servers(rays, tmp_path)
+    except NotPermitted as error:
+        pytest.skip(f"network namespaces are not permitted: {error}")
+
+
+def _two_servers(rays: RayHosts, folder: Path) -> None:
+    def serve(host: int, port: int, *settings: str) -> subprocess.Popen[str]:
+        address = f"ray.address='{rays.address}'"
+        program = sys.executable, "-m", "support.serve_on_node", rays.hosts.address(host), str(port), address, *settings
+        return rays.run(host, "env", f"PLAIT_STATE_DIR={folder / str(host)}", *program, pipes=True)
+
+    def url_of(server: subprocess.Popen[str], host: int) -> str:
+        assert server.stdout is not None
+        select.select([server.stdout], [], [], PATIENCE_S)
+        url = server.stdout.readline().strip()
+        assert url, rays.log(host)
+        return url
+
+    def asking(host: int, url: str) -> subprocess.Popen[str]:
+        return rays.run(host, sys.executable, "-c", ASKING, url, pipes=True)
+
+    def refused(host: int, port: int, why: str) -> None:
+        began_s = time.monotonic()
+        assert serve(host, port).wait(PATIENCE_S) == 1, rays.log(host)
+        assert time.monotonic() - began_s < 15, rays.log(host)
+        assert why in rays.log(host)
+
+    def answered(clients: subprocess.Popen[str]) -> None:
+        out, _ = clients.communicate(timeout=PATIENCE_S)
+        seen = json.loads(out)
+        assert seen.keys() == {"200"}, seen
+
+    def end(server: subprocess.Popen[str]) -> None:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_S) == 0
+
+    first = serve(1, 8123)
+    clients = asking(1, url_of(first, 1))
+    refused(2, 8124, f"Serve's HTTP proxy is on {rays.hosts.address(1)} and listens on 127.0.0.1 there")
+    answered(clients)
+    end(first)
+    second = serve(2, 8125, "server.host=0.0.0.0")
+    url = url_of(second, 2)
+    assert url == f"http://{rays.hosts.address(1)}:8125"
+    clients = asking(2, url)
+    refused(1, 8124, f"of the plait serve on {rays.hosts.address(2)} (process {second.pid}): stop that first")
+    answered(clients)
+    end(second)

@@ -162,6 +162,18 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     own.unlink()
 
 
+@pytest.mark.slow
+def test_serve_killed_leaves_nothing_after_15_seconds(launch):
+    """Neither Ray's agents nor its folder, although nobody starts the next one."""
+    server = launch(free_port()).wait_ready()
+    left, folder = server.members(), Path(server.record().ray_folder)
+    assert folder.exists()
+    server.process.kill()
+    server.wait()
+    assert processes.wait_until_gone(left, timeout_s=15) == []
+    assert not folder.exists()
+
+
 def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):
     """A client that hangs up stops its request within a step or two; a second SIGTERM does not wait for anybody."""
     server = launch(free_port(), FAKE_STEP_S="0.5").wait_ready()

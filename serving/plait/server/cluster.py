@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.config import PlaitConfig
+from plait.config import PlaitConfig, ServerSection
 from plait.errors import ServeError
 from plait.server.environment import patient_start, prepare_environment, prepare_proxies
 from plait.server.restarts import bound_deployments, pin
@@ -26,6 +26,12 @@ _STOP_TIMEOUT_S = 10.0
 identity."""
 
 _PROXY_POLL_S = 0.2
+
+_HEAD = "node:__internal_head__"
+"""A resource that only Ray's head node has."""
+
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+"""And how a machine reaches what listens on them itself."""
 
 _STATE_PERIODS_S = (0.05, 1.0)
 _STATE_SHARE = 0.1
@@ -57,12 +63,14 @@ class DeploymentState:
 
 class Cluster:
     """A Ray cluster that runs the application. `local`: we started it and stop all of it. `host`: where HTTP listens,
-    which may be a wildcard; `url`: how this machine reaches it."""
+    which may be a wildcard; `url`: how this machine reaches it, at `reached_at` if that is another machine."""
 
-    def __init__(self, *, local: bool, started_serve: bool, host: str, port: int) -> None:
+    def __init__(
+        self, *, local: bool, started_serve: bool, host: str, port: int, reached_at: str | None = None
+    ) -> None:
         self.local = local
         self.host = host
-        self.url = _url(host, port)
+        self.url = _url(reached_at or host, port)
         self._started_serve = started_serve
         self._app_name: str | None = None
         self._target: Any = None
@@ -106,14 +114,17 @@ class Cluster:
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ServeError(f"no Ray answers at {config.ray.address}: {' '.join(str(error).split())[:200]}") from error
         existing = bool(serve.status().proxies)
+        http = serve.context._get_global_client().http_config if existing else None
+        host = config.server.host if http is None else http.host or config.server.host
+        reached_at = _reached_at(config.server.model_copy(update={"host": host}))
         if not existing:
             try:
                 cls._start_serve(config, port)
             except BaseException:
                 _in_thread(serve.shutdown, "plait-stop", timeout_s=3 * _STOP_TIMEOUT_S)
                 raise
-        http = serve.context._get_global_client().http_config
-        return cls(local=False, started_serve=not existing, host=http.host or config.server.host, port=http.port)
+        port = port if http is None else http.port
+        return cls(local=False, started_serve=not existing, host=host, port=port, reached_at=reached_at)
 
     @staticmethod
     def _start_serve(config: PlaitConfig, port: int) -> None:
@@ -145,6 +156,24 @@ class Cluster:
         import ray
 
         return str(ray.get_runtime_context().gcs_address)
+
+    def claim(self, name: str) -> None:
+        """Note that this process runs the application of that name, and will take it down. One whose `plait serve` has
+        died may be claimed. Raises `ServeError` that says who runs it."""
+        import ray
+        from ray import serve
+        from ray.experimental import internal_kv
+
+        key = f"plait serve {name}".encode()
+        noted = (internal_kv._internal_kv_get(key) or b"").decode()
+        found = serve.context._get_global_client().get_serve_details()["applications"].get(name)
+        holder = "serve deploy" if found is not None and found["source"] == "declarative" else None
+        for job in ray._private.state.jobs():
+            if job["JobID"] == noted and not job["IsDead"]:
+                holder = f"the plait serve on {job['DriverIPAddress']} (process {job['DriverPid']})"
+        if holder is not None:
+            raise ServeError(f"this Ray has an application {name}, of {holder}: stop that first")
+        internal_kv._internal_kv_put(key, ray.get_runtime_context().get_job_id().encode())
 
     def deploy(
         self, application: Any, *, name: str, salt: str, route_prefix: str = "/", in_place: bool = False
@@ -282,6 +311,24 @@ class Cluster:
             _log.exception("stopping Ray")
 
 
+def _reached_at(server: ServerSection) -> str | None:
+    """Return the address at which this machine reaches Serve's proxy, which listens, or will, on `server.host` of other
+    nodes; None if it is on this one. Raises `ServeError` if it listens on loopback there."""
+    import ray
+    from ray import serve
+
+    proxies, here = serve.status().proxies, ray.get_runtime_context().get_node_id()
+    nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    at = proxies or [name for name, node in nodes.items() if _HEAD in node["Resources"]]
+    places = [nodes[name]["NodeManagerAddress"] for name in at if name in nodes]
+    if not places or nodes[here]["NodeManagerAddress"] in places:
+        return None
+    if server.is_loopback:
+        message = f"Serve's HTTP proxy is on {places[0]} and listens on {server.host} there, out of this node's reach"
+        raise ServeError(f"{message}: run plait serve on that node, or start Serve with --host 0.0.0.0")
+    return places[0] if server.host in _WILDCARDS else server.host
+
+
 def no_room_for(deployments: Sequence[str]) -> str:
     """Return the sentence that says how an update goes on without `server.start_new_first`."""
     return f"plait: no room for one more replica of {', '.join(deployments)}: the old ones stop before new ones start"
@@ -306,7 +353,7 @@ def _in_thread(
 
 
 def _url(host: str, port: int) -> str:
-    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  # a wildcard cannot be visited
+    reachable = _WILDCARDS.get(host, host)  # a wildcard cannot be visited
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 from plait.errors import ServeError, StateError
 from plait.server import processes
-from plait.server.state import PortState, scratch_root
+from plait.server.state import PortState, RunRecord, read_record, scratch_root
 
-__all__ = ["clean_up", "clean_up_others", "remove_ray_folder", "remove_sockets"]
+__all__ = ["clean_up", "clean_up_others", "end_recorded", "end_with_us", "remove_ray_folder", "remove_sockets"]
+
+_WATCH = 'read -r _; exec "$@"'
+"""Nothing is ever written. A shell waits, which takes less memory than Python."""
 
 
 def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
@@ -19,18 +25,37 @@ def clean_up(state: PortState) -> tuple[processes.ProcessId, ...]:
     record = state.previous
     if record is None:
         return ()
-    ended: tuple[processes.ProcessId, ...] = ()
-    if record.ray_folder is not None:
-        left = set(processes.members(record.run_id))
-        if record.boot_id == processes.boot_id():
-            left |= {process for process in record.processes if processes.is_running(process)}
-        ended = tuple(left)
-        if survivors := processes.end(left):
-            raise ServeError(f"could not end process {survivors[0].pid} that an earlier run left behind")
-        remove_ray_folder(Path(record.ray_folder), logs_to=None)
-        remove_sockets()
+    ended = () if record.ray_folder is None else _end_run(record, record.ray_folder)
     state.forget()
     return ended
+
+
+def _end_run(record: RunRecord, ray_folder: str) -> tuple[processes.ProcessId, ...]:
+    """End the processes of a run and remove its files. Return the processes. Raises `ServeError`."""
+    left = set(processes.members(record.run_id))
+    if record.boot_id == processes.boot_id():
+        left |= {process for process in record.processes if processes.is_running(process)}
+    left = {process for process in left if process.pid != os.getpid()}  # which may be of it: `end_with_us`
+    if survivors := processes.end(left):
+        raise ServeError(f"could not end process {survivors[0].pid} that an earlier run left behind")
+    remove_ray_folder(Path(ray_folder), logs_to=None)
+    remove_sockets()
+    return tuple(left)
+
+
+def end_with_us(record: Path) -> subprocess.Popen[bytes]:
+    """Have the run of a run.json ended when this process dies, kill -9 included. Ray's agents would outlive it: they
+    tell its control store, which is gone, of the raylet's death before they end."""
+    end = f"from plait.server.leftovers import end_recorded; end_recorded({str(record)!r}, {os.getpid()})"
+    command = ["/bin/sh", "-c", _WATCH, "sh", sys.executable, "-P", "-c", end]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)  # not for a terminal's Ctrl-C
+
+
+def end_recorded(path: str, command: int) -> None:
+    """End the run of this run.json, unless the next start has, and may have written its own."""
+    record = read_record(Path(path).parent)
+    if record is not None and record.ray_folder is not None and record.command.pid == command:
+        _end_run(record, record.ray_folder)
 
 
 def clean_up_others(root: Path) -> None:

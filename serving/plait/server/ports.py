@@ -113,7 +113,7 @@ def health(url: str, *, timeout_s: float = 5.0) -> str | None:
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        connection.request("GET", f"{parts.path}/health")
+        connection.request("GET", f"{parts.path}/health", headers={"host": "localhost"})  # which is always answered
         answer = connection.getresponse()
         body = answer.read(10_000)
     except (OSError, http.client.HTTPException) as error:

@@ -108,7 +108,7 @@ class PortState:
     def claim(cls, root: Path, port: int) -> Self:
         """Take the port's lock. Raises `StateError` if another plait holds it."""
         folder = _private_folder(root / f"port-{port}")
-        previous = _read_record(folder)
+        previous = read_record(folder)
         lock_fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -116,7 +116,7 @@ class PortState:
             os.close(lock_fd)
             who = f" (process {previous.command.pid})" if previous else ""
             raise StateError(f"plait already serves on port {port}{who}; stop it or choose another --port") from error
-        return cls(folder, lock_fd, _read_record(folder))
+        return cls(folder, lock_fd, read_record(folder))
 
     @property
     def log_path(self) -> Path:
@@ -210,7 +210,8 @@ class PortState:
             self._lock_fd = -1
 
 
-def _read_record(folder: Path) -> RunRecord | None:
+def read_record(folder: Path) -> RunRecord | None:
+    """Return the record of a port's folder, if there is one."""
     try:
         return RunRecord.from_json((folder / "run.json").read_text())
     except (OSError, ValueError, KeyError, TypeError):

@@ -22,7 +22,7 @@ from plait.errors import PlaitError, ServeError
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.console import Console
-from plait.server.leftovers import clean_up, clean_up_others, remove_ray_folder, remove_sockets
+from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
@@ -186,9 +186,10 @@ class _Run:
         where = "a local Ray" if self._config.ray.is_local else f"Ray at {self._config.ray.address}"
         self._console.progress(f"plait: starting on {where}; Ray's log lines go to {self._state.log_path}")
         if self._config.ray.is_local:
-            self._warn_if_open(self._config.server)
+            self._warn(self._config.server)
         self._write_record()
         if self._ray_folder is not None:
+            self._watcher = end_with_us(self._state.folder / "run.json")
             self._cluster = Cluster.start_local(
                 self._config,
                 port=self._port,
@@ -201,10 +202,11 @@ class _Run:
             self._cluster = Cluster.attach(self._config, port=self._port)
         self._signals.install()
         self._note_processes()
+        self._cluster.claim(self._app_name)
         self._state.write_config(dump_config(self._config))
         server = self._config.server.behind(self._cluster.host)
         if not self._config.ray.is_local:
-            self._warn_if_open(server)
+            self._warn(server)
         if self._config.tuning.enabled and not server.has_admin:
             raise ServeError(f"Serve listens on {self._cluster.host}, and {TUNING_WITHOUT_ADMIN}")
         self._cluster.deploy(
@@ -282,7 +284,13 @@ class _Run:
             )
         )
 
-    def _warn_if_open(self, server: ServerSection) -> None:
+    def _warn(self, server: ServerSection) -> None:
+        results = None if self._config.images is None else self._config.images.results
+        if results is not None and results.public_url is None and not server.answered_hosts:
+            self._console.progress(
+                "plait: any host name is answered to, and URLs of kept images begin with the one that a request says; "
+                "images.results.public_url names the server's"
+            )
         if server.is_open:
             self._console.progress(
                 f"plait: WARNING: {server.host} can be reached from outside and no API keys are set; the routes of "

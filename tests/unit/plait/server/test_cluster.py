@@ -5,15 +5,18 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
+import re
 import signal
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
 from ray import exceptions, serve
+from ray.experimental import internal_kv
 from ray.serve._private.build_app import build_app
 
 from plait.app import AppArgs, build
@@ -201,3 +204,89 @@ def test_a_signal_handler_outlives_rays_shutdown(monkeypatch: pytest.MonkeyPatch
         assert heard == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def on_node(
+    monkeypatch: pytest.MonkeyPatch, here: str, *, proxies: tuple[str, ...] = (), jobs: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """This process is on one of three nodes; the first is the head."""
+    addresses = {"head": "10.0.0.1", "beside": "10.0.0.1", "worker": "10.0.0.2"}
+    nodes = [
+        {
+            "NodeID": name,
+            "Alive": True,
+            "NodeManagerAddress": address,
+            "Resources": {cluster._HEAD: 1.0} if name == "head" else {},
+        }
+        for name, address in addresses.items()
+    ]
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    context = SimpleNamespace(get_node_id=lambda: here, get_job_id=lambda: "02")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(proxies=dict.fromkeys(proxies)))
+    monkeypatch.setattr(ray._private.state, "jobs", lambda: list(jobs))
+
+
+@pytest.mark.parametrize(
+    ("here", "proxies", "host", "at"),
+    [
+        ("head", (), "127.0.0.1", None),
+        ("beside", ("head",), "127.0.0.1", None),
+        ("worker", (), "0.0.0.0", "10.0.0.1"),
+        ("worker", ("head",), "::", "10.0.0.1"),
+        ("worker", ("head",), "10.0.0.1", "10.0.0.1"),
+        ("worker", ("head", "worker"), "127.0.0.1", None),
+    ],
+)
+def test_the_proxy_is_asked_where_it_is(
+    monkeypatch: pytest.MonkeyPatch, here: str, proxies: tuple[str, ...], host: str, at: str | None
+) -> None:
+    """On the head, or wherever Serve has one already; a node reaches what listens on all of another one's addresses."""
+    on_node(monkeypatch, here, proxies=proxies)
+    assert cluster._reached_at(ServerSection(host=host)) == at
+
+
+@pytest.mark.parametrize("proxies", [(), ("head",)])
+def test_a_proxy_on_another_nodes_loopback_is_told_at_once(
+    monkeypatch: pytest.MonkeyPatch, proxies: tuple[str, ...]
+) -> None:
+    """Nothing was started or deployed by then."""
+    on_node(monkeypatch, "worker", proxies=proxies)
+    with pytest.raises(ServeError, match=r"on 10\.0\.0\.1 and listens on 127\.0\.0\.1 there, out of this node's reach"):
+        cluster._reached_at(ServerSection())
+
+
+JOB = {"JobID": "01", "DriverIPAddress": "10.0.0.1", "DriverPid": 7}
+
+
+@pytest.mark.parametrize(
+    ("noted", "dead", "source", "holder"),
+    [
+        (b"01", False, "imperative", "the plait serve on 10.0.0.1 (process 7)"),
+        (b"01", False, None, "the plait serve on 10.0.0.1 (process 7)"),
+        (b"01", True, "imperative", None),
+        (b"01", True, None, None),
+        (b"09", False, None, None),
+        (None, False, "declarative", "serve deploy"),
+        (None, False, None, None),
+    ],
+)
+def test_an_application_that_somebody_runs_is_left_to_him(
+    monkeypatch: pytest.MonkeyPatch, noted: bytes | None, dead: bool, source: str | None, holder: str | None
+) -> None:
+    """A `plait serve` that lives, or what `serve deploy` gave; what a dead one left is taken over, and noted."""
+    on_node(monkeypatch, "worker", jobs=[{**JOB, "IsDead": dead}])
+    kept = {b"plait serve app": noted} if noted else {}
+    running = {"app": {"source": source}} if source else {}
+    client = SimpleNamespace(get_serve_details=lambda: {"applications": running})
+    monkeypatch.setattr(serve.context, "_get_global_client", lambda: client)
+    monkeypatch.setattr(internal_kv, "_internal_kv_get", kept.get)
+    monkeypatch.setattr(internal_kv, "_internal_kv_put", kept.__setitem__)
+    asking = Cluster(local=False, started_serve=False, host="127.0.0.1", port=1)
+    if holder is None:
+        asking.claim("app")
+        assert kept == {b"plait serve app": b"02"}
+    else:
+        with pytest.raises(ServeError, match=re.escape(f"an application app, of {holder}: stop that first")):
+            asking.claim("app")
+        assert kept == ({b"plait serve app": noted} if noted else {})

@@ -198,6 +198,50 @@ def test_serve_clean_up_ends_the_dead_runs_processes_and_folder_only(tmp_path):
             process.wait()
 
 
+COMMAND = """
+import os, pathlib, subprocess, sys, time
+from plait.server import processes
+from plait.server.leftovers import end_with_us
+from plait.server.state import PortState, RunRecord
+state = PortState.claim(pathlib.Path(sys.argv[1]), 1)
+me = processes.identify(os.getpid())
+boot = processes.boot_id()
+state.write(RunRecord(run_id="killed", boot_id=boot, command=me, url="", address="local", ray_folder=sys.argv[2]))
+watcher = end_with_us(state.folder / "run.json")
+sleep = [sys.executable, "-c", "import time; time.sleep(1000)"]
+named = subprocess.Popen(sleep, start_new_session=True, env={**os.environ, processes.RUN_ID_VARIABLE: "killed"})
+agent = subprocess.Popen(sleep, start_new_session=True)  # its title has overwritten its variables, as those of Ray's do
+state.note_processes(frozenset(map(processes.identify, (agent.pid, watcher.pid))))
+print(watcher.pid, named.pid, agent.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_what_a_killed_command_leaves_ends_without_the_next_start(tmp_path):
+    """Processes that no longer have a parent, marked and recorded ones, Ray's folder, and what has seen to it."""
+    folder = scratch_root() / f"r-killed{os.getpid()}"
+    folder.mkdir()
+    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    command = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, str(tmp_path), str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        left = [processes.identify(int(pid)) for pid in command.stdout.readline().split()]
+        assert len(left) == 3
+        assert all(map(processes.is_running, left))
+        assert folder.exists()
+        command.kill()
+        command.wait()
+        assert processes.wait_until_gone(left, timeout_s=120) == []
+        assert not folder.exists()
+        assert bystander.poll() is None
+    finally:
+        command.stdout.close()
+        for process in (command, bystander):
+            process.kill()
+            process.wait()
+
+
 def test_serve_clean_up_reaches_dead_runs_on_other_ports(tmp_path):
     """A start on one port also clears what a killed run on another left, and leaves a living run alone."""
     orphans = {}

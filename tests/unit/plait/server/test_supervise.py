@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import io
+
+import pytest
+
+from plait.config import PlaitConfig
+from plait.server import supervise
+from plait.server.console import Console
+from plait.server.state import PortState
 from plait.server.supervise import start_line
+
+KEYS = [{"sha256": "0" * 64, "tenant": "acme", "role": "admin"}]
 
 
 def test_the_line_that_it_is_ready_lists_what_is_not_loaded():
@@ -13,3 +23,30 @@ def test_the_line_that_it_is_ready_lists_what_is_not_loaded():
         "(/models/dream: no such folder); ControlNet wide (made for sdxl, the base model is sd1)"
     )
     assert start_line(["emoji"], {}, "http://h", 1.0) == "plait serves emoji at http://h (ready after 1 s)"
+
+
+NAMING = (
+    "plait: any host name is answered to, and URLs of kept images begin with the one that a request says; "
+    "images.results.public_url names the server's\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("results", "server", "is_said"),
+    [
+        ({"folder": "kept"}, {"host": "0.0.0.0", "api_keys": KEYS}, True),
+        ({"folder": "kept"}, {"api_keys": KEYS}, True),
+        ({"folder": "kept"}, {}, False),
+        ({"folder": "kept"}, {"allowed_hosts": ["plait.example"], "api_keys": KEYS}, False),
+        ({"folder": "kept", "public_url": "https://plait.example"}, {"api_keys": KEYS}, False),
+        (None, {"api_keys": KEYS}, False),
+    ],
+)
+def test_a_server_that_answers_to_any_name_says_what_urls_begin_with(tmp_path, results, server, is_said):
+    """Where it keeps images for URLs, and none is configured."""
+    config = PlaitConfig.model_validate({"images": {"results": results}, "server": server})
+    state, err = PortState.claim(tmp_path, 1), io.StringIO()
+    run = supervise._Run(config, state, Console(io.StringIO(), err), port=1, drained=(), app_name="x")
+    run._warn(config.server)
+    assert err.getvalue() == (NAMING if is_said else "")
+    state.release()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import re
+from dataclasses import replace
 
 import pytest
 from openai import OpenAI
@@ -62,6 +63,33 @@ def test_the_openai_client_gets_urls(tmp_path):
     public = make_client(FakeImageService(), settings(tmp_path, public_url="https://images.example.org/api/"))
     url = public.post(URL, json={"prompt": "x", "response_format": "url"}).json()["data"][0]["url"]
     assert url.startswith("https://images.example.org/api/v1/images/results/")
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "status"),
+    [
+        (("plait.example",), "plait.example", 200),
+        (("plait.example",), "plait.example:8443", 200),
+        (("plait.example",), "evil.example", 403),
+        ((), "any.example", 200),
+    ],
+)
+def test_a_url_is_of_a_host_that_the_server_answers_to(tmp_path, hosts, host, status):
+    """The one that the request says, if it is allowed; a server without such a list takes any."""
+    allowed = replace(settings(tmp_path), allowed_hosts=hosts)
+    client = make_client(FakeImageService(), allowed)
+    answer = client.post(URL, json={"prompt": "x", "response_format": "url"}, headers={"host": host})
+    assert answer.status_code == status
+    if status == 200:
+        assert answer.json()["data"][0]["url"].startswith(f"http://{host}/v1/images/results/")
+
+
+def test_what_hides_behind_an_allowed_host_is_in_no_url(tmp_path):
+    """What a browser would take for the host of such a URL."""
+    client = make_client(FakeImageService(), replace(settings(tmp_path), allowed_hosts=("plait.example",)))
+    headers = {"host": "plait.example:80@evil.example"}
+    answer = client.post(URL, json={"prompt": "x", "response_format": "url"}, headers=headers)
+    assert "evil" not in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
