@@ -397,7 +397,7 @@ def _dies_in_its_first_step(listener: kit.Listener) -> None:
         for message in iter(lambda: recv_tensors(channel, 30), None):
             with message:
                 if message.header["op"] == "hello":
-                    send_tensors(channel, {"op": "welcome", "version": 1, "controlnet": "edges"}, {})
+                    send_tensors(channel, {"op": "welcome", "version": VERSION, "controlnet": "edges"}, {})
                 if message.header["op"] == "step":
                     return
 
@@ -439,7 +439,7 @@ def _answers_wrongly(listener: kit.Listener, reply: str) -> None:
         for message in iter(lambda: recv_tensors(channel, 30), None):
             with message:
                 if message.header["op"] == "hello":
-                    send_tensors(channel, {"op": "welcome", "version": 1, "controlnet": "edges"}, {})
+                    send_tensors(channel, {"op": "welcome", "version": VERSION, "controlnet": "edges"}, {})
                 if message.header["op"] == "step":
                     send_tensors(channel, headers[reply], {})
 

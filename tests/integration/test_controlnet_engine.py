@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
-from plait_serving.diffusion.controlnet.model import load_controlnet
+from plait_serving.diffusion.controlnet.model import ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
-from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
+from support.log_file import LogFile, log_file
 from support.paused import pause
+
+__all__ = ["log_file"]
 
 WAIT_S = 120.0
 STEPS = 6
@@ -152,3 +157,34 @@ def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene)
     assert client.settle() is faster
     assert scene.edges.statistics().steps > before
     assert np.abs(auto.astype(int) - remote.astype(int)).max() <= 1
+
+
+def test_the_services_log_names_the_request(scene: Scene, log_file: LogFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the lines of a step, those of all that share it, and of an image that cannot be embedded."""
+    runner, told = scene.edges._runner, logging.getLogger("plait_serving.test")
+    run, embed = runner.try_residuals, runner.constants
+
+    def try_residuals(blocks: Sequence[ControlRows]) -> object:
+        told.info("a step")
+        return run(blocks)
+
+    def constants(**given: Any) -> object:
+        told.info("an image")
+        return embed(**given)
+
+    monkeypatch.setattr(runner, "try_residuals", try_residuals)
+    monkeypatch.setattr(runner, "constants", constants)
+    ended = scene.make(_request("mine.1", "edges"), _request("mine.2", "edges"))
+    assert all(isinstance(event, Finished) for event in ended.values())
+    assert sorted(line[-9:] for line in log_file.lines("an image")) == [" [mine.1]", " [mine.2]"]
+    steps = log_file.lines("a step")
+    assert all("mine.1" in line or "mine.2" in line for line in steps)
+    assert all(any(name in line for line in steps) for name in ("mine.1", "mine.2"))
+    monkeypatch.setattr(runner, "constants", partial(_refuse, "no image"))
+    assert isinstance(scene.make(_request("bad.1", "edges"))["bad.1"], Failed)
+    (line,) = log_file.lines("could not be opened")
+    assert line.endswith(" [bad.1]")
+
+
+def _refuse(why: str, **_: object) -> None:
+    raise ModelError(why)

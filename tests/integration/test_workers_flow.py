@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from plait_disagg.errors import DeadlinePassed, WorkerUnavailable
+from plait_disagg.errors import DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.wire import done_message, failed_header, parse_dense
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -21,7 +21,10 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Channel, FabricError
 from support import ranking as kit
+from support.log_file import LogFile, log_file
 from support.rank_fabric import Rig, until, welcome_header
+
+__all__ = ["log_file"]
 
 
 @pytest.fixture
@@ -302,3 +305,35 @@ async def test_urgent_batches_pass_others_at_the_hn(rig: Rig) -> None:
     dense.gate.set()
     await asyncio.gather(*asked)
     assert [sizes for (sizes,) in dense.batches] == [10, 13, 12, 14, 11]
+
+
+async def test_lines_of_cn_and_hn_name_the_request(rig: Rig, log_file: LogFile) -> None:
+    """Whichever half fails, its process says whose batch it was."""
+    rig.hn(kit.FakeDense(poison=0.5))
+    cn = rig.cn(kit.FakeSparse(poison=frozenset({7})))
+    await until(lambda: cn.ready() is None)
+    rig.front(cn)
+    ranker = await rig.ranker()
+    bad = {"item": torch.tensor([7, 7, 7])}, {"price": torch.full((3, 1), 0.5)}
+    for seed, changes in enumerate(bad):
+        with pytest.raises(RankError):
+            await ranker.rank(kit.request(seed, changes=changes))
+    of_cn, of_hn = log_file.lines("a batch failed unexpectedly")
+    assert of_cn.endswith(" [r0]")
+    assert of_hn.endswith(" [r1]")
+
+
+async def test_a_batch_names_no_more_requests_than_fit_its_header(rig: Rig) -> None:
+    """Long ids of many requests do not make a batch too large for the fabric."""
+    rig.hn()
+    sparse = kit.FakeSparse()
+    cn = rig.cn(sparse)
+    await until(lambda: cn.ready() is None)
+    ranker = rig.local(cn)
+    sparse.gate.clear()
+    long = [dataclasses.replace(kit.request(seed, 1), request_id=f"{seed}-" + "x" * 400) for seed in range(600)]
+    asking = [asyncio.ensure_future(ranker.rank(each)) for each in long]
+    await until(lambda: sparse.entered > 0)
+    sparse.gate.set()
+    await asyncio.gather(*asking)
+    assert max(sparse.batches) > 300

@@ -263,13 +263,14 @@ _HANGING = """
 import sys
 sys.path[:0] = {paths!r}
 from plait_fabric import listen
+from plait_serving.diffusion.controlnet.wire import VERSION
 listener = listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))
 print(listener.address, flush=True)
 channel = listener.accept()
 while True:
     with channel.recv() as message:
         if message.header["op"] == "hello":
-            channel.send({{"op": "welcome", "version": 1, "controlnet": "edges"}})
+            channel.send({{"op": "welcome", "version": VERSION, "controlnet": "edges"}})
         if message.header["op"] == "step":
             print("step", flush=True)
 """

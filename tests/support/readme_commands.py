@@ -163,7 +163,7 @@ class DocumentShell:
         """A load test. One that calls itself invalid, since this machine was late, is no fault of the document: it runs
         once more; a short one, which other tests run beside, has shown enough."""
         code, told = _told(arguments if self._as_printed else _shortened(arguments))
-        if code == _MISSED and "INVALID RUN" in told:
+        if code and "INVALID RUN" in told:
             code = 0
             if self._as_printed:
                 print(f"\n{told.splitlines()[0]}; once more, alone: {shlex.join(arguments)}", file=sys.__stderr__)

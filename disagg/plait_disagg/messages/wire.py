@@ -37,6 +37,7 @@ from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
+from plait_fabric.request_log import MAX_REQUESTS, requests_at_hand
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
 
@@ -74,6 +75,7 @@ SEND_S = 1.0
 Role = Literal["rank", "dense"]
 
 _MAX_ROWS = (1 << 31) - 1
+_MAX_ID_CHARS = 200
 _ERRORS: dict[str, type[RankError]] = {
     "bad_input": BadInput,
     "unknown_model": UnknownModel,
@@ -91,7 +93,8 @@ class DenseAsk:
 
     `mergeable`: every tensor has a row per user or per candidate (`can_merge`), so that batches laid end to end are a
     batch. `crossing` may view the message's memory. `hot`: some of it goes through `RowReceiver.decode` first.
-    `dense_version`: the dense half that belongs to the rows.
+    `dense_version`: the dense half that belongs to the rows. `requests`: ids of those in it, for the log, as many as
+    the CN named.
     """
 
     number: int
@@ -101,6 +104,7 @@ class DenseAsk:
     mergeable: bool
     hot: HotRows | None = None
     dense_version: str = ""
+    requests: tuple[str, ...] = ()
 
 
 def role_payload(role: Role) -> Header:
@@ -138,7 +142,7 @@ def rank_message(
     header: dict[str, Any] = {
         "kind": "rank",
         "number": number,
-        "id": request.request_id[:200],
+        "id": request.request_id[:_MAX_ID_CHARS],
         "n": request.candidates,
         "flat": [request.tensors[part.name].shape[0] for part in layout.parts if part.rows == "f"],
     }
@@ -260,6 +264,7 @@ def dense_message(
         plan = plan_of(crossing, users=len(candidates), items=items)
         buffers = pack(plan, crossing, pool, timeout_s=SEND_S)
     header = {"kind": "dense", "number": number, "n": list(candidates), **plan.fields}
+    header["requests"] = [each[:_MAX_ID_CHARS] for each in requests_at_hand()]
     if hot is not None:
         header["hot"] = hot.to_json()
     if dense_version:
@@ -274,6 +279,9 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
     candidates = fields.integers(header, "n", _MAX_ROWS)
     if not candidates:
         raise WireError("a batch without requests")
+    requests = fields.entries(header, "requests", MAX_REQUESTS)
+    if not all(isinstance(each, str) and len(each) <= _MAX_ID_CHARS for each in requests):
+        raise WireError(f"requests must be texts of at most {_MAX_ID_CHARS} characters")
     layout, crossing = _parse_tensors(header, buffers, users=len(candidates), items=sum(candidates))
     hot = HotRows.from_json(header["hot"]) if "hot" in header else None
     return DenseAsk(
@@ -284,6 +292,7 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
         mergeable=can_merge(layout, hot),
         hot=hot,
         dense_version=fields.text(header, "dense", default=""),
+        requests=tuple(requests),
     )
 
 

@@ -53,6 +53,11 @@ class RankJob:
         return self.request.candidates
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Its request's id."""
+        return (self.request.request_id,)
+
+    @property
     def due_s(self) -> float | None:
         """Its deadline, in `time.monotonic()` seconds."""
         return self.request.deadline_s

@@ -20,6 +20,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import Downstream, Item, WaitQueue, too_late
 from plait_disagg.queue.pace import Pace
 from plait_fabric.heartbeat import ThreadHeartbeat
+from plait_fabric.request_log import on_behalf_of
 from plait_fabric.threads import pin_to_cores, set_threads
 from plait_kernels.device_errors import is_device_lost
 
@@ -319,6 +320,10 @@ class BatchLoop(Generic[T]):
         return rows
 
     def _attempt(self, batch: list[T]) -> None:
+        with on_behalf_of(lambda: (each for item in batch for each in item.request_ids)):
+            self._try(batch)
+
+    def _try(self, batch: list[T]) -> None:
         try:
             self._work(batch)
         except Exception as error:

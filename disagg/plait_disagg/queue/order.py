@@ -8,6 +8,7 @@ waits for the wire the same way (NSDI'25, 4.3).
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -53,6 +54,10 @@ class Item(Protocol):
     @property
     def rows(self) -> int:
         """How much of a batch it fills."""
+
+    @property
+    def request_ids(self) -> Sequence[str]:
+        """The ids of the requests in it, for the log."""
 
     @property
     def alone(self) -> bool:

@@ -23,6 +23,7 @@ from plait_disagg.messages.wire import (
 )
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
 from plait_fabric import Listener, Message
+from plait_fabric.request_log import on_behalf_of
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.threads import set_threads
@@ -130,7 +131,8 @@ class _PeerSink:
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
         """Send the outcomes to the client in one message."""
-        self._send([(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)])
+        with on_behalf_of(lambda: (job.request.request_id for job, _ in outcomes)):
+            self._send([(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)])
 
     def refuse(self, number: int, error: RankError) -> None:
         """Send the outcome of a request that never became a job."""

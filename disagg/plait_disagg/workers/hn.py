@@ -61,6 +61,10 @@ class _Dense:
         return sum(self.ask.candidates)
 
     @property
+    def request_ids(self) -> tuple[str, ...]:
+        return self.ask.requests
+
+    @property
     def alone(self) -> bool:
         return not self.ask.mergeable
 

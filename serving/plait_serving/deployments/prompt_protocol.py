@@ -13,6 +13,7 @@ from typing import Literal
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from plait_serving.http.edge.errors import ApiError, wire_error
+from plait_serving.http.edge.request_id import accepted_id, settle_id
 
 __all__ = ["PromptHttpProtocol"]
 
@@ -37,7 +38,7 @@ _Part = Literal["head", "body"]
 
 class PromptHttpProtocol(HttpToolsProtocol):
     """uvicorn's protocol, which closes a connection whose request does not arrive: a head in time and within bounds, a
-    body at more than a trickle, and not for ever."""
+    body at more than a trickle, and not for ever. It is what first reads a request, and settles its id."""
 
     head_s = _HEAD_S
     body_s = _BODY_S
@@ -75,6 +76,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
         """The head is there."""
         self._stop_waiting()
         self._awaited, self._received_bytes, self._periods = "body", 0, 0
+        settle_id(self.headers)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -123,6 +125,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
         """Answer, unless an answer has begun, and close; for the application its client has gone."""
         if not self.cycle.response_started:
             answer = wire_error(error).response(self.cycle.scope["path"])
+            answer.headers["x-request-id"] = accepted_id(dict(self.cycle.scope))
             head = [b"%s: %s\r\n" % pair for pair in (*answer.raw_headers, (b"connection", b"close"))]
             self.transport.write(b"".join([STATUS_LINE[answer.status_code], *head, b"\r\n", bytes(answer.body)]))
         self.cycle.disconnected = True

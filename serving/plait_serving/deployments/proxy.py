@@ -98,6 +98,7 @@ class AnsweringMiddleware:
         if scope["type"] != "http" or scope["path"].startswith(_OWN_ROUTES):
             await self._app(scope, receive, send)
             return
+        request_id = accepted_id(scope)
         has_begun = is_dropped = False
 
         async def send_formed(message: Message) -> None:
@@ -113,10 +114,10 @@ class AnsweringMiddleware:
         except Exception:
             if has_begun:
                 raise
-            _log.exception("a request had no answer")
+            _log.exception("request %s had no answer", request_id)
         if not has_begun:
             answer = wire_error(_LOST).response(scope["path"])
-            answer.headers["x-request-id"] = accepted_id(scope)[0]
+            answer.headers["x-request-id"] = request_id
             await answer(scope, receive, send)
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from plait_fabric.request_log import on_behalf_of
 from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.edits.blend import Blend
@@ -134,7 +135,8 @@ class Stepper:
         """Advance every unit by one step; return outcomes in unit order. Units must be prepared and share a group."""
         outcomes: list[Outcome] = [None] * len(units)
         for indices in _by_text_length(units):
-            outputs = self._predict([self._call(units[i]) for i in indices])
+            with on_behalf_of(lambda: (unit.job.request.request_id for unit in units)):
+                outputs = self._predict([self._call(units[i]) for i in indices])
             for i, output in zip(indices, outputs, strict=True):
                 outcomes[i] = output if isinstance(output, EngineError) else _advance(units[i], output, wants_preview)
         return outcomes
@@ -191,9 +193,10 @@ class Stepper:
         try:
             for control in request.controlnets:
                 client = self._controlnets[control.name]
-                session = client.open(
-                    image=control.image, conditioning=unit.conditioning, width=request.width, height=request.height
-                )
+                with on_behalf_of(lambda: (request.request_id,)):
+                    session = client.open(
+                        image=control.image, conditioning=unit.conditioning, width=request.width, height=request.height
+                    )
                 opened.append(ActiveControl(client=client, session=session, scale=control.scale))
         finally:
             unit.controls = tuple(opened)

@@ -6,7 +6,6 @@ Everything that Serve does with the engine is here; the engine itself does not d
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 import os
 import time
@@ -25,8 +24,6 @@ from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
-
-_log = logging.getLogger(__name__)
 
 PROGRESS_PERIOD_S = 0.1
 """The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
@@ -117,9 +114,8 @@ class EngineReplica:
 
 
 def portable(event: Event) -> Event:
-    """Return an event that survives pickling: an unexpected error may hold anything, so only its text is kept."""
+    """Return an event that survives pickling: an unexpected error, which the engine has logged, may hold anything."""
     if isinstance(event, Failed) and not isinstance(event.error, EngineError):
-        _log.error("a request failed unexpectedly", exc_info=event.error)
         return Failed(
             error=EngineError(f"internal error ({type(event.error).__name__}); the engine's log has the details")
         )

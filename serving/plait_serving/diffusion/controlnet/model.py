@@ -38,10 +38,12 @@ __all__ = ["Constants", "ControlNetModelRunner", "ControlRows", "by_key", "check
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Constants:
-    """What does not change from step to step: `embedding (1, E, h, w)` of the control image, and the text."""
+    """What does not change from step to step: `embedding (1, E, h, w)` of the control image, and the text. `request`:
+    whose they are, for the log."""
 
     embedding: torch.Tensor
     conditioning: Conditioning
+    request: str = ""
 
     @property
     def rows(self) -> int:

@@ -17,6 +17,7 @@ from typing import TypeAlias
 import torch
 
 from plait_fabric import FabricError, Message, Pool
+from plait_fabric.request_log import requests_at_hand
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
@@ -123,8 +124,9 @@ class RemoteControlNetClient(ControlNetClient):
         the first step."""
         check_image(image)
         constants = wire.Open(
-            session=self._next_session, image=image, conditioning=conditioning, width=width, height=height
-        )
+            session=self._next_session, image=image, conditioning=conditioning, width=width, height=height,
+            request=", ".join(requests_at_hand()),
+        )  # fmt: skip
         session = RemoteSession(controlnet=self._name, constants=constants)
         self._next_session += 1
         self._move_if_worth_it()

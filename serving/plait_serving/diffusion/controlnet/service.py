@@ -11,13 +11,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 
 from plait_fabric import Listener, Message
 from plait_fabric.heartbeat import ThreadHeartbeat
+from plait_fabric.request_log import work_for
 from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
@@ -270,6 +271,7 @@ class ControlNetService:
         threads = 0
         while True:
             self._heartbeat.rest()
+            work_for(tuple)
             items = self._inbox.take(0.0 if self._jobs else _NAP_S)
             self._heartbeat.begin("opening the sessions that have arrived")
             if self._threads != threads:  # after the wait: a change holds from the next forward pass on
@@ -289,6 +291,7 @@ class ControlNetService:
                 self._sessions.forget_peer(peer.number)
                 self._jobs = deque(job for job in self._jobs if job.peer is not peer)
             case Open():
+                work_for(lambda: (request.request,))
                 self._open(peer, request)
                 peer.done()
             case Step():
@@ -306,7 +309,7 @@ class ControlNetService:
                 width=request.width,
                 height=request.height,
             )
-            self._sessions.put(peer.number, request.session, held)
+            self._sessions.put(peer.number, request.session, replace(held, request=request.request))
         except Exception as error:
             if is_device_lost(error):
                 raise
@@ -340,6 +343,7 @@ class ControlNetService:
         """Run one forward pass for the oldest step and all waiting steps that fit it."""
         batch = self._choose()
         blocks = [block for job in batch for block in job.blocks.values()]
+        work_for(lambda: (block.constants.request for block in blocks))
         kind = batch[0].keys, sum(job.rows for job in batch)
         self._heartbeat.begin(f"a batch of {kind[1]} rows", self._batch_s.get(kind))
         started_s = self._clock()

@@ -2,7 +2,7 @@
 
 ::
 
-    client -> service   open {session, width, height, n, cfg} + image, text, added.*              no answer
+    client -> service   open {session, request, width, height, n, cfg} + image, text, added.*     no answer
                         step {seq, calls: [[session, timestep, scale, exact], ...]} + sample.0, sample.1, ...
                         close {session}                                                           no answer
     service -> client   welcome {controlnet}, after the client's hello
@@ -51,7 +51,7 @@ __all__ = [
     "welcome_payload",
 ]
 
-VERSION = 1
+VERSION = 2
 """The version of everything defined here; both sides of a channel must have the same."""
 
 UNKNOWN_SESSION = "unknown_session"
@@ -65,15 +65,18 @@ MAX_CALLS = 32
 """The max calls in one step message: 32 x 13 residual tensors stay far below the fabric's 1,024 buffers and 64 KiB
 header."""
 _MAX_MESSAGE_CHARS = 2_000
+_MAX_ID_CHARS = 200
 _KINDS: dict[str, type[EngineError]] = {kind.code: kind for kind in (ModelError, NotFound, OutOfMemory, RequestError)}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Open:
-    """A request's constants; `session` is the client's number for them, unique on its channel."""
+    """A request's constants; `session` is the client's number for them, unique on its channel, `request` the id for
+    the log."""
 
     session: int
+    request: str = ""
     image: RgbImage
     conditioning: Conditioning
     width: int
@@ -137,6 +140,7 @@ def open_message(request: Open) -> tuple[Header, Tensors]:
     header = {
         "op": "open",
         "session": request.session,
+        "request": request.request[:_MAX_ID_CHARS],
         "width": request.width,
         "height": request.height,
         "n": conditioning.n,
@@ -214,7 +218,7 @@ def error_of(code: str, message: str) -> EngineError:
 def _parse_open(header: Header, tensors: Tensors) -> Open:
     added = {name.removeprefix("added."): value for name, value in tensors.items() if name.startswith("added.")}
     expected = {"image", "text"} | {f"added.{name}" for name in added}
-    _expect(header, {"op", "session", "width", "height", "n", "cfg"}, tensors, expected)
+    _expect(header, {"op", "session", "request", "width", "height", "n", "cfg"}, tensors, expected)
     uses_cfg = fields.boolean(header, "cfg")
     branches = 2 if uses_cfg else 1
     image, encoded = tensors["image"], tensors["text"]
@@ -227,6 +231,7 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
             raise WireError(f"added.{name[:40]} must be text_embeds or time_ids of {branches} rows")
     return Open(
         session=fields.integer(header, "session"),
+        request=fields.text(header, "request", _MAX_ID_CHARS),
         image=image.numpy(),
         conditioning=Conditioning(
             text=encoded, added=added, n=fields.integer(header, "n", 1, _MAX_IMAGES), uses_cfg=uses_cfg

@@ -152,7 +152,7 @@ def _name_of(scope: Scope) -> str:
 
 
 async def _repeat(answer: _Answer, scope: Scope, send: Send) -> None:
-    headers = [*answer.headers, (_ID, accepted_id(scope)[0].encode("ascii"))]
+    headers = [*answer.headers, (_ID, accepted_id(scope).encode("ascii"))]
     await send({"type": "http.response.start", "status": answer.status, "headers": headers})
     await send({"type": "http.response.body", "body": answer.body})
 

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_fabric.request_log import work_for
 from plait_serving.http.edge.auth import RESULTS
 from plait_serving.http.edge.errors import wire_error
 
@@ -19,6 +20,7 @@ access_log = logging.getLogger("plait.http.access")
 
 # Anything else in a header that is copied around (logs, other services' URLs) is an injection waiting to happen.
 ACCEPTED = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_ID = b"x-request-id"
 
 ENDED = "ended"
 """Under this key routes put the status as which a stream ended into its request's state."""
@@ -28,25 +30,24 @@ _PLAIN = "/-._~!$&'()*+,;=:@"
 _LONGEST_PATH = 500
 
 
-def new_request_id() -> str:
-    """Return an id that cannot be guessed."""
-    return f"req_{secrets.token_hex(12)}"
+def accepted_id(scope: Scope) -> str:
+    """Return a request's own id if it is well-formed, otherwise a new one, which cannot be guessed."""
+    given = Headers(scope=scope).get("x-request-id", "")
+    return given if ACCEPTED.fullmatch(given) is not None else f"req_{secrets.token_hex(12)}"
 
 
-def accepted_id(scope: Scope) -> tuple[str, bool]:
-    """Return a request's own id if it is well-formed, otherwise a new one; and whether it is its own."""
-    given = Headers(scope=scope).get("x-request-id")
-    if given is not None and ACCEPTED.fullmatch(given) is not None:
-        return given, True
-    return new_request_id(), False
+def settle_id(headers: list[tuple[bytes, bytes]]) -> None:
+    """Put a request's `accepted_id` into its headers: else whoever reads a malformed one makes one of his own."""
+    accepted = accepted_id({"headers": headers})
+    headers[:] = [*(pair for pair in headers if pair[0] != _ID), (_ID, accepted.encode("ascii"))]
 
 
 class RequestIdMiddleware:
     """Accepts a well-formed `x-request-id`, makes one otherwise, and echoes it on every response.
 
-    Puts `request_id` and `request_id_given` into the scope's state. `observe(scope, status, seconds)` is called when
-    the response has been sent, with the status as which it ended: 499 where the client went away before all of it was
-    there, and of a stream whatever its route says (`ENDED`).
+    Puts `request_id` into the scope's state. `observe(scope, status, seconds)` is called when the response has been
+    sent, with the status as which it ended: 499 where the client went away before all of it was there, and of a stream
+    whatever its route says (`ENDED`).
     """
 
     def __init__(self, app: ASGIApp, *, observe: Callable[[Scope, int, float], None]) -> None:
@@ -58,8 +59,8 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id, accepted = accepted_id(scope)
-        scope.setdefault("state", {}).update(request_id=request_id, request_id_given=accepted)
+        request_id = accepted_id(scope)
+        scope.setdefault("state", {})["request_id"] = request_id
         status, is_whole, started_s = 499, False, time.monotonic()
 
         async def send_with_id(message: Message) -> None:
@@ -72,6 +73,7 @@ class RequestIdMiddleware:
             await send(message)
             is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
 
+        work_for(lambda: (request_id,))  # to the end of its task
         try:
             await self._app(scope, receive, send_with_id)
         except Exception as error:  # the last line of defence; wire_error logs it

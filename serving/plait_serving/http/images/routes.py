@@ -197,13 +197,11 @@ async def _resolve(body: GenerationBody, request: Request, context: RouteContext
     tenant = principal(request).tenant
     check_again(context, tenant)
     state = request.state
-    # The engine's id must be unique even if a proxy or a careless client sends one id twice.
-    suffix = f".{secrets.token_hex(4)}" if state.request_id_given else ""
     work = partial(
         resolve,
         body,
         catalog,
-        request_id=state.request_id + suffix,
+        request_id=f"{state.request_id}.{secrets.token_hex(4)}",  # unique, even if a client sends one id twice
         random_seed=context.random_seed(),
         preprocessors=context.settings.preprocessors,
         decode_limits=context.settings.decode_limits,

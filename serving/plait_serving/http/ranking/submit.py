@@ -49,6 +49,5 @@ async def rank(context: RouteContext, bound: BoundModel, request: RankRequest, *
 
 
 def unique_id(state: Mapping[str, Any], number: int) -> str:
-    """Return the request's id, with a number appended if the client gave it, because such an id may repeat."""
-    request_id = str(state["request_id"])
-    return f"{request_id}.{number}" if state["request_id_given"] else request_id
+    """Return the request's id with a number appended: a client's id may repeat."""
+    return f"{state['request_id']}.{number}"

@@ -216,7 +216,7 @@ async def test_a_body_that_drips_is_a_408_and_its_connection_closes() -> None:
 
     pairs = [connected(loop, noting) for _ in range(600)]
     for protocol, _ in pairs:
-        protocol.data_received(post(1000))
+        protocol.data_received(post(1000).replace(b"host: x", b"host: x\r\nx-request-id: mine"))
     for _ in range(10):
         for protocol, wire in pairs:
             if not wire.closed:
@@ -225,7 +225,8 @@ async def test_a_body_that_drips_is_a_408_and_its_connection_closes() -> None:
     assert all(wire.closed for _, wire in pairs)
     head, _, body = pairs[0][1].written.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 408 ")
-    assert {b"content-type: application/json", b"connection: close"} < set(head.split(b"\r\n"))
+    told = {b"content-type: application/json", b"connection: close", b"x-request-id: mine"}
+    assert told < set(head.split(b"\r\n"))
     error = json.loads(body)["error"]
     assert (error["type"], error["code"], error["param"]) == ("timeout_error", "body_too_slow", None)
     assert len(ended) == 600

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import logging
+import re
+
 import pytest
+import uvicorn.config
+from ray.serve._private import proxy as ray_proxy
+from ray.serve._private.http_util import _apply_middlewares
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.testclient import TestClient
 
-from plait_serving.deployments.proxy import AnsweringMiddleware
+from plait_serving.deployments.ingress import without_request_id
+from plait_serving.deployments.proxy import AnsweringMiddleware, configure_proxy
+from plait_serving.images.testing import FakeImageService
+from support.app_server import AppServer
+from support.http_app import make_app
 
 
 def asked(app, path="/v1/images/generations", **headers):
@@ -57,3 +69,51 @@ def test_an_answer_that_breaks_off_stays_broken():
 
     with pytest.raises(RuntimeError, match="in the middle"):
         asked(breaks)
+
+
+@pytest.fixture
+def behind_the_proxy(monkeypatch):
+    """An application behind all that Serve's proxy puts before it, and the ids that it saw."""
+    monkeypatch.setattr(ray_proxy, "MessageQueue", ray_proxy.MessageQueue)
+    monkeypatch.setitem(uvicorn.config.HTTP_PROTOCOLS, "auto", uvicorn.config.HTTP_PROTOCOLS["auto"])
+    seen, servers = [], []
+
+    def make(app):
+        async def ingress(scope, receive, send):
+            if scope["type"] == "http":
+                seen.extend(value.decode() for name, value in scope["headers"] if name == b"x-request-id")
+            await app(scope, receive, send)
+
+        servers.append(AppServer(_apply_middlewares(ingress, configure_proxy())))
+        return servers[-1].port, seen
+
+    yield make
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.parametrize("given", [["mine"], [], [""], ["a b"], ["x" * 129], ["\xe4"], ["mine", "other"]])
+@pytest.mark.parametrize("answers", [True, False])
+def test_one_id_is_answered_passed_on_and_logged(behind_the_proxy, caplog, given, answers):
+    """The client's, or one in place of a malformed one: alike for the proxy, Serve, and the ingress, also where it
+    died."""
+    port, seen = behind_the_proxy(without_request_id(make_app(FakeImageService())) if answers else silent)
+    with caplog.at_level(logging.INFO, logger="plait.http.access"):
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+        connection.putrequest("POST", "/v1/images/generations")
+        body = b'{"prompt": "x"}'
+        for name, value in [("content-type", "application/json"), ("content-length", str(len(body)))]:
+            connection.putheader(name, value)
+        for each in given:
+            connection.putheader("x-request-id", each.encode("latin-1"))
+        connection.endheaders(body)
+        answer = connection.getresponse()
+        told = json.loads(answer.read())
+        connection.close()
+    (only,) = seen
+    assert answer.headers.get_all("x-request-id") == [only]
+    assert only == "mine" if given[:1] == ["mine"] else re.fullmatch(r"req_[0-9a-f]{24}", only)
+    if answers:
+        assert told["id"] == only
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+        assert line.endswith(f" {only}")

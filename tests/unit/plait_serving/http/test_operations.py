@@ -27,9 +27,14 @@ from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.images.testing import FakeImageService
+from plait_serving.ranking.testing import FakeRanker
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
+from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
+from support.log_file import log_file
 from support.metrics import found, total
+
+__all__ = ["log_file"]
 
 URL = "/v1/images/generations"
 USER = ApiKey.from_secret("sk-user", tenant="acme", role=Role.USER)
@@ -177,6 +182,29 @@ def test_the_engine_gets_unique_ids_even_if_a_client_repeats_one():
     ids = [request.request_id for request in service.submitted]
     assert len(set(ids)) == 2
     assert all(each.startswith("same.") for each in ids)
+
+
+def test_the_ranker_gets_unique_ids_even_if_a_client_repeats_one():
+    """As the engine does."""
+    ranker = FakeRanker()
+    client = make_ranking_client(ranker)
+    for _ in range(2):
+        assert client.post(INFER, json=as_json(arrays()), headers={"x-request-id": "same"}).status_code == 200
+    ids = [request.request_id for request in ranker.ranked]
+    assert len(set(ids)) == 2
+    assert all(each.startswith("same.") for each in ids)
+
+
+def test_every_line_about_a_request_has_its_id(log_file):
+    """Those of a failure as well as that of the access log, once each; a request that is answered leaves one."""
+    service = FakeImageService(failures={"nan": NumericalError("NaN"), "bug": ValueError("a bug")})
+    client = make_client(service)
+    for prompt in ("nan", "bug", "fine"):
+        client.post(URL, json={"prompt": prompt}, headers={"x-request-id": f"of-{prompt}"})
+    lines = log_file.lines(" plait")
+    assert [line.count("of-nan") for line in lines] == [1, 1, 0, 0, 0]
+    assert [line.count("of-bug") for line in lines] == [0, 0, 1, 1, 0]
+    assert [line.count("of-fine") for line in lines] == [0, 0, 0, 0, 1]
 
 
 def test_metrics_count_answers_stages_and_refusals():

@@ -173,7 +173,7 @@ def test_bad_reply_tensors_are_refused(names: set[str]) -> None:
 def test_another_version_is_refused() -> None:
     """Client and service must speak the same version."""
     with pytest.raises(WireError, match="version"):
-        _parse_welcome(greeting("welcome", VERSION, wire.welcome_payload("edges")) | {"version": 2}, {})
+        _parse_welcome(greeting("welcome", VERSION, wire.welcome_payload("edges")) | {"version": VERSION + 1}, {})
 
 
 def test_errors_keep_their_kind() -> None:
