@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -126,6 +127,7 @@ class _Run:
         self._run_id = secrets.token_hex(8)
         self._ray_folder = scratch_root() / f"r-{self._run_id[:8]}" if config.ray.is_local else None
         self._cluster: Cluster | None = None
+        self._watcher: subprocess.Popen[bytes] | None = None
         self._serving = False
         self._cannot_write = False
 
@@ -266,6 +268,8 @@ class _Run:
             remove_ray_folder(self._ray_folder, logs_to=self._state.folder / "ray-logs" if keep_logs else None)
             remove_sockets()
         if not left:
+            if self._watcher is not None:
+                self._watcher.wait()
             self._state.forget()
         self._console.progress("plait: stopped")
         return len(left)
