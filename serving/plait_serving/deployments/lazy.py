@@ -146,6 +146,9 @@ class RankWorkerMethods(ReplicaMethods, Protocol):
     async def describe(self) -> Any:
         """Return this replica's addresses and secret."""
 
+    async def why_not_ready(self) -> str | None:
+        """Return what is missing to answer a request now, if anything."""
+
     async def metric_families(self) -> Any:
         """Return the metrics and the replica's name."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 
 from prometheus_client import Metric
@@ -48,12 +49,11 @@ class LocalRankingService:
         return self._named(name).refreshes
 
     async def health(self) -> Health:
-        """Return ready if every model would answer now; else the first that would not, and why."""
-        for name, model in tuple(self._models.items()):
-            reason = await why_not_ready(model.ranker)
-            if reason is not None:
-                return Health(ready=False, reason=f"model {name}: {reason}")
-        return Health(ready=True)
+        """Return ready if every model would answer now; else those that would not, and why."""
+        models = tuple(self._models.items())
+        reasons = await asyncio.gather(*(why_not_ready(model.ranker) for _, model in models))
+        missing = [f"model {name}: {why}" for (name, _), why in zip(models, reasons, strict=True) if why is not None]
+        return Health(ready=not missing, reason="; ".join(missing) or None)
 
     async def metric_families(self) -> Sequence[Metric]:
         """Return one metric `plait_ranker_NAME` for each thing that the rankers count."""

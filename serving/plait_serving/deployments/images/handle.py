@@ -22,16 +22,12 @@ from plait_serving.deployments.images.together import Together
 from plait_serving.deployments.metrics import families_of, replicas_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
-from plait_serving.health import Health
+from plait_serving.health import HEALTH_TIMEOUT_S, Health
 from plait_serving.images.service import Catalog
 
 __all__ = ["HandleImageService", "translate"]
 
 _log = logging.getLogger(__name__)
-
-HEALTH_TIMEOUT_S = 1.5
-"""A replica that takes longer than this to report that it is healthy counts as unhealthy: load balancers wait for a
-second or two."""
 
 CATALOG_TIMEOUT_S = 120.0
 """Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the

@@ -51,6 +51,7 @@ from plait_serving.deployments.ranking.source import OpenedPackage, RankSource, 
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.deployments.threads import given_knobs
+from plait_serving.health import HEALTH_TIMEOUT_S
 from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
 from plait_serving.ranking.counted import rank_families
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
@@ -207,6 +208,10 @@ class RankWorker:
             start_s=self._start_s,
         )
 
+    async def why_not_ready(self) -> str | None:
+        """Return what is missing to answer a request now, if anything; a shard, which answers CNs only, lacks none."""
+        return None if isinstance(self._core, ShardWorker) else self._core.ready()
+
     async def metric_families(self) -> ReplicaMetrics:
         """Return what this worker counts."""
         counted = rank_families("plait_ranker_worker", {self._model: self._core.metrics()}, {"role": self._role})
@@ -285,10 +290,33 @@ class RankWorker:
                 shard.close()
 
 
+class _ServeRanker(RemoteRanker):
+    """Asks the workers whether they are ready: a CN may be there without its HNs."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        super().__init__(name, ServeReplicas(f"model {name}", handle).connect, max_replicas=MAX_WORKERS)
+        self._handle = handle
+
+    async def ready(self) -> str | None:
+        """Return None if a request would be answered now, otherwise what is missing."""
+        return await super().ready() or await asyncio.to_thread(self._missing)
+
+    def _missing(self) -> str | None:
+        try:
+            asked = self._handle.broadcast("why_not_ready")
+            answers = asked.results(timeout_s=HEALTH_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:  # Ray's and Serve's errors have no common base
+            _log.info("no worker tells whether it is ready: %s", error)
+            answers = ()
+        if None in answers:
+            return None
+        return next((it for it in answers if isinstance(it, str)), f"no worker answered within {HEALTH_TIMEOUT_S:g} s")
+
+
 def remote_ranker(name: str, handle: Any) -> RemoteRanker:
     """Return a ranker for the model whose CNs or whole workers form that deployment, however many there are at a time.
     It starts connecting at once."""
-    return RemoteRanker(name, ServeReplicas(f"model {name}", handle).connect, max_replicas=MAX_WORKERS)
+    return _ServeRanker(name, handle)
 
 
 def wait_until_ready(cores: Sequence[Core]) -> None:
