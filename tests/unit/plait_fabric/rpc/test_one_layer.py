@@ -33,7 +33,7 @@ def test_rpc_needs_no_torch() -> None:
     """Whoever moves bytes starts without seconds of imports; and the fabric knows none of its users."""
     code = (
         "import sys\n"
-        "from plait_fabric.rpc import client, fields, metrics, on_demand, server\n"
+        "from plait_fabric.rpc import client, fields, on_demand, server\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & "
         "{'torch', 'plait', 'plait_disagg', 'plait_serving'}))"
     )
