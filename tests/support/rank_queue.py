@@ -22,6 +22,7 @@ class QueuedItem:
     due_s: float | None = None
     error: RankError | None = None
     done_s: float | None = None
+    request_ids: tuple[str, ...] = ()
 
     @property
     def lost_s(self) -> float | None:
