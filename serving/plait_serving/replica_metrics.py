@@ -7,17 +7,20 @@ by who reads them (`deploy/dashboards`).
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
+import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from prometheus_client import Metric, generate_latest
+from prometheus_client import Metric, disable_created_metrics, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 __all__ = ["REPLICA", "TENANT_PREFIX", "Account", "ReplicaMetrics", "exposition", "family", "labelled", "this_process"]
 
@@ -26,6 +29,8 @@ TENANT_PREFIX = "plait_tenant_"
 
 REPLICA = "replica"
 """The label that names the replica."""
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be half of all series, and nobody reads them
 
 Labelled = Mapping[tuple[str], float] | Mapping[tuple[str, ...], float]
 """Values by those of their labels."""
@@ -41,6 +46,29 @@ class ReplicaMetrics:
     replica: str
     families: Sequence[Metric]
     account: Sums = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Callable[[bytes], ReplicaMetrics], tuple[bytes]]:
+        """Be a small answer. Ray keeps one of 100 KB and more in shared memory, and when such a one comes that nobody
+        waits for any more, its core aborts the whole process (`CoreWorker::GetOwnerAddressOrDie`, Ray 2.60)."""
+        families = [
+            [it.name, it.documentation, it.type, [[each.name, each.labels, each.value] for each in it.samples]]
+            for it in self.families
+        ]
+        told = json.dumps([self.replica, families, [[*key, value] for key, value in self.account.items()]])
+        return _unpacked, (zlib.compress(told.encode(), 1),)
+
+
+def _unpacked(packed: bytes) -> ReplicaMetrics:
+    replica, told, account = json.loads(zlib.decompress(packed))
+    families = []
+    for name, said, kind, samples in told:
+        families.append(Metric(name, said, kind))
+        families[-1].samples = [Sample(*each) for each in samples]
+    return ReplicaMetrics(
+        replica=replica,
+        families=families,
+        account={(of, tenant, what): value for of, tenant, what, value in account},
+    )
 
 
 @cache

@@ -35,6 +35,7 @@ class AllReplicas:
         """Take what returns Serve's handle; it is called later, on a thread, and may block."""
         self._make_handle = handle
         self._handle: Any = None
+        self._response: Any = None
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "plait-metrics")
         self._asking: asyncio.Task[Sequence[ReplicaMetrics]] | None = None
@@ -63,8 +64,9 @@ class AllReplicas:
         try:
             if self._handle is None:
                 self._handle = self._make_handle()
-            response = self._handle.broadcast("metric_families")
-            answers: Sequence[Any] = response.results(timeout_s=ANSWER_S, return_exceptions=True)
+            # Kept until the next time: an answer that is late must still find somebody (`ReplicaMetrics.__reduce__`).
+            self._response = self._handle.broadcast("metric_families")
+            answers: Sequence[Any] = self._response.results(timeout_s=ANSWER_S, return_exceptions=True)
         except Exception as error:  # Ray's and Serve's errors have no common base
             _log.info("no replica answers for its metrics: %s", error)
             return ()

@@ -7,7 +7,7 @@ import pickle
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from plait_serving.replica_metrics import Account, exposition, family, labelled, this_process
+from plait_serving.replica_metrics import Account, ReplicaMetrics, exposition, family, labelled, this_process
 from support.metrics import found, total
 from support.names import ODD_NAMES
 
@@ -40,12 +40,23 @@ def test_every_series_names_its_replica_and_families_are_whole() -> None:
 
 def test_families_cross_between_processes() -> None:
     """As Serve carries them."""
-    made = family("plait_x_total", "X", {("a", "b"): 2, ("c", "d"): 3.5}, "model", "part")
-    assert exposition(pickle.loads(pickle.dumps([made]))) == exposition([made])
-    assert found([made], "plait_x_total", model="c", part="d") == [3.5]
+    made = [*http_metrics(3, 0.05, 1), family("plait_x_total", "X", {("a", "b"): 2, ("c", "d"): 3.5}, "model", "part")]
+    told = ReplicaMetrics(replica="r", families=made, account={("r", "anyone", "images"): 3})
+    came = pickle.loads(pickle.dumps(told))
+    assert (came.replica, came.account) == (told.replica, told.account)
+    assert exposition(came.families) == exposition(made)
+    assert found(made, "plait_x_total", model="c", part="d") == [3.5]
     assert found([family("plait_y", "Y", 0.25)], "plait_y") == [0.25]
     assert family("plait_x_total", "X", {}, "model").type == "counter"
     assert family("plait_y", "Y", 1).type == "gauge"
+
+
+def test_what_a_replica_of_many_models_counts_is_a_small_answer() -> None:
+    """Far below the 100 KB from which on Ray would keep it in shared memory."""
+    counts = {(f"model-{i}", f"{y}"): float(i * y) for i in range(99) for y in range(20)}
+    made = [family(f"plait_x{x}_total", "X", counts, "model", "le") for x in range(5)]
+    assert len(pickle.dumps(made)) > 400_000
+    assert len(pickle.dumps(ReplicaMetrics(replica="r", families=made))) < 60_000
 
 
 def test_names_of_models_are_labels_as_they_are() -> None:

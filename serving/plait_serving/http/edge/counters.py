@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from itertools import product
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from starlette.types import Scope
 
 from plait_disagg.values import RankAnswer
@@ -29,7 +29,6 @@ _RANKS = re.compile(r"/v1/recommend|/v2/.+/infer")
 _EXPECTED = (200, 429, 500, 503, 504)
 """How requests that do work end. Prometheus sees a counter's first increment only if it has seen its 0."""
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be half of all series, and nobody reads them
 
 MODEL = "model"
 """Under this key routes put the base model that is asked into a request's state."""
