@@ -54,14 +54,14 @@ class ReplicaMetrics:
             [it.name, it.documentation, it.type, [[each.name, each.labels, each.value] for each in it.samples]]
             for it in self.families
         ]
-        told = json.dumps([self.replica, families, [[*key, value] for key, value in self.account.items()]])
-        return _unpacked, (zlib.compress(told.encode(), 1),)
+        encoded = json.dumps([self.replica, families, [[*key, value] for key, value in self.account.items()]])
+        return _unpacked, (zlib.compress(encoded.encode(), 1),)
 
 
 def _unpacked(packed: bytes) -> ReplicaMetrics:
-    replica, told, account = json.loads(zlib.decompress(packed))
+    replica, counted, account = json.loads(zlib.decompress(packed))
     families = []
-    for name, said, kind, samples in told:
+    for name, said, kind, samples in counted:
         families.append(Metric(name, said, kind))
         families[-1].samples = [Sample(*each) for each in samples]
     return ReplicaMetrics(
