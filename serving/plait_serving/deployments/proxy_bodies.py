@@ -24,7 +24,7 @@ _MAX_AHEAD_BYTES = 1 << 20
 
 _LARGE_BYTES_PER_S = 32 << 20
 """How fast large bodies go on, all together: a megabyte costs proxy and ingress some 7 ms, so that this is a quarter of
-a core, and more than most networks bring. Eight of 17 MB at once would have a whole one for a second."""
+a core. Eight of 17 MB at once would have a whole one for a second."""
 
 
 class GatheringMiddleware:
