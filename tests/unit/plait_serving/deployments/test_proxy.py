@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from plait_serving.deployments.ingress import without_request_id
 from plait_serving.deployments.proxy import AnsweringMiddleware, configure_proxy
 from plait_serving.images.testing import FakeImageService
-from support.app_server import AppServer
+from support.app_server import AppServer, wait_for
 from support.http_app import make_app
 
 
@@ -110,10 +110,15 @@ def test_one_id_is_answered_passed_on_and_logged(behind_the_proxy, caplog, given
         answer = connection.getresponse()
         told = json.loads(answer.read())
         connection.close()
+
+        def lines():
+            return [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+
+        wait_for(lambda: lines() or not answers)  # the line comes after the answer
     (only,) = seen
     assert answer.headers.get_all("x-request-id") == [only]
     assert only == "mine" if given[:1] == ["mine"] else re.fullmatch(r"req_[0-9a-f]{24}", only)
     if answers:
         assert told["id"] == only
-        (line,) = [record.getMessage() for record in caplog.records if record.name == "plait.http.access"]
+        (line,) = lines()
         assert line.endswith(f" {only}")
