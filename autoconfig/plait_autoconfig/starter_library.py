@@ -1,7 +1,7 @@
 """The runs that ship with plait: its image engine and its ranker under eight loads, on a small machine.
 
-`starter_library.jsonl.gz` holds them as lines of the library; each was measured by `python -m plait_bench.cells
-WORKLOAD --out FILE`.
+`starter_library.jsonl.gz` holds them as lines of the library; each was measured by `python -m
+plait_bench.autoconfig.cells WORKLOAD --out FILE`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
 """The protocol that every benchmark implements. Contracts only; rounds, their order, pairs and ratios are the runner's.
+Standard library only: systems in other environments import it.
 
 A *benchmark* has workloads. A *workload* opens each of its systems, in one of the layouts that the system offers; an
 open system is a *subject*, which is measured once in each round. What a subject measures is a list of *readings*.
@@ -6,14 +7,17 @@ open system is a *subject*, which is measured once in each round. What a subject
 
 from __future__ import annotations
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar, Literal, Protocol, Self, TypeAlias
 
 from plait_bench.errors import BenchError
-from plait_bench.summary import summarise
+from plait_bench.summary import percentile
 
 Say: TypeAlias = Callable[[str], None]
 """Receives progress messages, one line each."""
@@ -21,13 +25,18 @@ Say: TypeAlias = Callable[[str], None]
 WHOLE = ("",)
 """The layouts of a system that offers no choice."""
 
+RATIO = "ratio"
+"""The unit of a row that compares two systems, round by round."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A metric's unit and direction. `better` is None where neither direction is (a count, a cost of another kind)."""
+    """A metric's unit and direction. `better` is None where neither direction is (a count, a cost of another kind).
+    `is_timed`: whether a busy host would change it."""
 
     unit: str
     better: Literal["higher", "lower"] | None = None
+    is_timed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +56,8 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultRow:
-    """A row of the document: median, 20th and 80th percentile over `n` rounds, and the `rounds` themselves.
+    """One metric of one system and workload: median, 20th and 80th percentile over `n` rounds, and the `rounds`
+    themselves. A ratio is a row whose system is `ours/theirs` and whose unit is `RATIO`.
 
     `load`: the load average of the last minute before each round; `wake_us`: the slowest wake-up of another process
     before a round; `busy`: whether the host was busy with other work (`host.BUSY_LOAD`, `host.SLOW_WAKE_US`).
@@ -73,12 +83,17 @@ class ResultRow:
         cls, values: Sequence[float], *, system: str, workload: str, metric: str, unit: str, layout: str = "",
         kind: str = "measured",
     ) -> Self:  # fmt: skip
-        """Summarise one value per round."""
-        summary = summarise(values)
+        """Summarise one value per round. Raises ValueError if there are none."""
+        p20, median, p80 = (percentile(values, share) for share in (0.2, 0.5, 0.8))
         return cls(
-            system=system, workload=workload, metric=metric, unit=unit, value=summary.value, p20=summary.p20,
-            p80=summary.p80, n=summary.n, layout=layout, kind=kind, rounds=tuple(values),
+            system=system, workload=workload, metric=metric, unit=unit, value=median, p20=p20, p80=p80, n=len(values),
+            layout=layout, kind=kind, rounds=tuple(values),
         )  # fmt: skip
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What the row is of: workload, system, metric."""
+        return self.workload, self.system, self.metric
 
 
 class Subject(Protocol):
@@ -89,6 +104,22 @@ class Subject(Protocol):
 
     def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
         """Measure round `number` (from 1). A trial of the layout may be shorter, but must read the deciding metric."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A `Subject` of two functions: `take(number)` measures a round, and a trial is no shorter."""
+
+    take: Callable[[int], Sequence[Reading]]
+    warm: Callable[[], object] = lambda: None
+
+    def warm_up(self) -> None:
+        """Call `warm`."""
+        self.warm()
+
+    def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
+        """Call `take`."""
+        return self.take(number)
 
 
 class Workload(ABC):
@@ -138,8 +169,7 @@ class Workload(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Workloads under one name. `session`: holds what they share. `rounds`, `quick_rounds`: default numbers of
-    rounds."""
+    """Workloads under one name. `session`: holds what they share."""
 
     name: str
     workloads: tuple[Workload, ...]
@@ -157,3 +187,19 @@ def chosen(asked: Sequence[str], there: Sequence[str], what: str) -> tuple[str, 
         verb = "is" if len(there) == 1 else "are"
         raise BenchError(f"there is no {what} {unknown[0]!r}; there {verb} {', '.join(there)}")
     return tuple(name for name in there if not asked or name in asked)
+
+
+def cache_folder() -> Path:
+    """Return the folder in the user's cache where models, packages and peers with environments of their own are
+    kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait" / "bench"
+
+
+def cores() -> int:
+    """Return how many CPU cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def child_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that calls `main` of a module, which is imported under its own name."""
+    return [sys.executable, "-c", f"import sys; from {module} import main; main(*sys.argv[1:])", *arguments]

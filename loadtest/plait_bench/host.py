@@ -52,11 +52,6 @@ def is_busy(seen: HostConditions) -> bool:
     return seen.load > BUSY_LOAD or seen.wake_us > SLOW_WAKE_US
 
 
-def cores() -> int:
-    """Return how many CPU cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
     """Describe this machine. `loadavg_1m` shows whether the machine was busy with something else before; `wake_us`, how
     long it takes to wake another process and be woken by it, which on a virtual machine can be long while the load
@@ -99,13 +94,16 @@ def wake_us() -> float:
     return statistics.median(taken_us[1:])  # the first one waits for Python to start
 
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout."""
+
 UNKNOWN = "unknown"
 """The commit when the benchmark runs outside a checkout."""
 
 PACKAGE_FOLDERS = ("autoconfig", "deploy", "disagg", "kernels", "loadtest", "serving")
 """The folders from which a benchmark could import a file that git does not track."""
 
-_RESULTS = "loadtest/results/"
+_RESULTS = ("loadtest/results/", "loadtest/RESULTS.md")
 
 
 def commit(root: Path) -> str:

@@ -1,51 +1,54 @@
-"""The composition root of `plait bench`: definition, runner, document, record."""
+"""What `plait bench` does: the benchmark of that name, and no other, is imported; then runner, document, record."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from plait_bench import autoconfig, disagg, fabric, images, kernels, loadtest, models, placement, records, tuning, zoo
-from plait_bench.benchmark import Benchmark
-from plait_bench.cache import cache_folder
-from plait_bench.document import document
+from plait_bench import records
+from plait_bench.benchmark import Benchmark, Say
 from plait_bench.errors import BenchError, RecordError
-from plait_bench.fleet.workers import WorkerFleet
-from plait_bench.host import BUSY_LOAD, SLOW_WAKE_US, UNKNOWN, commit, cores, host_facts
-from plait_bench.images.sizes import DTYPES, EDGES, DeviceName, DTypeName, Variety, size_of
+from plait_bench.host import BUSY_LOAD, ROOT, SLOW_WAKE_US, UNKNOWN, commit, host_facts
 from plait_bench.runner import TRIALS, RunPlan, joined, run
-from plait_bench.tables import RESULTS, ROOT
-from plait_fabric.cores import has_bfloat16
+
+NAMES = ("images", "loadtest", "disagg", "fabric", "kernels", "autoconfig", "tuning", "placement", "zoo", "models")
+"""Each is a module or a package here, whose `benchmark` takes `only` (workloads) and what `_OPTIONS` says."""
+
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "images": ("models", "size", "edge", "dtype", "device", "systems"),
+    "autoconfig": ("data", "tables"),
+    "placement": ("data",),
+    "models": ("models", "data"),
+}
+RESULTS = ROOT / "loadtest" / "results"
 
 # As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
 ROUNDS, QUICK_ROUNDS = 5, 3
 
-Say = Callable[[str], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """The command line's settings. `models` None: the starter's, or those in the cache; empty `workloads` or `systems`:
-    all. `size`, `edge`, `device` and `dtype` ("auto": each that the CPU computes in, float16 on a GPU) are for images.
-    `at`: the commit that this tree is a copy of, where there is no git.
+    """The command line's settings. `rounds` None: the benchmark's own number; `models` None: the starter's, or those in
+    the cache; empty `workloads` or `systems`: all. `size`, `edge`, `device` and `dtype` ("auto": each that the CPU
+    computes in, float16 on a GPU) are for images. `at`: the commit that this tree is a copy of, where there is no git.
 
-    `data`: the folder with published tables and lists, for the tuner's and the placement benchmark; `tables`: recorded
-    ones, for the tuner's.
+    `data`: the folder with published tables and lists; `tables`: recorded ones, for the tuner's.
     """
 
-    rounds: int
-    name: str = images.NAME
+    name: str
+    rounds: int | None = None
+    quick: bool = False
     models: Path | None = None
     size: str = "starter"
-    edge: int = EDGES[0]
+    edge: int = 256
     dtype: str = "auto"
-    device: DeviceName = "cpu"
+    device: str = "cpu"
     at: str = ""
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
-    trials: int = TRIALS
     record: bool = False
     overwrite: bool = False
     results: Path | None = None
@@ -53,91 +56,42 @@ class BenchJob:
     tables: tuple[Path, ...] = ()
 
 
-def _images(job: BenchJob) -> Benchmark:
-    size = size_of(job.size)
-    root = job.models or (cache_folder() / size.name if size.family else _starter())
-    return images.benchmark(
-        root,
-        cores=cores(),
-        open_fleet=WorkerFleet,
-        varieties=[
-            Variety(size=size, edge=job.edge, dtype=dtype, device=job.device)
-            for dtype in _dtypes(job.dtype, job.device)
-        ],
-        only=job.workloads,
-        named=job.systems,
-    )
-
-
-def _dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
-    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does; on a GPU
-    float16, the default there."""
-    if device == "cuda":
-        return tuple(dtype for dtype in DTYPES if dtype == asked) or ("float16",)
-    native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
-    if asked == "auto":
-        return native
-    found = tuple(dtype for dtype in native if dtype == asked)
-    if not found:
-        raise BenchError(f"this CPU does not compute in {asked}: emulated, it would say nothing")
-    return found
-
-
-BENCHMARKS: Mapping[str, Callable[[BenchJob], Benchmark]] = {
-    images.NAME: _images,
-    loadtest.NAME: lambda job: loadtest.benchmark(only=job.workloads),
-    disagg.NAME: lambda job: disagg.benchmark(only=job.workloads),
-    fabric.NAME: lambda job: fabric.benchmark(only=job.workloads),
-    kernels.NAME: lambda job: kernels.benchmark(only=job.workloads),
-    autoconfig.NAME: lambda job: autoconfig.benchmark(only=job.workloads, data=job.data, recorded=job.tables),
-    tuning.NAME: lambda job: tuning.benchmark(only=job.workloads),
-    zoo.NAME: lambda job: zoo.benchmark(only=job.workloads),
-    models.NAME: lambda job: models.benchmark(
-        job.models or cache_folder() / "models", only=job.workloads, data=job.data
-    ),
-    placement.NAME: lambda job: placement.benchmark(only=job.workloads, data=job.data),
-}
-
-NAMES = tuple(BENCHMARKS)
-
-
-def rounds_of(name: str, *, quick: bool) -> int:
-    """Return the default number of rounds; the tuner's and the placement benchmark's rounds are seeds."""
-    if name == autoconfig.NAME:
-        return autoconfig.QUICK_SEEDS if quick else autoconfig.SEEDS
-    if name == placement.NAME:
-        return placement.QUICK_SEEDS if quick else placement.SEEDS
-    return QUICK_ROUNDS if quick else ROUNDS
-
-
-def trials_of(*, quick: bool) -> int:
-    """Return the default number of trials of a layout."""
-    return 1 if quick else TRIALS
-
-
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
     if job.overwrite:
-        raise RecordError("results are append-only: --overwrite is gone; a second run is recorded beside the first")
+        raise RecordError("--overwrite is gone: --record puts newer rows in the place of older ones by itself")
     if job.record:
         _require_commit(job)
-    benchmark = BENCHMARKS[job.name](job)
+    benchmark, plan = _prepared(job)
     host, at = host_facts(), _commit(job)
     path = job.results or RESULTS / f"{job.name}.jsonl"
     say(f"{job.name} at {at} on {host['cpu']}, {host['cores']} cores; load average {host['loadavg_1m']}")
     _warn(host, say)
     parts = []
-    settles = job.rounds > QUICK_ROUNDS  # a quick run is a look
-    plan = RunPlan(rounds=job.rounds, trials=job.trials, systems=job.systems, settles=settles)
     for part in run(benchmark, plan, say=say):
         parts.append(part)
         if job.record:
             _require_commit(job)  # nobody changed it meanwhile
             if _commit(job) != at:
                 raise RecordError(f"the checkout left commit {at} while it was measured: nothing more is recorded")
-            records.append(path, records.records_of(document(job.name, at, host, part)))
-            say(f"recorded in {path}")
-    return document(job.name, at, host, joined(parts))
+            left_out = records.put(path, job.name, at, host, part.rows)
+            say(f"recorded in {path}" + (f", but for {left_out} rows: the host was busy" if left_out else ""))
+    return records.document(job.name, at, host, joined(parts))
+
+
+def _prepared(job: BenchJob) -> tuple[Benchmark, RunPlan]:
+    module = import_module(f"plait_bench.{job.name}")
+    options = {name: getattr(job, name) for name in _OPTIONS.get(job.name, ())}
+    # The rounds of the tuner's and the placement benchmark are seeds.
+    rounds = getattr(module, "QUICK_SEEDS", QUICK_ROUNDS) if job.quick else getattr(module, "SEEDS", ROUNDS)
+    plan = RunPlan(
+        rounds=job.rounds or rounds,
+        trials=1 if job.quick else TRIALS,
+        systems=job.systems,
+        settles=(job.rounds or rounds) > QUICK_ROUNDS,  # a quick run is a look
+    )
+    benchmark: Benchmark = module.benchmark(only=job.workloads, **options)
+    return benchmark, plan
 
 
 def _commit(job: BenchJob) -> str:
@@ -155,16 +109,16 @@ def _require_commit(job: BenchJob) -> None:
 
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:
-    """Report why the rows will be marked as measured on a busy host, if they will."""
+    """Report why times will not be recorded, if they will not."""
     if host["wake_us"] > SLOW_WAKE_US:
         say(
             f"warning: waking a process takes {host['wake_us']:.0f} us here, more than {SLOW_WAKE_US:.0f}: all that "
-            f"crosses processes will be slow, and every row is marked busy"
+            f"crosses processes will be slow, and no time counts"
         )
     if host["loadavg_1m"] > BUSY_LOAD:
         say(
             f"warning: the load average is {host['loadavg_1m']}, more than {BUSY_LOAD}: the layouts and ratios found "
-            f"now will not hold on an idle machine, and every row is marked busy"
+            f"now will not hold on an idle machine, and no time counts"
         )
 
 
@@ -181,10 +135,3 @@ def text_table(written: Mapping[str, Any]) -> str:
         for spread in [written["ratio_spreads"][key]]
     ]
     return "\n".join(lines)
-
-
-def _starter() -> Path:
-    """Return the folder of the models that ship with plait."""
-    from plait_serving.images.config import STARTER_FOLDER
-
-    return STARTER_FOLDER

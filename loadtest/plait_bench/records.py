@@ -1,27 +1,32 @@
-"""The results files: a JSON line for each recorded run, followed by one for each of its rows; append-only.
+"""The results files, and the document that `plait bench NAME --json` prints.
 
-A ratio is a row whose system is `ours/theirs` and whose unit is `ratio`. Each row carries its commit, date, load,
-rounds and spread, and whether the host was busy. A row recorded in several runs appears several times.
+A file has, for each workload, system and metric, the newest row that counts: one that was recorded on a clean commit
+and, where it is a time, on an idle host. Older ones are in git's history. Lines are JSON: what the rows of a run have
+in common (bench, commit, date, and the host with its instruction set), followed by its rows.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from plait_bench.benchmark import RATIO, ResultRow
 from plait_bench.errors import RecordError
 from plait_bench.host import UNKNOWN, changes, commit
+from plait_bench.runner import BenchResult
 
 Record = Mapping[str, Any]
+"""A row and its run."""
 
+# Rates and ratios are good to three figures at best; six keep rounding out of the way of whoever computes with them.
+_DIGITS = 6
 _NAMED = 3
 _RUN = ("bench", "commit", "date", "host")
-"""What the rows of a run have in common: a file with the host's facts in every row is three times as long."""
-_NEEDED = ("bench", "commit", "host", "system", "workload", "metric", "unit", "value", "p20", "p80", "n")
-_MARKS = ("load", "wake_us", "busy")
+_NEEDED = (*_RUN, "system", "workload", "metric", "unit", "value", "p20", "p80", "n")
 
 
 def require_clean(root: Path) -> None:
@@ -35,26 +40,40 @@ def require_clean(root: Path) -> None:
         raise RecordError(f"--record needs a clean checkout; commit, stash or remove first: {names}")
 
 
-def records_of(document: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Make the lines of a document: its rows, then its ratios; each carries the run's bench, commit, date and host."""
-    host = document["host"]
-    run = {"bench": document["bench"], "commit": document["commit"], "date": host.get("date", "")}
-    marks = {
-        (row["workload"], row["metric"], row["system"]): {name: row[name] for name in _MARKS}
-        for row in document["rows"]
+def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResult) -> dict[str, Any]:
+    """Make the document of a result.
+
+    `ratios` are medians of pairwise ratios; their 20th and 80th percentiles are in `ratio_spreads`, those of each
+    round in `ratio_rounds`. `layouts`: the layout chosen for each system, and the readings of all its trials.
+    """
+    ratios = result.ratios
+    written = {
+        "bench": bench,
+        "commit": commit,
+        "host": host,
+        "rows": [asdict(row) for row in result.rows if row.unit != RATIO],
+        "ratios": {key: row.value for key, row in ratios.items()},
+        "ratio_spreads": {key: {"p20": row.p20, "p80": row.p80, "n": row.n} for key, row in ratios.items()},
+        "ratio_rounds": {key: row.rounds for key, row in ratios.items()},
+        "layouts": [asdict(choice) for choice in result.choices],
+        "left_out": result.left_out,
     }
-    ratios = []
-    for key, value in document["ratios"].items():
-        workload, metric, pair = key.split(":", 2)
-        ratio = {"system": pair, "workload": workload, "metric": metric, "unit": "ratio", "value": value}
-        ratio |= {**document["ratio_spreads"][key], "rounds": document["ratio_rounds"][key]}
-        ratio |= {"layout": "", "kind": "measured", **marks.get((workload, metric, pair.partition("/")[0]), {})}
-        ratios.append(ratio)
-    return [{**run, **row, "host": host} for row in (*document["rows"], *ratios)]
+    return {key: _rounded(value) for key, value in written.items()}
+
+
+def _rounded(value: Any) -> Any:
+    """Return the value with all its floats rounded; tuples become lists."""
+    if isinstance(value, float):
+        return round(value, _DIGITS)
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [_rounded(each) for each in value]
+    return value
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read all rows, oldest first, each with what is its run's; none if there is no file. Raises `RecordError`."""
+    """Read all rows, each with what is its run's; none if there is no file. Raises `RecordError`."""
     if not path.is_file():
         return []
     rows: list[dict[str, Any]] = []
@@ -75,14 +94,25 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def append(path: Path, new: Sequence[Record]) -> None:
-    """Append the rows; existing lines stay unchanged. Raises `RecordError` if the existing ones cannot be read."""
-    read(path)
+def put(path: Path, bench: str, commit: str, host: Mapping[str, Any], rows: Sequence[ResultRow]) -> int:
+    """Write the rows that count in the place of older ones of the same workload, system and metric; return how many
+    did not count. Raises `RecordError` if the file cannot be read."""
+    counted = [row for row in rows if not row.busy]
+    run = {"bench": bench, "commit": commit, "date": host.get("date", ""), "host": dict(host)}
+    new = [{**run, **_rounded(asdict(row))} for row in counted]
+    keys = {row.key for row in counted}
+    kept = [row for row in read(path) if (row["workload"], row["system"], row["metric"]) not in keys]
+    write(path, [*kept, *new])
+    return len(rows) - len(counted)
+
+
+def write(path: Path, rows: Sequence[Record]) -> None:
+    """Write rows, each run once before its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        for run, rows in groupby(new, key=lambda row: {name: row[name] for name in _RUN if name in row}):
+    with path.open("w", encoding="utf-8") as file:
+        for run, of in groupby(rows, key=lambda row: {name: row[name] for name in _RUN}):
             file.write(_line({"run": run}))
-            file.writelines(_line({name: row[name] for name in row if name not in run}) for row in rows)
+            file.writelines(_line({name: row[name] for name in row if name not in _RUN}) for row in of)
 
 
 def _line(value: Mapping[str, Any]) -> str:

@@ -12,10 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from plait_bench.benchmark import Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
+from plait_bench.benchmark import RATIO, Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
-from plait_bench.summary import ValueSummary, pairwise_ratio
+from plait_bench.summary import pairwise_ratios
 
 TRIALS = 2
 """The number of trials of each layout; one with `--quick`."""
@@ -31,6 +31,10 @@ class RunPlan:
     trials: int = TRIALS
     systems: tuple[str, ...] = ()
 
+    def takes(self, system: str) -> bool:
+        """Return whether a system takes part."""
+        return not self.systems or system in self.systems
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutChoice:
@@ -45,22 +49,22 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """The result of a benchmark, or of one workload of it.
-
-    `ratios`: by `workload:metric:system/system`. `left_out`: why a system, or a workload, took no part.
-    """
+    """The result of a benchmark, or of one workload of it. `left_out`: why a system, or a workload, took no part."""
 
     rows: tuple[ResultRow, ...]
-    ratios: Mapping[str, ValueSummary]
     left_out: Mapping[str, str]
     choices: tuple[LayoutChoice, ...] = ()
+
+    @property
+    def ratios(self) -> dict[str, ResultRow]:
+        """The ratios, by `workload:metric:system/system`."""
+        return {f"{row.workload}:{row.metric}:{row.system}": row for row in self.rows if row.unit == RATIO}
 
 
 def joined(parts: Sequence[BenchResult]) -> BenchResult:
     """Combine all parts into one result."""
     return BenchResult(
         rows=tuple(row for part in parts for row in part.rows),
-        ratios={key: ratio for part in parts for key, ratio in part.ratios.items()},
         left_out={name: why for part in parts for name, why in part.left_out.items()},
         choices=tuple(choice for part in parts for choice in part.choices),
     )
@@ -78,7 +82,7 @@ def run(
     began = look()
     with benchmark.session(say):
         for workload in benchmark.workloads:
-            if any(_wanted(plan, system) for system in workload.systems):
+            if any(map(plan.takes, workload.systems)):
                 yield _Measuring(workload, plan, say, look, began).result()
 
 
@@ -96,7 +100,8 @@ def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> L
         tried[layout] = tuple(values)
         said = ", ".join(f"{value:.4g}" for value in values)
         say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding].unit}")
-    best = offered[0] if len(offered) == 1 else _best(workload, tried)
+    sign = -1.0 if tried and workload.metrics[workload.deciding].better == "lower" else 1.0
+    best = max(tried, key=lambda layout: sign * median(tried[layout])) if tried else offered[0]
     return LayoutChoice(workload=workload.name, system=system, layout=best, metric=workload.deciding, trials=tried)
 
 
@@ -106,15 +111,6 @@ def _deciding(workload: Workload, system: str, subject: Subject, number: int) ->
         if reading.metric == workload.deciding:
             return reading.value
     raise BenchError(f"{workload.name}: a trial of {system} did not measure {workload.deciding}")
-
-
-def _best(workload: Workload, tried: Mapping[str, Sequence[float]]) -> str:
-    sign = -1.0 if workload.metrics[workload.deciding].better == "lower" else 1.0
-    return max(tried, key=lambda layout: sign * median(tried[layout]))
-
-
-def _wanted(plan: RunPlan, system: str) -> bool:
-    return not plan.systems or system in plan.systems
 
 
 @dataclass(kw_only=True)
@@ -136,7 +132,7 @@ class _Measuring:
         self._left_out: dict[str, str] = {}
         self._choices: dict[str, LayoutChoice] = {}
         self._taken: dict[tuple[str, str, str], _Taken] = {}
-        self._seen: dict[int, HostConditions] = {}
+        self._seen: list[HostConditions] = []
 
     def result(self) -> BenchResult:
         """Measure the workload. Raises `BenchError`."""
@@ -145,7 +141,7 @@ class _Measuring:
                 stack.enter_context(self._workload.session(self._say))
             except SystemUnavailable as error:
                 self._leave_out(self._workload.name, error)
-                return BenchResult(rows=(), ratios={}, left_out=self._left_out)
+                return BenchResult(rows=(), left_out=self._left_out)
             subjects = self._open(stack)
             for subject in subjects.values():
                 subject.warm_up()
@@ -156,18 +152,15 @@ class _Measuring:
                 self._round(number, subjects)
             others += self._workload.conclude()
         ratios = self._ratios()
-        for key, ratio in ratios.items():
-            self._say(f"{key} {ratio.value:.2f} (p20 {ratio.p20:.2f}, p80 {ratio.p80:.2f})")
-        return BenchResult(
-            rows=tuple(self._marked([*self._rows(), *others])),
-            ratios=ratios,
-            left_out=self._left_out,
-            choices=tuple(self._choices.values()),
-        )
+        for row in ratios:
+            key = f"{row.workload}:{row.metric}:{row.system}"
+            self._say(f"{key} {row.value:.2f} (p20 {row.p20:.2f}, p80 {row.p80:.2f})")
+        rows = tuple(self._marked(row) for row in [*self._rows(), *others, *ratios])
+        return BenchResult(rows=rows, left_out=self._left_out, choices=tuple(self._choices.values()))
 
     def _open(self, stack: ExitStack) -> dict[str, Subject]:
         """Open the systems that take part, each in its best layout."""
-        for system in filter(lambda name: _wanted(self._plan, name), self._workload.systems):
+        for system in filter(self._plan.takes, self._workload.systems):
             try:
                 self._choices[system] = choose_layout(self._workload, system, self._plan, self._say)
             except SystemUnavailable as error:
@@ -188,7 +181,7 @@ class _Measuring:
         self._say(f"left out: {error}")
 
     def _round(self, number: int, subjects: Mapping[str, Subject]) -> None:
-        self._seen[number] = self._look()
+        self._seen.append(self._look())
         readings: dict[str, Sequence[Reading]] = {}
         for system, subject in subjects.items():
             if number <= self._workload.rounds.get(system, number):
@@ -224,30 +217,34 @@ class _Measuring:
             for (workload, system, metric), taken in self._taken.items()
         ]  # fmt: skip
 
-    def _marked(self, rows: Sequence[ResultRow]) -> list[ResultRow]:
-        """Return the rows with the host's conditions in their rounds."""
-        seen = list(self._seen.values())
-        wake_us = max((each.wake_us for each in seen), default=0.0)
-        busy = is_busy(self._began) or any(is_busy(replace(each, load=0.0)) for each in seen)
-        return [
-            replace(row, load=tuple(each.load for each in seen[: max(1, len(row.rounds))]), wake_us=wake_us, busy=busy)
-            for row in rows
-        ]
-
-    def _ratios(self) -> dict[str, ValueSummary]:
+    def _ratios(self) -> list[ResultRow]:
         """Compute the ratios pair by pair, from the rounds that both had."""
-        found = {}
+        found = []
+        compared = self._workload.compared
         for one, other in self._workload.pairs:
             for (workload, system, metric), mine in self._taken.items():
                 theirs = self._taken.get((workload, other, metric))
-                compared = self._workload.compared
                 if system != one or theirs is None or (compared is not None and metric not in compared):
                     continue
                 both = [number for number in mine.values if number in theirs.values]
-                found[f"{workload}:{metric}:{one}/{other}"] = pairwise_ratio(
+                values = pairwise_ratios(
                     [mine.values[number] for number in both], [theirs.values[number] for number in both]
                 )
+                pair = f"{one}/{other}"
+                found.append(ResultRow.of(values, system=pair, workload=workload, metric=metric, unit=RATIO))
         return found
+
+    def _marked(self, row: ResultRow) -> ResultRow:
+        """Return the row with the host's conditions in its rounds."""
+        metric = self._workload.metrics.get(row.metric)
+        is_timed = row.kind == "measured" and (metric is None or metric.is_timed)
+        busy = is_busy(self._began) or any(is_busy(replace(each, load=0.0)) for each in self._seen)
+        return replace(
+            row,
+            load=tuple(each.load for each in self._seen[: max(1, len(row.rounds))]),
+            wake_us=max((each.wake_us for each in self._seen), default=0.0),
+            busy=busy and is_timed,
+        )
 
 
 def _said(readings: Sequence[Reading]) -> str:

@@ -29,10 +29,10 @@ from plait_fabric import (
     listen,
 )
 from plait_fabric.memory.segment import Segment
-from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
-from plait_fabric.testing.listener import ListenerConformance, ProcessConformance
-from plait_fabric.testing.tensors import TensorConformance
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
+from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
+from suites.fabric_listener import ListenerConformance, ProcessConformance
+from suites.fabric_tensors import TensorConformance
 
 _numbers = itertools.count()
 

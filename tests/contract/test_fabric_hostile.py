@@ -21,9 +21,9 @@ from plait_fabric import (
     connect,
     listen,
 )
-from plait_fabric.testing.channel import SECRET, WAIT_S, eventually
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 from plait_fabric.values import Address
+from suites.fabric_channel import SECRET, WAIT_S, eventually
 
 STALL_S = 0.8  # a busy machine may stop a thread for a fraction of that
 FRAME = pack_head(FrameKind.MESSAGE, b'{"n":1}', pack_lengths([9]), buffers=1, payload_bytes=9) + b"the bytes"

@@ -19,10 +19,10 @@ from plait_fabric.errors import BadHeader
 from plait_fabric.link.clocks import MonotonicClock
 from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import LinkPort, ModelledChannel, modelled
-from plait_fabric.testing.channel import SECRET, WAIT_S, ChannelConformance
-from plait_fabric.testing.clocks import VirtualClock
-from plait_fabric.testing.tensors import TensorConformance
 from plait_fabric.transport.inproc import pair
+from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
+from suites.fabric_clocks import VirtualClock
+from suites.fabric_tensors import TensorConformance
 from support.fabric_links import shipped, slow_link
 
 LINK = shipped().link
@@ -231,7 +231,7 @@ JUMPING = """
 import time
 from plait_fabric import RecvTimeout
 from plait_fabric.link.modelled import modelled
-from plait_fabric.testing.channel import WAIT_S
+from suites.fabric_channel import WAIT_S
 from plait_fabric.transport.inproc import pair
 from support.fabric_links import slow_link
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from plait_bench.fabric.peer import spawned_peer
 from plait_fabric import (
     Channel,
     FabricOptions,
@@ -22,12 +23,11 @@ from plait_fabric import (
     connect,
     listen,
 )
-from plait_fabric.testing.channel import SECRET, SMALL, WAIT_S, ChannelConformance, eventually
-from plait_fabric.testing.listener import ListenerConformance, ProcessConformance
-from plait_fabric.testing.peer import spawned_peer
-from plait_fabric.testing.tensors import TensorConformance
 from plait_fabric.transport import nixl_endpoint
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_places
+from suites.fabric_channel import SECRET, SMALL, WAIT_S, ChannelConformance, eventually
+from suites.fabric_listener import ListenerConformance, ProcessConformance
+from suites.fabric_tensors import TensorConformance
 
 ADDRESS = "nixl://127.0.0.1:0"
 ONE_SIDED = replace(SMALL, one_sided_from_bytes=1)

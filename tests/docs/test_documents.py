@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from plait_bench import headlines, records
 from plait_serving.http.images.schemas import GenerationBody
 from support.app_server import AppServer
 from support.documents import FOLDERS, GUIDES, ROOT, anchors, blocks_of, links, read
@@ -70,39 +69,6 @@ def test_architecture_names_what_is_there():
     assert len(named) > 40
     assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
     assert [name for name in folders if not any(file.startswith(f"/{name}/") for file in files)] == []
-
-
-def test_headlines_are_the_recorded_results():
-    """README.md opens with what ``loadtest/results`` holds today. (A shallow clone does not know old commits.)"""
-    text = read("README.md")
-    made = headlines.with_headlines(
-        text,
-        lambda bench: records.read(headlines.RESULTS / f"{bench}.jsonl"),
-        is_known=lambda commit: f"`{commit[:7]}`" in text or headlines.is_in_history(commit),
-    )
-    assert made == text
-
-
-def test_a_headline_that_is_not_ahead_says_so():
-    """A ratio that is not ahead for sure is marked; one of a commit that nobody can look up is not shown."""
-    empty = "<!-- headlines -->\n<!-- /headlines -->"
-    first = headlines.HEADLINES[0]
-    host = {"cpu": "c", "cores": 2, "ram_gib": 1.0, "date": "2026-01-01T00:00:00+00:00", "loadavg_1m": 0.25}
-    row = {
-        "bench": first.bench, "commit": "abc", "host": host, "workload": first.workload, "metric": first.metric,
-        "system": first.systems, "unit": "ratio", "value": 1.5, "p20": 1.2, "p80": 1.6,
-    }  # fmt: skip
-
-    def made(**changes):
-        rows = [{**row, **changes}]
-        return headlines.with_headlines(
-            empty, lambda bench: rows if bench == first.bench else [], is_known=lambda commit: commit == "abc"
-        )
-
-    assert headlines.NOT_AHEAD not in made()
-    assert headlines.NOT_AHEAD in made(p20=0.9)
-    assert headlines.NOT_RECORDED in made(workload="another")
-    assert headlines.NOT_RECORDED in made(commit="def")
 
 
 NOT_RUN = {

@@ -142,7 +142,7 @@ def _fairness(options: argparse.Namespace) -> int:
     report = _with_server(options, server, lambda server: fairness_run(server, plan, _say))
     _print(options, report.to_json(), fairness_text(report))
     if recorder is not None:
-        recorder.write(*fairness_rows(report))
+        recorder.write(fairness_rows(report))
     return _MISSED if report.misses else 0
 
 
@@ -161,7 +161,7 @@ def _neighbours(options: argparse.Namespace) -> int:
         if not options.json:
             print(text, flush=True)
         if recorder is not None:
-            recorder.write(*rows)
+            recorder.write(rows)
     if options.json:
         print(json.dumps([report.to_json() for report in reports], indent=1))
     return _MISSED if any(report.misses for report in reports) else 0
@@ -173,7 +173,7 @@ def _attacked(options: argparse.Namespace, name: str, folder: Path, plan: Neighb
         crowd = CROWDS[name]
         server = started(*options.settings, config=crowd.prepare(folder))
         found = _with_server(options, server, lambda server: crowd.run(server, folder, _say))
-        return found, crowd_text(found), (crowd_rows(found),)
+        return found, crowd_text(found), crowd_rows(found)
     server = started(*options.settings, config=neighbours_configuration(folder))
     report = _with_server(options, server, lambda server: neighbours_run(server, name, plan, _say))
     return report, neighbours_text(report), neighbour_rows(report)

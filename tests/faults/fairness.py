@@ -19,7 +19,8 @@ from faults.run import RunFailed, Say, prepared
 from faults.server import RunningServer
 from faults.steady import capacity_per_s
 from faults.tenants import KEYS, cancelled, configuration, offered
-from plait_bench.summary import ValueSummary, pairwise_ratio, percentile
+from plait_bench.benchmark import RATIO, ResultRow
+from plait_bench.summary import pairwise_ratios, percentile
 
 __all__ = ["FairnessPlan", "FairnessReport", "fairness_configuration", "fairness_run", "fairness_text"]
 
@@ -77,9 +78,10 @@ class FairnessReport:
     flood_answers: Sequence[int] = field(default_factory=tuple)
 
     @property
-    def goodput_ratio(self) -> ValueSummary:
+    def goodput_ratio(self) -> ResultRow:
         """B's goodput beside the flood by that alone, round by round."""
-        return pairwise_ratio([it.goodput_per_s for it in self.beside], [it.goodput_per_s for it in self.alone])
+        ratios = pairwise_ratios([it.goodput_per_s for it in self.beside], [it.goodput_per_s for it in self.alone])
+        return ResultRow.of(ratios, system="beside/alone", workload="share", metric="goodput_per_s", unit=RATIO)
 
     @property
     def first_delay(self) -> float:

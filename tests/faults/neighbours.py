@@ -27,7 +27,8 @@ from faults.server import RunningServer
 from faults.steady import capacity_per_s
 from faults.tenants import KEYS, configuration, offered
 from faults.usage import own_memory, peaks
-from plait_bench.summary import ValueSummary, pairwise_ratio, percentile
+from plait_bench.benchmark import RATIO, ResultRow
+from plait_bench.summary import pairwise_ratios, percentile
 
 __all__ = ["NeighbourReport", "NeighbourRound", "NeighboursPlan", "neighbours_configuration", "neighbours_run",
            "neighbours_text"]  # fmt: skip
@@ -103,9 +104,11 @@ class NeighbourReport:
     killed: int = 0
 
     @property
-    def p95_ratio(self) -> ValueSummary:
+    def p95_ratio(self) -> ResultRow:
         """The 95th percentile beside the attack by that alone, round by round."""
-        return pairwise_ratio([it.p95_s for it in self.beside], [it.p95_s for it in self.alone])
+        ratios = pairwise_ratios([it.p95_s for it in self.beside], [it.p95_s for it in self.alone])
+        workload = f"neighbours-{self.attack}"
+        return ResultRow.of(ratios, system="beside/alone", workload=workload, metric="latency_p95_s", unit=RATIO)
 
     @property
     def misses(self) -> list[str]:

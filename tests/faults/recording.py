@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,17 +16,17 @@ from faults.steady import SAMPLED, SteadyReport
 from faults.usage import Usage
 from plait_bench import records
 from plait_bench.benchmark import ResultRow
-from plait_bench.document import document
 from plait_bench.errors import RecordError
-from plait_bench.host import commit, conditions, host_facts, is_busy
-from plait_bench.runner import BenchResult
-from plait_bench.summary import ValueSummary
-from plait_bench.tables import RESULTS, ROOT
+from plait_bench.host import ROOT, commit, conditions, host_facts, is_busy
+from plait_bench.job import RESULTS
 
 __all__ = ["Recorder", "crowd_rows", "fairness_rows", "fault_rows", "neighbour_rows", "refusal_rows", "steady_rows"]
 
 NAME = "faults"
 PATH = RESULTS / f"{NAME}.jsonl"
+
+_COUNTED = ("requests", "processes", "1", "MiB")
+"""The units of what a busy host does not change."""
 
 
 class Recorder:
@@ -40,16 +40,17 @@ class Recorder:
         self._seen = conditions()
         self._host = host_facts()
 
-    def write(self, rows: Sequence[ResultRow], ratios: Mapping[str, ValueSummary] | None = None) -> None:
-        """Append the rows. Raises `RecordError` if the checkout has changed meanwhile."""
+    def write(self, rows: Sequence[ResultRow]) -> None:
+        """Record the rows that count. Raises `RecordError` if the checkout has changed meanwhile."""
         records.require_clean(ROOT)
         if commit(ROOT) != self._at:
             raise RecordError(f"the checkout left commit {self._at} during the run: nothing is recorded")
-        marked = tuple(
-            replace(row, load=(self._seen.load,), wake_us=self._seen.wake_us, busy=is_busy(self._seen)) for row in rows
-        )
-        result = BenchResult(rows=marked, ratios=ratios or {}, left_out={})
-        records.append(self._path, records.records_of(document(NAME, self._at, self._host, result)))
+        busy = is_busy(self._seen)
+        marked = [
+            replace(row, load=(self._seen.load,), wake_us=self._seen.wake_us, busy=busy and row.unit not in _COUNTED)
+            for row in rows
+        ]
+        records.put(self._path, NAME, self._at, self._host, marked)
 
 
 def fault_rows(report: FaultReport) -> list[ResultRow]:
@@ -87,7 +88,7 @@ def _held(name: str, usage: Usage) -> Iterator[ResultRow]:
         )
 
 
-def fairness_rows(report: FairnessReport) -> tuple[list[ResultRow], dict[str, ValueSummary]]:
+def fairness_rows(report: FairnessReport) -> list[ResultRow]:
     """Return the rows of a fairness run, and the ratio of B's goodput."""
     rows = []
     for name, rounds in (("alone", report.alone), ("beside", report.beside)):
@@ -100,10 +101,10 @@ def fairness_rows(report: FairnessReport) -> tuple[list[ResultRow], dict[str, Va
             rows.append(ResultRow.of(taken, system=name, workload="share", metric=metric, unit=unit))
     for name, taken in (("alone", report.first_alone_s), ("beside", report.first_beside_s)):
         rows.append(ResultRow.of(taken, system=name, workload="first-image", metric="first_image_s", unit="s"))
-    return rows, {"share:goodput_per_s:beside/alone": report.goodput_ratio}
+    return [*rows, report.goodput_ratio]
 
 
-def neighbour_rows(report: NeighbourReport) -> tuple[list[ResultRow], dict[str, ValueSummary]]:
+def neighbour_rows(report: NeighbourReport) -> list[ResultRow]:
     """Return the rows of a tenant beside an attack, and the ratio of its latencies. What an attack leaves in memory is
     in the rows beside it."""
     rows = []
@@ -126,7 +127,7 @@ def neighbour_rows(report: NeighbourReport) -> tuple[list[ResultRow], dict[str, 
             values[f"{kind}_mib"] = ([held[kind] / 2**20], "MiB")
         for metric, (taken, unit) in values.items():
             rows.append(ResultRow.of(taken, system=name, workload=workload, metric=metric, unit=unit))
-    return rows, {f"{workload}:latency_p95_s:beside/alone": report.p95_ratio}
+    return [*rows, report.p95_ratio]
 
 
 def crowd_rows(report: CrowdReport) -> list[ResultRow]:

@@ -22,7 +22,7 @@ from faults.load import Pace, send_all, send_at_pace
 from faults.server import NEVER_KILLED, OTHERS, RunningServer
 from faults.striking import Fault, FaultLog, Striker, probes_for
 from faults.usage import Usage, grown, settled
-from plait_bench.images.systems.served import prepared_parts
+from plait_bench.images.ours import prepared_parts
 
 __all__ = ["FaultPlan", "FaultReport", "RunFailed", "at_rest", "fault_run", "prepared", "quiet"]
 

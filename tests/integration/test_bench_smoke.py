@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_bench.document import document
-from plait_bench.fleet.values import ItemList
+from plait_bench import images
 from plait_bench.host import host_facts
-from plait_bench.images import definition
+from plait_bench.images.fleet import ItemList
+from plait_bench.images.orders import Variety, size_of, workload
+from plait_bench.records import document
 from plait_bench.runner import RunPlan
-from support.bench import InProcessFleet, run_on_fleets, tiny_model_folder
+from support import bench
+from support.bench import InProcessFleet, tiny_model_folder
 
 pytestmark = pytest.mark.slow  # a minute: every system makes the images of three workloads
 
@@ -26,32 +28,33 @@ SYSTEMS = ("plait_engine", "diffusers_fair", "diffusers", "diffusers_batched")
 def measured(tmp_path_factory):
     """The document of one round over the warm-up orders of every workload."""
     pytest.importorskip("peft", reason="the peers read LoRA files with PEFT")
-    benchmark = definition(tiny_model_folder(tmp_path_factory.mktemp("bench")), only=WORKLOADS, named=SYSTEMS)
-    short = tuple(_shortened(workload) for workload in benchmark.workloads)
+    folder = tiny_model_folder(tmp_path_factory.mktemp("bench"))
     threads = torch.get_num_threads()
-    try:
-        result = run_on_fleets(
-            replace(benchmark, workloads=short),
-            RunPlan(rounds=1, trials=1, settles=False),
-            cores=1,
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(images, "workload", lambda name, variety: _shortened(workload(name, variety)))
+        benchmark = images.on_fleets(
+            folder,
+            [Variety(size=size_of("starter"))],
+            WORKLOADS,
+            SYSTEMS,
             open_fleet=InProcessFleet,
+            host_cores=1,
         )
+    try:
+        result = bench.measured(benchmark, RunPlan(rounds=1, trials=1, settles=False))
     finally:
         torch.set_num_threads(threads)
     return document("images", "abc123", host_facts(), result)
 
 
-def _shortened(workload: ItemList) -> ItemList:
+def _shortened(items: ItemList) -> ItemList:
     """Three orders of few steps; of the mixed ones one with each ControlNet, and one without.
 
     The stock pipeline loads a LoRA for seconds: it proves its agreement where that is the point, with two.
     """
-    orders = {item["control"][0] if item["control"] else "": item for item in workload.warm_up}
-    items = (*orders.values(), *workload.warm_up)[: 2 if workload.name == "lora" else 3]
-    systems = frozenset(workload.systems or SYSTEMS)
-    if not workload.one_by_one:
-        systems -= {"diffusers"}
-    return replace(workload, items=items, warm_up=items[:1], systems=systems)
+    orders = {item["control"][0] if item["control"] else "": item for item in items.warm_up}
+    short = (*orders.values(), *items.warm_up)[: 2 if items.name == "lora" else 3]
+    return replace(items, items=short, warm_up=short[:1])
 
 
 def test_every_system_makes_the_same_pictures(measured):
@@ -68,12 +71,12 @@ def test_every_system_makes_the_same_pictures(measured):
 def test_the_document_has_seconds_and_rates_and_ratios(measured):
     """For each workload and system that took part; ours against each peer."""
     assert measured["left_out"] == {}
-    for workload in WORKLOADS:
-        systems = {row["system"] for row in measured["rows"] if row["workload"] == workload}
+    for name in WORKLOADS:
+        systems = {row["system"] for row in measured["rows"] if row["workload"] == name}
         for metric in ("seconds_per_image", "images_per_s"):
-            rows = [row for row in measured["rows"] if (row["workload"], row["metric"]) == (workload, metric)]
+            rows = [row for row in measured["rows"] if (row["workload"], row["metric"]) == (name, metric)]
             assert {row["system"] for row in rows} == systems
             assert all(row["value"] > 0 for row in rows)
-        assert measured["ratios"][f"{workload}:images_per_s:plait_engine/diffusers_fair"] > 0
+        assert measured["ratios"][f"{name}:images_per_s:plait_engine/diffusers_fair"] > 0
     assert "lora:images_per_s:plait_engine/diffusers" in measured["ratios"]
     assert "same16:images_per_s:plait_engine/diffusers_batched" in measured["ratios"]

@@ -15,9 +15,8 @@ import pytest
 import yaml
 
 from plait.cli import main as root
-from plait_bench.placement.live.cluster import NodeSize, attached, deploy
-from plait_bench.placement.live.play import PACK, PLAIT, play
-from plait_bench.placement.live.scenario import SMALL
+from plait_bench.placement.cluster import NodeSize, attached, deploy
+from plait_bench.placement.on_ray import PACK, PLAIT, SMALL, play
 from plait_deploy.on_ray.names import LABEL
 from support.cluster import TESTS
 from support.ray_nodes import local, ray_nodes, wait_for

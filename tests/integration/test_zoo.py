@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from plait_bench.cache import cache_folder
-from plait_bench.zoo import libraries
+from plait_bench.benchmark import cache_folder
+from plait_bench.zoo import FOLDER, install, judge
 
 pytestmark = pytest.mark.slow
 
@@ -23,9 +23,9 @@ EIGHT = (
 
 def test_eight_models_of_four_libraries():
     """They are packaged, score as their modules do over 100 requests, and send no more than a cut by hand."""
-    folder = cache_folder() / "zoo-2"
-    libraries.install(folder, print)
-    found = {one["variant"]: one for one in libraries.judge(folder, EIGHT)}
+    folder = cache_folder() / FOLDER
+    install(folder, print)
+    found = {one["variant"]: one for one in judge(folder, EIGHT)}
     assert found.keys() == set(EIGHT)
     for name, one in found.items():
         assert "refused" not in one, f"{name}: {one.get('refused')}"

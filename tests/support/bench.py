@@ -7,24 +7,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, ResultRow
+from plait_bench.benchmark import Benchmark, ResultRow
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_bench.fleet.memory import memory_of
-from plait_bench.fleet.values import (
-    Fleet,
-    FleetDefinition,
+from plait_bench.host import HostConditions
+from plait_bench.images.fleet import (
     FleetWorker,
     Item,
     ItemList,
     ItemOutcome,
-    MemoryUse,
     ProcessLayout,
     RunSample,
     System,
+    memory_of,
+    sample,
 )
-from plait_bench.fleet.workers import sample
-from plait_bench.fleet.workload import OpenFleet, on_fleets
-from plait_bench.host import HostConditions
+from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 
 
@@ -44,8 +41,8 @@ class FakeFleet:
     def configure(self, layout: ProcessLayout) -> None:
         self._layout = layout
 
-    def memory(self) -> MemoryUse:
-        return MemoryUse(now_bytes=2 << 30, peak_bytes=3 << 30)
+    def memory_bytes(self) -> tuple[int, int]:
+        return 2 << 30, 3 << 30
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
         assert not self.is_paused
@@ -72,44 +69,45 @@ def calm() -> HostConditions:
 
 
 def run_on_fleets(
-    definition: FleetDefinition,
+    systems: Sequence[System],
+    workloads: Sequence[ItemList],
     plan: RunPlan,
     *,
     cores: int,
     open_fleet: OpenFleet,
+    max_open: int = 0,
+    check: Callable[[ItemList, Mapping[str, Sequence[object]]], list[ResultRow]] | None = None,
     look: Callable[[], HostConditions] = calm,
 ) -> BenchResult:
-    """The whole benchmark, in silence."""
-    benchmark = on_fleets(definition, cores=cores, open_fleet=open_fleet)
+    """The whole benchmark, in silence. ``check``: results must be equal, unless said otherwise."""
+    pool = FleetPool(systems, workloads, cores=cores, max_open=max_open, open_fleet=open_fleet)
+    made = [OnFleets(items, pool, check or equal) for items in workloads]
+    return measured(Benchmark(name="fake", workloads=tuple(made), session=pool.session), plan, look=look)
+
+
+def measured(benchmark: Benchmark, plan: RunPlan, *, look: Callable[[], HostConditions] = calm) -> BenchResult:
+    """The result of a benchmark on a host with nothing else to do."""
     return joined(list(run(benchmark, plan, say=lambda _: None, look=look)))
 
 
-def fake_benchmark(*names: str, workloads: Sequence[ItemList]) -> FleetDefinition:
-    """Systems called ``names``, the first ours; results must be equal."""
+def equal(_: ItemList, results: Mapping[str, Sequence[object]]) -> list[ResultRow]:
+    """A check that wants the same of all systems."""
+    if len({tuple(values) for values in results.values()}) > 1:
+        raise Disagreement("results differ")
+    return []
 
-    def check(workload: ItemList, results: Mapping[str, Sequence[object]]) -> list[ResultRow]:
-        if len({tuple(values) for values in results.values()}) > 1:
-            raise Disagreement("results differ")
-        return []
 
-    return FleetDefinition(
-        name="fake",
-        ours=names[0],
-        systems=tuple(
-            System(name=name, factory="", settings={}, share=lambda items, n: [list(range(len(items)))])
-            for name in names
-        ),
-        workloads=tuple(workloads),
-        metrics={"per_s": Metric(unit="1/s", better="higher")},
-        measures=lambda workload, sample: {"per_s": len(workload.items) / sample.wall_s},
-        check=check,
-    )
+def fake_systems(*names: str, **more: object) -> list[System]:
+    """Systems called ``names``, the first ours."""
+    share = lambda items, n: [list(range(len(items)))]  # noqa: E731
+    return [System(name=name, factory="", settings={}, share=share, **more) for name in names]
 
 
 def fake_workload(name: str = "work", items: int = 4, **more: object) -> ItemList:
-    """``items`` items at once, and a warm-up of one."""
+    """``items`` items at once, and a warm-up of one; for systems called a to c, ours, theirs and third."""
     item = {"picture": 1}
-    return ItemList(name=name, items=(item,) * items, warm_up=(item,), **{"one_by_one": False, **more})
+    given = {"one_by_one": False, "systems": frozenset({"a", "b", "c", "ours", "theirs", "third"}), **more}
+    return ItemList(name=name, items=(item,) * items, warm_up=(item,), **given)
 
 
 # ---- systems that worker processes build ----------------------------------------------------------------------------
@@ -136,18 +134,21 @@ class EchoSubject:
             outcomes.append(ItemOutcome(finished_s=time.monotonic(), result=result))
         return outcomes
 
+    def resumed(self) -> None:
+        """Do nothing: it watches nobody."""
+
     def close(self) -> None:
         """Do nothing: there is nothing to release."""
 
 
-def echo(greeting: str) -> FleetWorker:
+def echo(settings: Mapping[str, str]) -> FleetWorker:
     """A factory that works."""
-    return EchoSubject(greeting)
+    return EchoSubject(settings["greeting"])
 
 
-def absent(greeting: str) -> FleetWorker:
+def absent(settings: Mapping[str, str]) -> FleetWorker:
     """A factory whose library is missing."""
-    raise SystemUnavailable(f"{greeting} needs a library")
+    raise SystemUnavailable(f"{settings['greeting']} needs a library")
 
 
 # ---- the image benchmark without processes --------------------------------------------------------------------------
@@ -159,10 +160,10 @@ class InProcessFleet:
     def __init__(self, system: System, processes: int) -> None:
         assert processes == 1
         module, _, name = system.factory.partition(":")
-        self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(**system.settings)
+        self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(system.settings)
         self.ready_s = 0.0
 
-    def memory(self) -> MemoryUse:
+    def memory_bytes(self) -> tuple[int, int]:
         return memory_of([os.getpid()])
 
     def configure(self, layout: ProcessLayout) -> None:
@@ -196,7 +197,3 @@ def tiny_model_folder(root: Path) -> Path:
     tiny_lora(root / "loras" / "sketch.safetensors", base, fmt="kohya", seed=4)
     tiny_lora(root / "loras" / "pixel.safetensors", base, seed=5)
     return root
-
-
-def _conforms(fleet: FakeFleet | InProcessFleet) -> Fleet:
-    return fleet

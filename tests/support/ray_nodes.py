@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 
 from plait.server.environment import patient_start
-from plait_bench.placement.live.cluster import LocalNodes, local_nodes
+from plait_bench.placement.cluster import LocalNodes, local_nodes
 from support.cluster import stop_shared
 
 _START_S = 240.0
@@ -17,7 +17,7 @@ _START_S = 240.0
 
 @contextmanager
 def local() -> Iterator[LocalNodes]:
-    """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.live.cluster.attached`), and
+    """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.cluster.attached`), and
     kill nodes (`lose`). It takes ten seconds to start, and each node two or three."""
     stop_shared()  # a process is attached to one Ray at a time
     with patient_start(_START_S), local_nodes() as nodes:

@@ -17,15 +17,12 @@ from faults.asks import Ask, answer_of, image_ask, mixed
 from faults.client import Reply
 from faults.ends import DOCUMENTED, End, Tally, verdict_of
 from faults.fairness import FairnessReport, ServiceRound
-from faults.recording import fault_rows, steady_rows
 from faults.refusals import RefusalReport
 from faults.run import FaultPlan, FaultReport
 from faults.server import kind_of
 from faults.slope import slope_of
-from faults.steady import SAMPLED, SteadyReport
 from faults.striking import Fault, FaultLog, probes_for
 from faults.usage import Usage, grown
-from plait_bench.table_specs import TABLES
 
 ROOT = Path(__file__).resolve().parents[2]
 JSON = {"content-type": "application/json", "retry-after": "5"}
@@ -248,25 +245,6 @@ def test_promises_to_tenants_are_thresholds():
     assert "more than 1 s" in refusals(100, 1.1)[0]
     assert "more than 2 s" in refusals(500, 2.1)[0]
     assert refusals(100, float("inf"), refused=0) == ["nothing was refused"]
-
-
-def test_recorded_rows_are_those_that_tables_show():
-    """Every row of a fault run and of a steady run has its place in a table of serving/README."""
-    shown = {name: TABLES[name] for name in ("faults", "faults-held", "steady")}
-    slope = slope_of([0, 1, 2, 3], [0, 0, 0, 0])
-    steady = SteadyReport(
-        capacity_per_s=1, offered_per_s=1, minutes=1, ends=Tally(), slopes=dict.fromkeys(SAMPLED, slope)
-    )
-    for row in fault_rows(report()):
-        where = [name for name, spec in shown.items() if spec.shows(vars_of(row))]
-        assert where == (["faults"] if row.workload == "ends" else ["faults-held"])
-    rows = steady_rows(steady)
-    assert sum(shown["steady"].shows(vars_of(row)) for row in rows) == len(rows) / 2  # without the starts
-
-
-def vars_of(row):
-    """A row's fields, as a record has them."""
-    return {"workload": row.workload, "metric": row.metric, "unit": row.unit, "system": row.system}
 
 
 def test_a_slope_is_told_from_noise():

@@ -12,7 +12,7 @@ import networkx
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("serving", "disagg", "autoconfig", "kernels", "deploy", "loadtest")
-LONGEST_FILE = 400
+LONGEST_FILE = 500
 LONGEST_FUNCTION = 60
 MAX_MODULES = 28
 MAX_MODULES_IN_ROOM = 16
@@ -37,7 +37,7 @@ def sources() -> list[Path]:
 
 
 def test_files_hold_one_thing():
-    """No file is longer than 400 lines: a longer one usually hides two things."""
+    """No file is longer than 500 lines: a longer one usually hides two things."""
     long = {str(path.relative_to(ROOT)): lines for path in sources() if (lines := _lines(path)) > LONGEST_FILE}
     assert long == {}
 

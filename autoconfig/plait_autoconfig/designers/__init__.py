@@ -25,11 +25,6 @@ _MAKERS = {
     "sobol": "sobol:SobolDesigner",
     "optuna-tpe": "optuna_samplers:OptunaTpeDesigner",
     "optuna-gp": "optuna_samplers:OptunaGpDesigner",
-    "optuna-tpe-eager": "optuna_samplers:EagerTpeDesigner",
-    "optuna-gp-eager": "optuna_samplers:EagerGpDesigner",
-    "portfolio": "portfolio:PortfolioDesigner",
-    "morphling": "morphling:MorphlingDesigner",
-    "rgpe": "rgpe:RgpeDesigner",
     "plait": "plait_designer:PlaitDesigner",
 }
 

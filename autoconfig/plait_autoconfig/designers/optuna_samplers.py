@@ -9,8 +9,7 @@ open cell is drawn again, and after `_max_asks` draws replaced by the nearest op
 learns. Optuna has no ordered categories: to a category of the values 1, 2, 4 and 8 all are equally far apart. So an
 ordered choice goes to Optuna as an integer, its rank, which is how its samplers learn from neighbours.
 
-The defaults are those of Optuna's authors. They start with ten random trials; the `-eager` twins start with four, as
-suits a budget of ten to thirty.
+The defaults are those of Optuna's authors: ten random trials come first.
 """
 
 from __future__ import annotations
@@ -36,6 +35,9 @@ from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space, is_active
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value
 
+_START_UP = 10
+"""The random trials at the start."""
+
 _RUNS = "runs"
 """The name of the constraint when the objective has no limits: 1 for a failed trial, -1 for one that ran."""
 
@@ -44,8 +46,6 @@ class OptunaDesigner(CellDesigner):
     """An Optuna study as a designer. All calls to Optuna are made here; subclasses choose the sampler."""
 
     _max_asks: ClassVar[int]
-    _start_up: ClassVar[int] = 10
-    """The random trials at the start."""
 
     def __init__(
         self,
@@ -172,7 +172,7 @@ class OptunaTpeDesigner(OptunaDesigner):
     _max_asks: ClassVar[int] = 16
 
     def _sampler(self, seed: int) -> BaseSampler:
-        return TPESampler(seed=seed, n_startup_trials=self._start_up)
+        return TPESampler(seed=seed, n_startup_trials=_START_UP)
 
     def _tell_failed(self, asked: optuna.trial.Trial) -> None:
         self._study.tell(asked, state=TrialState.PRUNED)
@@ -185,7 +185,7 @@ class OptunaGpDesigner(OptunaDesigner):
     _max_asks: ClassVar[int] = 2  # it would mostly suggest the same cell again, at the price of a fit
 
     def _sampler(self, seed: int) -> BaseSampler:
-        return GPSampler(seed=seed, n_startup_trials=self._start_up, warn_independent_sampling=False)
+        return GPSampler(seed=seed, n_startup_trials=_START_UP, warn_independent_sampling=False)
 
     def _outdates(self, trial: Trial) -> bool:
         """Return True for a failure, and for the first value after failures, which gives them one (`_tell_failed`)."""
@@ -198,20 +198,6 @@ class OptunaGpDesigner(OptunaDesigner):
             self._study.tell(asked, np.max(losses, axis=0).tolist())
         else:  # nothing to compare with yet: only its place among the constraints would count, and there is no value
             self._study.tell(asked, state=TrialState.FAIL)
-
-
-class EagerTpeDesigner(OptunaTpeDesigner):
-    """The Parzen estimator from the fifth trial on."""
-
-    name: ClassVar[str] = "optuna-tpe-eager"
-    _start_up: ClassVar[int] = 4
-
-
-class EagerGpDesigner(OptunaGpDesigner):
-    """The Gaussian process from the fifth trial on."""
-
-    name: ClassVar[str] = "optuna-gp-eager"
-    _start_up: ClassVar[int] = 4
 
 
 def _ranked(knob: Knob) -> bool:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import optuna
 import pytest
@@ -91,9 +90,6 @@ def _must_not_run(config: Config) -> TrialOutcome:
 
 class DesignerConformance:
     """The guarantees of every designer, one per test."""
-
-    several_goals: ClassVar[bool] = True
-    """Set to False in a subclass for a designer that rejects several goals (`ObjectiveError` from its constructor)."""
 
     @pytest.fixture
     def make(self) -> MakesDesigner:
@@ -218,12 +214,8 @@ class DesignerConformance:
         assert all(space.check(config) == config for config in configs)
 
     def test_several_goals(self, make: MakesDesigner, library: Sequence[LibraryRun]) -> None:
-        """Two goals are either searched or rejected at once, never treated as one."""
+        """Two goals are searched."""
         objective = Objective((maximise("rate_per_s"), minimise("cost_per_hour")), OBJECTIVE.limits)
-        if not self.several_goals:
-            with pytest.raises(ObjectiveError, match="one goal"):
-                make(SMALL, objective, seed=16, library=library)
-            return
         configs = run_trials(make(SMALL, objective, seed=16, library=library), 12)
         assert len({SMALL.key(config) for config in configs}) == 12
 

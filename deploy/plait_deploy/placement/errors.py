@@ -3,7 +3,6 @@
 PlacementError
     ClusterError    the description of the cluster does not add up
     TaskError       a task, or a class of tasks, that cannot exist
-    TraceError      a file of tasks or nodes that is not as published
     NoRoomError     a replica that fits no node, even an empty one
 """
 
@@ -20,10 +19,6 @@ class ClusterError(PlacementError):
 
 class TaskError(PlacementError):
     """A task that cannot exist, such as 0.5 of each of two GPUs."""
-
-
-class TraceError(PlacementError):
-    """A trace with missing columns or values."""
 
 
 class NoRoomError(PlacementError):

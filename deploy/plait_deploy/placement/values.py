@@ -78,15 +78,6 @@ class TaskPlacement:
     devices: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Stay:
-    """A task and when it is there, in seconds of its trace. `leaves_s` is inf if it outlasts the trace."""
-
-    task: Task
-    arrives_s: float
-    leaves_s: float
-
-
 def classes_of(tasks: Iterable[Task], *, coverage: float = 1.0) -> tuple[TaskClass, ...]:
     """Return the classes of the tasks, the commonest first, until they are `coverage` (0..1) of all tasks.
 

@@ -1,151 +1,247 @@
-"""The workloads: a round is a seed, in which every service of the suite is searched once."""
+"""The workloads: a round is a seed, in which every service of the suite is searched once by each designer.
+
+What a designer learns from its library is part of it, not of a search: it is learned once for each service.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
-from plait_bench.autoconfig import judged, llm_pilot, zero_shot
-from plait_bench.autoconfig.contenders import LEARNERS, OURS, SYSTEMS, Maker
-from plait_bench.autoconfig.play import Curve, ask_after_s, play
-from plait_bench.autoconfig.tasks import Suite
-from plait_bench.benchmark import Reading, ResultRow, Say, Subject, Workload, pairs_of
+import numpy as np
 
-__all__ = ["Falcon", "LlmPilot", "Searching"]
+from plait_autoconfig.confidence import log_loss, standing
+from plait_autoconfig.designers import make_designer
+from plait_autoconfig.designers.plait_designer import PlaitDesigner, Pretrained
+from plait_autoconfig.designers.protocols import Designer, Recommends
+from plait_autoconfig.errors import Exhausted
+from plait_autoconfig.objective import Objective
+from plait_autoconfig.values import Config, Trial, cells_of
+from plait_bench.autoconfig.services import Service, Suite, TuningTask
+from plait_bench.benchmark import Metric, Reading, ResultRow, Rounds, Say, Subject, Workload, pairs_of
 
+OURS = "plait"
+SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
+CONFIRM_AFTER, CANDIDATES, CONFIRMATIONS, SURE = 20, 4, 10, 0.9
 _MANY_TRIALS, _MANY_SEEDS = 100, 3
-_ZERO_SHOT_SEEDS = 1  # a nested selection takes a minute or two
+
+Make = Callable[[TuningTask, int], Designer]
+"""`(task, seed) -> a fresh designer`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """The progress of a search, by trial: the true `regrets` of the configuration that would be applied then, and which
+    trials were `bad`.
+
+    A search that tried every cell ends early; its last regret holds from then on. `ask_s`: time per proposal.
+    `confirmed`: the regret of what is recommended after `CONFIRM_AFTER` trials, when the best candidates have been
+    measured again; None for a shorter search.
+    """
+
+    regrets: tuple[float, ...]
+    bad: tuple[bool, ...]
+    ask_s: tuple[float, ...]
+    confirmed: float | None = None
+
+    def regret_at(self, trial: int) -> float:
+        """Return the regret after that many trials."""
+        return self.regrets[min(trial, len(self.regrets)) - 1]
+
+    def trials_to(self, regret: float) -> int:
+        """Return the first trial with at most this regret; one more than there were, if none had."""
+        return next((n for n, each in enumerate(self.regrets, 1) if each <= regret + 1e-12), len(self.regrets) + 1)
+
+
+def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
+    """Ask the designer for a cell, look up its outcome and report it back, `trials` times.
+
+    What would be applied is what the designer thinks is best of what it tried, or the best outcome shown if it has no
+    opinion (`Recommends`).
+    """
+    service = task.service
+    designer = make(task, seed)
+    rng = np.random.default_rng([seed, 1])
+    played: list[Trial] = []
+    regrets, bad, ask_s = [], [], []
+    confirmed = None
+    for number in range(trials):
+        started_s = time.perf_counter()
+        try:
+            config = designer.ask()
+        except Exhausted:
+            break
+        ask_s.append(time.perf_counter() - started_s)
+        at = service.index[service.space.key(config)]
+        repeat = sum(each.config == config for each in played)
+        outcome = service.show(at, repeat, rng)
+        played.append(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
+        designer.tell(played[-1])
+        started_s = time.perf_counter()
+        best = _ranked(designer, service.objective, played)
+        ask_s[-1] += time.perf_counter() - started_s  # a designer may do the work of its next proposal here
+        bad.append(not service.objective.feasible(outcome))
+        regrets.append(service.regret(service.index[service.space.key(best[0])]) if best else 1.0)
+        if number + 1 == CONFIRM_AFTER and best:
+            confirmed = _confirmed_regret(service, best[:CANDIDATES], np.random.default_rng([seed, 3]))
+    return Curve(regrets=tuple(regrets), bad=tuple(bad), ask_s=tuple(ask_s), confirmed=confirmed)
+
+
+def _ranked(designer: Designer, objective: Objective, played: Sequence[Trial]) -> Sequence[Config]:
+    """Return the feasible configurations that were tried, best first, in the opinion of the designer if it has one."""
+    if isinstance(designer, Recommends):
+        return designer.ranked()
+    goal = objective.require_one_goal()
+    feasible = [cell for cell in cells_of(played) if objective.feasible(cell.outcome)]
+    return [cell.config for cell in sorted(feasible, key=lambda cell: goal.loss(cell.outcome.metrics))]
+
+
+def _confirmed_regret(service: Service, candidates: Sequence[Config], rng: np.random.Generator) -> float:
+    """Measure the candidates again by the rule of the tuning jobs (`confidence`), and return the winner's regret."""
+    cells = [service.index[service.space.key(config)] for config in candidates]
+    losses = [list[float]() for _ in cells]
+    for count in range(CONFIRMATIONS + 1):
+        now = standing(losses, sure=SURE, times=CONFIRMATIONS)
+        if now.wanted is None or count == CONFIRMATIONS:
+            break
+        seen = len(losses[now.wanted])
+        outcome = service.show(cells[now.wanted], seen + 1, rng)
+        losses[now.wanted].append(log_loss(service.objective, outcome))
+    return service.regret(cells[now.leader])
+
+
+def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Curve], float]]]:
+    """Map each metric to its unit and its value for one search; the mean over services is reported."""
+    found: dict[str, tuple[str, Callable[[Curve], float]]] = {}
+    for mark in suite.marks:
+        found[f"regret_at_{mark}"] = ("share", lambda curve, mark=mark: curve.regret_at(mark))  # type: ignore[misc]
+    found["trials_to_5pct"] = ("trials", lambda curve: curve.trials_to(0.05))
+    if suite.trials >= 15:
+        found["infeasible_6_to_15"] = ("trials", lambda curve: sum(curve.bad[5:15]))
+    if suite.trials >= CONFIRM_AFTER:
+        found["regret_confirmed_20"] = (
+            "share", lambda curve: 1.0 if curve.confirmed is None else curve.confirmed
+        )  # fmt: skip
+    found["ask_ms"] = ("ms", lambda curve: 1e3 * fmean(curve.ask_s))
+    return found
 
 
 class Searching(Workload):
-    """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads: then every
-    designer is compared with its own searches there, and only those that a library changes take part."""
+    """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads: then our
+    designer alone takes part, and is compared with its own searches there."""
 
     ours = OURS
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
 
     def __init__(self, name: str, load: Callable[[], Suite], *, cold: Searching | None = None) -> None:
-        self.name, self._load = name, load
-        self.systems = SYSTEMS if cold is None else LEARNERS
+        self.name, self._load, self.cold = name, load, cold
+        self.systems = SYSTEMS if cold is None else (OURS,)
         self.pairs = pairs_of(OURS, self.systems)
-        self.cold = cold
         self.played: dict[str, dict[int, list[Curve]]] = {}
-        self._makers: dict[str, Maker] = {}
-        self._say: Say = lambda _: None
+        self._learned: dict[str, Pretrained] = {}
+        self._pretrain_s: list[float] = []
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
         """Load the suite. Raises `SystemUnavailable` without its data."""
-        self._say = say
         self.suite = self._load()
-        self.metrics = judged.units(self.suite)
+        units = {metric: unit for metric, (unit, _) in metrics_of(self.suite).items()}
+        units["extra_trials_to_5pct"] = "trials"
+        units |= {"optimum": "", "tied_cells": "cells"}
+        self.metrics: Mapping[str, Metric] = {
+            metric: Metric(unit=unit, better="lower", is_timed=metric == "ask_ms") for metric, unit in units.items()
+        }
         yield
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Make the factory of the designers with that name."""
-        self._makers[system] = Maker(name=system, shared=self.suite.shared)
-        yield _Designing(self, system, self._makers[system])
+        """Make the designers of that name."""
+        yield Rounds(lambda number: self._searched(system, number - 1))
+
+    def _searched(self, system: str, seed: int) -> list[Reading]:
+        """Search every service with a seed."""
+        suite = self.suite
+        curves = [play(self._maker(system), task, seed=seed, trials=suite.trials) for task in suite.tasks]
+        self.played.setdefault(system, {})[seed] = curves
+        return self.readings(system, seed, curves)
+
+    def _maker(self, system: str) -> Make:
+        def make(task: TuningTask, seed: int) -> Designer:
+            service = task.service
+            given: dict[str, Any] = {"seed": seed, "library": task.library, "context": service.context}
+            if system != OURS:
+                return make_designer(system, service.space, service.objective, **given)
+            if task.name not in self._learned:
+                started_s = time.perf_counter()
+                self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
+                self._pretrain_s.append(time.perf_counter() - started_s)
+            return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
+
+        return make
 
     def readings(self, system: str, seed: int, curves: Sequence[Curve]) -> list[Reading]:
         """Summarise the searches of one seed over the services."""
         found = [
-            Reading(metric=metric, value=together([number(curve) for curve in curves]))
-            for metric, (_, together, number) in judged.metrics_of(self.suite).items()
+            Reading(metric=metric, value=fmean(number(curve) for curve in curves))
+            for metric, (_, number) in metrics_of(self.suite).items()
         ]
         if self.cold is not None and seed in self.cold.played.get(system, {}):
             without = self.cold.played[system][seed]
-            extra = _to_5pct(curves) - _to_5pct(without)
-            found.append(Reading(metric="extra_trials_to_5pct", value=extra))
+            found.append(Reading(metric="extra_trials_to_5pct", value=_to_5pct(curves) - _to_5pct(without)))
         return found
 
     def conclude(self) -> Sequence[ResultRow]:
-        """Compare the designers over services, and report how long learning from the library took."""
-        took = [
-            ResultRow(
-                system=name, workload=self.name, metric="pretrain_s", unit="s", value=max(times), p20=min(times),
-                p80=max(times), n=len(times), rounds=tuple(times),
-            )
-            for name, times in ((name, maker.pretrain_s) for name, maker in self._makers.items())
-            if times
-        ]  # fmt: skip
-        compared = [*judged.ranks(self.suite, self.played), *judged.tests(self.suite, self.played, OURS)]
-        return [*took, *judged.optima(self.suite), *compared]
+        """Return how long learning from the library took, and the optima that are known as well as they were
+        measured."""
+        took = {"pretrain_s": ("s", self._pretrain_s)} if self._pretrain_s else {}
+        if OURS in self.played and self.name == "falcon":
+            taken_ms = [1e3 * self._ask_after_s(self.suite.tasks[0], seed=seed) for seed in range(_MANY_SEEDS)]
+            took["ask_ms_after_100"] = ("ms", taken_ms)
+        rows = [
+            ResultRow.of(values, system=OURS, workload=self.name, metric=metric, unit=unit)
+            for metric, (unit, values) in took.items()
+        ]
+        return [*rows, *optima(self.suite)]
 
-
-class Falcon(Searching):
-    """The Falcon suite; also times proposals after many trials."""
-
-    def conclude(self) -> Sequence[ResultRow]:
-        """Time proposals after many trials."""
-        found = []
-        for name in self.played:
-            maker = Maker(name=name, shared=self.suite.shared)
-            taken_ms = [
-                1e3 * ask_after_s(maker, self.suite.tasks[0], seed=seed, trials=_MANY_TRIALS)
-                for seed in range(_MANY_SEEDS)
-            ]
-            found.append(judged.row(name, self.name, "ask_ms_after_100", "ms", taken_ms))
-        return [*super().conclude(), *found]
-
-
-class LlmPilot(Searching):
-    """The LLM-Pilot suite; also computes S/O scores of the publication: after three measured cells of each model, and
-    with none."""
-
-    def __init__(self, name: str, read: Callable[[], llm_pilot.PilotData]) -> None:
-        super().__init__(name, lambda: llm_pilot.suite(self._data))
-        self._read = read
-
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
-        """Read the published data. Raises `SystemUnavailable` without it."""
-        self._data = self._read()
-        with super().session(say):
-            yield
-
-    def readings(self, system: str, seed: int, curves: Sequence[Curve]) -> list[Reading]:
-        """Add the score after three trials."""
-        score = llm_pilot.score_of_regrets([curve.regret_at(min(3, self.suite.trials)) for curve in curves])
-        return [*super().readings(system, seed, curves), Reading(metric="so_score_3_trials", value=score)]
-
-    def conclude(self) -> Sequence[ResultRow]:
-        """Score the recommendations made without any trial."""
-        found = list(super().conclude())
-        if OURS in self.played:
-            models = sorted(self._data.curves)
-            scores = []
-            for seed in range(_ZERO_SHOT_SEEDS):
-                self._say("llm-pilot: recommending without any trial, by nested selection")
-                advice = {model: zero_shot.advise(self._data, model, seed=seed) for model in models}
-                scores.append(llm_pilot.so_score(self._data, advice))
-            found.append(judged.row(OURS, self.name, "so_score_zero_shot", "score", scores))
-            static = llm_pilot.best_static(self._data, models)
-            found.append(judged.row("best_static", self.name, "so_score_zero_shot", "score", [static]))
-        return found
-
-
-@dataclass(frozen=True)
-class _Designing:
-    """Implements `Subject`."""
-
-    workload: Searching
-    system: str
-    maker: Maker
-
-    def warm_up(self) -> None:
-        """Do nothing: learning from the library is part of what is measured."""
-
-    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
-        """Search every service with the seed `number - 1`."""
-        seed, suite = number - 1, self.workload.suite
-        curves = [play(self.maker, task, seed=seed, trials=suite.trials) for task in suite.tasks]
-        self.workload.played.setdefault(self.system, {})[seed] = curves
-        return self.workload.readings(self.system, seed, curves)
+    def _ask_after_s(self, task: TuningTask, *, seed: int) -> float:
+        """Return the seconds that our next proposal takes after a hundred trials of random cells."""
+        service, designer = task.service, self._maker(OURS)(task, seed)
+        rng = np.random.default_rng([seed, 2])
+        cells = service.space.cells()
+        for number, at in enumerate(rng.permutation(len(cells))[:_MANY_TRIALS].tolist()):
+            designer.tell(Trial(number=number, config=cells[at], outcome=service.show(at, 0, rng)))
+        started_s = time.perf_counter()
+        designer.ask()
+        return time.perf_counter() - started_s
 
 
 def _to_5pct(curves: Sequence[Curve]) -> float:
     return fmean(curve.trials_to(0.05) for curve in curves)
+
+
+def optima(suite: Suite) -> list[ResultRow]:
+    """Return the optimum of each service that is known only as well as it was measured, with its interval, and how many
+    cells tie with it."""
+    found = []
+    for task in suite.tasks:
+        if (tie := task.service.tie) == 0.0:
+            continue
+        goal, values = task.service.objective.require_one_goal(), task.service.values
+        n = min(map(len, task.service.shown.values()))
+        best, tied = float(values.max()), float(sum(values >= values.max() * (1.0 - tie)))
+        half = (1.0 - tie) ** (0.5**0.5)  # of one mean, where `tie` is of the difference of two
+        for metric, unit, value, low, high in (
+            ("optimum", goal.metric, best, best * half, best / half),
+            ("tied_cells", "cells", tied, tied, tied),
+        ):
+            found.append(
+                ResultRow(
+                    system=task.name, workload=suite.name, metric=metric, unit=unit, value=value, p20=low, p80=high, n=n
+                )
+            )
+    return found

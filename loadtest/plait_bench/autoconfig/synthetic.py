@@ -25,7 +25,7 @@ from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import GOODPUT_PER_COST, Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
-from plait_bench.autoconfig.tasks import Service, Suite, TuningTask
+from plait_bench.autoconfig.services import Service, Suite, TuningTask
 
 FAMILIES = ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
 _CORES, _SERVICES = 8, 12

@@ -17,16 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from plait_bench.benchmark import Metric, Reading, Subject, Workload, pairs_of
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject
+from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload, pairs_of
+from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.link.link import PARAMETERS, Link
 from plait_fabric.link.link_files import LINKS, SourcedLink, links_document, read_links
 from plait_fabric.link.modelled import modelled
-from plait_fabric.testing.peer import spawned_peer
-
-__all__ = ["FAR", "SIZES_BYTES", "WORKLOAD", "ModelledLinks"]
 
 WORKLOAD = "modelled-links"
 SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "64MiB": 1 << 26}
@@ -54,12 +51,12 @@ class ModelledLinks(Workload):
         """Open the links for each round, or their formulas."""
         links = known_links()
         if system == "model":
-            yield CallSubject(lambda: [each for name in _LINKS for each in _modelled(name, links[name].link)])
+            yield Rounds(lambda _: [each for name in _LINKS for each in _modelled(name, links[name].link)])
             return
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
             file = Path(folder) / "links.json"
             file.write_text(links_document(links), encoding="utf-8")
-            yield CallSubject(lambda: [each for name in _LINKS for each in _measured(name, links[name].link, file)])
+            yield Rounds(lambda _: [each for name in _LINKS for each in _measured(name, links[name].link, file)])
 
 
 def known_links() -> dict[str, SourcedLink]:

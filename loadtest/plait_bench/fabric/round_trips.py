@@ -1,28 +1,30 @@
 """Round-trip time of 64 bytes to another process over shared memory, with both sides spinning and with both asleep.
 
-Beside each stands the least that Python can do (`bare.py`): shared memory, and an eventfd where both sleep. Processes
-are placed by the scheduler: pinned to a core each, sleepers pay for waking an idle core.
+Beside each stands the least that two Python processes can do. Shared memory holds a counter and the bytes, once for
+each direction. A sender copies its bytes in and raises its counter, a receiver copies them out: it looks at the counter
+until it rises (spinning), or sleeps on an eventfd (blocking). No message has a header, nothing is checked, a peer that
+dies is never noticed. Processes are placed by the scheduler: pinned to a core each, sleepers pay for waking an idle
+core.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from plait_bench.benchmark import Metric, Reading, Subject, Workload
-from plait_bench.fabric.bare import bare_round_trips_us
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject
+from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload, child_command
+from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, listen, new_secret
-from plait_fabric.testing.peer import spawned_peer
-
-__all__ = ["WORKLOAD", "RoundTrips", "round_trips_us"]
 
 WORKLOAD = "round-trip-64b"
 _BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
+_PAGE = mmap.PAGESIZE
 _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
 """How long each system spins: "spinning" spins for longer than any answer takes, so that neither side ever sleeps."""
 _BARE: Mapping[str, str] = {f"bare_{name}": name for name in _SPIN_S}
@@ -40,7 +42,7 @@ class RoundTrips(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open a channel, or start a bare peer, for each round."""
-        yield CallSubject(lambda: [Reading(metric="round_trip_us", value=_round_trip_us(system))])
+        yield Rounds(lambda _: [Reading(metric="round_trip_us", value=_round_trip_us(system))])
 
 
 def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
@@ -74,3 +76,61 @@ def _median_us(spin_s: float) -> float:
     ):
         round_trips_us(channel, _BYTES, min(_WARM_UP, _REPEATS))
         return percentile(round_trips_us(channel, _BYTES, _REPEATS), 0.5)
+
+
+def bare_round_trips_us(nbytes: int, repeats: int, *, spins: bool) -> list[float]:
+    """Time `repeats` round trips to a child of this process."""
+    descriptors = os.memfd_create("bare"), os.eventfd(0), os.eventfd(0)
+    os.ftruncate(descriptors[0], 2 * _PAGE)
+    command = child_command(__name__, *map(str, descriptors), str(nbytes), str(int(spins)))
+    payload, times_us = os.urandom(nbytes), []
+    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors) as child:
+        try:
+            put, take = _ends(descriptors[0], descriptors[1], descriptors[2], nbytes, spins=spins, is_child=False)
+            for number in range(1, repeats + 1):
+                began_ns = time.perf_counter_ns()
+                put(number, payload)
+                take(number)
+                times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
+        finally:
+            child.kill()
+            for descriptor in descriptors:
+                os.close(descriptor)
+    return times_us
+
+
+def _ends(
+    memory: int, there: int, back: int, nbytes: int, *, spins: bool, is_child: bool
+) -> tuple[Callable[[int, bytes], None], Callable[[int], bytes]]:
+    """Return what sends message `number` (from 1), and what waits for one and returns its bytes."""
+    both = memoryview(mmap.mmap(memory, 2 * _PAGE))
+    pages = both[:_PAGE], both[_PAGE:]
+    mine, theirs = reversed(pages) if is_child else pages
+    ring, bell = (back, there) if is_child else (there, back)
+    mine_count, mine_bytes, theirs_count, theirs_bytes = (
+        mine[:8].cast("Q"), mine[64 : 64 + nbytes], theirs[:8].cast("Q"), theirs[64 : 64 + nbytes],
+    )  # fmt: skip
+
+    def put(number: int, payload: bytes) -> None:
+        mine_bytes[:] = payload
+        mine_count[0] = number
+        if not spins:
+            os.eventfd_write(ring, 1)
+
+    def take(number: int) -> bytes:
+        if not spins:
+            os.eventfd_read(bell)
+        while theirs_count[0] != number:
+            pass
+        return bytes(theirs_bytes)
+
+    return put, take
+
+
+def main(memory: str, there: str, back: str, nbytes: str, spins: str) -> None:
+    """Send every message back, until killed."""
+    put, take = _ends(int(memory), int(there), int(back), int(nbytes), spins=spins == "1", is_child=True)
+    number = 0
+    while True:
+        number += 1
+        put(number, take(number))

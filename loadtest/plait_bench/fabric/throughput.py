@@ -14,14 +14,11 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, pairs_of
+from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload, pairs_of
 from plait_bench.errors import BenchError
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject, on_separate_cores
+from plait_bench.fabric.peer import PEER_START_S, WAIT_S, on_separate_cores, spawned_peer
 from plait_fabric import Channel, listen, new_secret
 from plait_fabric.memory.pool import copy_bytes
-from plait_fabric.testing.peer import spawned_peer
-
-__all__ = ["MESSAGE_BYTES", "SOURCE_BYTES", "WORKLOAD", "Throughput"]
 
 WORKLOAD = "shm-1mib"
 MESSAGE_BYTES, SOURCE_BYTES = 1 << 20, 64 << 20
@@ -50,13 +47,13 @@ class Throughput(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the fabric or memcpy."""
-        yield CallSubject(self._sent if system == "plait" else self._copied)
+        yield Rounds(self._sent if system == "plait" else self._copied)
 
-    def _sent(self) -> list[Reading]:
+    def _sent(self, _: int) -> list[Reading]:
         seconds, layout = _sent_s(self._pieces, self._checksum)
         return [Reading(metric="gb_per_s", value=_gb_per_s(seconds), layout=layout)]
 
-    def _copied(self) -> list[Reading]:
+    def _copied(self, _: int) -> list[Reading]:
         return [Reading(metric="gb_per_s", value=_gb_per_s(_copy_s(self._pieces, self._target)))]
 
 

@@ -15,15 +15,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, Reading, Subject, Workload
+from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload
 from plait_bench.errors import SystemUnavailable
-from plait_bench.fabric.values import PEER_START_S, WAIT_S, CallSubject
+from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, Unsupported, listen, new_secret
-from plait_fabric.testing.peer import spawned_peer
 from plait_fabric.transport.nixl_endpoint import load_nixl
-
-__all__ = ["SIZES_BYTES", "WORKLOAD", "Transports"]
 
 WORKLOAD = "large-messages"
 SIZES_BYTES = {"64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20, "13MB": 13_312_000}
@@ -51,7 +48,7 @@ class Transports(Workload):
                 _require_nixl()
             address = f"shm://{folder}/socket" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
             options = FabricOptions(one_sided_from_bytes=1, nixl_transport=_NIXL.get(system, ""))
-            yield CallSubject(lambda: _measured(address, options))
+            yield Rounds(lambda _: _measured(address, options))
 
 
 def _require_nixl() -> None:

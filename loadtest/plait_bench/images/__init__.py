@@ -1,150 +1,336 @@
-"""The image benchmark: sizes, workloads, systems, measures. `benchmark` is all that the runner needs."""
+"""The image benchmark: images per second, the seconds of a start, and memory, of plait and of its peers.
+
+`plait` is `plait serve` with its default configuration on the whole host, over HTTP. The other systems of that family
+differ in the one setting that their name says; `plait_engine` is the engine in one process, without Serve and HTTP.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from statistics import mean
-from typing import Any
+from typing import Any, cast
 
-from plait_bench.benchmark import Benchmark, Metric, Say, chosen
-from plait_bench.fleet.values import FleetDefinition, ItemList, RunSample
-from plait_bench.fleet.workload import OpenFleet, on_fleets
-from plait_bench.images import pixels
-from plait_bench.images.models import open_models, write_missing
-from plait_bench.images.roster import OURS, SYSTEMS, systems, taking_part
-from plait_bench.images.sizes import Variety
-from plait_bench.images.start import StartWorkload
-from plait_bench.images.workloads import START, workloads
+from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
+from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.images.fleet import Item, ItemList, Json, System, WorkerFleet
+from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet, PixelCheck, StartWorkload
+from plait_bench.images.orders import (
+    START,
+    DeviceName,
+    DTypeName,
+    ImageSize,
+    ModelFolder,
+    Variety,
+    cost,
+    lora_set,
+    size_of,
+    workload,
+)
 
 NAME = "images"
+LORA_RANK = 16
 
-METRICS: Mapping[str, Metric] = {
-    "images_per_s": Metric(unit="images/s", better="higher"),
-    "seconds_per_image": Metric(unit="s", better="lower"),
-    "mean_latency_s": Metric(unit="s", better="lower"),
-    "largest_pixel_difference": Metric(unit="levels of 255"),
-    "mean_pixel_difference": Metric(unit="levels of 255"),
+_SERVED: Mapping[str, Mapping[str, Json]] = {
+    "plait": {},
+    "plait_exact": {"knobs": {"exact": "always"}},
+    "plait_torch": {"executor": "torch"},
+    # A ControlNet as a service: on the cores that the engine uses too, or on one that the engine leaves to it.
+    "plait_shared": {"knobs": {"controlnet_placement": "remote"}},
+    "plait_own_cores": {"knobs": {"controlnet_placement": "remote"}, "is_split": True},
 }
+_DIFFUSERS: Mapping[str, str] = {"diffusers_fair": "fair", "diffusers": "stock", "diffusers_batched": "batched"}
+SYSTEMS = (*_SERVED, "plait_engine", *_DIFFUSERS, "openvino")
+"""All systems, in the order of the table."""
+
+_TORCH = ("plait", "plait_torch", "diffusers_fair", "diffusers")
+_DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    START: ("plait", "diffusers", "openvino"),
+    "single": ("plait", "plait_exact", "plait_torch", "diffusers_fair", "diffusers", "openvino"),
+    "controlnet": _TORCH,
+    "controlnet-service": ("plait", "plait_shared", "plait_own_cores", "diffusers_fair"),
+    "lora": _TORCH,
+    "same4": ("plait", "plait_torch", "diffusers_fair", "diffusers_batched", "openvino"),
+    "same16": (*_TORCH, "diffusers_batched"),
+    "mixed4": _TORCH,
+    "mixed16": _TORCH,
+    "distinct16": _TORCH,
+}
+_ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
+
+PINS = (
+    "optimum-intel[openvino]==2.2.0",
+    "openvino==2026.4.1",
+    "diffusers==0.39.0",
+    "transformers==5.5.4",
+    "pillow",
+)
+_INSTALL_S = 1800
 
 
 def benchmark(
-    root: Path,
     *,
-    cores: int,
-    open_fleet: OpenFleet,
-    varieties: Sequence[Variety] = (Variety(),),
     only: Sequence[str] = (),
-    named: Sequence[str] = (),
+    models: Path | None = None,
+    size: str = "starter",
+    edge: int = 256,
+    dtype: str = "auto",
+    device: DeviceName = "cpu",
+    systems: Sequence[str] = (),
+    open_fleet: OpenFleet = WorkerFleet,
 ) -> Benchmark:
-    """Make the benchmark over the models in `root`, with all workloads and their systems or those named.
+    """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
+    and their systems or those named. `dtype` "auto": each that the CPU computes in, float16 on a GPU.
 
     The models of a real size that are missing are written first. Raises `BenchError` if models are missing, or a name
     is unknown.
     """
-    size = varieties[0].size
-    wanted = chosen(only, size.workloads, "workload")
-    chosen(named, SYSTEMS, "system")
-    defined = definition(root, varieties=varieties, only=[name for name in wanted if name != START], named=named)
-    fleets = on_fleets(defined, cores=cores, open_fleet=open_fleet)
-    starts: list[StartWorkload] = []
-    if START in wanted:
-        for variety in varieties:
-            taken = systems(taking_part(START, size, named))
-            starts.append(StartWorkload(variety, taken, _settings(root, variety, _items(START, variety)), open_fleet))
+    kind = size_of(size)
+    root = models or (cache_folder() / kind.name if kind.family else _starter())
+    names = chosen(only, kind.workloads, "workload")
+    chosen(systems, SYSTEMS, "system")
+    varieties = [Variety(size=kind, edge=edge, dtype=each, device=device) for each in dtypes(dtype, device)]
+    needed = ModelFolder.of(root, kind, [item for name in names for item in _items(name, varieties[0]).items])
+    if not kind.family and (absent := needed.missing()):
+        raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
+    fleets = on_fleets(root, varieties, [name for name in names if name != START], systems, open_fleet=open_fleet)
+    starts = []
+    for variety in varieties if START in names else ():
+        items = _items(START, variety).items
+        settings = _settings(root, variety, items)
+        known = [_system(name, settings) for name in taking_part(START, kind, systems)]
+        starts.append(StartWorkload(variety.row_name(START), known, items[0], open_fleet))
 
     @contextmanager
     def session(say: Say) -> Iterator[None]:
-        if size.family:
-            write_missing(root, **_needs(_all_items(wanted, varieties[0])), size=size, say=say)
+        if kind.family:
+            write_missing(needed, kind, say)
         with fleets.session(say):
             yield
 
     return Benchmark(name=NAME, workloads=(*starts, *fleets.workloads), session=session)
 
 
-def definition(
+def on_fleets(
     root: Path,
+    varieties: Sequence[Variety],
+    names: Sequence[str],
+    systems: Sequence[str] = (),
     *,
-    varieties: Sequence[Variety] = (Variety(),),
-    only: Sequence[str] | None = None,
-    named: Sequence[str] = (),
-) -> FleetDefinition:
-    """Define the workloads that have orders, or those of them in `only`.
-
-    Raises `BenchError` if models are missing that are not written here.
-    """
-    size = varieties[0].size
-    names = [name for name in (size.workloads if only is None else only) if name != START]
-    if not size.family:
-        open_models(root, **_needs(_all_items(names, varieties[0])), size=size)
-    lists: list[ItemList] = []
+    open_fleet: OpenFleet = WorkerFleet,
+    host_cores: int = 0,
+) -> Benchmark:
+    """Make the workloads that have orders, on the whole host or so many cores."""
+    size, lists = varieties[0].size, list[ItemList]()
     for variety in varieties:
-        shared = None if size.max_open and not variety.on_gpu else _all_items(names, variety)
+        every = [item for name in names for item in workload(name, variety).items]
         for name in names:
-            (workload,) = workloads([name], variety)
-            settings = _settings(root, variety, shared or workload.items)
-            taken = taking_part(name, size, named, on_gpu=variety.on_gpu)
-            lists += _parts(replace(workload, settings=settings), taken, variety)
-    used = [name for name in SYSTEMS if any(name in (each.systems or ()) for each in lists)]
-    return FleetDefinition(
-        name=NAME,
-        ours=used[0] if used else OURS,
-        systems=systems(used),
-        workloads=tuple(lists),
-        metrics=METRICS,
-        measures=measures,
-        check=pixels.PixelCheck(),
-        max_open=0 if varieties[0].on_gpu else size.max_open,
-    )
+            items = workload(name, variety)
+            # Where all systems stay open, they keep their models from workload to workload.
+            is_separate = size.max_open and not variety.on_gpu
+            settings = _settings(root, variety, items.items if is_separate else every)
+            taken = taking_part(name, size, systems, on_gpu=variety.on_gpu)
+            lists += _parts(replace(items, settings=settings), taken, variety)
+    used = [_system(name, {}) for name in SYSTEMS if any(name in each.systems for each in lists)]
+    max_open = 0 if varieties[0].on_gpu else size.max_open
+    pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=max_open, open_fleet=open_fleet)
+    check = PixelCheck()
+    return Benchmark(name=NAME, workloads=tuple(OnFleets(each, pool, check) for each in lists), session=pool.session)
 
 
-def _parts(workload: ItemList, names: Sequence[str], variety: Variety) -> list[ItemList]:
+def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[ItemList]:
     """Return the workload; where not all systems fit in memory, once for each peer, beside ours.
 
     Two systems that are open in turn would otherwise be opened anew for every round.
     """
     size = variety.size
     if variety.on_gpu or not size.max_open or len(names) <= size.max_open or size.max_open == 1:
-        return [replace(workload, systems=frozenset(names))] if names else []
+        return [replace(items, systems=frozenset(names))] if names else []
     ours, *others = names
     peers = sorted(others, key=lambda name: (not name.startswith("diffusers"), others.index(name)))  # the reference
-    return [replace(workload, systems=frozenset({ours, peer})) for peer in peers]
+    return [replace(items, systems=frozenset({ours, peer})) for peer in peers]
 
 
-def _settings(root: Path, variety: Variety, items: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what the factories are called with: the models that the items need, and how to run them."""
-    size, needed = variety.size, _needs(items)
-    models = {
-        "root": str(root.resolve()),
-        "base": size.base,
-        "controlnets": {name: size.controlnets[name] for name in sorted(needed["controlnets"])},
-        "loras": sorted(needed["loras"]),
-    }
+def _items(name: str, variety: Variety) -> ItemList:
+    return workload("single" if name == START else name, variety)
+
+
+def _settings(root: Path, variety: Variety, items: Sequence[Item]) -> dict[str, Any]:
+    """Return what the systems are built with: the models that the items need, and how to run them."""
+    models = ModelFolder.of(root, variety.size, items).to_json()
     return {"models": models, "dtype": variety.dtype, "edge": variety.image_edge, "device": variety.device}
 
 
-def _needs(items: Sequence[Mapping[str, Any]]) -> dict[str, frozenset[str]]:
-    return {
-        "controlnets": frozenset(item["control"][0] for item in items if item["control"]),
-        "loras": frozenset(name for item in items for name, _ in item["loras"]),
-    }
+def dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
+    """Return the dtypes to measure: those that the CPU computes in, or the one that was asked for if it does; on a GPU
+    float16, the default there. Raises `BenchError`."""
+    if device == "cuda":
+        return (cast("DTypeName", "float16" if asked == "auto" else asked),)
+    from plait_fabric.cores import has_bfloat16
+
+    native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
+    found = tuple(dtype for dtype in native if asked in ("auto", dtype))
+    if not found:
+        raise BenchError(f"this CPU does not compute in {asked}: emulated, it would say nothing")
+    return found
 
 
-def _items(name: str, variety: Variety) -> tuple[Mapping[str, Any], ...]:
-    return workloads([name], variety)[0].items if name != START else workloads(["single"], variety)[0].items
+def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu: bool = False) -> tuple[str, ...]:
+    """Return the systems of a workload, ours first: its own, or all that were named and can do it.
+
+    At real size the stock pipeline takes part only where it differs from the fair one. On a GPU it does everywhere, and
+    our engine is measured in its own process, like the pipelines.
+    """
+    if on_gpu:
+        return tuple(system for system in _ON_GPU if not named or system in named)
+    if named:
+        return tuple(system for system in SYSTEMS if system in named and _can(system, name))
+    found = _DEFAULTS[name]
+    if size.family and name not in {"lora", START}:
+        found = tuple(system for system in found if system != "diffusers")
+    return tuple(system for system in SYSTEMS if system in found)
 
 
-def _all_items(names: Sequence[str], variety: Variety) -> list[Mapping[str, Any]]:
-    return [item for name in names for item in _items(name, variety)]
+def _can(system: str, name: str) -> bool:
+    if name == START:
+        return system in _DEFAULTS[START] or system in _SERVED
+    if system == "openvino":  # its pipelines have no ControlNet, and a LoRA needs an export of its own
+        return name in ("single", "same4")
+    if system == "diffusers_batched":
+        return name in ("same4", "same16")
+    return system not in {"plait_shared", "plait_own_cores"} or name in (
+        "controlnet", "controlnet-service", "mixed16"
+    )  # fmt: skip
 
 
-def measures(workload: ItemList, sample: RunSample) -> Mapping[str, float]:
-    """Compute the throughput of the whole workload, and latency: of a single image, or the mean of concurrent ones."""
-    per_s = len(workload.items) / sample.wall_s
-    result = {"images_per_s": per_s, "seconds_per_image": 1 / per_s}
-    if not workload.one_by_one:
-        result["mean_latency_s"] = mean(sample.latencies_s)
-    return result
+def _system(name: str, settings: Mapping[str, Json]) -> System:
+    """Make the system of that name."""
+    if name in _SERVED or name == "plait_engine":
+        return System(
+            name=name, factory=f"{__name__}.ours:{'served' if name in _SERVED else 'engine'}", share=_whole,
+            settings={**_SERVED.get(name, {}), **settings}, is_own_layout=True,
+        )  # fmt: skip
+    if name == "openvino":
+        return System(
+            name=name, factory="plait_bench.images.peers:openvino", share=evenly, settings=settings,
+            variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
+        )  # fmt: skip
+    way = _DIFFUSERS[name]
+    return System(
+        name=name, factory="plait_bench.images.peers:diffusers", share=in_runs if way == "fair" else evenly,
+        settings={"way": way, **settings}, variants=partial(_formats, way),
+    )  # fmt: skip
+
+
+def _formats(way: str, items: ItemList) -> tuple[str, ...]:
+    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too."""
+    if items.settings.get("device") != "cuda":
+        return ("", "channels_last")
+    return ("",) if way == "stock" else ("channels_last", "compiled")
+
+
+def _whole(items: Sequence[Item], processes: int) -> list[list[int]]:
+    return [list(range(len(items))), *[[] for _ in range(processes - 1)]]
+
+
+def evenly(items: Sequence[Item], processes: int, *, cost: Callable[[Item], float] = cost) -> list[list[int]]:
+    """Assign the dearest item first to the least loaded process; each share is in arrival order.
+
+    For systems that gain nothing from order. At most 4/3 of the best possible makespan (Graham 1969).
+    """
+    costs = [cost(item) for item in items]
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0.0] * processes
+    for i in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(i)
+        loads[lightest] += costs[i]
+    return [sorted(share) for share in shares]
+
+
+def in_runs(
+    items: Sequence[Item],
+    processes: int,
+    *,
+    cost: Callable[[Item], float] = cost,
+    group: Callable[[Item], Hashable] = lora_set,
+) -> list[list[int]]:
+    """Sort by group (groups in order of first arrival) and cut where each process has an even part of the cost.
+
+    For systems that pay for a change of group: a cut adds at most one change, and shares stay even.
+    """
+    members: dict[Hashable, list[int]] = {}
+    for i, item in enumerate(items):
+        members.setdefault(group(item), []).append(i)
+    total = sum(cost(item) for item in items)
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    done = 0.0
+    for i in (i for of in members.values() for i in of):
+        middle = done + cost(items[i]) / 2
+        shares[min(processes - 1, int(processes * middle / total))].append(i)
+        done += cost(items[i])
+    return shares
+
+
+def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
+    """Write the models of a size that are missing, with random weights. Raises `BenchError`.
+
+    They are written by processes of their own, so that the runner needs no torch.
+    """
+    (folder.root / "loras").mkdir(parents=True, exist_ok=True)
+    for absent in folder.missing():
+        path = absent if absent.suffix == ".safetensors" else absent.parent
+        if path in folder.controlnets.values():
+            command = [f"{size.family}-controlnet"]
+        elif path == folder.base:
+            command = [size.family]
+        else:
+            seed = 1 + list(folder.loras.values()).index(path)
+            command = [size.family, "--lora", "peft", "--rank", str(LORA_RANK), "--seed", str(seed)]
+        say(f"writing {path} (once)")
+        whole = [sys.executable, "-m", "plait.cli.main", "models", "random", *command, "--out", str(path)]
+        if subprocess.run(whole, stdout=subprocess.DEVNULL, check=False).returncode != 0:
+            raise BenchError(f"{path} could not be written")
+
+
+def interpreter() -> Path:
+    """Return the Python of the OpenVINO peer's environment, whose libraries need older versions of ours; make the
+    environment if it is missing or old, with torch in the very build that is here (a CPU build stays one). Raises
+    `SystemUnavailable`."""
+    folder = cache_folder() / "openvino"
+    python, mark = folder / "bin" / "python", folder / "requirements.txt"
+    pins = (*PINS, f"torch=={version('torch')}")
+    wanted = "\n".join(pins) + "\n"
+    if mark.is_file() and mark.read_text(encoding="utf-8") == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"plait bench: installing {PINS[0]} into {folder} (once)", file=sys.stderr, flush=True)
+    try:
+        _call(sys.executable, "-m", "venv", str(folder))
+        _call(str(python), "-m", "pip", "install", "--quiet", *pins)
+        # Required by optimum-intel, used by nothing here, and an index may offer a build for another torch.
+        _call(str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision")
+    except (OSError, subprocess.SubprocessError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
+        why = lines[-1] if lines else type(error).__name__
+        raise SystemUnavailable(f"openvino cannot be installed: {why}") from error
+    mark.write_text(wanted, encoding="utf-8")
+    return python
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
+
+
+def _starter() -> Path:
+    """Return the folder of the models that ship with plait."""
+    from plait_serving.images.config import STARTER_FOLDER
+
+    return STARTER_FOLDER

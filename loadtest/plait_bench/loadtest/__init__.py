@@ -11,8 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen, pairs_of
-from plait_bench.cache import cache_folder
+from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, cache_folder, chosen, pairs_of
 from plait_bench.loadtest import ours, peers
 from plait_bench.loadtest.window import NoopServer, ThroughputWindow, noop_server
 

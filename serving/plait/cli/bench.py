@@ -23,7 +23,7 @@ def bench(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds, and trials")] = False,
     out: Annotated[Path | None, typer.Option(help="write the document to this file too")] = None,
-    record: Annotated[bool, typer.Option("--record", help="append the rows to the results file")] = False,
+    record: Annotated[bool, typer.Option("--record", help="put the rows into the results file")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
@@ -43,30 +43,20 @@ def bench(
     table: Annotated[list[Path] | None, typer.Option(help="autoconfig: recorded runs; may be repeated")] = None,
 ) -> None:
     """Measure plait and its peers in turn. Data goes to stdout, progress to stderr."""
-    from plait_bench.errors import BenchError
-    from plait_bench.job import NAMES, BenchJob, measure, rounds_of, text_table, trials_of
+    try:
+        from plait_bench.errors import BenchError
+        from plait_bench.job import NAMES, BenchJob, measure, text_table
+    except ModuleNotFoundError as error:
+        raise PlaitError("the benchmarks are in a checkout of plait, loadtest/plait_bench; none is here") from error
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
     job = BenchJob(
-        name=name,
-        rounds=rounds or rounds_of(name, quick=quick),
-        trials=trials_of(quick=quick),
-        models=models,
-        size=size,
-        edge=edge,
-        dtype=dtype,
-        device=device,
-        at=at,
-        workloads=tuple(workload or ()),
-        systems=tuple(system or ()),
-        record=record,
-        overwrite=overwrite,
-        results=results,
-        data=data,
-        tables=tuple(table or ()),
-    )
+        name=name, rounds=rounds, quick=quick, models=models, size=size, edge=edge, dtype=dtype, device=device, at=at,
+        workloads=tuple(workload or ()), systems=tuple(system or ()), record=record, overwrite=overwrite,
+        results=results, data=data, tables=tuple(table or ()),
+    )  # fmt: skip
     try:
         document = measure(job, say=_say)
     except BenchError as error:

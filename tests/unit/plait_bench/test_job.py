@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from plait.cli.main import main
-from plait_bench import job
-from plait_bench.document import document
+from plait_bench import images, job
+from plait_bench.benchmark import RATIO, ResultRow
 from plait_bench.errors import SystemFailed
+from plait_bench.records import document
 from plait_bench.runner import BenchResult
-from plait_bench.summary import ValueSummary
 
 
 def run(capsys, *arguments):
@@ -30,8 +31,10 @@ def measured(monkeypatch):
     def measure(asked, *, say):
         jobs.append(asked)
         say("round 1")
-        ratios = {"single:images_per_s:plait/diffusers": ValueSummary(value=2.0, p20=1.9, p80=2.1, n=3)}
-        return document("images", "abc123", {"cpu": "Some CPU"}, BenchResult(rows=(), ratios=ratios, left_out={}))
+        ratio = ResultRow.of(
+            [1.9, 2.0, 2.1], system="plait/diffusers", workload="single", metric="images_per_s", unit=RATIO
+        )
+        return document("images", "abc123", {"cpu": "Some CPU"}, BenchResult(rows=(ratio,), left_out={}))
 
     monkeypatch.setattr(job, "measure", measure)
     return jobs
@@ -45,16 +48,15 @@ def test_json_is_alone_on_stdout_and_in_the_file(measured, capsys, tmp_path):
     assert json.loads(stdout) == json.loads(out.read_text())
     assert json.loads(stdout)["ratios"] == {"single:images_per_s:plait/diffusers": 2.0}
     assert stderr == "round 1\n"
-    assert (measured[0].rounds, measured[0].trials) == (3, 1)
+    assert (measured[0].rounds, measured[0].quick) == (None, True)
 
 
 def test_options_reach_the_job(measured, capsys, tmp_path):
-    """Five rounds unless said otherwise; nothing is recorded unless asked for."""
+    """The benchmark's own rounds unless said otherwise; nothing is recorded unless asked for."""
     code, stdout, _ = run(capsys, "images", "--workload", "same16", "--models", str(tmp_path))
     assert code == 0
     assert "plait/diffusers" in stdout
-    assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (5, ("same16",), False)
-    assert measured[0].trials == 2
+    assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (None, ("same16",), False)
     assert (measured[0].size, measured[0].edge, measured[0].dtype) == ("starter", 256, "auto")
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
     assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
@@ -107,12 +109,33 @@ def test_a_kind_that_does_not_exist_is_a_sentence(capsys, arguments, sentence):
 
 def test_bfloat16_is_measured_where_the_cpu_has_it(monkeypatch, capsys):
     """Emulated, it would only show how slow that is."""
-    monkeypatch.setattr(job, "has_bfloat16", lambda: True)
-    assert job._dtypes("auto", "cpu") == ("float32", "bfloat16")
-    assert job._dtypes("bfloat16", "cpu") == ("bfloat16",)
-    monkeypatch.setattr(job, "has_bfloat16", lambda: False)
-    assert job._dtypes("auto", "cpu") == ("float32",)
+    monkeypatch.setattr("plait_fabric.cores.has_bfloat16", lambda: True)
+    assert images.dtypes("auto", "cpu") == ("float32", "bfloat16")
+    assert images.dtypes("bfloat16", "cpu") == ("bfloat16",)
+    monkeypatch.setattr("plait_fabric.cores.has_bfloat16", lambda: False)
+    assert images.dtypes("auto", "cpu") == ("float32",)
     assert run(capsys, "images", "--dtype", "bfloat16")[0] == 1
+
+
+def test_rounds_are_the_benchmarks_own(monkeypatch):
+    """Five, three of a quick run; seeds where a benchmark says so; what was asked for in any case."""
+    made = SimpleNamespace(benchmark=lambda *, only: only)
+    monkeypatch.setattr(job, "import_module", lambda _: made)
+    plans = [
+        job._prepared(job.BenchJob(name="fabric", quick=quick, rounds=rounds))[1]
+        for quick, rounds in ((False, None), (True, None), (True, 7))
+    ]
+    assert [(plan.rounds, plan.trials, plan.settles) for plan in plans] == [(5, 2, True), (3, 1, False), (7, 1, True)]
+    made.SEEDS, made.QUICK_SEEDS = 30, 10
+    assert [job._prepared(job.BenchJob(name="tuning", quick=quick))[1].rounds for quick in (False, True)] == [30, 10]
+
+
+def test_without_a_checkout_there_are_no_benchmarks(monkeypatch, capsys):
+    """The wheel has none; the sentence says where they are."""
+    monkeypatch.setitem(sys.modules, "plait_bench.job", None)
+    code, stdout, stderr = run(capsys, "images")
+    assert (code, stdout) == (1, "")
+    assert "the benchmarks are in a checkout of plait" in stderr
 
 
 def test_help_needs_no_torch(monkeypatch, capsys):

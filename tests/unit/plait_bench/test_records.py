@@ -8,13 +8,12 @@ import subprocess
 import pytest
 
 from plait_bench import job, records
-from plait_bench.benchmark import ResultRow
-from plait_bench.document import document
+from plait_bench.benchmark import RATIO, ResultRow
 from plait_bench.errors import RecordError
 from plait_bench.host import changes, commit, gpu_facts, host_facts, is_in_history
 from plait_bench.job import BenchJob
+from plait_bench.records import document
 from plait_bench.runner import BenchResult, LayoutChoice
-from plait_bench.summary import ValueSummary
 
 HOST = {
     "cpu": "Some CPU", "cores": 2, "instruction_set": "avx2", "ram_gib": 15.6, "os": "Linux 6", "python": "3.11.7",
@@ -32,59 +31,43 @@ CHOICE = LayoutChoice(
 )
 
 
-def row(system, workload, metric, value):
+def row(system, workload, metric, value, **more):
     """A row whose spread is 10 %."""
+    given = {"unit": "u", "rounds": (0.9 * value, 0.9 * value, value, 1.1 * value, 1.1 * value), **more}
     return ResultRow(
-        system=system,
-        workload=workload,
-        metric=metric,
-        unit="u",
-        value=value,
-        p20=0.9 * value,
-        p80=1.1 * value,
-        n=5,
-        layout="2x1",
-        rounds=(0.9 * value, 0.9 * value, value, 1.1 * value, 1.1 * value),
-        load=(0.1, 0.4, 0.6, 0.7, 0.8),
-        wake_us=15.0,
-    )
+        system=system, workload=workload, metric=metric, value=value, p20=0.9 * value, p80=1.1 * value, n=5,
+        layout="2x1", load=(0.1, 0.4, 0.6, 0.7, 0.8), wake_us=15.0, **given,
+    )  # fmt: skip
 
 
-def written(at="abc123", date=HOST["date"], speed=2.0, **host):
-    """A document with one workload of each sort."""
-    rows = [
-        row("plait", "single", "seconds_per_image", 1 / 3),
-        row("plait", "single", "images_per_s", 3.0),
-        row("peer", "single", "seconds_per_image", 0.5),
-        row("peer", "single", "images_per_s", 2.0),
-        row("plait", "same16", "images_per_s", speed),
-        row("plait", "same16", "mean_latency_s", 4.0),
-        row("plait", "same16", "largest_pixel_difference", 1.0),
-    ]
-    ratios = {
-        "single:images_per_s:plait/peer": ValueSummary(
-            value=1.5, p20=1.4, p80=1.6, n=5, rounds=(1.4, 1.4, 1.5, 1.6, 1.6)
-        ),
-        "single:seconds_per_image:plait/peer": ValueSummary(
-            value=0.67, p20=0.6, p80=0.7, n=5, rounds=(0.6, 0.6, 0.67, 0.7, 0.7)
-        ),
-    }
-    result = BenchResult(rows=tuple(rows), ratios=ratios, left_out={"third": "needs PEFT"}, choices=(CHOICE,))
-    return document("images", at, {**HOST, "date": date, **host}, result)
+ROWS = (
+    row("plait", "single", "seconds_per_image", 1 / 3),
+    row("plait", "single", "images_per_s", 3.0),
+    row("peer", "single", "images_per_s", 2.0),
+    row("plait", "same16", "images_per_s", 2.0),
+    row("plait/peer", "single", "images_per_s", 1.5, unit=RATIO),
+)
+
+
+def kept(rows):
+    """What a row of a results file says of itself, by workload, system and metric."""
+    return {(row["workload"], row["system"], row["metric"]): (row["commit"], row["value"]) for row in rows}
 
 
 def test_the_document_has_the_fields_that_programs_read():
     """The names of the contract, plain numbers as ratios, and JSON all the way."""
-    doc = json.loads(json.dumps(written()))
+    result = BenchResult(rows=ROWS, left_out={"third": "needs PEFT"}, choices=(CHOICE,))
+    doc = json.loads(json.dumps(document("images", "abc123", HOST, result)))
     assert set(doc) >= {"bench", "commit", "host", "rows", "ratios"}
     assert set(doc["rows"][0]) >= {"system", "workload", "metric", "unit", "value", "p20", "p80", "n", "kind"}
     assert {entry["kind"] for entry in doc["rows"]} == {"measured"}
     assert doc["ratios"]["single:images_per_s:plait/peer"] == 1.5
-    assert doc["ratio_spreads"]["single:images_per_s:plait/peer"] == {"p20": 1.4, "p80": 1.6, "n": 5}
-    assert doc["ratio_rounds"]["single:images_per_s:plait/peer"] == [1.4, 1.4, 1.5, 1.6, 1.6]
+    assert doc["ratio_spreads"]["single:images_per_s:plait/peer"] == {"p20": 1.35, "p80": 1.65, "n": 5}
+    assert doc["ratio_rounds"]["single:images_per_s:plait/peer"] == [1.35, 1.35, 1.5, 1.65, 1.65]
     assert doc["layouts"][0]["trials"] == {"1x1": [1.0, 1.2], "2x1": [3.0, 3.3]}
     assert doc["left_out"] == {"third": "needs PEFT"}
     assert doc["rows"][0]["value"] == 0.333333
+    assert "plait/peer" not in {entry["system"] for entry in doc["rows"]}
 
 
 def test_host_facts_name_the_machine_but_nobody():
@@ -102,55 +85,65 @@ def test_a_folder_that_is_no_checkout_has_no_commit(tmp_path):
     assert commit(tmp_path) == "unknown"
 
 
-def test_every_record_carries_what_an_audit_asks_for():
-    """Commit, date, load before each round, each round's value and the spread; ratios too, and whether it was busy."""
-    lines = records.records_of(json.loads(json.dumps(written())))
-    assert len(lines) == 7 + 2
-    for line in lines:
-        assert (line["commit"], line["date"]) == ("abc123", HOST["date"])
-        assert len(line["rounds"]) == line["n"] == 5
-        assert line["p20"] <= line["value"] <= line["p80"]
-        assert (line["load"], line["wake_us"], line["busy"]) == ([0.1, 0.4, 0.6, 0.7, 0.8], 15.0, False)
-
-
-def test_runs_are_appended_and_nothing_is_replaced(tmp_path):
-    """What is there stays byte for byte; the same row of the same commit may stand there twice."""
-    path = tmp_path / "sub" / "images.jsonl"
-    first = records.records_of(written())
-    records.append(path, first)
-    before = path.read_bytes()
-    records.append(path, records.records_of(written(speed=9.0)))
-    assert path.read_bytes().startswith(before)
-    assert len(records.read(path)) == 2 * len(first)
-
-
-def test_what_a_run_has_in_common_is_written_once(tmp_path):
-    """The rows come back as they were, also those of files that have it in every row, and mixed ones."""
+def test_a_recorded_row_carries_what_an_audit_asks_for(tmp_path):
+    """Commit, date, host, load before each round, each round's value and the spread; ratios are rows too."""
     path = tmp_path / "images.jsonl"
-    rows = records.records_of(written())
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert records.read(path) == rows
-    later = [*records.records_of(written(at="def456")), *records.records_of(written(date="2026-11-22T10:00:00+00:00"))]
-    records.append(path, later)
-    assert records.read(path) == [*rows, *later]
-    assert path.read_text().count('"cpu"') == len(rows) + 2
+    assert records.put(path, "images", "abc123", HOST, ROWS) == 0
+    rows = records.read(path)
+    assert len(rows) == len(ROWS)
+    for row in rows:
+        assert (row["bench"], row["commit"], row["date"]) == ("images", "abc123", HOST["date"])
+        assert row["host"]["instruction_set"] == "avx2"
+        assert len(row["rounds"]) == row["n"] == 5
+        assert row["p20"] <= row["value"] <= row["p80"]
+        assert (row["load"], row["wake_us"], row["busy"]) == ([0.1, 0.4, 0.6, 0.7, 0.8], 15.0, False)
+
+
+def test_the_newest_row_that_counts_stands_in_the_place_of_older_ones(tmp_path):
+    """By workload, system and metric; all others stay as they are."""
+    path = tmp_path / "sub" / "images.jsonl"
+    records.put(path, "images", "abc123", HOST, ROWS)
+    before = kept(records.read(path))
+    records.put(path, "images", "def456", HOST, [row("plait", "same16", "images_per_s", 9.0)])
+    assert kept(records.read(path)) == {**before, ("same16", "plait", "images_per_s"): ("def456", 9.0)}
+    assert path.read_text().count("Some CPU") == 2  # what a run has in common is written once
+
+
+def test_a_row_that_does_not_count_replaces_nothing(tmp_path):
+    """A time of a busy host is left out and counted; what was there is newer than nothing."""
+    path = tmp_path / "images.jsonl"
+    records.put(path, "images", "abc123", HOST, ROWS)
+    before = path.read_bytes()
+    assert records.put(path, "images", "def456", HOST, [row("plait", "same16", "images_per_s", 9.0, busy=True)]) == 1
+    assert path.read_bytes() == before
+
+
+def test_the_committed_files_are_what_the_program_writes(tmp_path):
+    """One row per workload, system and metric, none of a busy host, and each byte as `write` has it."""
+    for path in sorted(job.RESULTS.glob("*.jsonl")):
+        rows = records.read(path)
+        assert len(kept(rows)) == len(rows), path
+        assert not [row for row in rows if row.get("busy")], path
+        records.write(tmp_path / path.name, rows)
+        assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path
 
 
 def test_overwriting_is_refused_in_one_sentence():
     """Before anything is measured."""
-    with pytest.raises(RecordError, match="append-only"):
+    with pytest.raises(RecordError, match="--overwrite is gone"):
         job.measure(BenchJob(name="images", rounds=1, overwrite=True), say=lambda _: None)
 
 
 def test_a_broken_results_file_names_its_line(tmp_path):
-    """A line that is no row is an error, not a row less, and nothing is added to it."""
+    """A line that is no row is an error, not a row less, and nothing is written."""
     path = tmp_path / "images.jsonl"
-    path.write_text(json.dumps(records.records_of(written())[0]) + "\n{}\n")
-    with pytest.raises(RecordError, match="line 2"):
+    records.put(path, "images", "abc123", HOST, ROWS)
+    path.write_text("".join([*path.read_text().splitlines(keepends=True)[:2], "{}\n"]))
+    with pytest.raises(RecordError, match="line 3"):
         records.read(path)
     before = path.read_bytes()
-    with pytest.raises(RecordError, match="line 2"):
-        records.append(path, records.records_of(written()))
+    with pytest.raises(RecordError, match="line 3"):
+        records.put(path, "images", "def456", HOST, ROWS)
     assert path.read_bytes() == before
 
 

@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_bench.fleet.values import ProcessLayout, System
-from plait_bench.fleet.workload import layouts, layouts_for
 from plait_bench.host import HostConditions
+from plait_bench.images.fleet import ProcessLayout, System
+from plait_bench.images.measured import layouts, layouts_for
 from plait_bench.runner import RunPlan
-from support.bench import FakeFleet, fake_benchmark, fake_workload, run_on_fleets
+from support.bench import FakeFleet, fake_systems, fake_workload, run_on_fleets
 
 
 def fleets(log, **seconds):
@@ -46,10 +46,9 @@ def chosen(seconds, *, cores=2, trials=1, variants=("",), **workload):
     """The choice of a layout for one system, and what its fleet was asked."""
     log: list[str] = []
     open_fleet, _ = fleets(log, a=seconds)
-    benchmark = fake_benchmark("a", workloads=[fake_workload(**workload)])
-    systems = tuple(replace(system, variants=lambda _: variants) for system in benchmark.systems)
+    systems = fake_systems("a", variants=lambda _: variants)
     plan = RunPlan(rounds=1, trials=trials)
-    result = run_on_fleets(replace(benchmark, systems=systems), plan, cores=cores, open_fleet=open_fleet)
+    result = run_on_fleets(systems, [fake_workload(**workload)], plan, cores=cores, open_fleet=open_fleet)
     return result, log
 
 
@@ -58,7 +57,7 @@ def test_every_layout_and_variant_has_equal_trials_and_the_best_is_kept():
     cost = {"1x1": 5.0, "1x2": 3.0, "2x1": 4.0, "1x1 wide": 9.0, "1x2 wide": 4.0, "2x1 wide": 2.0}
     result, log = chosen(lambda layout, _: cost[str(layout)], variants=("", "wide"), trials=2)
     (choice,) = result.choices
-    assert (choice.layout, choice.metric) == ("2x1 wide", "per_s")
+    assert (choice.layout, choice.metric) == ("2x1 wide", "images_per_s")
     assert choice.trials == {layout: (4 / seconds,) * 2 for layout, seconds in cost.items()}
     assert result.rows[0].layout == "2x1 wide"
     assert log.count("a 4") == 6 * 2 + 1  # trials, and one round that counts
@@ -91,7 +90,8 @@ def test_rounds_take_the_systems_in_turn_after_the_check():
     log: list[str] = []
     open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
     run_on_fleets(
-        fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
+        fake_systems("ours", "theirs"),
+        [fake_workload()],
         RunPlan(rounds=3),
         cores=1,
         open_fleet=open_fleet,
@@ -105,7 +105,8 @@ def test_systems_run_their_load_uncounted_before_the_rounds():
         log: list[str] = []
         open_fleet, _ = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 2.0)
         result = run_on_fleets(
-            fake_benchmark("ours", "theirs", workloads=[fake_workload(settle_s=0.01)]),
+            fake_systems("ours", "theirs"),
+            [fake_workload(settle_s=0.01)],
             RunPlan(rounds=1, settles=settles),
             cores=1,
             open_fleet=open_fleet,
@@ -125,14 +126,15 @@ def test_ratios_are_taken_inside_rounds():
     slow = [0.1, 0.1, 1.0, 10.0, 100.0]
     open_fleet, _ = fleets(log, ours=lambda _, n: slow[n], theirs=lambda _, n: 2 * slow[n])
     result = run_on_fleets(
-        fake_benchmark("ours", "theirs", workloads=[fake_workload()]),
+        fake_systems("ours", "theirs"),
+        [fake_workload()],
         RunPlan(rounds=3),
         cores=1,
         open_fleet=open_fleet,
     )
-    ratio = result.ratios["work:per_s:ours/theirs"]
+    ratio = result.ratios["work:images_per_s:ours/theirs"]
     assert (ratio.value, ratio.p20, ratio.p80, ratio.n) == pytest.approx((2.0, 2.0, 2.0, 3))
-    rows = {row.system: row for row in result.rows if row.metric == "per_s"}
+    rows = {row.system: row for row in result.rows if row.metric == "images_per_s"}
     assert rows["ours"].value == pytest.approx(4 / 10.0)
     assert rows["ours"].layout == "1x1"
     assert rows["ours"].kind == "measured"
@@ -143,17 +145,20 @@ def test_ratios_are_taken_inside_rounds():
 def test_a_system_that_can_not_run_is_left_out_with_its_reason():
     """The others go on; ours must be there."""
     workload = fake_workload()
-    benchmark = fake_benchmark("ours", "theirs", "third", workloads=[workload, replace(workload, name="more")])
+    works = [workload, replace(workload, name="more")]
+    systems = fake_systems("ours", "theirs", "third")
     open_fleet, made = fleets(
         [], ours=lambda *_: 1.0, theirs=SystemUnavailable("theirs needs PEFT"), third=lambda *_: 4.0
     )
-    result = run_on_fleets(benchmark, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
+    result = run_on_fleets(systems, works, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
     assert result.left_out == {"theirs": "theirs needs PEFT"}
-    assert list(result.ratios) == ["work:per_s:ours/third", "more:per_s:ours/third"]
+    assert [key for key in result.ratios if ":images_per_s:" in key] == [
+        "work:images_per_s:ours/third", "more:images_per_s:ours/third",
+    ]  # fmt: skip
     assert all(fleet.closed for fleet in made.values())
     open_fleet, _ = fleets([], ours=SystemUnavailable("no engine"), theirs=lambda *_: 1.0, third=lambda *_: 1.0)
     with pytest.raises(SystemUnavailable, match="no engine"):
-        run_on_fleets(benchmark, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
+        run_on_fleets(systems, works, RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
 
 
 def test_a_workload_runs_only_its_systems():
@@ -161,9 +166,7 @@ def test_a_workload_runs_only_its_systems():
     log: list[str] = []
     open_fleet, made = fleets(log, ours=lambda *_: 1.0, theirs=lambda *_: 1.0)
     only = fake_workload(systems=frozenset({"ours"}))
-    result = run_on_fleets(
-        fake_benchmark("ours", "theirs", workloads=[only]), RunPlan(rounds=1), cores=1, open_fleet=open_fleet
-    )
+    result = run_on_fleets(fake_systems("ours", "theirs"), [only], RunPlan(rounds=1), cores=1, open_fleet=open_fleet)
     assert set(made) == {"ours"}
     assert result.ratios == {}
 
@@ -171,10 +174,10 @@ def test_a_workload_runs_only_its_systems():
 def test_different_results_stop_the_run_and_the_processes():
     """Nothing is timed when the systems do not do the same."""
     log: list[str] = []
-    benchmark = replace(fake_benchmark("ours", workloads=[fake_workload()]), check=_disagree)
+    ours, works = fake_systems("ours"), [fake_workload()]
     open_fleet, made = fleets(log, ours=lambda *_: 1.0)
     with pytest.raises(Disagreement):
-        run_on_fleets(benchmark, RunPlan(rounds=9), cores=1, open_fleet=open_fleet)
+        run_on_fleets(ours, works, RunPlan(rounds=9), cores=1, open_fleet=open_fleet, check=_disagree)
     assert log == ["ours 1", "ours keep"]
     assert made["ours"].closed
 
@@ -195,21 +198,22 @@ def test_rows_say_what_else_the_host_did(seen, busy):
     """The load before the benchmark's own work counts, and the wake-up before each round; each round's load is kept."""
     looks = iter([HostConditions(load=load, wake_us=wake_us) for load, wake_us in seen])
     open_fleet, _ = fleets([], a=lambda *_: 1.0)
-    benchmark = fake_benchmark("a", workloads=[fake_workload()])
-    result = run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=open_fleet, look=lambda: next(looks))
-    (row,) = (row for row in result.rows if row.metric == "per_s")
+    plan, works = RunPlan(rounds=2), [fake_workload()]
+    result = run_on_fleets(fake_systems("a"), works, plan, cores=1, open_fleet=open_fleet, look=lambda: next(looks))
+    (row,) = (row for row in result.rows if row.metric == "images_per_s")
     assert (row.busy, row.wake_us, row.load) == (busy, max(us for _, us in seen[1:]), tuple(at for at, _ in seen[1:]))
 
 
 def test_what_a_system_costs_is_recorded_once_for_a_workload():
     """Seconds until it was ready, and its memory after the last round, are rows of every system."""
     open_fleet, _ = fleets([], a=lambda *_: 1.0, b=lambda *_: 1.0)
-    benchmark = fake_benchmark("a", "b", workloads=[fake_workload()])
-    result = run_on_fleets(benchmark, RunPlan(rounds=3), cores=1, open_fleet=open_fleet)
+    works = [fake_workload()]
+    result = run_on_fleets(fake_systems("a", "b"), works, RunPlan(rounds=3), cores=1, open_fleet=open_fleet)
     for system in ("a", "b"):
         costs = {row.metric: (row.value, row.n) for row in result.rows if row.system == system}
         assert costs == {
-            "per_s": (4.0, 3), "ready_s": (1.5, 1), "memory_gib": (2.0, 1), "peak_memory_gib": (3.0, 1),
+            "images_per_s": (4.0, 3), "seconds_per_image": (0.25, 3), "mean_latency_s": (1.0, 3),
+            "ready_s": (1.5, 1), "memory_gib": (2.0, 1), "peak_memory_gib": (3.0, 1),
         }  # fmt: skip
 
 
@@ -224,9 +228,9 @@ def test_what_does_not_fit_is_closed_and_comes_back_warm():
         opened.append(system.name)
         return open_fleet(system, processes)
 
-    benchmark = replace(fake_benchmark("a", "b", workloads=[fake_workload()]), max_open=1)
-    result = run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=counted)
-    assert result.ratios["work:per_s:a/b"].n == 2
+    systems, works = fake_systems("a", "b"), [fake_workload()]
+    result = run_on_fleets(systems, works, RunPlan(rounds=2), cores=1, open_fleet=counted, max_open=1)
+    assert result.ratios["work:images_per_s:a/b"].n == 2
     assert opened[-4:] == ["a", "b", "a", "b"]
     assert log[-4:] == ["a 1", "a 4", "b 1", "b 4"]
 
@@ -247,8 +251,8 @@ def test_who_is_not_measured_takes_no_time():
         made[system.name] = FakeFleet(system.name, noting(system.name), [])
         return made[system.name]
 
-    benchmark = fake_benchmark("a", "b", "c", workloads=[fake_workload()])
-    run_on_fleets(benchmark, RunPlan(rounds=2), cores=1, open_fleet=open_fleet)
+    systems = fake_systems("a", "b", "c")
+    run_on_fleets(systems, [fake_workload()], RunPlan(rounds=2), cores=1, open_fleet=open_fleet)
     assert len(made) == 3
     assert running
     assert not any(running)
@@ -264,16 +268,15 @@ def test_a_workload_has_processes_with_its_own_settings():
         return open_fleet(system, processes)
 
     works = [fake_workload(str(i), settings={"model": model}) for i, model in enumerate("xxy")]
-    run_on_fleets(fake_benchmark("a", workloads=works), RunPlan(rounds=1), cores=1, open_fleet=noted)
+    run_on_fleets(fake_systems("a"), works, RunPlan(rounds=1), cores=1, open_fleet=noted)
     assert seen == [{"model": "x"}, {"model": "y"}]
 
 
 def test_a_system_that_divides_the_machine_itself_has_one_layout():
     """It has no trials; the row says that the layout is its own."""
     open_fleet, _ = fleets([], a=lambda *_: 1.0)
-    benchmark = fake_benchmark("a", workloads=[fake_workload()])
-    systems = tuple(replace(system, is_own_layout=True) for system in benchmark.systems)
-    result = run_on_fleets(replace(benchmark, systems=systems), RunPlan(rounds=1), cores=2, open_fleet=open_fleet)
+    systems, works = fake_systems("a", is_own_layout=True), [fake_workload()]
+    result = run_on_fleets(systems, works, RunPlan(rounds=1), cores=2, open_fleet=open_fleet)
     (choice,) = result.choices
     assert (choice.layout, choice.trials) == ("its own", {})
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from plait_autoconfig.designers.morphling import MorphlingDesigner
 from plait_autoconfig.designers.plait_designer import PlaitDesigner
 from plait_autoconfig.designers.protocols import Designer, ServiceContext
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
@@ -245,12 +244,3 @@ def test_a_configuration_outside_the_sample_is_learned_from():
     designer.tell(Trial(number=0, config=own, outcome=TrialOutcome.measured(v=3.0)))
     assert len(designer.beliefs().feasible) == len(designer.cells) + 1
     assert designer.expected_regret() > 0.0
-
-
-def test_morphling_begins_where_its_meta_model_points():
-    """With a library of relatives its first trials are good, and its network can be handed on."""
-    designer = MorphlingDesigner(SPACE, OBJECTIVE, seed=0, library=RELATIVES, meta_steps=60)
-    network = designer.meta_model
-    assert regret(search(designer, serving(), 6), serving()) < 0.2
-    again = MorphlingDesigner(SPACE, OBJECTIVE, seed=0, library=RELATIVES, network=network)
-    assert again.meta_model is network

@@ -10,7 +10,6 @@ from plait_autoconfig.objective import Objective, at_least, at_most, maximise
 from plait_autoconfig.surrogate import acquisition, posterior
 from plait_autoconfig.surrogate.background import Background, margin_background, no_background, usual_scales
 from plait_autoconfig.surrogate.kernels import matern_between
-from plait_autoconfig.surrogate.maml import fresh_network, meta_trained
 from plait_autoconfig.surrogate.pooling import PastSource, pool
 from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer, log_evidence
 from plait_autoconfig.surrogate.reading import margins
@@ -194,20 +193,3 @@ def test_usual_scales_survive_the_way_through_a_vector():
     again = type(scales).from_vector(scales.vector(), spread=0.5)
     assert (again.mix, again.smooth, again.own) == (scales.mix, scales.smooth, scales.own)
     assert (again.lengths == scales.lengths).all()
-
-
-def test_meta_training_prepares_for_a_new_service():
-    """After a few steps on eight cells a meta-trained network knows a new service better than an untrained one."""
-    rng = np.random.default_rng(0)
-
-    def values(tilt: float) -> np.ndarray:
-        made = SURFACE + tilt * CELLS[:, 0]
-        return (made - made.mean()) / made.std()
-
-    trained = meta_trained([(CELLS, values(tilt)) for tilt in (-1.0, -0.5, 0.5, 1.0)], 0, steps=60)
-    new, seen = values(0.2), rng.permutation(len(CELLS))[:8]
-    errors = [
-        float(((network.adapted(CELLS[seen], new[seen], 5).predict(CELLS) - new) ** 2).mean())
-        for network in (trained, fresh_network(2, 0))
-    ]
-    assert errors[0] < 0.5 * errors[1]

@@ -11,25 +11,26 @@ import pytest
 import torch
 
 from plait_bench import disagg, records
-from plait_bench.benchmark import Benchmark, Metric, Reading, Workload
-from plait_bench.disagg import WORKLOADS
-from plait_bench.disagg.load import goodput
-from plait_bench.disagg.load.bodies import HEADER_BYTES, body
-from plait_bench.disagg.load.goodput import LIMIT_MS, MAX_LOAD_S, observed, search_goodput
-from plait_bench.disagg.systems import baseline
-from plait_bench.disagg.workloads.crossing import Crossing
-from plait_bench.disagg.workloads.goodput import GOODPUTS, SYSTEMS, layouts_of
+from plait_bench.benchmark import Benchmark, Metric, Reading, Rounds, Workload
+from plait_bench.disagg import WORKLOADS, goodput, peer
+from plait_bench.disagg.goodput import (
+    LIMIT_MS,
+    MAX_LOAD_S,
+    SCALES,
+    SYSTEMS,
+    layouts_of,
+    observed,
+    search_goodput,
+)
+from plait_bench.disagg.peer import HEADER_BYTES, body
 from plait_bench.errors import BenchError, SystemFailed
-from plait_bench.fabric.values import CallSubject
 from plait_bench.job import BenchJob, measure
-from plait_bench.runner import RunPlan, run
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import ClassCount, Observed
 from plait_loadtest.confidence import requests_needed
 from plait_loadtest.validity import Reason
-from support.bench import calm
 
 INPUTS = (Dense("age", "user", (3,)), Bag("liked", "user"), Ids("item", "item"), Bag("tags", "item"))
 
@@ -46,7 +47,7 @@ class TestBodies:
     def test_the_peer_reads_what_our_generator_writes(self, candidates):
         """Every tensor, bit for bit, behind a header of the same length for all."""
         asked = request(candidates)
-        found = baseline.parse(body(asked), HEADER_BYTES)
+        found = peer.parse(body(asked), HEADER_BYTES)
         assert found.keys() == asked.tensors.keys()
         assert all(torch.equal(found[name], asked.tensors[name]) for name in found)
         assert json.loads(body(asked)[:HEADER_BYTES])["parameters"] == {"binary_data_output": True}
@@ -55,7 +56,7 @@ class TestBodies:
     def test_the_peer_repeats_the_user_as_forward_wants_it(self, candidates):
         """The naive twin in `graph.feed` says how."""
         asked = request(candidates, seed=candidates)
-        found = baseline.repeat_user(INPUTS, dict(asked.tensors))
+        found = peer.repeat_user(INPUTS, dict(asked.tensors))
         wanted = for_module(INPUTS, collate(INPUTS, [asked.tensors], [candidates]))
         assert found.keys() == wanted.keys()
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
@@ -137,7 +138,7 @@ class TestGoodput:
         monkeypatch.setattr(goodput, "run_scenario", run)
         (tmp_path / "a.bin").write_bytes(b"x")
         bodies, settle = [tmp_path / "a.bin"], lambda: settled.append(len(durations))
-        load = goodput.load_on("http://127.0.0.1:1", bodies, 1, limit_ms=50.0, seed=1000, settle=settle)
+        load = goodput.load_on("http://127.0.0.1:1", bodies, limit_ms=50.0, seed=1000, settle=settle)
         load(2.0, 10_000.0)
         load(2.0, 10.0)
         assert durations == [(MAX_LOAD_S, 2.0, 1001), (10.0, 2.0, 1002)]
@@ -147,14 +148,14 @@ class TestGoodput:
 class TestDefinition:
     def test_every_system_has_layouts_for_every_workload(self, tmp_path):
         """One thread and all cores; the peer also with and without a thread of its own."""
-        for workload in GOODPUTS.values():
+        for model in SCALES:
             for system in SYSTEMS:
-                layouts = layouts_of(workload, system, tmp_path)
-                assert len({layout.name for layout in layouts}) == len(layouts) >= 1
+                layouts = layouts_of(model, system, tmp_path)
+                assert len(layouts) == len({*layouts.values()}) >= 2
 
     def test_an_unknown_workload_is_named(self):
         """Before anything is started."""
-        with pytest.raises(BenchError, match=r"no workload 'rm9-1'; there are crossing, table-20gb, .*rm1-1"):
+        with pytest.raises(BenchError, match=r"no workload 'rm9-1'; there are in-process, one-by-one, rm1-1"):
             measure(BenchJob(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
 
     def test_every_workload_knows_its_metrics_and_its_own(self):
@@ -169,15 +170,15 @@ class TestDefinition:
         """Each workload is recorded when it is measured; what fails later takes nothing away."""
 
         class Counted(Workload):
-            name, systems = "crossing", ("plait",)
-            metrics: ClassVar[dict[str, Metric]] = {"m": Metric(unit="B")}
+            name, systems = "rm1-1", ("plait",)
+            metrics: ClassVar[dict[str, Metric]] = {"m": Metric(unit="B", is_timed=False)}
 
             @contextmanager
             def open(self, system, layout):
-                yield CallSubject(lambda: [Reading(metric="m", value=1.0)])
+                yield Rounds(lambda _: [Reading(metric="m", value=1.0)])
 
         class Failing(Counted):
-            name = "table-20gb"
+            name = "rm1-64"
 
             def open(self, system, layout):
                 raise SystemFailed("no room")
@@ -188,17 +189,4 @@ class TestDefinition:
         job = BenchJob(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")
         with pytest.raises(SystemFailed, match="no room"):
             measure(job, say=lambda _: None)
-        assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["crossing"]
-
-
-def test_bytes_follow_the_arithmetic():
-    """RM1, 64 candidates: 6 user tables and 128 numbers once, 2 item tables per candidate; untiled all 64 times."""
-    benchmark = Benchmark(name="disagg", workloads=(Crossing(["rm1"]),))
-    (result,) = run(benchmark, RunPlan(rounds=2), say=lambda _: None, look=calm)
-    assert {row.n for row in result.rows} == {1}  # counted once
-    assert {row.kind for row in result.rows if row.metric == "request_s"} == {"modelled"}
-    found = {(row.workload, row.system): row.value for row in result.rows if row.metric == "crossing_bytes"}
-    assert found["rm1-64", "mincut"] == 4 * (128 + 6 * 32 + 64 * 2 * 32)
-    assert found["rm1-64", "mincut_untiled"] == 4 * 64 * (128 + 8 * 32)
-    assert found["rm1-1", "mincut"] == found["rm1-1", "mincut_untiled"]
-    assert found["rm1-512", "prism"] >= found["rm1-512", "mincut"]
+        assert [found["workload"] for found in records.read(tmp_path / "rows.jsonl")] == ["rm1-1"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from plait_bench.disagg.systems.ideal import ideal_split
+from plait_bench.disagg.ideal import ideal_split
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import open_package
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER

@@ -9,17 +9,29 @@ import numpy as np
 import pytest
 
 from plait_bench.errors import BenchError, Disagreement
-from plait_bench.fleet.values import ProcessLayout, RunSample
-from plait_bench.fleet.workers import WorkerFleet
-from plait_bench.images import benchmark, definition, measures
-from plait_bench.images.drawings import control_map
-from plait_bench.images.models import open_models
-from plait_bench.images.pixels import PixelCheck, decode, encode
-from plait_bench.images.roster import taking_part
-from plait_bench.images.sizes import SIZES, Variety, size_of
-from plait_bench.images.workloads import DISTINCT, ImageSpec, distinct_sets, workloads
+from plait_bench.images import benchmark, on_fleets, taking_part
+from plait_bench.images.fleet import ProcessLayout, RunSample
+from plait_bench.images.measured import PixelCheck, measures
+from plait_bench.images.orders import (
+    DISTINCT,
+    SIZES,
+    ImageSpec,
+    Variety,
+    control_map,
+    decode,
+    distinct_sets,
+    encode,
+    size_of,
+    workload,
+)
 
 SD15 = Variety(size=SIZES["sd15"])
+
+
+def workloads(names=None, variety=None):
+    """All workloads with orders, or those named."""
+    variety = variety or Variety()
+    return [workload(name, variety) for name in names or variety.size.workloads if name != "start"]
 
 
 def image(seed=0):
@@ -29,15 +41,15 @@ def image(seed=0):
 
 def test_orders_survive_the_pipe():
     """What is sent is what is drawn, in every workload."""
-    for workload in workloads():
-        for item in (*workload.items, *workload.warm_up):
+    for made in workloads():
+        for item in (*made.items, *made.warm_up):
             assert ImageSpec.from_json(item).to_json() == {**item}
 
 
 def test_workloads_are_the_same_in_every_run():
     """Fixed seeds; an unknown name is an error."""
     assert workloads() == workloads()
-    assert [workload.name for workload in workloads()] == [
+    assert [made.name for made in workloads()] == [
         "single", "controlnet", "controlnet-service", "lora", "same4", "same16", "mixed4", "mixed16", "distinct16",
     ]  # fmt: skip
     with pytest.raises(KeyError):
@@ -46,26 +58,25 @@ def test_workloads_are_the_same_in_every_run():
 
 def test_each_order_of_lora_pays_its_switch():
     """No two neighbours have the same set, also from one round to the next."""
-    (workload,) = workloads(["lora"])
-    sets = [item["loras"] for item in workload.items]
+    sets = [item["loras"] for item in workload("lora").items]
     assert all(one != sets[i - 1] for i, one in enumerate(sets))
     assert all(sets)
 
 
 def test_same16_agrees_in_everything_but_prompt_and_seed():
     """Otherwise the batched peer would draw something else."""
-    (workload,) = workloads(["same16"])
-    rest = [{**item, "prompt": "", "seed": 0} for item in workload.items]
+    made = workload("same16")
+    rest = [{**item, "prompt": "", "seed": 0} for item in made.items]
     assert len(rest) == 16
     assert all(one == rest[0] for one in rest)
-    assert len({item["seed"] for item in workload.items}) == 16
+    assert len({item["seed"] for item in made.items}) == 16
 
 
 def test_a_warm_up_touches_what_its_workload_touches():
     """The same orders with fewer steps."""
-    for workload in workloads():
-        assert [{**item, "steps": 0} for item in workload.items] == [{**item, "steps": 0} for item in workload.warm_up]
-        assert max(item["steps"] for item in workload.warm_up) < 5
+    for made in workloads():
+        assert [{**item, "steps": 0} for item in made.items] == [{**item, "steps": 0} for item in made.warm_up]
+        assert max(item["steps"] for item in made.warm_up) < 5
 
 
 def test_measures_are_rates_and_latencies():
@@ -94,12 +105,12 @@ def test_pictures_survive_the_pipe():
 
 def test_rounding_is_reported_and_more_is_refused():
     """A level here or there is a row; eleven levels in one pixel stop the benchmark and name the image."""
-    (workload,) = workloads(["single"])
+    single = workload("single")
     near, far = image(), image()
     near[0, 0, 0] += 2
     far[1, 1, 1] += 11
     same = encode(image())
-    (reported,) = PixelCheck()(workload, {"plait": [same, encode(near)], "diffusers": [same, same]})
+    (reported,) = PixelCheck()(single, {"plait": [same, encode(near)], "diffusers": [same, same]})
     assert (reported.system, reported.metric, reported.value, reported.n) == (
         "plait",
         "largest_pixel_difference",
@@ -107,36 +118,43 @@ def test_rounding_is_reported_and_more_is_refused():
         2,
     )
     with pytest.raises(Disagreement, match="image 1 of plait differs from diffusers's by 11 levels"):
-        PixelCheck()(workload, {"plait": [same, encode(far)], "diffusers": [same, same]})
+        PixelCheck()(single, {"plait": [same, encode(far)], "diffusers": [same, same]})
 
 
 def test_flat_pictures_prove_nothing():
     """Two systems that both draw black do not agree, they fail."""
     black = encode(np.zeros((4, 4, 3), np.uint8))
     with pytest.raises(Disagreement, match="flat"):
-        PixelCheck()(workloads(["single"])[0], {"plait": [black], "diffusers": [black]})
+        PixelCheck()(workload("single"), {"plait": [black], "diffusers": [black]})
 
 
 def test_missing_models_are_listed(tmp_path):
     """The message names every file that a workload needs."""
     with pytest.raises(
-        BenchError, match=r"emoji/model_index.json, loras/noto.safetensors, controlnets/edges/config.json"
+        BenchError, match=r"emoji/model_index.json, loras/noto.safetensors, .*, controlnets/edges/config.json"
     ):
-        open_models(tmp_path, controlnets=frozenset({"edges"}), loras=frozenset({"noto"}))
+        benchmark(only=["mixed16"], models=tmp_path, dtype="float32")
 
 
 def test_only_the_models_that_are_needed_must_be_there(tmp_path):
     """`single` runs in a folder without ControlNets and LoRAs; unknown names are errors."""
     (tmp_path / "emoji").mkdir()
     (tmp_path / "emoji" / "model_index.json").write_text("{}")
-    defined = definition(tmp_path, only=["single"], named=["plait", "diffusers"])
-    assert [system.name for system in defined.systems] == ["plait", "diffusers"]
+    given = {"models": tmp_path, "dtype": "float32"}
+    (made,) = benchmark(only=["single"], systems=["plait", "diffusers"], **given).workloads
+    assert made.systems == ("plait", "diffusers")
     with pytest.raises(BenchError, match="no system 'comfy'"):
-        benchmark(tmp_path, only=["single"], named=["comfy"], cores=2, open_fleet=WorkerFleet)
+        benchmark(only=["single"], systems=["comfy"], **given)
     with pytest.raises(BenchError, match="no workload 'same16'"):
-        benchmark(tmp_path, only=["same16"], varieties=[SD15], cores=2, open_fleet=WorkerFleet)
+        benchmark(only=["same16"], size="sd15", **given)
     with pytest.raises(BenchError, match="loras"):
-        definition(tmp_path, only=["lora"])
+        benchmark(only=["lora"], **given)
+
+
+def parts(tmp_path, only, systems=()):
+    """The lists of items of sd15, and how they are measured."""
+    made = on_fleets(tmp_path, [SD15], only, systems).workloads
+    return [workload._items for workload in made], made[0]._pool
 
 
 # ---- sizes ----------------------------------------------------------------------------------------------------------
@@ -147,27 +165,22 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
     kinds = [
         Variety(size=size, edge=edge, dtype=dtype)
         for size in SIZES.values()
-        for edge in ((256, 512) if size.has_edge else (256,))
+        for edge in ((256, 512) if size.name != "starter" else (256,))
         for dtype in ("float32", "bfloat16")
     ]
     names = [kind.row_name("single") for kind in kinds]
     assert len(set(names)) == len(names)
     assert {"single", "bf16-single", "sd15-single", "sd15-512-single", "sdxl-bf16-single"} < set(names)
     for kind in kinds:
-        assert all(workload.name == kind.row_name(name) for workload, name in _named(kind))
-
-
-def _named(kind):
-    names = [name for name in kind.size.workloads if name != "start"]
-    return zip(workloads(names, kind), names, strict=True)
+        assert all(workload(name, kind).name == kind.row_name(name) for name in kind.size.workloads[1:])
 
 
 def test_models_of_real_size_draw_few_steps_at_the_edge_that_was_asked_for():
     """The starter's images keep the model's own size."""
-    for workload in workloads(None, Variety(size=SIZES["sd15"], edge=512)):
-        assert {(item["steps"], item["edge"]) for item in workload.items} == {(4, 512)}
-        assert {item["steps"] for item in workload.warm_up} == {1}
-    assert {item["edge"] for item in workloads(["single"])[0].items} == {None}
+    for made in workloads(None, Variety(size=SIZES["sd15"], edge=512)):
+        assert {(item["steps"], item["edge"]) for item in made.items} == {(4, 512)}
+        assert {item["steps"] for item in made.warm_up} == {1}
+    assert {item["edge"] for item in workload("single").items} == {None}
     with pytest.raises(BenchError, match="256, 512, 1024 pixels wide, not 384"):
         Variety(size=SIZES["sd15"], edge=384)
     with pytest.raises(BenchError, match="no size 'sd3'; there are starter, sd15, sdxl"):
@@ -179,8 +192,7 @@ def test_distinct_sets_are_distinct():
     sets = distinct_sets(SIZES["starter"].lora_names)
     assert len(set(sets)) == len(sets) == DISTINCT
     assert {len(loras) for loras in sets} == {1, 2, 3}
-    (workload,) = workloads(["distinct16"])
-    assert len({str(item["loras"]) for item in workload.items}) == DISTINCT
+    assert len({str(item["loras"]) for item in workload("distinct16").items}) == DISTINCT
 
 
 def test_four_at_once_are_plain_or_of_four_lora_sets():
@@ -196,8 +208,8 @@ def test_four_at_once_are_plain_or_of_four_lora_sets():
 def test_our_default_takes_part_everywhere_and_leads():
     """Variants that a user would have to choose are systems with names of their own."""
     for size in SIZES.values():
-        for workload in size.workloads:
-            names = taking_part(workload, size)
+        for name in size.workloads:
+            names = taking_part(name, size)
             assert names[0] == "plait"
             assert len(names) > 1
     assert taking_part("single", SIZES["sd15"]) == (
@@ -209,22 +221,22 @@ def test_our_default_takes_part_everywhere_and_leads():
 
 def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):
     """At sd15 ours stays open beside one peer after the other; the reference comes first."""
-    defined = definition(tmp_path, varieties=[SD15], only=["single"])
-    pairs = [sorted(workload.systems or ()) for workload in defined.workloads]
-    assert defined.max_open == 2
+    made, pool = parts(tmp_path, ["single"])
+    pairs = [sorted(items.systems) for items in made]
+    assert pool._max_open == 2
     assert pairs == [
         ["diffusers_fair", "plait"], ["plait", "plait_exact"], ["plait", "plait_torch"], ["openvino", "plait"],
     ]  # fmt: skip
-    assert {workload.name for workload in defined.workloads} == {"sd15-single"}
+    assert {items.name for items in made} == {"sd15-single"}
 
 
 def test_a_workload_loads_only_the_models_that_it_names(tmp_path):
     """At real size a ControlNet that nobody asks for would cost gigabytes."""
-    defined = definition(tmp_path, varieties=[SD15], only=["single", "controlnet", "lora"], named=["plait"])
-    single, controlnet, lora = (workload.settings["models"] for workload in defined.workloads)
-    assert (single["controlnets"], single["loras"]) == ({}, [])
-    assert (controlnet["controlnets"], controlnet["loras"]) == ({"edges": "sd15-controlnet"}, [])
-    assert (lora["controlnets"], lora["loras"]) == ({}, ["style1", "style2"])
+    made, _ = parts(tmp_path, ["single", "controlnet", "lora"], ["plait"])
+    single, controlnet, lora = (items.settings["models"] for items in made)
+    assert (single["controlnets"], single["loras"]) == ({}, {})
+    assert (controlnet["controlnets"], controlnet["loras"]) == ({"edges": "sd15-controlnet"}, {})
+    assert (lora["controlnets"], list(lora["loras"])) == ({}, ["style1", "style2"])
 
 
 def test_no_layout_of_a_big_model_leaves_cores_idle():
@@ -238,18 +250,18 @@ def test_no_layout_of_a_big_model_leaves_cores_idle():
 
 def test_a_later_pair_is_compared_with_the_first_ones_reference():
     """Two systems that agree with each other, but not with diffusers, are refused."""
-    (workload,) = workloads(["single"])
+    single = workload("single")
     check, right, wrong = PixelCheck(), encode(image()), encode(image(1))
-    check(workload, {"plait": [right], "diffusers_fair": [right]})
-    assert [row.system for row in check(workload, {"plait": [right], "openvino": [right]})] == ["plait", "openvino"]
+    check(single, {"plait": [right], "diffusers_fair": [right]})
+    assert [row.system for row in check(single, {"plait": [right], "openvino": [right]})] == ["plait", "openvino"]
     with pytest.raises(Disagreement, match="openvino differs from diffusers_fair's"):
-        check(workload, {"plait": [right], "openvino": [wrong]})
+        check(single, {"plait": [right], "openvino": [wrong]})
 
 
 def test_bfloat16_is_judged_by_the_mean():
     """Rounding alone moves single pixels by tens of levels there."""
-    (workload,) = workloads(["single"])
-    half = replace(workload, settings={"dtype": "bfloat16"})
+    single = workload("single")
+    half = replace(single, settings={"dtype": "bfloat16"})
     far = image()
     far[1, 1, 1] += 40
     (row,) = PixelCheck()(half, {"plait": [encode(far)], "diffusers": [encode(image())]})

@@ -12,23 +12,21 @@ import pytest
 from PIL import Image
 
 from plait.config import ServedConfig
-from plait_bench.errors import BenchError, SystemUnavailable
-from plait_bench.fleet.values import ProcessLayout
-from plait_bench.fleet.workers import WorkerFleet
-from plait_bench.images import benchmark, definition
-from plait_bench.images.drawings import control_map
-from plait_bench.images.models import ModelFolder, write_missing
-from plait_bench.images.roster import SYSTEMS, systems
-from plait_bench.images.sizes import SIZES, Variety
-from plait_bench.images.start import StartWorkload
-from plait_bench.images.systems import environment
-from plait_bench.images.systems.factories import diffusers, models_of
-from plait_bench.images.systems.served import body_of, configuration, prepared_parts
-from plait_bench.images.workloads import ImageSpec, workloads
+from plait_bench import images
+from plait_bench.errors import SystemUnavailable
+from plait_bench.images import SYSTEMS, benchmark, interpreter, write_missing
+from plait_bench.images.fleet import ProcessLayout
+from plait_bench.images.measured import StartWorkload
+from plait_bench.images.orders import SIZES, ImageSpec, ModelFolder, Variety, control_map, workload
+from plait_bench.images.ours import body_of, configuration, prepared_parts
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.http.images.schemas import GenerationBody
-from plait_serving.images.config import ImagesSection
 from support.bench import FakeFleet
+
+
+def system(name, settings=None):
+    """A system by its name."""
+    return images._system(name, settings or {})
 
 
 @pytest.fixture
@@ -46,35 +44,29 @@ def models(tmp_path):
 
 def served(models, **more):
     """The configuration of a server, as it reads it."""
-    given = configuration(models, dtype="float32", **{"knobs": {}, **more})
+    given = configuration({"models": models.to_json(), "dtype": "float32", **more})
     return ServedConfig.model_validate({**given, "server": {}})
 
 
 def test_ours_sets_no_knob(models):
     """What is measured as `plait` is what a user gets."""
-    images = served(models).images
-    assert images.knobs == EngineKnobs()
-    assert (images.replicas, images.dtype) == (1, "float32")
-    assert images.controlnets["edges"].threads == 1
-    assert images.resolved_lora_folder() == models.lora_folder
-    (ours,) = systems(["plait"])
+    section = served(models).images
+    assert section.knobs == EngineKnobs()
+    assert (section.replicas, section.dtype) == (1, "float32")
+    assert section.controlnets["edges"].threads == 1
+    assert section.resolved_lora_folder() == models.root / "loras"
+    ours = system("plait")
     assert ours.settings == {}
     assert ours.is_own_layout
 
 
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name.startswith("plait_") and name != "plait_engine"])
 def test_a_variant_differs_in_what_its_name_says(models, name):
-    """One setting, valid for the server; a setting that this version lacks leaves the system out."""
-    (system,) = systems([name])
-    if "executor" in system.settings and "executor" not in ImagesSection.model_fields:
-        with pytest.raises(SystemUnavailable, match=r"no setting images\.executor"):
-            served(models, **system.settings)
-        return
-    images = served(models, **system.settings).images
-    assert images != served(models).images
-    assert images.model_copy(update={"knobs": EngineKnobs(), "executor": "auto"}) == served(models).images.model_copy(
-        update={"executor": "auto"}
-    )
+    """One setting, valid for the server."""
+    section, plain = (served(models, **system(each).settings).images for each in (name, "plait"))
+    assert section != plain
+    same = {"knobs": EngineKnobs(), "executor": "auto"}
+    assert section.model_copy(update=same) == plain.model_copy(update=same)
 
 
 def test_a_server_without_loras_names_no_folder(models):
@@ -85,8 +77,8 @@ def test_a_server_without_loras_names_no_folder(models):
 def test_orders_become_requests_that_the_server_takes():
     """Every field of every workload; the control map survives."""
     for kind in (Variety(), Variety(size=SIZES["sd15"])):
-        for workload in workloads(None, kind):
-            for item in workload.items:
+        for name in kind.size.workloads[1:]:
+            for item in workload(name, kind).items:
                 order = ImageSpec.from_json(item)
                 body = GenerationBody.model_validate(body_of(order, order.edge or 64))
                 assert (body.prompt, body.seed, body.num_inference_steps) == (order.prompt, order.seed, order.steps)
@@ -98,16 +90,14 @@ def test_orders_become_requests_that_the_server_takes():
 
 
 def test_settings_survive_the_pipe_and_name_the_models(tmp_path):
-    """What a factory is called with is JSON."""
+    """What a system is built with is JSON."""
     kind = Variety(size=SIZES["sd15"], edge=512)
-    defined = definition(tmp_path, varieties=[kind], only=["controlnet"], named=["plait", "diffusers_fair"])
-    settings = json.loads(json.dumps(defined.workloads[0].settings))
+    items = workload("controlnet", kind).items
+    settings = json.loads(json.dumps(images._settings(tmp_path, kind, items)))
     assert (settings["dtype"], settings["edge"]) == ("float32", 512)
-    found = models_of(settings["models"])
+    found = ModelFolder.from_json(settings["models"])
     assert found.base == tmp_path / "sd15"
     assert found.controlnets == {"edges": tmp_path / "sd15-controlnet"}
-    with pytest.raises(BenchError, match="no way 'hasty' to use diffusers"):
-        diffusers(**settings, way="hasty")
 
 
 def test_models_that_are_there_are_not_written_again(tmp_path):
@@ -116,8 +106,7 @@ def test_models_that_are_there_are_not_written_again(tmp_path):
     base.mkdir()
     (base / "model_index.json").write_text("{}")
     said: list[str] = []
-    found = write_missing(tmp_path, controlnets=frozenset(), loras=frozenset(), size=SIZES["sd15"], say=said.append)
-    assert found.base == base
+    write_missing(ModelFolder.of(tmp_path, SIZES["sd15"], []), SIZES["sd15"], said.append)
     assert said == []
 
 
@@ -125,30 +114,30 @@ def test_the_peers_environment_is_made_once(monkeypatch, tmp_path):
     """With the very torch that is here, and again when the pins change; a failure leaves nothing."""
     calls: list[tuple[str, ...]] = []
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(environment, "_call", lambda *command: _note(calls, command))
-    first = environment.interpreter()
+    monkeypatch.setattr(images, "_call", lambda *command: _note(calls, command))
+    first = interpreter()
     assert any(part.startswith("torch==") for part in calls[1])
     count = len(calls)
-    assert environment.interpreter() == first
+    assert interpreter() == first
     assert len(calls) == count
-    monkeypatch.setattr(environment, "PINS", ("optimum-intel==0",))
-    environment.interpreter()
+    monkeypatch.setattr(images, "PINS", ("optimum-intel==0",))
+    interpreter()
     assert len(calls) == 2 * count
 
     def fail(*_):
         raise OSError("no room")
 
-    monkeypatch.setattr(environment, "_call", fail)
-    monkeypatch.setattr(environment, "PINS", ("optimum-intel==1",))
+    monkeypatch.setattr(images, "_call", fail)
+    monkeypatch.setattr(images, "PINS", ("optimum-intel==1",))
     with pytest.raises(SystemUnavailable, match="openvino cannot be installed: no room"):
-        environment.interpreter()
+        interpreter()
     assert not (tmp_path / "plait" / "bench" / "openvino").exists()
 
 
 def _note(calls, command):
     calls.append(command)
     if "venv" in command:
-        folder = environment.cache_folder() / "openvino"
+        folder = images.cache_folder() / "openvino"
         folder.mkdir(parents=True)
 
 
@@ -157,13 +146,14 @@ def test_a_start_is_cold_once_and_warm_once():
     caches: list[str] = []
     fleets: list[FakeFleet] = []
 
-    def open_fleet(system, processes):
+    def open_fleet(known, processes):
         assert processes == 1
-        caches.append(system.settings["cache"])
-        fleets.append(FakeFleet(system.name, lambda *_: 1.0, []))
+        caches.append(known.settings["cache"])
+        fleets.append(FakeFleet(known.name, lambda *_: 1.0, []))
         return fleets[-1]
 
-    work = StartWorkload(Variety(), systems(["plait", "diffusers"]), {"dtype": "float32"}, open_fleet)
+    known = [system("plait"), system("diffusers")]
+    work = StartWorkload("start", known, {"steps": 1}, open_fleet)
     assert (work.name, work.ours, work.pairs) == ("start", "plait", (("plait", "diffusers"),))
     with work.open("diffusers", "") as subject:
         subject.warm_up()
@@ -182,10 +172,10 @@ def test_a_layout_of_its_own_says_so():
 
 def test_start_alone_measures_nothing_else(tmp_path):
     """`--workload start` starts no system for other workloads."""
-    kind = Variety(size=SIZES["sd15"])
-    made = benchmark(tmp_path, varieties=[kind], only=["start"], cores=2, open_fleet=WorkerFleet)
+    given = {"models": tmp_path, "size": "sd15", "dtype": "float32"}
+    made = benchmark(only=["start"], **given)
     assert [workload.name for workload in made.workloads] == ["sd15-start"]
-    whole = benchmark(tmp_path, varieties=[kind], cores=2, open_fleet=WorkerFleet)
+    whole = benchmark(**given)
     assert [workload.name for workload in whole.workloads][:2] == ["sd15-start", "sd15-single"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from plait_bench.placement.simulator import churn, fill, inflated, shuffled
 from plait_deploy.placement.errors import PlacementError, TaskError
 from plait_deploy.placement.fragments import FragmentTables, integer_scores
 from plait_deploy.placement.policies import POLICIES, make_policy
@@ -13,7 +14,6 @@ from plait_deploy.placement.policies.plait import TURNS_OVER, PlaitPolicy
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.policies.scored import REMEMBERED, Ties, leftover
 from plait_deploy.placement.prospects import ProspectTables
-from plait_deploy.placement.simulator import churn, fill, inflated, shuffled
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from plait_fabric import FabricOptions, connect, listen
 from plait_fabric.errors import ProtocolViolation
 from plait_fabric.memory.ring import RingReader, RingWriter, ring_bytes
-from plait_fabric.testing.channel import SECRET, WAIT_S
 from plait_fabric.transport import shm
+from suites.fabric_channel import SECRET, WAIT_S
 
 PAGE, SIZE = 4096, 512
 WORDS = {"written": 0, "taken": 8, "sleeping": 16, "goodbye": 24, "size": 32}

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from plait_fabric import listen
-from plait_fabric.testing.channel import SECRET
+from suites.fabric_channel import SECRET
 
 
 def test_a_listener_whose_thread_ends_first_closes_well(monkeypatch):

@@ -1,1 +1,0 @@
-"""Conformance suites and peers for channels."""

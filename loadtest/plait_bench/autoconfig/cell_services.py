@@ -1,0 +1,217 @@
+"""The services whose cells are measured: the diffusion engine in this process, built as the server builds it, and a
+ranking model cut in two, the CN in this process and the HN in another. Both under a closed loop of callers."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+from plait_autoconfig.values import Config, TrialOutcome
+from plait_bench.autoconfig.services import MeasureCell, outcome_of
+from plait_bench.disagg.goodput import packaged, requests_of
+from plait_bench.disagg.ours import start_child
+from plait_bench.errors import SystemFailed
+from plait_bench.images.orders import (
+    CONTROLNETS,
+    LORA_SETS,
+    PROMPTS,
+    SCHEDULERS,
+    SIZES,
+    ImageSpec,
+    ModelFolder,
+)
+from plait_bench.images.ours import image_request
+from plait_disagg.queue.knobs import WorkerKnobs
+from plait_disagg.values import RankRequest
+from plait_disagg.workers.cn import CnCore
+from plait_disagg.workers.ranker import CoreRanker
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.knobs import EngineKnobs, Exact, Placement
+from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+from plait_serving.images.config import STARTER_FOLDER
+
+_TIMEOUT_S, _PREPARED_S = 120.0, 180.0
+_WARM_UP = 16
+_RESERVED_CORES = 0.5
+"""What Ray reserves for an ingress, a CN and an HN, whatever their threads: what a job pays for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageLoad:
+    """`callers` in a closed loop, and what they ask for: see `cells._images`."""
+
+    callers: int
+    images: int
+    steps: int
+    loras: int
+    controlled: int
+    slo_ms: float
+
+    def orders(self, seed: int) -> list[ImageSpec]:
+        """Make the same image orders for every configuration; the steps vary around the mean, as users' do."""
+        return [
+            ImageSpec(
+                prompt=PROMPTS[i % len(PROMPTS)],
+                seed=1000 * seed + i,
+                steps=self.steps + (-1, 0, 1, 0)[i % 4],
+                scheduler=SCHEDULERS[i % len(SCHEDULERS)],
+                loras=LORA_SETS[i % self.loras] if self.loras else (),
+                control=(CONTROLNETS[i % 2], i) if i % 4 < self.controlled else None,
+            )
+            for i in range(self.images)
+        ]
+
+
+@contextmanager
+def engine_cells(load: ImageLoad) -> Iterator[MeasureCell]:
+    """Build the engine over the starter models, and wait until it runs on what it converts behind its first images;
+    stop it at the end."""
+    orders = [order.to_json() for order in load.orders(0)]
+    models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], orders)
+    assembled = build_engine(
+        EngineSettings(
+            model=models.base,
+            dtype="float32",
+            device="cpu",
+            lora_source=FolderSource(models.root / "loras"),
+            controlnets=models.controlnets,
+            knobs=EngineKnobs(controlnet_placement=Placement.LOCAL),
+        )
+    )
+    engine = assembled.engine
+    width, height = assembled.bundle.width, assembled.bundle.height
+    numbers, compiled = count(), [0]
+
+    def requests(seed: int) -> list[ImageRequest]:
+        return [
+            image_request(order, request_id=f"cell-{next(numbers)}", width=width, height=height)
+            for order in load.orders(seed)
+        ]
+
+    def measured(config: Config, seed: int) -> TrialOutcome:
+        """Paid is the processor time that this process used. The first images warm up: a change of knobs may start
+        threads, merge LoRAs anew, or compile for new shapes."""
+        given: dict[str, Any] = dict(config)
+        placement = Placement(given.pop("placement"))
+        engine.reconfigure(EngineKnobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])}))
+        if given["threads"] != compiled[0]:
+            compiled[0] = given["threads"]
+            _ask_engine(engine, requests(0), load.callers)
+        _ask_engine(engine, requests(seed)[: load.callers], load.callers)
+        asked = requests(seed)
+        started_s, used_s = time.monotonic(), time.process_time()
+        latencies_ms = _ask_engine(engine, asked, load.callers)
+        wall_s, used_s = time.monotonic() - started_s, time.process_time() - used_s
+        return outcome_of(latencies_ms, wall_s, slo_ms=load.slo_ms, cores=used_s / wall_s)
+
+    try:
+        _ask_engine(engine, requests(0), load.callers)
+        until_s = time.monotonic() + _PREPARED_S
+        while not assembled.prepared_parts() >= {"unet", "vae"} and time.monotonic() < until_s:
+            time.sleep(0.5)
+        _ask_engine(engine, requests(0), load.callers)
+        yield measured
+    finally:
+        engine.stop(drain_s=0.0)
+
+
+def _ask_engine(engine: Engine, requests: Sequence[ImageRequest], callers: int) -> list[float]:
+    """Run the closed loop: each caller asks for its next image once it has one. Returns latencies in milliseconds."""
+    done: queue.SimpleQueue[tuple[float, Failed | Finished]] = queue.SimpleQueue()
+    waiting = list(reversed(requests))
+    latencies_ms: list[float] = []
+
+    def ask() -> None:
+        asked_s = time.monotonic()
+
+        def sink(event: Event) -> None:
+            if isinstance(event, Finished | Failed):
+                done.put((time.monotonic() - asked_s, event))
+
+        engine.submit(waiting.pop(), sink)
+
+    for _ in range(min(callers, len(requests))):
+        ask()
+    while len(latencies_ms) < len(requests):
+        taken_s, event = done.get(timeout=_TIMEOUT_S)
+        if isinstance(event, Failed):
+            raise SystemFailed(f"an image failed: {event.error}") from event.error
+        latencies_ms.append(taken_s * 1e3)
+        if waiting:
+            ask()
+    return latencies_ms
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoad:
+    """`callers` in a closed loop, and what they ask for: see `cells._rank`."""
+
+    model: str
+    scale: float
+    candidates: int
+    callers: int
+    requests: int
+    slo_ms: float
+
+
+@contextmanager
+def rank_cells(load: RankLoad) -> Iterator[MeasureCell]:
+    """Open the package with one CN for each number of HN threads, which is fixed when an HN starts; only one works at a
+    time. Close them at the end."""
+    package = packaged(load.model, load.scale, say=lambda _: None)
+    cores = {
+        threads: CnCore(package.card(), package.sparse(), start_child(package, threads, "hn")[1]) for threads in (1, 2)
+    }
+
+    @lru_cache(maxsize=1)  # making the requests of a round takes as long as ranking them
+    def made(seed: int) -> list[RankRequest]:
+        return requests_of(
+            package, load.model, candidates=load.candidates, count=load.requests, first_seed=10_000 * seed
+        )
+
+    def measured(config: Config, seed: int) -> TrialOutcome:
+        given: dict[str, Any] = dict(config)
+        threads, hn_threads = given.pop("cn_threads"), given.pop("hn_threads")
+        assert given.pop("cns") == 1
+        core = cores[hn_threads]
+        core.reconfigure(WorkerKnobs(threads=threads, **given))
+        _ask_ranker(core, made(seed)[:_WARM_UP], load.callers)
+        started_s = time.monotonic()
+        latencies_ms = _ask_ranker(core, made(seed), load.callers)
+        return outcome_of(
+            latencies_ms, time.monotonic() - started_s, slo_ms=load.slo_ms, cores=_RESERVED_CORES
+        )  # fmt: skip
+
+    try:
+        yield measured
+    finally:
+        for core in cores.values():
+            core.stop(drain_s=0.0)
+
+
+def _ask_ranker(core: CnCore, requests: Sequence[RankRequest], callers: int) -> list[float]:
+    """Run the closed loop: each caller sends its next request once it has an answer. Returns latencies in
+    milliseconds."""
+    ranker, left, latencies_ms = CoreRanker(core), list(reversed(requests)), list[float]()
+
+    async def call() -> None:
+        while left:
+            request = left.pop()
+            asked_s = time.monotonic()
+            await ranker.rank(request)
+            latencies_ms.append((time.monotonic() - asked_s) * 1e3)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(call() for _ in range(callers)))
+
+    asyncio.run(all_of_them())
+    return latencies_ms

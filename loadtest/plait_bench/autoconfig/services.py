@@ -1,0 +1,271 @@
+"""What designers are judged on: services whose every configuration, and so the optimum, is known, from the table of
+the Falcon paper (SoCC 2022) and from our own measurements; `synthetic.py` makes up others.
+
+Falcon: 30 models x 1,440 configurations, with Morphling's five knobs. All models share one surface and differ only by
+unstructured noise, so the mean of the sources, in a fixed order, is nearly optimal, and learning from trials cannot
+help.
+
+Our own: searches are replayed on what `cells.py` has recorded, the runs of the starter library, or of files in the same
+format. A service whose every cell was measured becomes a service to tune, with all others of its space as the library;
+for the others a sample is enough. A search sees a cell's trials one after the other; the truth by which searches are
+judged is their mean, and cells that the trials cannot tell from the best one tie with it.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import chi2
+
+from plait_autoconfig.confidence import log_loss
+from plait_autoconfig.designers.protocols import ServiceContext
+from plait_autoconfig.errors import TunerError
+from plait_autoconfig.knobs import ChoiceKnob, IntKnob
+from plait_autoconfig.library import LibraryRun
+from plait_autoconfig.objective import Objective, maximise, parse_objective
+from plait_autoconfig.rows import load_lines
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of, pooled
+from plait_bench.errors import BenchError
+
+_METRIC, _COLUMN = "goodput_per_cost", "norm.(rps/budget)"
+_READ: dict[str, Callable[[str], Value]] = {
+    "batchsize": int, "cpus": int, "gpumem": float, "gpupower": int, "gputype": str
+}  # fmt: skip
+_FALCON = Space(
+    (
+        ChoiceKnob(name="batchsize", values=(4, 8, 16, 32, 64, 128), ordered=True),
+        IntKnob(name="cpus", low=1, high=5),
+        ChoiceKnob(name="gpumem", values=(0.8, 1.2, 1.6, 2.4), ordered=True, unit="GB"),
+        ChoiceKnob(name="gpupower", values=(50, 75, 100), ordered=True, unit="%"),
+        ChoiceKnob(name="gputype", values=("M60", "K80", "T4", "V100")),
+    )
+)
+_TRIALS = 60
+_SURE = 1.96  # standard deviations, 95 %
+
+MeasureCell: TypeAlias = Callable[[Config, int], TrialOutcome]
+"""`(configuration, seed)`: one short trial, a closed loop of callers with the same requests for every
+configuration."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One service of a table: the true outcome of every cell, in the order of `space.cells()`.
+
+    `shown`: the outcomes that successive trials of a cell show; where empty, the truth with `noise` (standard
+    deviation of the logarithm of each metric). `tie`: the share of the optimum within which a cell is as good as it, as
+    far as the measurements tell.
+    """
+
+    space: Space
+    objective: Objective
+    truth: tuple[TrialOutcome, ...]
+    context: ServiceContext
+    noise: float = 0.0
+    tie: float = 0.0
+    shown: Mapping[int, tuple[TrialOutcome, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def values(self) -> NDArray[np.float64]:
+        """The goal by cell, (N,), as a positive number where higher is better; 0 where infeasible."""
+        goal = self.objective.require_one_goal()
+        found = np.zeros(len(self.truth))
+        for index, outcome in enumerate(self.truth):
+            if self.objective.feasible(outcome):
+                value = outcome.metrics[goal.metric]
+                found[index] = value if goal.direction == "max" else 1.0 / value
+        return found
+
+    @cached_property
+    def index(self) -> dict[object, int]:
+        """The index of each cell, by key."""
+        return {self.space.key(cell): at for at, cell in enumerate(self.space.cells())}
+
+    def regret(self, at: int) -> float:
+        """Return 1 - value / optimum of a cell; 1 if it is infeasible, 0 if it ties with the optimum."""
+        found = float(1.0 - self.values[at] / self.values.max())
+        return 0.0 if found <= self.tie else found
+
+    def show(self, at: int, repeat: int, rng: np.random.Generator) -> TrialOutcome:
+        """Return the outcome that a trial of the cell shows."""
+        if at in self.shown:
+            return self.shown[at][repeat % len(self.shown[at])]
+        truth = self.truth[at]
+        if truth.failure is not None or self.noise == 0.0:
+            return truth
+        factors = np.exp(self.noise * rng.standard_normal(len(truth.metrics)))
+        return TrialOutcome(metrics={name: v * f for (name, v), f in zip(truth.metrics.items(), factors, strict=True)})
+
+    def as_run(self, cells: Sequence[int] | None = None) -> LibraryRun:
+        """Return what a library would hold for this service: all cells once, or some."""
+        configs: Sequence[Config] = self.space.cells()
+        some = range(len(configs)) if cells is None else cells
+        return LibraryRun(
+            run_id=self.context.service,
+            service=self.context.service,
+            trials=tuple(Trial(number=n, config=configs[at], outcome=self.truth[at]) for n, at in enumerate(some)),
+            workload=self.context.workload,
+            hardware=self.context.hardware,
+        )
+
+
+@dataclass(frozen=True)
+class TuningTask:
+    """A service to tune, and the past services to learn from. `name`: of the service."""
+
+    name: str
+    service: Service
+    library: tuple[LibraryRun, ...]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A workload of the benchmark. `trials`: how many each search may use; `marks`: after which of them regret is
+    reported."""
+
+    name: str
+    tasks: tuple[TuningTask, ...]
+    trials: int
+    marks: tuple[int, ...]
+
+
+def leave_one_out(services: Mapping[str, Service]) -> tuple[TuningTask, ...]:
+    """Make one task per service, with all other services as its library."""
+    runs = {name: service.as_run() for name, service in services.items()}
+    return tuple(
+        TuningTask(name=name, service=service, library=tuple(run for other, run in runs.items() if other != name))
+        for name, service in services.items()
+    )
+
+
+def falcon_suite(folder: Path) -> Suite:
+    """Return all 30 models, each with the 29 others as its library. Raises `BenchError` if the files are not as
+    published."""
+    paths = sorted(path for part in ("sources", "targets") for path in (folder / part).glob("reg-*.csv"))
+    if not paths:
+        raise BenchError(f"{folder} has no reg-*.csv")
+    services = {path.stem.removeprefix("reg-"): _falcon_service(path) for path in paths}
+    return Suite(name="falcon", tasks=leave_one_out(services), trials=30, marks=(1, 3, 5, 10, 20, 30))
+
+
+def _falcon_service(path: Path) -> Service:
+    found = {}
+    with path.open(encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            config = {name: read(row[name]) for name, read in _READ.items()}
+            found[_FALCON.key(config)] = TrialOutcome.measured(**{_METRIC: float(row[_COLUMN])})
+    cells = [_FALCON.key(cell) for cell in _FALCON.cells()]
+    if set(found) != set(cells):
+        raise BenchError(f"{path} does not have each of the {len(cells)} configurations once")
+    return Service(
+        space=_FALCON,
+        objective=Objective((maximise(_METRIC),)),
+        truth=tuple(found[cell] for cell in cells),
+        context=ServiceContext(service=path.stem.removeprefix("reg-")),
+    )
+
+
+def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
+    """Make one workload, `own-SERVICE`, for each service with a complete run. `spaces`: by run id.
+
+    Raises `BenchError` naming the run and what is wrong with it.
+    """
+    runs = {run.run_id: run for run in recorded}
+    unknown = sorted(runs.keys() - spaces.keys())
+    if unknown:
+        msg = f"no space is known for the recorded run {unknown[0]!r}; there are {', '.join(sorted(spaces))}"
+        raise BenchError(msg)
+    suites = []
+    for service in sorted({run.service for run in runs.values()}):
+        mine = {run_id: run for run_id, run in runs.items() if run.service == service}
+        tasks = []
+        for run_id, run in mine.items():
+            known = _own_service(run, spaces[run_id])
+            if known is not None:
+                library = tuple(other for other_id, other in mine.items() if other_id != run_id)
+                tasks.append(TuningTask(name=run_id, service=known, library=library))
+        if tasks:
+            trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
+            marks = tuple(mark for mark in (1, 3, 5, 10, 20, 30) if mark <= trials)
+            suites.append(Suite(name=f"own-{service}", tasks=tuple(tasks), trials=trials, marks=marks))
+    return suites
+
+
+def recorded_runs(paths: Sequence[Path]) -> list[LibraryRun]:
+    """Read the runs of the files. Raises `BenchError` naming the file."""
+    runs: list[LibraryRun] = []
+    for path in paths:
+        try:
+            runs += load_lines(path.read_text(encoding="utf-8").splitlines()).runs
+        except (OSError, UnicodeDecodeError, TunerError) as error:
+            raise BenchError(f"{path} is no library of trials: {error}") from error
+    return runs
+
+
+def _own_service(run: LibraryRun, space: Space) -> Service | None:
+    """Return the run as a service, or None unless every cell was measured. Raises `BenchError`."""
+    try:
+        objective = parse_objective(next(iter(run.goals), ""))
+        outcomes = {
+            space.key(space.check(cell.config)): tuple(trial.outcome for trial in cell.trials)
+            for cell in cells_of(run.trials)
+        }
+    except TunerError as error:
+        raise BenchError(f"the recorded run {run.run_id!r} cannot be read: {error}") from error
+    keys = [space.key(cell) for cell in space.cells()]
+    shown = {at: outcomes[key] for at, key in enumerate(keys) if key in outcomes}
+    truth = [known for at in shown if (known := pooled(shown[at])) is not None]
+    if len(truth) < len(keys):
+        return None
+    context = ServiceContext(
+        service=run.run_id, workload=run.workload, hardware=run.hardware, versions=run.versions
+    )  # fmt: skip
+    tie = _tie(list(shown.values()), objective)
+    return Service(space=space, objective=objective, truth=tuple(truth), context=context, tie=tie, shown=shown)
+
+
+def _tie(shown: Sequence[Sequence[TrialOutcome]], objective: Objective) -> float:
+    """Return by which share two cells must differ to differ with 95 % certainty; 0 unless cells have repeats.
+
+    Trials scatter by a factor; its variance is estimated from the median of the cells' own, which one glitch does not
+    move (of n trials it is that of chi-squared with n - 1 degrees of freedom, over n - 1).
+    """
+    logs = [
+        each
+        for outcomes in shown
+        if len(each := np.array([log_loss(objective, outcome) for outcome in outcomes])) > 1 and np.isfinite(each).all()
+    ]
+    if not logs:
+        return 0.0
+    count = min(map(len, logs))
+    variance = float(np.median([each[:count].var(ddof=1) for each in logs])) * (count - 1) / chi2.median(count - 1)
+    return 1.0 - math.exp(-_SURE * math.sqrt(2.0 * variance / count))
+
+
+def outcome_of(latencies_ms: Sequence[float], wall_s: float, *, slo_ms: float, cores: float) -> TrialOutcome:
+    """Compute the metrics of a trial, under the names that a tuning job uses. `cores` are paid for, 1 an hour each.
+
+    The p99 of a few dozen requests is about their largest: short trials are noisy, and their repeats show it.
+    """
+    in_time = sum(latency <= slo_ms for latency in latencies_ms)
+    goodput_per_s = in_time / wall_s
+    return TrialOutcome.measured(
+        goodput_per_s=goodput_per_s,
+        attainment=in_time / len(latencies_ms),
+        error_rate=0.0,  # a request that fails ends the measurement
+        achieved_per_s=len(latencies_ms) / wall_s,
+        p50_ms=statistics.median(latencies_ms),
+        p99_ms=statistics.quantiles(latencies_ms, n=100, method="inclusive")[98],
+        cost_per_hour=cores,
+        goodput_per_cost=goodput_per_s / cores,
+    )

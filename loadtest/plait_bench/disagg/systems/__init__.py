@@ -1,1 +1,0 @@
-"""The systems compared: our servers and processes, and the peers."""

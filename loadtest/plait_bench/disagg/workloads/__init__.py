@@ -1,1 +1,0 @@
-"""The workloads of the benchmark, each a `plait_bench.benchmark.Workload`."""

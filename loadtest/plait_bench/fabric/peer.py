@@ -1,0 +1,141 @@
+"""A peer in a process of its own, for measurements and for the conformance suites of the fabric.
+
+It is started with MODE ADDRESS SETTINGS; the secret is passed on stdin in hex, one line. It exits when the channel
+ends, or when stdin does.
+
+Modes: `echo` sends every message back; `bounce` sends a lease of the same size back without writing
+to it, and whether the message was late; `drain` reads all bytes of all messages, and answers one
+with `end` in its header with what it has read; `hold` connects, sends `{"ready": true}` and never
+receives; `flood` sends messages of 1 MiB until it is killed. SETTINGS is a JSON object: fields of `FabricOptions`,
+and `links` (a file) with `link` (a name in it) to model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from plait_bench.benchmark import child_command
+from plait_fabric.endpoints import connect
+from plait_fabric.errors import PeerLost
+from plait_fabric.link.link_files import read_links
+from plait_fabric.link.modelled import modelled
+from plait_fabric.protocols import Channel
+from plait_fabric.values import FabricOptions
+
+PEER_START_S = 60.0
+"""How long a peer's process may take to start on a busy machine."""
+WAIT_S = 60.0
+"""How long an answer may take before the run is abandoned."""
+
+_FLOOD_BYTES = 1 << 20
+
+
+def echo(channel: Channel) -> None:
+    """Send every message back until the peer closes."""
+    while True:
+        try:
+            with channel.recv() as message:
+                channel.send(message.header, message.buffers)
+        except PeerLost:
+            return
+
+
+def bounce(channel: Channel) -> None:
+    """Send a lease of the same size back until the peer closes."""
+    lease = channel.pool.acquire(0)
+    while True:
+        try:
+            with channel.recv() as message:
+                nbytes, late = sum(buffer.nbytes for buffer in message.buffers), message.delivery.host_slower
+            if nbytes != lease.nbytes:
+                lease.release()
+                lease = channel.pool.acquire(nbytes)
+            channel.send({"late": late}, [lease])
+            lease = channel.pool.acquire(nbytes)  # for the next one, while nobody waits
+        except PeerLost:
+            return
+
+
+def drain(channel: Channel) -> None:
+    """Read every byte of every message until the peer closes."""
+    read_bytes, total = 0, 0
+    while True:
+        try:
+            with channel.recv() as message:
+                for buffer in message.buffers:
+                    total += int(np.frombuffer(buffer, np.uint64).sum())
+                    read_bytes += buffer.nbytes
+                if message.header.get("end"):
+                    channel.send({"bytes": read_bytes, "sum": total % 2**64})
+                    read_bytes, total = 0, 0
+        except PeerLost:
+            return
+
+
+def _flood(channel: Channel) -> None:
+    payload = bytes(_FLOOD_BYTES)
+    for number in count():
+        channel.send({"number": number}, [payload])
+
+
+def main(mode: str, address: str, given: str) -> None:
+    """Run the peer; see the module docstring."""
+    settings: dict[str, Any] = json.loads(given)
+    secret = bytes.fromhex(sys.stdin.readline().strip())
+    options = FabricOptions(**{name: value for name, value in settings.items() if name not in ("links", "link")})
+    with connect(address, secret=secret, options=options) as plain:
+        channel: Channel = plain
+        if "link" in settings:
+            channel = modelled(plain, read_links(Path(settings["links"]))[settings["link"]].link)
+        if mode in _LOOPS:
+            _LOOPS[mode](channel)
+        else:
+            channel.send({"ready": True})
+            sys.stdin.read()
+
+
+_LOOPS = {"echo": echo, "bounce": bounce, "drain": drain, "flood": _flood}
+
+
+@contextmanager
+def spawned_peer(
+    mode: str, address: str, secret: bytes, settings: Mapping[str, Any] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """Start the peer and kill it (-9) at the end of the block if it is still running."""
+    command = child_command(__name__, mode, address, json.dumps(dict(settings or {})))
+    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
+        if process.stdin is None:
+            raise RuntimeError("the peer has no stdin")
+        process.stdin.write(secret.hex() + "\n")
+        process.stdin.flush()
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def on_separate_cores(pid: int) -> Iterator[str]:
+    """Pin this process to one core and process `pid` to another, if there are two; yield a remark on the placement.
+    A scheduler that puts both on one core makes them take turns, which would not measure the fabric."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        yield "on one core"
+        return
+    os.sched_setaffinity(pid, cores[1:2])
+    os.sched_setaffinity(0, cores[:1])
+    try:
+        yield "a core each"
+    finally:
+        os.sched_setaffinity(0, cores)

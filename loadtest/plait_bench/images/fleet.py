@@ -1,0 +1,378 @@
+"""A system's worker processes: started, controlled by JSON over pipes, paused, stopped; and what runs inside them.
+
+A fleet starts as many processes as its widest layout needs. A narrower layout leaves some of them idle, and threads
+are set anew for each layout, so that trying layouts does not reload the models. Standard library only, so that a
+worker may run in another Python environment.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias
+
+from plait_bench.benchmark import child_command
+from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
+
+Json: TypeAlias = Any
+"""What `json` can write and read back unchanged."""
+
+Item: TypeAlias = Mapping[str, Json]
+"""One unit of work."""
+
+# Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
+ANSWER_TIMEOUT_S = 1800.0
+# A worker may have processes of its own to end: a whole server.
+_STOP_TIMEOUT_S = 60.0
+_PROC = Path("/proc")
+_PACKAGES = Path(__file__).resolve().parents[2]
+"""Where another environment's Python finds this package."""
+
+# Libraries must neither chat nor call home while they are measured.
+_QUIET = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "DIFFUSERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessLayout:
+    """`processes` workers with `threads` compute threads each (0: it is the system's own choice); `variant` is one of
+    the choices that the system offers."""
+
+    processes: int
+    threads: int
+    variant: str = ""
+
+    def __str__(self) -> str:
+        if not self.threads:
+            return self.variant
+        return f"{self.processes}x{self.threads}" + (f" {self.variant}" if self.variant else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemList:
+    """A workload: `items` in arrival order, all at once, or `one_by_one` (the next when the last is done).
+
+    `warm_up` are shorter items that touch everything that `items` touch. `systems`: those that take part.
+    `settings`: what its systems are built with beside their own. `trial_items`: how many items a trial of a layout
+    runs; 0: all. `layouts`: chooses from the layouts that the machine offers. `settle_s`: how long each system runs the
+    items, uncounted, before the rounds: some adapt to their load.
+    """
+
+    name: str
+    items: tuple[Item, ...]
+    warm_up: tuple[Item, ...]
+    one_by_one: bool
+    systems: frozenset[str] = frozenset()
+    settings: Mapping[str, Json] = field(default_factory=dict)
+    trial_items: int = 0
+    settle_s: float = 0.0
+    layouts: Callable[[Sequence[ProcessLayout]], Sequence[ProcessLayout]] = tuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
+    """One of the systems compared. `factory` is `module:function`; each worker calls it with `settings`.
+
+    `share(items, n)` divides the items' indices into n lists, one for each process, in the order of execution.
+    `variants`: choices other than threads and processes (a memory format) that make a difference to a workload; the
+    best is selected. `is_own_layout`: it divides the machine itself, and has no layouts. `interpreter`: returns the
+    Python of its own environment, and may take minutes to make one; raises `SystemUnavailable`.
+    """
+
+    name: str
+    factory: str
+    settings: Mapping[str, Json]
+    share: Callable[[Sequence[Item], int], list[list[int]]]
+    variants: Callable[[ItemList], tuple[str, ...]] = lambda _: ("",)
+    is_own_layout: bool = False
+    interpreter: Callable[[], Path] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ItemOutcome:
+    """An item's end: `finished_s` on CLOCK_MONOTONIC, which all processes of a machine share; `result` if kept."""
+
+    finished_s: float
+    result: Json = None
+
+
+class FleetWorker(Protocol):
+    """A system inside a worker process."""
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """Apply one process's part of a layout."""
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+        """Run all items and return their outcomes in item order. `keep`: return results too."""
+
+    def resumed(self) -> None:
+        """Wait until all is as it was before the processes were stopped and continued."""
+
+    def close(self) -> None:
+        """Stop the threads. Idempotent."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSample:
+    """One run of a workload: seconds until the last item was done, latencies and (if kept) results in item order."""
+
+    wall_s: float
+    latencies_s: tuple[float, ...]
+    results: tuple[Json, ...] = ()
+
+
+class WorkerFleet:
+    """The worker processes of a system. `ready_s`: how long they took to start."""
+
+    def __init__(self, system: System, processes: int) -> None:
+        """Start the processes side by side and wait. Raises `SystemUnavailable` or `SystemFailed`, and leaves none
+        running."""
+        self._system = system
+        self._layout = ProcessLayout(processes=1, threads=1)
+        interpreter = None if system.interpreter is None else system.interpreter()
+        started_s = time.monotonic()
+        self._is_paused = False
+        self._processes = [_Process(system, interpreter) for _ in range(processes)]
+        try:
+            for worker in self._processes:
+                worker.answer()
+        except BaseException:
+            self.close()
+            raise
+        self.ready_s = time.monotonic() - started_s
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the workers."""
+        return [worker.pid for worker in self._processes]
+
+    def configure(self, layout: ProcessLayout) -> None:
+        """Send the layout to the processes that it uses. Raises ValueError if there are too few."""
+        active = self._processes[: layout.processes]
+        if len(active) < layout.processes:
+            raise ValueError(f"{self._system.name} has {len(active)} processes, not {layout.processes}")
+        for worker in active:
+            worker.ask({"op": "configure", "threads": layout.threads, "variant": layout.variant})
+        for worker in active:
+            worker.answer()
+        self._layout = layout
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
+        """Divide the items among the processes and wait for all of them. Raises `SystemFailed`."""
+        shares = self._system.share(items, self._layout.processes)
+        busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=False) if share]
+        started_s = time.monotonic()
+        for worker, share in busy:
+            worker.ask({"op": "run", "items": [items[i] for i in share], "one_by_one": one_by_one, "keep": keep})
+        outcomes: dict[int, Mapping[str, Json]] = {}
+        for worker, share in busy:
+            outcomes.update(zip(share, worker.answer(), strict=True))
+        return sample(started_s, [outcomes[i] for i in range(len(items))], one_by_one=one_by_one)
+
+    def memory_bytes(self) -> tuple[int, int]:
+        """Return the resident memory of the processes that the layout uses and of their children, now and at most."""
+        return memory_of(self.pids[: self._layout.processes])
+
+    def pause(self) -> None:
+        """Stop the processes and all that they started: they take no time from anybody until `resume`. Idempotent."""
+        if not self._is_paused:
+            self._is_paused = True
+            stopped: set[int] = set()
+            while new := with_descendants(self.pids) - stopped:  # one that still ran may have started another
+                _send(new, signal.SIGSTOP)
+                stopped |= new
+
+    def resume(self) -> None:
+        """Let them run again, and wait until they are as they were. Idempotent. Raises `SystemFailed`."""
+        if not self._is_paused:
+            return
+        self._go_on()
+        for worker in self._processes:
+            worker.ask({"op": "resumed"})
+        for worker in self._processes:
+            worker.answer()
+
+    def close(self) -> None:
+        """Stop all processes. Idempotent."""
+        self._go_on()
+        for worker in self._processes:
+            worker.stop()
+
+    def _go_on(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            _send(with_descendants(self.pids), signal.SIGCONT)
+
+
+def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:
+    """Build a run's sample. One by one, an item begins when the one before it is done; otherwise all begin together."""
+    ends_s = [float(outcome["finished_s"]) for outcome in outcomes]
+    begins_s = [started_s, *ends_s[:-1]] if one_by_one else [started_s] * len(ends_s)
+    return RunSample(
+        wall_s=max(ends_s) - started_s,
+        latencies_s=tuple(end_s - begin_s for begin_s, end_s in zip(begins_s, ends_s, strict=True)),
+        results=tuple(outcome["result"] for outcome in outcomes),
+    )
+
+
+class _Process:
+    """One process and the pipe to it. Every request has one reply."""
+
+    def __init__(self, system: System, interpreter: Path | None) -> None:
+        self._name = system.name
+        self._pipe, theirs = Pipe()
+        paths = os.pathsep.join(sys.path) if interpreter is None else str(_PACKAGES)
+        self._process = subprocess.Popen(
+            [str(interpreter or sys.executable), *child_command(__name__, str(theirs.fileno()))[1:]],
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": paths},
+        )  # fmt: skip
+        theirs.close()
+        self.pid = self._process.pid
+        self.ask({"factory": system.factory, "settings": dict(system.settings)})
+
+    def ask(self, question: Mapping[str, Json]) -> None:
+        try:
+            self._pipe.send_bytes(json.dumps(question).encode())
+        except OSError as error:
+            raise SystemFailed(f"{self._name}: its process died") from error
+
+    def answer(self) -> Any:
+        try:
+            if not self._pipe.poll(ANSWER_TIMEOUT_S):
+                raise SystemFailed(f"{self._name} gave no answer in {ANSWER_TIMEOUT_S:.0f} s")
+            reply = json.loads(self._pipe.recv_bytes())
+        except (EOFError, ConnectionError) as error:
+            code = self._process.wait(_STOP_TIMEOUT_S)
+            raise SystemFailed(f"{self._name}: its process died (exit code {code})") from error
+        if "unavailable" in reply:
+            raise SystemUnavailable(reply["unavailable"])
+        if "error" in reply:
+            raise SystemFailed(f"{self._name}: {reply['error']}")
+        return reply["answer"]
+
+    def stop(self) -> None:
+        """Close the pipe, which ends the process; kill it if it does not end in time."""
+        self._pipe.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_TIMEOUT_S)
+        self._process.kill()
+        self._process.wait()
+
+
+# ---- inside a worker process ----------------------------------------------------------------------------------------
+
+
+def main(fd: str) -> None:
+    """Run a worker process: build the system that the first message names, and answer requests until the pipe
+    closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's; it closes the pipe
+    os.dup2(2, 1)  # stdout carries the runner's document
+    os.environ.update(_QUIET)
+    warnings.simplefilter("ignore")  # libraries' advice to their callers; our tests make warnings errors
+    pipe = Connection(int(fd))
+    worker: FleetWorker | None = None
+    try:
+        asked = json.loads(pipe.recv_bytes())
+        module, _, name = asked["factory"].partition(":")
+        worker = getattr(importlib.import_module(module), name)(asked["settings"])
+        assert worker is not None
+        _reply(pipe, {"answer": None})
+        while True:
+            try:
+                question = json.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionError):
+                return
+            _reply(pipe, {"answer": _answer(worker, question)})
+    except SystemUnavailable as error:
+        _reply(pipe, {"unavailable": str(error)})
+    except Exception as error:
+        is_ours = isinstance(error, BenchError)
+        _reply(pipe, {"error": str(error) if is_ours else f"{type(error).__name__}: {error}"})
+        if not is_ours:
+            sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        if worker is not None:
+            worker.close()
+
+
+def _answer(worker: FleetWorker, question: Mapping[str, Json]) -> Json:
+    if question["op"] == "configure":
+        worker.configure(threads=question["threads"], variant=question["variant"])
+        return None
+    if question["op"] == "resumed":
+        worker.resumed()
+        return None
+    outcomes = worker.run(question["items"], one_by_one=question["one_by_one"], keep=question["keep"])
+    return [{"finished_s": outcome.finished_s, "result": outcome.result} for outcome in outcomes]
+
+
+def _reply(pipe: Connection, reply: Mapping[str, Json]) -> None:
+    with suppress(OSError, ValueError):  # the runner is gone; the loop ends at its next question
+        pipe.send_bytes(json.dumps(reply).encode())
+
+
+# ---- processes and all their descendants, read from /proc -----------------------------------------------------------
+
+
+def memory_of(pids: Sequence[int], proc: Path = _PROC) -> tuple[int, int]:
+    """Add up the resident memory of the processes and their descendants, in bytes; pages that they share count for
+    each.
+
+    The peak is the sum of each process's own, at whatever time that was: no less than what they had at any moment.
+    """
+    found = [_status_of(pid, proc) for pid in with_descendants(pids, proc)]
+    return sum(status.get("VmRSS", 0) for status in found), sum(status.get("VmHWM", 0) for status in found)
+
+
+def _send(pids: set[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def with_descendants(pids: Sequence[int], proc: Path = _PROC) -> set[int]:
+    """Return the processes and all their descendants."""
+    children: dict[int, list[int]] = {}
+    for folder in proc.iterdir():
+        if folder.name.isdigit() and (parent := _status_of(int(folder.name), proc).get("PPid")) is not None:
+            children.setdefault(parent, []).append(int(folder.name))
+    found: set[int] = set()
+    waiting = list(pids)
+    while waiting:
+        pid = waiting.pop()
+        if pid not in found:
+            found.add(pid)
+            waiting += children.get(pid, [])
+    return found
+
+
+def _status_of(pid: int, proc: Path) -> dict[str, int]:
+    """Return the numbers of a process's status file, in bytes where it says kB; none if the process has ended."""
+    try:
+        lines = (proc / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return {}
+    found = {}
+    for line in lines:
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if name in {"PPid", "VmRSS", "VmHWM"} and words:
+            found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
+    return found

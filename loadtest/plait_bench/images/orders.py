@@ -1,0 +1,369 @@
+"""The sizes of model that the image benchmark runs at, and which images each workload orders, in which sequence. Fixed
+by seeds; no torch.
+
+A cost is an order's steps, where a step with a ControlNet counts one and a half times (a ControlNet is a second copy of
+a UNet's encoder half).
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageDraw
+
+from plait_bench.errors import BenchError
+from plait_bench.images.fleet import Item, ItemList, Json, ProcessLayout
+
+LoraSet = tuple[tuple[str, float], ...]
+DTypeName = Literal["float32", "bfloat16", "float16"]
+DeviceName = Literal["cpu", "cuda"]
+
+EDGES = (256, 512, 1024)
+"""The image sizes that models of real size are measured at; the last one on GPUs."""
+
+GPU_STEPS, GPU_WARM_UP_STEPS = 20, 4
+"""The steps of an image on a GPU: enough that a step counts, and not what surrounds it."""
+
+GUIDANCE = 3.0
+FEWEST_STEPS, MAX_STEPS = 12, 30
+_ARRIVAL_SEED = 20_251
+
+PROMPTS = (
+    "red apple", "dog face", "grinning face", "sunflower", "soccer ball", "rocket", "crescent moon", "octopus",
+    "birthday cake", "umbrella", "cactus", "sailboat", "owl", "guitar", "snowman", "strawberry",
+)  # fmt: skip
+LORA_SETS: tuple[LoraSet, ...] = (
+    (("noto", 1.0),),
+    (("sketch", 1.0),),
+    (("pixel", 0.8),),
+    (("noto", 0.6), ("pixel", 0.5)),
+)
+_REAL_SETS: tuple[LoraSet, ...] = (
+    (("style1", 1.0),),
+    (("style2", 0.8),),
+    (("style3", 1.0),),
+    (("style1", 0.6), ("style4", 0.5)),
+)
+CONTROLNETS = ("edges", "colors")
+SCHEDULERS = ("ddim", "euler", "dpmpp_2m", "unipc")
+
+START = "start"
+"""The workload that has no orders of its own: how long a system takes to start."""
+
+_COUNTS = {"single": 3, "controlnet": 3, "lora": 4, "same4": 4, "same16": 16, "mixed4": 4}
+DISTINCT = 16
+"""The number of orders of `distinct16`, each with a LoRA set of its own."""
+
+CONCURRENT = frozenset({"same4", "same16", "mixed4", "mixed16", "distinct16"})
+"""The workloads whose orders come at the same time; in the others each comes when the one before is done."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSize:
+    """One size of model.
+
+    `base`: its folder; `family`: the architecture to write there if it is missing ("" if models are not written);
+    `controlnets`: folders by name. `steps` of an image, `warm_up_steps` of one that only touches everything.
+    `lora_sets`: the sets that requests name. `max_processes` of a system, and `max_open` systems (0: all), are what a
+    host with 24 GiB can hold. `images`: how many orders a workload has, where they are fewer than the starter's.
+    `settle_s`: how long each system has the load of a workload before it is measured; it adapts to it in that time.
+    """
+
+    name: str
+    base: str
+    steps: int
+    warm_up_steps: int
+    lora_sets: tuple[LoraSet, ...]
+    workloads: tuple[str, ...]
+    controlnets: Mapping[str, str]
+    family: str = ""
+    max_processes: int = 2
+    max_open: int = 0
+    images: Mapping[str, int] = field(default_factory=dict)
+    settle_s: float = 60.0
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """The names of all LoRAs in the sets."""
+        return tuple(dict.fromkeys(name for loras in self.lora_sets for name, _ in loras))
+
+    def layouts(self, offered: Sequence[ProcessLayout]) -> Sequence[ProcessLayout]:
+        """Return the process layouts that are worth a trial at this size: no model of real size is faster on fewer
+        cores than there are."""
+        cores = max(layout.processes * layout.threads for layout in offered)
+        return [
+            layout
+            for layout in offered
+            if layout.processes <= self.max_processes
+            and not (self.family and layout.processes * layout.threads < cores)
+        ]
+
+
+SIZES: Mapping[str, ImageSize] = {
+    size.name: size
+    for size in (
+        ImageSize(
+            name="starter",
+            base="emoji",
+            steps=20,
+            warm_up_steps=3,  # solvers of second order need three to use every one of their formulas
+            lora_sets=LORA_SETS,
+            workloads=(
+                START, "single", "controlnet", "controlnet-service", "lora", "same4", "same16", "mixed4", "mixed16",
+                "distinct16",
+            ),
+            controlnets={"edges": "controlnets/edges", "colors": "controlnets/colors"},
+            max_processes=4,
+        ),
+        ImageSize(
+            name="sd15",
+            base="sd15",
+            family="sd15",
+            steps=4,
+            warm_up_steps=1,
+            lora_sets=_REAL_SETS,
+            workloads=(START, "single", "controlnet", "controlnet-service", "lora", "same4", "mixed4"),
+            controlnets={"edges": "sd15-controlnet"},
+            max_open=2,
+            images={"single": 1, "controlnet": 1, "lora": 2},
+        ),
+        ImageSize(
+            name="sdxl",
+            base="sdxl",
+            family="sdxl",
+            steps=2,
+            warm_up_steps=1,
+            lora_sets=_REAL_SETS,
+            workloads=(START, "single", "controlnet", "lora"),
+            controlnets={"edges": "sdxl-controlnet"},
+            max_processes=1,
+            max_open=1,
+            images={"single": 1, "controlnet": 1, "lora": 2},
+        ),
+    )
+}  # fmt: skip
+"""The sizes, by name."""
+
+
+def size_of(name: str) -> ImageSize:
+    """Return the size of that name. Raises `BenchError`."""
+    if name not in SIZES:
+        raise BenchError(f"there is no size {name!r}; there are {', '.join(SIZES)}")
+    return SIZES[name]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variety:
+    """Which kind of the image benchmark: models, image size and dtype."""
+
+    size: ImageSize = field(default_factory=lambda: SIZES["starter"])
+    edge: int = EDGES[0]
+    dtype: DTypeName = "float32"
+    device: DeviceName = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.edge not in EDGES:
+            raise BenchError(f"images are {', '.join(map(str, EDGES))} pixels wide, not {self.edge}")
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the systems run on a GPU."""
+        return self.device == "cuda"
+
+    def row_name(self, workload: str) -> str:
+        """Return what a workload is called in rows: sizes and dtypes never mix."""
+        parts = ["gpu"] if self.on_gpu else []
+        parts += [self.size.name] if self.size.family else []
+        parts += [str(self.edge)] if self.image_edge not in (None, EDGES[0]) else []
+        parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
+        return "-".join([*parts, workload])
+
+    @property
+    def image_edge(self) -> int | None:
+        """The edge that orders ask for; None for the model's own."""
+        return self.edge if self.size.family else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSpec:
+    """One image. `control` is a ControlNet's name and the number of its drawing (`control_map`); `edge` its width and
+    height, None for the model's own."""
+
+    prompt: str
+    seed: int
+    steps: int
+    scheduler: str = "ddim"
+    guidance: float = GUIDANCE
+    loras: tuple[tuple[str, float], ...] = ()
+    control: tuple[str, int] | None = None
+    edge: int | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the order as JSON for the pipe."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, item: Mapping[str, Any]) -> Self:
+        """Parse an order that came over the pipe."""
+        loras = tuple((str(name), float(scale)) for name, scale in item["loras"])
+        control = item["control"]
+        return cls(**{**item, "loras": loras, "control": None if control is None else (control[0], control[1])})
+
+
+def cost(item: Item) -> float:
+    """Return the relative cost of an item: its steps, half as much again with a ControlNet."""
+    return float(item["steps"]) * (1.5 if item["control"] else 1.0)
+
+
+def lora_set(item: Item) -> str:
+    """Return a key that orders with equal LoRA sets share."""
+    return repr([list(lora) for lora in item["loras"]])
+
+
+def workload(name: str, variety: Variety | None = None) -> ItemList:
+    """Make a workload that has orders."""
+    variety = variety or Variety()
+    size = variety.size
+    steps, warm_up_steps = (
+        (GPU_STEPS, GPU_WARM_UP_STEPS) if variety.on_gpu else (size.steps, size.warm_up_steps)
+    )  # fmt: skip
+    orders = [replace(order, edge=variety.image_edge) for order in _orders(name, replace(size, steps=steps))]
+    one_by_one = name not in CONCURRENT
+    return ItemList(
+        name=variety.row_name(name),
+        items=tuple(order.to_json() for order in orders),
+        warm_up=tuple(replace(order, steps=warm_up_steps).to_json() for order in orders),
+        one_by_one=one_by_one,
+        trial_items=1 if one_by_one and size.family else 0,
+        layouts=_one_process if variety.on_gpu else size.layouts,
+        settle_s=0.0 if variety.on_gpu else size.settle_s,
+    )
+
+
+def _one_process(offered: Sequence[ProcessLayout]) -> Sequence[ProcessLayout]:
+    """Return the layout of a GPU: one process with all cores."""
+    return [max((each for each in offered if each.processes == 1), key=lambda each: each.threads)]
+
+
+def _orders(name: str, size: ImageSize) -> list[ImageSpec]:
+    sets = size.lora_sets
+    if name == "mixed16":
+        return _mixed16(size)
+    if name == "distinct16":
+        return [_order(size, i, 300 + i, loras=loras) for i, loras in enumerate(distinct_sets(size.lora_names))]
+    count = size.images.get(name) or _COUNTS[name.removesuffix("-service")]
+    if name in {"controlnet", "controlnet-service"}:
+        return [_order(size, i, i, control=("edges", i)) for i in range(count)]
+    if name == "same16":  # sixteen customers of one style
+        return [_order(size, i, 100 + i, loras=sets[0]) for i in range(count)]
+    if name in {"lora", "mixed4"}:
+        return [_order(size, i, i, loras=sets[i % len(sets)]) for i in range(count)]
+    return [_order(size, i, i) for i in range(count)]
+
+
+def _order(size: ImageSize, prompt: int, seed: int, **more: Any) -> ImageSpec:
+    return ImageSpec(prompt=PROMPTS[prompt], seed=seed, **{"steps": size.steps, **more})
+
+
+def distinct_sets(names: Sequence[str]) -> list[LoraSet]:
+    """Make `DISTINCT` different LoRA sets of the names: singles, pairs and all of them, at different scales."""
+    folded = [tuple(name for bit, name in enumerate(names) if mask >> bit & 1) for mask in range(1, 1 << len(names))]
+    return [
+        tuple((name, round(0.5 + 0.05 * ((i + 3 * k) % 10), 2)) for k, name in enumerate(folded[i % len(folded)]))
+        for i in range(DISTINCT)
+    ]
+
+
+def _mixed16(size: ImageSize) -> list[ImageSpec]:
+    """Make 4 LoRA sets x 4 orders: every set has each scheduler once, and one order with each ControlNet."""
+    draw = random.Random(_ARRIVAL_SEED)
+    orders = []
+    for i in range(len(PROMPTS)):
+        group, member = divmod(i, 4)
+        control = (CONTROLNETS[member], i) if member < len(CONTROLNETS) else None
+        steps, loras = draw.randint(FEWEST_STEPS, MAX_STEPS), size.lora_sets[group]
+        orders.append(_order(size, i, 200 + i, steps=steps, scheduler=SCHEDULERS[member], loras=loras, control=control))
+    draw.shuffle(orders)
+    return orders
+
+
+def control_map(controlnet: str, drawing: int, width: int, height: int) -> npt.NDArray[np.uint8]:
+    """Return `uint8 (height, width, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same
+    map."""
+    image = Image.new("RGB", (width, height))
+    pen = ImageDraw.Draw(image)
+    inset = 0.1 + 0.05 * (drawing % 4)
+    box = (inset * width, inset * height, (1 - inset) * width, (1 - inset) * height)
+    coloured = controlnet == "colors"
+    fill = (60 + 45 * (drawing % 5), 200 - 30 * (drawing % 6), 90 + 20 * (drawing % 8)) if coloured else None
+    shape = pen.ellipse if drawing % 2 else pen.rectangle
+    shape(box, fill=fill, outline=None if coloured else (255, 255, 255))
+    if not coloured:
+        return np.asarray(image)
+    blocks = image.resize((4, 4), Image.Resampling.BOX).resize((width, height), Image.Resampling.NEAREST)
+    return np.asarray(blocks)
+
+
+def encode(image: npt.NDArray[np.uint8]) -> Json:
+    """Encode `uint8 (H, W, 3)` as JSON."""
+    height, width, _ = image.shape
+    return {"height": height, "width": width, "rgb": base64.b64encode(image.tobytes()).decode()}
+
+
+def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
+    """Decode an image made by `encode`."""
+    data = base64.b64decode(value["rgb"], validate=True)
+    return np.frombuffer(data, np.uint8).reshape(value["height"], value["width"], 3)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """The paths of the base model, the ControlNets and the LoRAs, by name."""
+
+    root: Path
+    base: Path
+    controlnets: Mapping[str, Path]
+    loras: Mapping[str, Path]
+
+    @classmethod
+    def of(cls, root: Path, size: ImageSize, items: Sequence[Item]) -> Self:
+        """Return the models that the items need."""
+        controlnets = sorted({item["control"][0] for item in items if item["control"]})
+        loras = sorted({name for item in items for name, _ in item["loras"]})
+        return cls(
+            root=root,
+            base=root / size.base,
+            controlnets={name: root / size.controlnets[name] for name in controlnets},
+            loras={name: root / "loras" / f"{name}.safetensors" for name in loras},
+        )
+
+    @classmethod
+    def from_json(cls, models: Mapping[str, Any]) -> Self:
+        """Read what `to_json` made."""
+        root = Path(models["root"])
+        named = {part: {name: root / path for name, path in models[part].items()} for part in ("controlnets", "loras")}
+        return cls(root=root, base=root / models["base"], **named)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the folder as a worker's setting; paths are relative to an absolute root."""
+
+        def relative(paths: Mapping[str, Path]) -> dict[str, str]:
+            return {name: str(path.relative_to(self.root)) for name, path in paths.items()}
+
+        return {
+            "root": str(self.root.resolve()), "base": str(self.base.relative_to(self.root)),
+            "controlnets": relative(self.controlnets), "loras": relative(self.loras),
+        }  # fmt: skip
+
+    def missing(self) -> list[Path]:
+        """List the files that are not there, one for each model."""
+        needed = [self.base / "model_index.json", *self.loras.values()]
+        needed += [path / "config.json" for path in self.controlnets.values()]
+        return [path for path in needed if not path.is_file()]

@@ -1,0 +1,312 @@
+"""plait inside a worker process: `plait serve` as a user starts it, asked over HTTP, and the engine without Ray and
+HTTP, built like the server's."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx2
+import numpy as np
+from PIL import Image
+
+from plait_bench.benchmark import cores
+from plait_bench.errors import SystemFailed
+from plait_bench.images.fleet import FleetWorker, Item, ItemOutcome
+from plait_bench.images.orders import ImageSpec, ModelFolder, control_map, encode
+
+if TYPE_CHECKING:
+    from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+
+_HEADERS = {"content-type": "application/json"}
+_ANSWER_S = 1800.0
+_READY_S = 1200
+_STOP_S = 45.0
+_PREPARED_S = 600.0
+_CONTROLNETS_S = 60.0
+_SETTLED_S = 60.0
+_CAUGHT_UP_S = 2.0
+
+
+def served(settings: Mapping[str, Any]) -> FleetWorker:
+    """Start `plait serve`."""
+    return Served(settings)
+
+
+def engine(settings: Mapping[str, Any]) -> FleetWorker:
+    """Build our engine, in process."""
+    return InProcessEngine(settings)
+
+
+def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plait.yaml: what is served, in which dtype, and nothing else unless a system's name says so (`knobs`,
+    `executor`; `is_split`: the engine leaves one core to each ControlNet's process)."""
+    models = ModelFolder.from_json(settings["models"])
+    images: dict[str, Any] = {
+        "model": str(models.base.resolve()),
+        "dtype": settings["dtype"],
+        "controlnets": {name: {"folder": str(path.resolve())} for name, path in models.controlnets.items()},
+        "knobs": dict(settings.get("knobs", {})),
+    }
+    if models.loras:
+        images["loras"] = {"folder": str((models.root / "loras").resolve())}
+    if settings.get("is_split"):
+        images["knobs"]["threads"] = max(1, cores() - len(models.controlnets))
+    if settings.get("executor"):
+        images["executor"] = settings["executor"]
+    server = {"port": 0, "ready_timeout_s": _READY_S}
+    return {"server": server, "images": images, "recommend": None}
+
+
+def body_of(order: ImageSpec, edge: int) -> dict[str, Any]:
+    """Return the body of the request that makes an order's image, `edge` pixels wide and high."""
+    body: dict[str, Any] = {
+        "prompt": order.prompt,
+        "size": f"{edge}x{edge}",
+        "seed": order.seed,
+        "num_inference_steps": order.steps,
+        "guidance_scale": order.guidance,
+        "scheduler": order.scheduler,
+        "loras": [{"name": name, "scale": scale} for name, scale in order.loras],
+    }
+    if order.control is not None:
+        name, drawing = order.control
+        file = io.BytesIO()
+        Image.fromarray(control_map(name, drawing, edge, edge)).save(file, format="PNG")
+        body["controlnets"] = [{"name": name, "image": base64.b64encode(file.getvalue()).decode()}]
+    return body
+
+
+class Served:
+    """A `FleetWorker` over a server in processes of its own. It divides the host itself: there is one layout."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Start the server and wait until it is ready. `cache`: its cache folder, the user's own if empty.
+
+        Raises `SystemFailed`.
+        """
+        config, models = configuration(settings), ModelFolder.from_json(settings["models"])
+        self._edge = _own_edge(models.base)
+        self._prepares = settings.get("executor") != "torch" and config["images"]["knobs"].get("exact") != "always"
+        self._controlnets = frozenset(models.controlnets)
+        self._scratch = tempfile.TemporaryDirectory(prefix="plait-bench-")
+        file = Path(self._scratch.name) / "plait.json"  # JSON is YAML
+        file.write_text(json.dumps(config), encoding="utf-8")
+        environ = {**os.environ, "PLAIT_STATE_DIR": str(Path(self._scratch.name) / "state")}
+        if cache := settings.get("cache"):
+            environ |= {"XDG_CACHE_HOME": cache}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "plait.cli.main", "serve", str(file)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environ,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        self._client = httpx2.Client(timeout=_ANSWER_S)
+        self._url = self._process.stdout.readline().strip()
+        if not self._url:
+            self.close()
+            raise SystemFailed("plait serve did not start: its message is above")
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """Do nothing: the server uses the host as it sees fit."""
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+        """Send the requests all at once, or one after the other."""
+        orders = [ImageSpec.from_json(item) for item in items]
+        bodies = [json.dumps(body_of(order, order.edge or self._edge)).encode() for order in orders]
+        if one_by_one:
+            answers = [self._ask(body) for body in bodies]
+        else:
+            with ThreadPoolExecutor(len(bodies)) as pool:
+                answers = list(pool.map(self._ask, bodies))
+        outcomes = [
+            ItemOutcome(finished_s=finished_s, result=_pixels(answer) if keep else None)
+            for finished_s, answer in answers
+        ]
+        if self._prepares:  # what the first images were made on is not what later ones are made on
+            self._prepares = False
+            self._wait_until_prepared()
+        return outcomes
+
+    def resumed(self) -> None:
+        """Wait until the server is healthy again, and its processes have caught up with the time that they missed."""
+        until_s = time.monotonic() + _SETTLED_S
+        while not self._is_healthy():
+            if time.monotonic() > until_s:
+                raise SystemFailed("plait was stopped and continued, and is not healthy")
+            time.sleep(0.5)
+        time.sleep(_CAUGHT_UP_S)
+
+    def _is_healthy(self) -> bool:
+        try:
+            answer = self._client.get(f"{self._url}/health", timeout=_SETTLED_S)
+        except httpx2.TransportError:
+            return False
+        return bool(answer.status_code == httpx2.codes.OK)
+
+    def _wait_until_prepared(self) -> None:
+        """Wait until the server runs on what it converts behind its first requests; for ControlNets, which may be in
+        a process of their own, a while."""
+        began_s = time.monotonic()
+        while (waited_s := time.monotonic() - began_s) < _PREPARED_S:
+            parts = prepared_parts(self._client.get(f"{self._url}/metrics").text)
+            if parts is None:
+                return
+            if parts >= {"unet", "vae"} and (parts >= self._controlnets or waited_s > _CONTROLNETS_S):
+                return
+            time.sleep(0.5)
+        print(f"plait has converted only {sorted(parts or ())} in {_PREPARED_S:.0f} s", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Stop the server and wait for its end."""
+        self._client.close()
+        if self._process.poll() is None:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_STOP_S)
+            self._process.kill()
+        self._process.wait()
+        self._scratch.cleanup()
+
+    def _ask(self, body: bytes) -> tuple[float, bytes]:
+        """Send a request; return the time at which its response was complete, and the response."""
+        try:
+            answer = self._client.post(f"{self._url}/v1/images/generations", content=body, headers=_HEADERS)
+        except httpx2.TransportError as error:
+            raise SystemFailed(f"plait did not answer: {error}") from error
+        finished_s = time.monotonic()
+        if answer.status_code != httpx2.codes.OK:
+            raise SystemFailed(f"plait answered {answer.status_code}: {answer.text[:300]}")
+        return finished_s, answer.content
+
+
+def prepared_parts(metrics: str) -> frozenset[str] | None:
+    """Return which parts of a model run on what was converted, by the server's metrics; None if it converts nothing."""
+    if "# TYPE plait_engine_prepared " not in metrics:
+        return None
+    return frozenset(re.findall(r'^plait_engine_prepared\{.*?part="([^"]+)".*?\} 1', metrics, re.MULTILINE))
+
+
+def _pixels(answer: bytes) -> dict[str, Any]:
+    (image,) = json.loads(answer)["data"]
+    with Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) as opened:
+        pixels: dict[str, Any] = encode(np.asarray(opened.convert("RGB")))
+    return pixels
+
+
+def _own_edge(base: Path) -> int:
+    """Return the edge of the images that a model was made for."""
+    sample = json.loads((base / "unet" / "config.json").read_text(encoding="utf-8"))["sample_size"]
+    vae = json.loads((base / "vae" / "config.json").read_text(encoding="utf-8"))
+    doublings = len(vae["block_out_channels"]) - 1
+    return int(sample) << doublings
+
+
+class InProcessEngine:
+    """A `FleetWorker` over our engine with its default knobs."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        from plait_serving.diffusion.assemble import EngineSettings, build_engine
+        from plait_serving.diffusion.lora.source import FolderSource
+
+        models = ModelFolder.from_json(settings["models"])
+        self._assembled = build_engine(
+            EngineSettings(
+                model=models.base,
+                dtype=settings["dtype"],
+                device=settings["device"],
+                lora_source=FolderSource(models.root / "loras"),
+                controlnets=models.controlnets,
+            )
+        )
+        self._count = 0
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """Do nothing: the engine uses the host as it sees fit."""
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+        """Submit the items all at once, or one after the other."""
+        requests = [self._request(ImageSpec.from_json(item)) for item in items]
+        waves = [[request] for request in requests] if one_by_one else [requests]
+        return [outcome for wave in waves for outcome in self._run_wave(wave, keep)]
+
+    def resumed(self) -> None:
+        """Do nothing: one process watches no other."""
+
+    def close(self) -> None:
+        """Stop the engine."""
+        self._assembled.engine.stop(drain_s=0.0)
+
+    def _run_wave(self, requests: Sequence[ImageRequest], keep: bool) -> list[ItemOutcome]:
+        sinks = [_Sink() for _ in requests]
+        for request, sink in zip(requests, sinks, strict=True):
+            self._assembled.engine.submit(request, sink)
+        return [sink.outcome(keep) for sink in sinks]
+
+    def _request(self, order: ImageSpec) -> ImageRequest:
+        self._count += 1
+        bundle = self._assembled.bundle
+        width, height = (order.edge, order.edge) if order.edge else (bundle.width, bundle.height)
+        return image_request(order, request_id=f"bench-{self._count}", width=width, height=height)
+
+
+class _Sink:
+    """One request's last event, and its time."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._last: Finished | Failed | None = None
+        self._at_s = 0.0
+
+    def __call__(self, event: Event) -> None:
+        from plait_serving.diffusion.values import Failed, Finished
+
+        if isinstance(event, Finished | Failed):
+            self._at_s = time.monotonic()
+            self._last = event
+            self._done.set()
+
+    def outcome(self, keep: bool) -> ItemOutcome:
+        """Wait for the end of the request. Raises `SystemFailed` if it failed or timed out."""
+        from plait_serving.diffusion.values import Failed
+
+        if not self._done.wait(_ANSWER_S):
+            raise SystemFailed(f"a request took longer than {_ANSWER_S:.0f} s")
+        if self._last is None or isinstance(self._last, Failed):
+            raise SystemFailed(f"a request failed: {self._last and self._last.error}")
+        image = self._last.result.images[0]
+        return ItemOutcome(finished_s=self._at_s, result=encode(image) if keep else None)
+
+
+def image_request(order: ImageSpec, *, request_id: str, width: int, height: int) -> ImageRequest:
+    """Return the request that the server would make of the order, for an image of `width` x `height` pixels."""
+    from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
+
+    controls: tuple[ControlRef, ...] = ()
+    if order.control is not None:
+        name, drawing = order.control
+        controls = (ControlRef(name=name, image=control_map(name, drawing, width, height)),)
+    return ImageRequest(
+        request_id=request_id,
+        prompt=order.prompt,
+        width=width,
+        height=height,
+        steps=order.steps,
+        guidance_scale=order.guidance,
+        seed=order.seed,
+        scheduler=Scheduler(order.scheduler),
+        loras=tuple(LoraRef(name=name, scale=scale) for name, scale in order.loras),
+        controlnets=controls,
+    )

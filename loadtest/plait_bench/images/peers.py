@@ -1,0 +1,400 @@
+"""The peers, inside a worker process: diffusers as its documentation uses it, and as a careful user would, and
+optimum-intel's OpenVINO pipelines with static shapes.
+
+* `stock`: the pipeline, with PEFT's `load_lora_weights` and unload for each request, in arrival order.
+* `fair`: ControlNets resident, LoRA sets merged into the weights from memory, requests sorted by LoRA set, warm.
+* `batched`: one pipeline call for all requests, where they agree in everything but prompt and seed.
+* OpenVINO runs in an environment of its own (`images.interpreter`), so this file imports nothing of plait outside of
+  this package. A model is exported once, from the same folder that all systems load.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from diffusers import (
+    AutoPipelineForText2Image,
+    ControlNetModel,
+    DDIMScheduler,
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    EulerDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.utils import logging
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from plait_bench.benchmark import cache_folder
+from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.images.fleet import FleetWorker, Item, ItemOutcome
+from plait_bench.images.orders import ImageSpec, ModelFolder, control_map, encode
+
+_COMPILE_MODE = "reduce-overhead"
+"""CUDA graphs around what inductor makes; "max-autotune" takes a quarter of an hour for SDXL."""
+
+ImageArray = npt.NDArray[np.uint8]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "ddim": (DDIMScheduler, {}),
+    "euler": (EulerDiscreteScheduler, {}),
+    "dpmpp_2m": (DPMSolverMultistepScheduler, {"algorithm_type": "dpmsolver++", "solver_order": 2}),
+    "unipc": (UniPCMultistepScheduler, {}),
+}
+
+
+class Pipelines:
+    """One base model in one dtype with its ControlNets resident, and a pipeline for each way to call it."""
+
+    def __init__(self, models: ModelFolder, dtype: str, device: str) -> None:
+        logging.disable_progress_bar()
+        self.plain: Any = DiffusionPipeline.from_pretrained(
+            models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True
+        ).to(device)
+        if getattr(self.plain, "safety_checker", None) is not None:
+            raise BenchError("the benchmarks compare models without a safety checker")
+        self._schedule = dict(self.plain.scheduler.config)
+        self.controlled: dict[str, Any] = {}
+        for name, folder in models.controlnets.items():
+            net: Any = ControlNetModel.from_pretrained(folder, dtype=_DTYPES[dtype], local_files_only=True)
+            self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval().to(device))
+        for pipeline in (self.plain, *self.controlled.values()):
+            pipeline.set_progress_bar_config(disable=True)
+        self._is_compiled = False
+        self._own_edge = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
+
+    def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
+        """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
+        first = orders[0]
+        edge = first.edge or self._own_edge
+        pipeline, extra = self.plain, {}
+        if first.control is not None:
+            name = first.control[0]
+            pipeline = self.controlled[name]
+            drawings = [order.control[1] for order in orders if order.control is not None]
+            extra = {"image": [Image.fromarray(control_map(name, i, edge, edge)) for i in drawings]}
+        kind, overrides = _SCHEDULERS[first.scheduler]
+        pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
+        made = pipeline(
+            prompt=[order.prompt for order in orders],
+            width=edge,
+            height=edge,
+            num_inference_steps=first.steps,
+            guidance_scale=first.guidance,
+            generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
+            **extra,
+        )
+        return [np.asarray(image.convert("RGB")) for image in made.images]
+
+    def set_memory_format(self, memory_format: torch.memory_format) -> None:
+        """Set the memory format of the UNet, the VAE and the ControlNets."""
+        modules = [self.plain.unet, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
+        for module in modules:
+            module.to(memory_format=memory_format)
+
+    def compile(self) -> None:
+        """Compile the UNet, the VAE's decoder and the ControlNets, as diffusers' documentation says for GPUs; once."""
+        if not self._is_compiled:
+            self._is_compiled = True
+            for module in (self.plain.unet, *(pipeline.controlnet for pipeline in self.controlled.values())):
+                module.compile(fullgraph=True, mode=_COMPILE_MODE)
+            self.plain.vae.decode = torch.compile(self.plain.vae.decode, fullgraph=True, mode=_COMPILE_MODE)
+
+
+class DiffusersSubject:
+    """A `FleetWorker` over diffusers, in one of the ways of the module docstring. Raises `SystemUnavailable` without
+    PEFT, which reads the LoRA files: for the stock way with each request, else once."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._way = settings["way"]
+        try:
+            import peft  # noqa: F401 - only whether it is there
+        except ImportError:
+            msg = "diffusers needs PEFT to read LoRA files: pip install 'plait[dev]'"
+            raise SystemUnavailable(msg) from None
+        self._models = ModelFolder.from_json(settings["models"])
+        self._pipelines = Pipelines(self._models, settings["dtype"], settings["device"])
+        loras = {} if self._way == "stock" else self._models.loras
+        self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """Set threads and the memory format, which is the variant; "compiled" is channels-last, too, and stays."""
+        torch.set_num_threads(threads)
+        self._pipelines.set_memory_format(torch.channels_last if variant else torch.contiguous_format)
+        if variant == "compiled":
+            self._pipelines.compile()
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+        """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);
+        batched, all in one."""
+        orders = [ImageSpec.from_json(item) for item in items]
+        calls = [orders] if self._way == "batched" and not one_by_one else [[order] for order in orders]
+        outcomes: list[ItemOutcome] = []
+        with torch.inference_mode():
+            for call in calls:
+                with self._with_loras(call[0]):
+                    images = self._pipelines.draw(call)
+                outcomes += _outcomes(images, keep)
+        return outcomes
+
+    def resumed(self) -> None:
+        """Do nothing: one process watches no other."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+    @contextmanager
+    def _with_loras(self, order: ImageSpec) -> Iterator[None]:
+        if self._way != "stock":
+            self._merged.switch(order.loras)
+        if self._way != "stock" or not order.loras:
+            yield
+            return
+        plain, names = self._pipelines.plain, [f"lora{i}" for i in range(len(order.loras))]
+        for adapter, (name, _) in zip(names, order.loras, strict=True):
+            path = self._models.loras[name]
+            plain.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name=adapter)
+        plain.set_adapters(names, [scale for _, scale in order.loras])
+        yield
+        plain.unload_lora_weights()
+
+
+def diffusers(settings: Mapping[str, Any]) -> FleetWorker:
+    """Build a peer; `way` is stock, fair or batched."""
+    return DiffusersSubject(settings)
+
+
+def _outcomes(images: Sequence[ImageArray], keep: bool) -> list[ItemOutcome]:
+    now_s = time.monotonic()
+    return [ItemOutcome(finished_s=now_s, result=encode(image) if keep else None) for image in images]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Factors:
+    """One LoRA's part in one weight: `down (r, in, ...)`, `up (out, r, ...)`, `c = alpha / r`."""
+
+    weight: torch.nn.Parameter
+    down: torch.Tensor
+    up: torch.Tensor
+    c: float
+
+    def delta(self) -> torch.Tensor:
+        """Compute `c * up @ down` in the weight's shape."""
+        return self.c * (self.up.float().flatten(1) @ self.down.float().flatten(1)).reshape(self.weight.shape)
+
+
+def read_factors(pipeline: Any, path: Path) -> list[Factors]:
+    """Load a LoRA file through PEFT and copy the factors out of its layers; the pipeline is left unchanged."""
+    from peft.tuners.lora import LoraLayer
+
+    pipeline.load_lora_weights(str(path.parent), weight_name=path.name, adapter_name="lora")
+    found: list[Factors] = []
+    for part in pipeline.components.values():
+        layers = part.modules() if isinstance(part, torch.nn.Module) else ()
+        found += [_factors(layer) for layer in layers if isinstance(layer, LoraLayer) and "lora" in layer.lora_A]
+    pipeline.unload_lora_weights()
+    return found
+
+
+def _factors(layer: Any) -> Factors:
+    """Return the factors of the adapter `lora` in one of PEFT's layers."""
+    return Factors(
+        weight=layer.get_base_layer().weight,
+        down=layer.lora_A["lora"].weight.detach().clone(),
+        up=layer.lora_B["lora"].weight.detach().clone(),
+        c=float(layer.scaling["lora"]),
+    )
+
+
+class MergedLoras:
+    """Keeps the weights equal to the pristine ones plus one set, merged in place, as a careful user of diffusers would
+    write it: W <- W0 + sum_i s_i * c_i * B_i @ A_i, with c_i = alpha_i / r_i and W0 a pristine copy; the sum is taken
+    in fp32. It deliberately shares no code with our merge, so that equal images are evidence."""
+
+    def __init__(self, loras: Mapping[str, Sequence[Factors]]) -> None:
+        self._loras = loras
+        touched = {id(factors.weight): factors.weight for lora in loras.values() for factors in lora}
+        self._weights = touched
+        self._pristine = {key: weight.detach().clone() for key, weight in touched.items()}
+        self._live: tuple[tuple[str, float], ...] = ()
+
+    @torch.no_grad()
+    def switch(self, target: tuple[tuple[str, float], ...]) -> None:
+        """Make `target` live; do nothing if it already is."""
+        if target == self._live:
+            return
+        sums: dict[int, torch.Tensor] = {}
+        for name, scale in target:
+            for factors in self._loras[name]:
+                key = id(factors.weight)
+                sums[key] = sums.get(key, self._pristine[key].float()) + scale * factors.delta()
+        for name, _ in self._live:
+            for factors in self._loras[name]:
+                sums.setdefault(id(factors.weight), self._pristine[id(factors.weight)])
+        for key, value in sums.items():
+            self._weights[key].copy_(value)
+        self._live = target
+
+
+_PRECISION = {"float32": "f32", "bfloat16": "bf16"}
+_TEXT_PREFIX = "text_model."
+
+
+class OpenVinoPipeline:
+    """A `FleetWorker` over one exported model, compiled for one batch size, image size and number of threads."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """Export the model unless that has been done, and compile it for one image. `cache` holds the exports, the
+        benchmarks' own if empty."""
+        from optimum.intel import OVStableDiffusionPipeline, OVStableDiffusionXLPipeline
+
+        models, cache = ModelFolder.from_json(settings["models"]), settings.get("cache")
+        self._precision = _PRECISION[settings["dtype"]]
+        index = json.loads((models.base / "model_index.json").read_text(encoding="utf-8"))
+        xl = "XL" in index["_class_name"]
+        self._kind: Any = OVStableDiffusionXLPipeline if xl else OVStableDiffusionPipeline
+        root = Path(cache) if cache else cache_folder()
+        self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
+        self._threads, self._is_batched = os.cpu_count() or 1, False
+        self._compiled: tuple[int, int, int] | None = None
+        self._pipeline: Any = None
+        self._ready(1, settings["edge"])
+
+    def configure(self, *, threads: int, variant: str) -> None:
+        """Set threads, and whether equal orders are one call."""
+        self._threads, self._is_batched = threads, variant == "batched"
+
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+        """Make the calls."""
+        orders = [ImageSpec.from_json(item) for item in items]
+        together = self._is_batched and not one_by_one
+        outcomes: list[ItemOutcome] = []
+        for call in [orders] if together else [[order] for order in orders]:
+            outcomes += _outcomes(self._draw(call), keep)
+        return outcomes
+
+    def resumed(self) -> None:
+        """Do nothing: one process watches no other."""
+
+    def close(self) -> None:
+        """Do nothing: there is nothing to release."""
+
+    def _draw(self, orders: Sequence[ImageSpec]) -> list[Any]:
+        first = orders[0]
+        if first.scheduler != "ddim" or first.loras or first.control:
+            raise BenchError("the openvino system draws with ddim, without LoRAs and ControlNets")
+        pipeline, edge = self._ready(len(orders), first.edge)
+        made = pipeline(
+            prompt=[order.prompt for order in orders],
+            num_inference_steps=first.steps,
+            guidance_scale=first.guidance,
+            width=edge,
+            height=edge,
+            generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
+        )
+        return [np.asarray(image.convert("RGB")) for image in made.images]
+
+    def _ready(self, batch: int, edge: int | None) -> tuple[Any, int]:
+        """Return the pipeline compiled for a batch and an edge, and the edge."""
+        if self._pipeline is None:
+            self._pipeline = self._load()
+            self._pipeline.scheduler = DDIMScheduler.from_config(self._pipeline.scheduler.config)
+            self._pipeline.set_progress_bar_config(disable=True)
+        edge = edge or int(self._pipeline.unet.config["sample_size"]) * self._pipeline.vae_scale_factor
+        wanted = (batch, edge, self._threads)
+        if self._compiled != wanted:
+            if self._compiled is not None:  # a static shape cannot be widened again
+                self._pipeline = None
+                self._compiled = None
+                return self._ready(batch, edge)
+            self._pipeline.reshape(batch_size=batch, height=edge, width=edge, num_images_per_prompt=1)
+            _widen(self._pipeline.vae_decoder.model, batch)
+            self._pipeline.compile()
+            self._compiled = wanted
+        return self._pipeline, edge
+
+    def _load(self) -> Any:
+        config = {
+            "INFERENCE_PRECISION_HINT": self._precision,
+            "INFERENCE_NUM_THREADS": str(self._threads),
+            "NUM_STREAMS": "1",
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        return self._kind.from_pretrained(self._folder, compile=False, device="CPU", ov_config=config)
+
+    def _export(self, base: Path, folder: Path) -> Path:
+        """Return the folder of the exported model."""
+        if (folder / "model_index.json").is_file():
+            return folder
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(folder.parent), tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            if (folder / "model_index.json").is_file():  # another worker was faster
+                return folder
+            source, made = Path(scratch) / "source", Path(scratch) / "made"
+            _copy_links(base, source)
+            pipeline = self._kind.from_pretrained(source, export=True, compile=False, load_in_8bit=False)
+            pipeline.save_pretrained(made)
+            del pipeline
+            made.rename(folder)
+        return folder
+
+
+def openvino(settings: Mapping[str, Any]) -> FleetWorker:
+    """Build the pipeline of optimum-intel."""
+    return OpenVinoPipeline(settings)
+
+
+def _widen(decoder: Any, batch: int) -> None:
+    """Set a decoder's batch size, which `reshape` leaves at the number of images of one prompt."""
+    shape = decoder.input(0).partial_shape
+    shape[0] = batch
+    decoder.reshape(shape)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock: exporting takes the memory of several copies of a model."""
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _key(base: Path) -> str:
+    """Return a name for the exports of a model folder: where it is, and what its files look like."""
+    files = sorted(path for path in base.rglob("*") if path.is_file())
+    facts = [str(base.resolve()), *(f"{path.relative_to(base)} {path.stat().st_size}" for path in files)]
+    return f"{base.name}-{hashlib.sha256(chr(10).join(facts).encode()).hexdigest()[:12]}"
+
+
+def _copy_links(base: Path, into: Path) -> None:
+    """Link all files of a model. Text encoders saved by a newer transformers get the key names of this one."""
+    for path in sorted(base.rglob("*")):
+        target = into / path.relative_to(base)
+        if path.is_dir():
+            continue
+        target.parent.mkdir(parents=True, exist_ok=True)
+        is_text = path.parent.name.startswith("text_encoder") and path.suffix == ".safetensors"
+        tensors = load_file(path) if is_text else {}
+        if is_text and not any(name.startswith(_TEXT_PREFIX) for name in tensors):
+            own = {"text_projection.weight"}
+            save_file(
+                {name if name in own else _TEXT_PREFIX + name: tensor for name, tensor in tensors.items()},
+                target,
+                metadata={"format": "pt"},
+            )
+        else:
+            target.symlink_to(path.resolve())

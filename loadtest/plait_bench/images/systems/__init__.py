@@ -1,1 +1,0 @@
-"""The systems that the image benchmark compares, inside their worker processes; `factories` opens each."""

@@ -1,0 +1,476 @@
+"""Single operators at the sizes of real models: time, bandwidth, and the share of what a plain copy reaches.
+
+`python -m plait_bench.kernels --json` runs it where only torch, Triton and plait's kernels are installed; `plait bench
+kernels` is the same. Without a GPU it measures the CPU forms, in fp32. Calls go round over several sets of inputs, more
+than the last cache holds, so that each reads memory; on a GPU they are captured in a CUDA graph, so that launches do
+not count. A plain copy is timed the same way.
+
+Sizes are those of guided denoising, two rows: SDXL at 1024x1024, Stable Diffusion 1.5 at 512x512.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Subject, Workload, chosen
+from plait_bench.errors import Disagreement, SystemUnavailable
+from plait_bench.host import ROOT, commit, host_facts
+from plait_bench.records import document
+from plait_bench.runner import RunPlan, joined, run
+from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
+from plait_kernels.lora_merge import Term
+from plait_kernels.registry import load
+
+NAME = "kernels"
+PLAIT, EAGER, COMPILED, COPY, FBGEMM = "plait", "eager", "torch.compile", "copy", "fbgemm"
+
+Arguments = tuple[Any, ...]
+Call = Callable[[], object]
+Form = Callable[..., object]
+Make = Callable[[str, torch.dtype], Arguments]
+
+_TOLERANCE = 4e-2
+"""Largest difference between systems, relative to the largest value: they round to the dtype at different places."""
+_ROUND_S = 0.05
+_COLD_BYTES = 512 << 20
+"""Bytes of all sets together: several times the L2 cache of a large GPU."""
+_MAX_SETS = 64
+
+_SDXL_NORMS = [(320, 128), (960, 128), (640, 64), (1920, 64), (1280, 32), (2560, 32)]
+_SD15_NORMS = [(320, 64), (640, 32), (1280, 16), (2560, 8)]
+_SDXL_GEGLUS = [(4096, 2560), (1024, 5120)]  # (tokens, D)
+_SD15_GEGLUS = [(4096, 1280), (1024, 2560), (256, 5120)]
+_ROWS, _GROUPS = 2, 32
+_RANK, _TERMS, _MERGED_WIDTH = 16, 2, 1280
+_TABLE_ROWS, _TABLE_WIDTH = 4_000_000, 64  # 1 GB of float32, 288 MB of int8
+_BLOCK_ROWS = 65_536
+_LOOKUPS = ((64, 20), (512, 80), (2048, 40))  # (bags, ids in each): RM3, RM1's, and a batch of many
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class OperatorCase:
+    """An operator at one size, what plait computes it with, and what eager torch (diffusers) does.
+
+    `moved` counts what an operator must read and write, in elements of the dtype, each once. `make(device, dtype)`
+    gives the arguments of one call. `others` make further forms, by system; they raise `SystemUnavailable`. `compiles`:
+    whether torch.compile takes part.
+    """
+
+    name: str
+    op: str
+    moved: int
+    make: Make
+    plait: Form
+    eager: Form
+    others: Mapping[str, Callable[[], Form]] = field(default_factory=dict)
+    compiles: bool = True
+
+
+def cases(device: str) -> list[OperatorCase]:
+    """Return all cases; on a CPU a size of each, and those that only a CPU has."""
+    small = device == "cpu"
+    norms = [("sdxl", size) for size in _SDXL_NORMS] + [("sd15", size) for size in _SD15_NORMS]
+    geglus = [("sdxl", size) for size in _SDXL_GEGLUS] + [("sd15", size) for size in _SD15_GEGLUS]
+    found = [_geglu(model, *size) for model, size in geglus[: 1 if small else None]]
+    found += [_norm(model, *size, last=True) for model, size in (norms[2:3] if small else norms)]
+    found += [_norm(model, *size, last=False) for model, size in (norms[2:3] if small else norms[:6:2])]
+    found += [_residuals("sdxl", *size) for size in ((640, 64), (320, 128))[: 1 if small else 2]]
+    found += [_plain_norm(model, *size) for model, size in ([] if small else norms[2:5:2])]
+    return found + ([_merge(_MERGED_WIDTH), *(_lookup(*size) for size in _LOOKUPS)] if small else [])
+
+
+def _geglu(model: str, tokens: int, width: int) -> OperatorCase:
+    def eager(x: torch.Tensor) -> object:
+        hidden, gate = x.chunk(2, dim=-1)
+        return hidden * functional.gelu(gate)
+
+    return OperatorCase(
+        name=f"geglu-{model}-{tokens}x{width}",
+        op="geglu",
+        moved=3 * _ROWS * tokens * width,
+        make=lambda device, dtype: (torch.randn(_ROWS, tokens, 2 * width, device=device, dtype=dtype),),
+        plait=lambda x: load("geglu", x.device.type, x.dtype)(x),
+        eager=eager,
+    )
+
+
+def _plait_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, **more: Any) -> object:
+    channels = x.shape[1] // _GROUPS
+    op = load("group_norm_silu", x.device.type, x.dtype, elements=x.numel(), group_channels=channels)
+    return op(x, _GROUPS, weight, bias, 1e-5, **more)
+
+
+def _norm(model: str, channels: int, edge: int, *, last: bool) -> OperatorCase:
+    """ResnetBlock2D's second half: time embedding, norm, SiLU."""
+
+    def make(device: str, dtype: torch.dtype) -> Arguments:
+        time_embedding = torch.randn(_ROWS, channels, device=device, dtype=dtype)
+        return (*_norm_arguments(channels, edge, device, dtype, last=last), time_embedding)
+
+    def eager(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, time: torch.Tensor) -> object:
+        return functional.silu(functional.group_norm(x + time[:, :, None, None], _GROUPS, weight, bias, 1e-5))
+
+    return OperatorCase(
+        name=f"group-norm-silu-{model}-{channels}x{edge}{'' if last else '-contiguous'}",
+        op="group_norm_silu",
+        moved=2 * _ROWS * channels * edge * edge,
+        make=make,
+        plait=lambda x, weight, bias, time: _plait_norm(x, weight, bias, addend=time),
+        eager=eager,
+    )
+
+
+def _plain_norm(model: str, channels: int, edge: int) -> OperatorCase:
+    """Transformer2DModel's norm: nothing before it or after it."""
+    return OperatorCase(
+        name=f"group-norm-{model}-{channels}x{edge}",
+        op="group_norm_silu",
+        moved=2 * _ROWS * channels * edge * edge,
+        make=lambda device, dtype: _norm_arguments(channels, edge, device, dtype, last=True),
+        plait=lambda x, weight, bias: _plait_norm(x, weight, bias, silu=False),
+        eager=lambda x, weight, bias: functional.group_norm(x, _GROUPS, weight, bias, 1e-5),
+    )
+
+
+def _norm_arguments(channels: int, edge: int, device: str, dtype: torch.dtype, *, last: bool) -> Arguments:
+    x = torch.randn(_ROWS, channels, edge, edge, device=device, dtype=dtype)
+    layout = torch.channels_last if last else torch.contiguous_format
+    return (x.to(memory_format=layout), *(torch.randn(channels, device=device, dtype=dtype) for _ in range(2)))
+
+
+def _residuals(model: str, channels: int, edge: int) -> OperatorCase:
+    """Three ControlNets on one skip."""
+
+    def make(device: str, dtype: torch.dtype) -> Arguments:
+        shape = (_ROWS, channels, edge, edge)
+        skip, *residuals = (
+            torch.randn(shape, device=device, dtype=dtype).to(memory_format=torch.channels_last) for _ in range(4)
+        )
+        return skip, residuals, torch.full((3, _ROWS), 0.01, device=device)
+
+    def plait(skip: torch.Tensor, residuals: list[torch.Tensor], scales: torch.Tensor) -> object:
+        load("residual_add", skip.device.type, skip.dtype, residuals=len(residuals))(skip, residuals, scales)
+        return skip
+
+    def eager(skip: torch.Tensor, residuals: list[torch.Tensor], scales: torch.Tensor) -> object:
+        del scales  # diffusers multiplies by a Python number where a ControlNet ends
+        scaled = [residual * 0.01 for residual in residuals]
+        skip += scaled[0] + scaled[1] + scaled[2]
+        return skip
+
+    return OperatorCase(
+        name=f"residual-add-{model}-{channels}x{edge}",
+        op="residual_add",
+        moved=5 * _ROWS * channels * edge * edge,
+        make=make,
+        plait=plait,
+        eager=eager,
+    )
+
+
+def _merge(width: int) -> OperatorCase:
+    """A LoRA set merged into a large weight of Stable Diffusion 1.5. Eager: LoRA after LoRA is added to a copy, all of
+    which is then looked at (peft's `merge` with `safe_merge`)."""
+
+    def make(device: str, dtype: torch.dtype) -> Arguments:
+        def drawn(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, device=device, dtype=dtype) * 0.01
+
+        weight = drawn(width, width)
+        ups, downs = ([drawn(*shape) for _ in range(_TERMS)] for shape in ((width, _RANK), (_RANK, width)))
+        return weight, weight.clone(), ups, downs
+
+    def plait(weight: torch.Tensor, own: torch.Tensor, ups: list[torch.Tensor], downs: list[torch.Tensor]) -> object:
+        terms = [Term(up=up, down=down, c=0.5) for up, down in zip(ups, downs, strict=True)]
+        load("lora_merge", weight.device.type, weight.dtype)(weight, own, terms, proven_finite=True)
+        return weight
+
+    def eager(weight: torch.Tensor, own: torch.Tensor, ups: list[torch.Tensor], downs: list[torch.Tensor]) -> object:
+        total = own.clone()
+        for up, down in zip(ups, downs, strict=True):
+            total += (up @ down) * 0.5
+        assert torch.isfinite(total).all()
+        return weight.copy_(total)
+
+    return OperatorCase(
+        name=f"lora-merge-sd15-{width}",
+        op="lora_merge",
+        moved=2 * width * width,
+        make=make,
+        plait=plait,
+        eager=eager,
+        compiles=False,
+    )
+
+
+def _lookup(bags: int, ids: int) -> OperatorCase:
+    """Pooled lookups in a table that no cache holds: int8 rows, beside float32 rows (eager) and fbgemm's int8 rows."""
+    stored = _TABLE_WIDTH + SCALE_AND_BIAS_BYTES
+    return OperatorCase(
+        name=f"int8-lookup-{bags}x{ids}",
+        op="int8_lookup",
+        moved=(bags * ids * (stored + 8) + 4 * bags * _TABLE_WIDTH) // 4,
+        make=lambda *_: (torch.randint(_TABLE_ROWS, (bags * ids,)), torch.arange(0, bags * ids + 1, ids)),
+        plait=lambda ids, offsets: load("int8_lookup", "cpu", torch.float32)(_stored(), ids, offsets),
+        eager=lambda ids, offsets: torch.embedding_bag(_table(), ids, offsets, False, 0, False, None, True)[0],
+        others={FBGEMM: _fbgemm},
+        compiles=False,
+    )
+
+
+@lru_cache(maxsize=1)
+def _table() -> torch.Tensor:
+    """Return the rows as float32. The first are drawn, then repeated."""
+    block = torch.empty(_BLOCK_ROWS, _TABLE_WIDTH).uniform_(-1, 1)
+    return block.repeat(-(-_TABLE_ROWS // _BLOCK_ROWS), 1)[:_TABLE_ROWS]
+
+
+@lru_cache(maxsize=1)
+def _stored() -> torch.Tensor:
+    """Return the same rows as int8 with scale and bias."""
+    parts = [torch.ops.quantized.embedding_bag_byte_prepack(part) for part in torch.split(_table(), _BLOCK_ROWS)]
+    return torch.cat(parts)
+
+
+@lru_cache(maxsize=1)
+def _fbgemm() -> Form:
+    """Return fbgemm's inference operator over the same rows; its scale and bias are float16.
+
+    Raises `SystemUnavailable`: it is no dependency; `pip install --no-deps fbgemm-gpu-cpu` of torch's version adds it.
+    """
+    try:
+        from fbgemm_gpu.split_embedding_configs import SparseType
+        from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+        from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+    except (ImportError, OSError) as error:
+        raise SystemUnavailable(f"{FBGEMM}: {error}") from error
+    made: Any = IntNBitTableBatchedEmbeddingBagsCodegen(
+        [("table", _TABLE_ROWS, _TABLE_WIDTH, SparseType.INT8, EmbeddingLocation.HOST)],
+        device="cpu", pooling_mode=PoolingMode.SUM, output_dtype=SparseType.FP32, row_alignment=1,
+    )  # fmt: skip
+    made.initialize_weights()
+    ((rows, scales),) = made.split_embedding_weights()
+    stored = _stored()
+    rows.copy_(stored[:, :_TABLE_WIDTH])
+    scales.copy_(stored[:, _TABLE_WIDTH:].contiguous().view(torch.float32).half().view(torch.uint8))
+    return lambda ids, offsets: made(ids.int(), offsets.int())
+
+
+class DeviceTimer:
+    """Seconds per call of a list of calls, each on inputs of its own: wall-clock time on this process's cores."""
+
+    device, dtype, name = "cpu", torch.float32, "CPU, float32"
+
+    def prepare(self, calls: Sequence[Call]) -> Call:
+        """Return one call that makes them all."""
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
+
+    def elapsed_s(self, run: Call, times: int) -> float:
+        """Return how long `times` runs take."""
+        began_s = time.perf_counter()
+        for _ in range(times):
+            run()
+        return time.perf_counter() - began_s
+
+    def sets(self, nbytes: int) -> int:
+        """Return how many sets of inputs make every call read memory, given the bytes that one call moves."""
+        return max(2, min(_MAX_SETS, -(-_COLD_BYTES // nbytes)))
+
+    def per_call_s(self, run: Call, calls: int) -> float:
+        """Return the seconds of one of the `calls` that `run` makes, over about a twentieth of a second."""
+        once_s = max(self.elapsed_s(run, 1), 1e-6)
+        times = max(1, int(_ROUND_S / once_s))
+        return self.elapsed_s(run, times) / times / calls
+
+
+class CudaTimer(DeviceTimer):
+    """Device time between two events."""
+
+    device, dtype = "cuda", torch.float16
+
+    def __init__(self) -> None:
+        self.name = f"{torch.cuda.get_device_name()}, float16"
+
+    def prepare(self, calls: Sequence[Call]) -> Call:
+        """Capture the calls in one CUDA graph, after runs on another stream, as torch asks for."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in (*calls[:2], *calls[:2]):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for call in calls:
+                call()
+        return graph.replay
+
+    def elapsed_s(self, run: Call, times: int) -> float:
+        """Time by events around the runs."""
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+        began.record()
+        for _ in range(times):
+            run()
+        ended.record()
+        torch.cuda.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+
+class FormSubject:
+    """One form, captured on several sets of inputs."""
+
+    def __init__(self, form: Form, case: OperatorCase, clock: DeviceTimer, sets: Sequence[Arguments]) -> None:
+        self._form, self._case, self._clock, self._sets = form, case, clock, sets
+        self._run: Call | None = None
+
+    def answer(self) -> torch.Tensor:
+        """Return the result on a copy of the first inputs: some operators write in place."""
+        copied = [
+            each.clone() if isinstance(each, torch.Tensor) else [one.clone() for one in each] for each in self._sets[0]
+        ]
+        result = self._form(*copied)
+        assert isinstance(result, torch.Tensor)
+        return result.float()
+
+    def warm_up(self) -> None:
+        """Compile, capture, and run once."""
+        if self._run is None:
+            calls: list[Call] = [lambda given=given: self._form(*given) for given in self._sets]  # type: ignore[misc]
+            self._run = self._clock.prepare(calls)
+        self._clock.elapsed_s(self._run, 1)
+
+    def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
+        """Return the time and what it means as bandwidth."""
+        assert self._run is not None
+        taken_s = self._clock.per_call_s(self._run, len(self._sets))
+        gb_per_s = self._case.moved * self._clock.dtype.itemsize / taken_s / 1e9
+        return [
+            Reading(metric="time_us", value=taken_s * 1e6, layout=self._clock.name),
+            Reading(metric="bandwidth", value=gb_per_s, layout=self._clock.name),
+        ]
+
+
+class OperatorWorkload(Workload):
+    """All systems on one case; a share of the copy's bandwidth is taken inside each round."""
+
+    metrics: Mapping[str, Metric] = {
+        "time_us": Metric(unit="us", better="lower"),
+        "bandwidth": Metric(unit="GB/s", better="higher"),
+        "share_of_copy": Metric(unit="share", better="higher"),
+    }
+    compared = frozenset({"time_us"})
+    ours = PLAIT
+
+    def __init__(self, case: OperatorCase, clock: DeviceTimer) -> None:
+        self.name = case.name
+        self._case, self._clock = case, clock
+        compiled = (COMPILED,) if case.compiles and _compiles(clock.device) else ()
+        self.systems = (PLAIT, EAGER, *compiled, *case.others, COPY)
+        self.pairs = tuple((PLAIT, other) for other in self.systems[1:-1])
+        self._made: dict[bool, list[Arguments]] = {}
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Make the inputs and the form."""
+        with torch.inference_mode():
+            yield FormSubject(self._form(system), self._case, self._clock, self._inputs(is_copy=system == COPY))
+        self._made.clear()
+
+    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
+        """Compare the forms' results. Raises `Disagreement`."""
+        forms = {name: each for name, each in subjects.items() if isinstance(each, FormSubject) and name != COPY}
+        answers = {name: each.answer() for name, each in forms.items()}
+        if (reference := answers.get(EAGER)) is not None:
+            for name, answer in answers.items():
+                error = float((answer - reference).abs().max() / reference.abs().max())
+                if not error <= _TOLERANCE:
+                    raise Disagreement(f"{self.name}: {name} differs from {EAGER} by {error:.2g} of the largest value")
+        return ()
+
+    def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
+        """Return the share of the copy's bandwidth that each system reached in this round."""
+        if COPY not in readings:
+            return ()
+        name = self._clock.name
+        return [
+            Reading(metric="share_of_copy", value=readings[COPY][0].value / found[0].value, system=system, layout=name)
+            for system, found in readings.items()
+            if system != COPY
+        ]
+
+    def _form(self, system: str) -> Form:
+        if system in self._case.others:
+            return self._case.others[system]()
+        if system == COMPILED:
+            torch.compiler.reset()  # else sizes of one function would share its few places for compiled code
+            compiled: Form = torch.compile(self._case.eager, dynamic=False)
+            return compiled
+        return {PLAIT: self._case.plait, EAGER: self._case.eager, COPY: torch.clone}[system]
+
+    def _inputs(self, *, is_copy: bool) -> list[Arguments]:
+        """Return the sets of inputs, the same for all systems but the copy."""
+        if is_copy not in self._made:
+            make = copied(self._case.moved) if is_copy else self._case.make
+            count = self._clock.sets(self._case.moved * self._clock.dtype.itemsize)
+            self._made[is_copy] = [make(self._clock.device, self._clock.dtype) for _ in range(count)]
+        return self._made[is_copy]
+
+
+def copied(moved: int) -> Make:
+    """Return what makes the argument of a copy that moves as many elements: half are read, half are written."""
+    return lambda device, dtype: (torch.randn(math.ceil(moved / 2), device=device, dtype=dtype),)
+
+
+def _compiles(device: str) -> bool:
+    """Return whether torch.compile has what it needs: Triton comes with torch for a GPU; a CPU needs a compiler."""
+    return device == "cuda" or any(shutil.which(name) for name in ("g++", "clang++"))
+
+
+def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+    """Make the benchmark of all cases, or of those whose operator or name was given. Raises `BenchError`."""
+    clock = CudaTimer() if torch.cuda.is_available() else DeviceTimer()
+    found = cases(clock.device)
+    operators = {case.op for case in found}
+    chosen([name for name in only if name not in operators], [case.name for case in found], "workload")
+    wanted = [case for case in found if not only or case.op in only or case.name in only]
+    return Benchmark(name=NAME, workloads=tuple(OperatorWorkload(case, clock) for case in wanted))
+
+
+def main() -> None:
+    """Measure, and print rows or a JSON document."""
+    parser = argparse.ArgumentParser(prog="python -m plait_bench.kernels")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--workload", action="append", default=[], help="only this operator or case; may be repeated")
+    given = parser.parse_args()
+    plan = RunPlan(rounds=given.rounds, settles=False)
+    parts = run(benchmark(only=given.workload), plan, say=lambda line: print(line, file=sys.stderr, flush=True))
+    written = document(NAME, commit(ROOT), host_facts(), joined(list(parts)))
+    if given.json:
+        print(json.dumps(written, indent=1))
+        return
+    for row in written["rows"]:
+        print(f"{row['workload']:<40} {row['system']:<14} {row['metric']:<14} {row['value']:>10.4g} {row['unit']}")
+
+
+if __name__ == "__main__":
+    main()

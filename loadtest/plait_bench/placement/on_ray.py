@@ -1,0 +1,312 @@
+"""A scenario played on a Ray of several nodes on this machine, with logical GPUs and replicas that do nothing: with
+plait's planner, and with each of Serve's own ways of placing replicas. What is stranded after each step?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload
+from plait_bench.errors import BenchError
+from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
+from plait_deploy.on_ray.declared import placed_deployments, policy_options
+from plait_deploy.on_ray.gauges import occupied
+from plait_deploy.on_ray.names import LABEL, split_name
+from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
+from plait_deploy.on_ray.whereabouts import NODE, node_number
+from plait_deploy.placement.demands import Demand, task_of
+from plait_deploy.placement.plan import use_of
+from plait_deploy.placement.values import WHOLE
+
+PLAIT, PACK = "plait", "ray-pack"
+SYSTEMS = (PLAIT, "ray-spread", PACK)
+_CPUS = 0.05
+"""Of a replica; what is scarce here is GPUs."""
+_ENVIRONMENT = {PACK: {"RAY_SERVE_USE_PACK_SCHEDULING_STRATEGY": "1"}}
+_APP = "placed"
+_PATIENCE_S = 90.0
+"""When no replica has started or ended for so long, those that do not run have no place. A start takes seconds."""
+_POLL_S = 1.0
+_ANSWER_S = 10.0
+_ASKED_AT_ONCE = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterChange:
+    """One change. `lost`, `added`: names of nodes; `replicas`: new numbers by deployment."""
+
+    name: str
+    lost: str = ""
+    added: str = ""
+    replicas: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterScenario:
+    """Nodes by name, which is their class, deployments, and what happens after the start."""
+
+    nodes: Mapping[str, NodeSize]
+    demands: tuple[Demand, ...]
+    steps: tuple[ClusterChange, ...]
+
+
+def changed(demands: tuple[Demand, ...], replicas: Mapping[str, int]) -> tuple[Demand, ...]:
+    """Return the demands with new numbers of replicas."""
+    return tuple(replace(each, replicas=replicas.get(each.name, each.replicas)) for each in demands)
+
+
+def _nodes(names: str, gpus: int) -> dict[str, NodeSize]:
+    return {name: NodeSize(cpus=16, gpus=gpus, labels={LABEL: name}) for name in names}
+
+
+def _demands(wanted: Mapping[float, tuple[int, ...]]) -> tuple[Demand, ...]:
+    """Return deployments by the GPUs of a replica, each with as many replicas as its entry says."""
+    return tuple(
+        Demand(
+            name=f"g{round(1000 * gpus)}-{number}",
+            task=task_of("a replica", num_cpus=_CPUS, num_gpus=gpus),
+            replicas=replicas,
+        )
+        for gpus, counts in wanted.items()
+        for number, replicas in enumerate(counts, 1)
+    )
+
+
+SMALL = ClusterScenario(
+    nodes=_nodes("abc", 4),
+    demands=_demands({0.3: (2,), 0.4: (2,), 0.5: (2,), 0.6: (1,), 1: (1,), 2: (1,)}),
+    steps=(
+        ClusterChange(name="more", replicas={"g300-1": 3, "g600-1": 2}),
+        ClusterChange(name="lost", lost="b"),
+        ClusterChange(name="added", added="b"),
+        ClusterChange(name="fewer", replicas={"g400-1": 1, "g500-1": 1}),
+        ClusterChange(name="large", replicas={"g2000-1": 3}),
+    ),
+)
+"""3 nodes x 4 GPUs, 6 deployments."""
+
+LARGE = ClusterScenario(
+    nodes=_nodes("abcdef", 8),
+    demands=_demands(
+        {
+            0.2: (3, 2, 2), 0.25: (2, 2), 0.3: (3, 2, 2), 0.4: (2, 2, 1), 0.45: (2, 1), 0.5: (2, 2), 0.6: (2, 2, 1),
+            0.7: (1, 1), 0.8: (1,), 1: (3, 2), 2: (2,), 4: (2,),
+        }
+    ),
+    steps=(
+        ClusterChange(name="more", replicas={"g250-1": 4, "g300-1": 6, "g450-1": 4, "g600-1": 4}),
+        ClusterChange(name="lost", lost="c"),
+        ClusterChange(name="added", added="c"),
+        ClusterChange(name="fewer", replicas={"g200-1": 1, "g300-1": 2, "g450-1": 2, "g500-1": 1, "g600-1": 1}),
+        ClusterChange(name="large", replicas={"g4000-1": 5}),
+    ),
+)  # fmt: skip
+"""6 nodes x 8 GPUs, 25 deployments."""
+
+
+class OnRay(Workload):
+    """A scenario, played by each system on a fresh cluster; a row for each step."""
+
+    systems = SYSTEMS
+    ours = PLAIT
+    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(SYSTEMS, 1)
+    metrics: Mapping[str, Metric] = {
+        "stranded_pct": Metric(unit="% of GPUs", better="lower", is_timed=False),
+        "idle_pct": Metric(unit="% of GPUs", is_timed=False),
+        "without_place": Metric(unit="replicas", better="lower", is_timed=False),
+        "restarted": Metric(unit="replicas", better="lower", is_timed=False),
+        "step_s": Metric(unit="s", better="lower"),
+    }
+
+    def __init__(self, name: str, scenario: ClusterScenario) -> None:
+        self.name, self.scenario = name, scenario
+        self._say: Say = lambda _: None
+
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Keep where progress goes."""
+        self._say = say
+        yield
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Open a system; every round starts a cluster of its own."""
+        yield Rounds(lambda _: self._played(system))
+
+    def _played(self, system: str) -> Sequence[Reading]:
+        """Play the scenario. Raises `BenchError` if Ray does not start."""
+        try:
+            with local_nodes() as nodes:
+                phases = play(system, self.scenario, nodes, say=self._say)
+        except (RuntimeError, TimeoutError, ConnectionError) as error:
+            raise BenchError(f"{self.name}: {error}") from error
+        return [
+            Reading(metric=metric, value=value, workload=f"{self.name}-{phase.name}")
+            for phase in phases
+            for metric, value in {
+                "stranded_pct": 100 * phase.stranded / phase.gpus,
+                "idle_pct": 100 * phase.idle / phase.gpus,
+                "without_place": float(phase.without),
+                "restarted": float(phase.restarted),
+                "step_s": phase.seconds,
+            }.items()
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """How the cluster stands after a step. `without`: replicas that found no place. `restarted`: replicas that ended
+    although neither their node nor their deployment's number of replicas asked for it. `seconds`: until then."""
+
+    name: str
+    gpus: int
+    idle: float
+    stranded: float
+    wanted: int
+    without: int
+    restarted: int
+    seconds: float
+
+
+def play(
+    system: str,
+    scenario: ClusterScenario,
+    nodes: LocalNodes,
+    *,
+    say: Say = lambda _: None,
+    patience_s: float = _PATIENCE_S,
+) -> list[Phase]:
+    """Return the phases: the start, then one for each step. The nodes are started here."""
+    for name, node in scenario.nodes.items():
+        nodes.add(name, node)
+    with attached(nodes, environ=_ENVIRONMENT.get(system)) as serve:
+        return _Playing(system, scenario, nodes, serve, say=say, patience_s=patience_s).run()
+
+
+class _Playing:
+    """One play."""
+
+    def __init__(
+        self, system: str, scenario: ClusterScenario, nodes: LocalNodes, serve: Any, *, say: Say, patience_s: float
+    ) -> None:
+        self._system, self._scenario, self._nodes, self._serve = system, scenario, nodes, serve
+        self._say, self._patience_s = say, patience_s
+        self._demands = scenario.demands
+        self._handles: dict[str, Any] = {}
+
+    def run(self) -> list[Phase]:
+        """Play it all."""
+        start = self._phase(ClusterChange(name="start"), {})
+        return [start, *(self._phase(step, self._replicas()) for step in self._scenario.steps)]
+
+    def _phase(self, step: ClusterChange, before: Mapping[str, Mapping[str, Any]]) -> Phase:
+        started_s = time.monotonic()
+        gone = {node_number(self._nodes.id_of(step.lost))} if step.lost else set()
+        if step.lost:
+            self._nodes.lose(step.lost)
+        if step.added:
+            self._nodes.add(step.added, self._scenario.nodes[step.added])
+        old = {each.name: each.replicas for each in self._demands}
+        self._demands = changed(self._demands, step.replicas)
+        if step.replicas or not before:
+            self._deploy()
+        after = self._settled(gone)
+        ended = [said for name, said in before.items() if name not in after and said[NODE] not in gone]
+        fewer = sum(max(0, old[each.name] - each.replicas) for each in self._demands)
+        phase = self._measured(step.name, after, max(0, len(ended) - fewer), time.monotonic() - started_s)
+        self._say(f"{self._system}: {phase}")
+        return phase
+
+    def _deploy(self) -> None:
+        deploy(self._serve, _application(self._system, self._demands, tuple(self._scenario.nodes)))
+
+    def _settled(self, gone: set[float]) -> dict[str, Mapping[str, Any]]:
+        """Wait until all replicas run, or nothing has changed for long; return who is where.
+
+        Replicas on a lost node are found by asking: Serve takes some seconds to notice.
+        """
+        wanted = sum(each.replicas for each in self._demands)
+        seen: tuple[int, ...] = ()
+        changed_s = time.monotonic()
+        while True:
+            counts = self._counts()
+            if counts != seen:
+                seen, changed_s = counts, time.monotonic()
+            waited_long = time.monotonic() - changed_s > self._patience_s
+            if sum(counts) == wanted or waited_long:
+                found = {name: said for name, said in self._replicas().items() if said[NODE] not in gone}
+                if len(found) == wanted or waited_long:
+                    return found
+            time.sleep(_POLL_S)
+
+    def _counts(self) -> tuple[int, ...]:
+        """Return the number of running replicas of each deployment, as Serve's controller knows it."""
+        app = self._serve.status().applications.get(_APP)
+        return tuple(_running(status) for name, status in (app.deployments if app else {}).items() if name != "root")
+
+    def _replicas(self) -> dict[str, Mapping[str, Any]]:
+        """Return what each running replica says of itself, by its name."""
+        app = self._serve.status().applications.get(_APP)
+        names = [name for name, it in (app.deployments if app else {}).items() if name != "root" and _running(it)]
+        for name in names:
+            if name not in self._handles:
+                self._handles[name] = self._serve.get_deployment_handle(name, _APP)
+        found: dict[str, Mapping[str, Any]] = {}
+        with ThreadPoolExecutor(_ASKED_AT_ONCE) as threads:
+            for name, answers in zip(names, threads.map(self._ask, names), strict=True):
+                place = split_name(name)
+                found |= {said["replica"]: {**said, "name": place[0] if place else name} for said in answers}
+        return found
+
+    def _ask(self, name: str) -> list[Mapping[str, Any]]:
+        try:
+            answers = self._handles[name].broadcast("whereabouts").results(timeout_s=_ANSWER_S, return_exceptions=True)
+        except Exception:  # its last replica has ended; Ray's and Serve's errors have no common base
+            return []
+        return [said for said in answers if isinstance(said, Mapping)]
+
+    def _measured(self, name: str, after: Mapping[str, Mapping[str, Any]], restarted: int, seconds: float) -> Phase:
+        nodes = [each for each in living_nodes(ray_nodes()) if each.node.gpus]
+        reports: dict[str, list[Mapping[str, Any]]] = {}
+        for said in after.values():
+            reports.setdefault(said["name"], []).append(said)
+        state = occupied(nodes, self._demands, reports)
+        use = use_of(state, self._demands)
+        wanted = sum(each.replicas for each in self._demands)
+        taken = sum(each.task.total_milli * len(reports.get(each.name, ())) for each in self._demands)
+        assert use.gpus * WHOLE - taken == int(state.gpu_free.sum()), "two replicas say that they have the same GPU"
+        return Phase(
+            name=name, gpus=use.gpus, idle=use.idle, stranded=use.stranded, wanted=wanted,
+            without=wanted - len(after), restarted=restarted, seconds=seconds,
+        )  # fmt: skip
+
+
+def _running(status: Any) -> int:
+    return sum(count for state, count in status.replica_states.items() if str(state) == "RUNNING")
+
+
+def _application(system: str, demands: tuple[Demand, ...], classes: tuple[str, ...]) -> dict[str, Any]:
+    """Return the application as a Serve configuration has it."""
+    if system == PLAIT:
+        options = placed_deployments(demands, classes)
+        more = {"autoscaling_policy": policy_options(demands, classes)}
+    else:
+        options = {each.name: _plain(each) for each in demands}
+        more = {}
+    return {
+        "name": _APP,
+        "route_prefix": None,
+        "import_path": "plait_bench.placement.tiny:build",
+        "args": {"deployments": list(options)},
+        "deployments": [{"name": name, **said} for name, said in options.items()],
+        **more,
+    }
+
+
+def _plain(demand: Demand) -> dict[str, Any]:
+    needs = {"num_cpus": demand.task.cpu_milli / WHOLE, "num_gpus": demand.task.total_milli / WHOLE}
+    return {"num_replicas": demand.replicas, "ray_actor_options": needs}

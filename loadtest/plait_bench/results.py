@@ -1,0 +1,238 @@
+"""What documents show of the recorded rows: `python -m plait_bench.results [--check]`.
+
+`loadtest/RESULTS.md` has all of them. README.md opens with a few ratios, between `<!-- headlines -->` and
+`<!-- /headlines -->`: one in which plait is ahead beside one in which it is not, so that the page promises no more than
+the tables show. A guide has at most one table of at most eight lines, between `<!-- results: BENCH WORKLOAD... -->` and
+`<!-- /results -->`. Rows whose commit is not in the history of HEAD are not shown.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from plait_bench import records
+from plait_bench.benchmark import RATIO
+from plait_bench.errors import BenchError
+from plait_bench.host import PACKAGE_FOLDERS, ROOT, is_in_history
+from plait_bench.job import RESULTS
+
+Record = Mapping[str, Any]
+_Rows = Mapping[tuple[str, str, str], Record]
+"""By workload, system and metric."""
+
+PAGE = ROOT / "loadtest" / "RESULTS.md"
+_MAX_LINES = 8
+
+SECTIONS: Mapping[str, tuple[str, ...]] = {
+    "images": ("images_per_s", "peak_memory_gib", "cold_first_image_s", "first_image_s"),
+    "disagg": ("goodput_per_s", "in_process_per_s", "latency_p50_us", "added_p50_us"),
+    "fabric": ("gb_per_s", "round_trip_us", "there_and_back_us", "one_way_us"),
+    "kernels": ("time_us", "share_of_copy"),
+    "loadtest": ("requests_per_s", "cpu_s_per_1000"),
+    "autoconfig": ("trials_to_5pct", "extra_trials_to_5pct", "regret_at_5", "regret_at_20", "optimum", "tied_cells"),
+    "tuning": ("gain", "promised_per_s", "held_at_0.9", "held_at_1.1", "reserved_cores", "job_s"),
+    "placement": (
+        "allocated_mean_pct", "published_mean_pct", "stranded_mean_pct", "stranded_pct", "without_place", "restarted"
+    ),
+    "zoo": ("crossing_bytes", "by_hand_bytes", "millionths", "refused"),
+    "models": ("p50_steps", "p99_steps", "images_per_s", "loads"),
+    "faults": (
+        "requests", "right", "documented", "wrong", "hung", "answered_s", "replaced_s", "goodput_per_s",
+        "latency_p50_s", "latency_p95_s", "health_p99_s", "first_image_s", "refused_p99_s", "engine_mib",
+        "memory_mib", "memory_bytes_per_hour", "refusal_ms", "listing_ms", "known_s",
+    ),
+}  # fmt: skip
+"""The metrics that a benchmark's tables show, in their order; all others are in `loadtest/results` alone."""
+
+HEADLINES = (  # one for each pillar, and beside it what it does not win
+    ("images", "mixed16:images_per_s:plait/diffusers_fair", "serving",
+     "images/s against a fair diffusers server: sixteen starter-size requests at once, mixed LoRAs, ControlNets, "
+     "steps and schedulers"),
+    ("images", "same16:images_per_s:plait/diffusers_batched", "serving",
+     "images/s: sixteen equal requests, for which one batched diffusers call is enough"),
+    ("disagg", "rm2-64:goodput_per_s:plait/pytorch", "disagg",
+     "rankings/s with p99 within 50 ms against PyTorch behind FastAPI: DeepRecSys' RM2, 64 candidates"),
+    ("disagg", "one-by-one-64:latency_p50_us:plait_split/plait", "disagg",
+     "median latency of one ranking, cut in two against whole, in process (less is better): on one machine the cut "
+     "costs time and brings nothing"),
+    ("autoconfig", "falcon:trials_to_5pct:plait/optuna-tpe", "autoconfig",
+     "trials until within 5 % of the optimum against Optuna's TPE (less is better): replayed measurements, library of "
+     "29 other services"),
+    ("autoconfig", "own-images:trials_to_5pct:plait/optuna-tpe", "autoconfig",
+     "the same on plait's own image engine, with a library of few, noisy runs"),
+)  # fmt: skip
+"""Benchmark, ratio, folder of the guide, and what it is of."""
+
+_LESS_IS_BETTER = ("latency_p50_us", "trials_to_5pct")
+NOT_AHEAD = "**not ahead**: "
+NOT_RECORDED = "Without a number, because none was recorded on an idle host:"
+
+Read = Callable[[str], Sequence[Record]]
+"""Returns the rows of a benchmark that may be shown."""
+
+
+def page(read: Read) -> str:
+    """Return RESULTS.md."""
+    parts = [
+        "# Results\n\nFor each workload, system and metric the newest row that counts: a median over rounds, in "
+        "parentheses the 20th and 80th\npercentile where they differ from it. A ratio `a/b` is taken round by round. "
+        "`python -m plait_bench.results` made this page of\n`loadtest/results`, which has every metric, each value's "
+        "rounds, and the versions of all libraries.\n"
+    ]
+    for bench in SECTIONS:
+        tables = "\n".join(_tables(bench, read(bench)))
+        parts.append(f"## {bench}\n\n{tables or 'Not measured yet.'}\n")
+    return "\n".join(parts)
+
+
+def _tables(bench: str, shown: Sequence[Record]) -> Iterator[str]:
+    """Yield one table for all workloads of a benchmark that have the same metrics."""
+    by_metrics: dict[tuple[str, ...], list[str]] = {}
+    for workload in dict.fromkeys(row["workload"] for row in shown):
+        there = {row["metric"] for row in shown if row["workload"] == workload}
+        metrics = tuple(metric for metric in SECTIONS[bench] if metric in there)
+        if metrics:
+            by_metrics.setdefault(metrics, []).append(workload)
+    for metrics, workloads in by_metrics.items():
+        yield _table(metrics, workloads, shown)
+
+
+def _table(
+    metrics: Sequence[str], workloads: Sequence[str], shown: Sequence[Record], max_lines: int | None = None
+) -> str:
+    """Return the table of some workloads, and the machines below it; of at most so many lines."""
+    rows = {(row["workload"], row["system"], row["metric"]): row for row in shown}
+    lines = []
+    machines: dict[str, None] = {}
+    for workload in workloads:
+        for system in dict.fromkeys(name for of, name, metric in rows if of == workload and metric in metrics):
+            mine = [rows.get((workload, system, metric)) for metric in metrics]
+            newest = max((row for row in mine if row is not None), key=lambda row: str(row["date"]))
+            machines[_machine(newest)] = None
+            when = f"{newest['date'][:10]}, `{newest['commit'][:7]}`"
+            lines.append(_line([f"`{workload}`", system, *map(_cell, mine), when]))
+    units = [
+        next(str(row["unit"]) for row in shown if row["metric"] == metric and row["unit"] != RATIO)
+        for metric in metrics
+    ]
+    heads = [f"{metric.removesuffix('_per_s')}, {unit}" for metric, unit in zip(metrics, units, strict=True)]
+    head = _line(["workload", "system", *heads, "recorded"])
+    rule = _line(["---", "---", *["---:"] * len(metrics), "---"])
+    return "\n".join([head, rule, *lines[:max_lines], "", f"On {'; '.join(machines)}.", ""])
+
+
+def _machine(row: Record) -> str:
+    host = row["host"]
+    instructions = host.get("instruction_set") or "instruction set not recorded"
+    return f"{host['cpu']}, {host['cores']} cores ({instructions}), {host['ram_gib']:.0f} GiB"
+
+
+def _cell(row: Record | None) -> str:
+    if row is None:
+        return ""
+    value, low, high = (_number(float(row[name])) for name in ("value", "p20", "p80"))
+    text = f"**{value}**" if row["unit"] == RATIO else value
+    text += "" if low == high else f" ({low} to {high})"
+    return text + (" modelled" if row.get("kind") == "modelled" else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _line(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def with_headlines(text: str, read: Read) -> str:
+    """Return `text` with its block of headlines filled. Raises `BenchError` if there is none."""
+    block = re.compile(r"(?<=<!-- headlines -->\n).*?(?=<!-- /headlines -->)", re.DOTALL)
+    if block.search(text) is None:
+        raise BenchError("there is no <!-- headlines --> block")
+    filled = "\n".join(_headlines(read)) + "\n"
+    return block.sub(lambda _: filled, text)
+
+
+def _headlines(read: Read) -> Iterator[str]:
+    yield from ("| ratio | of what | recorded |", "| ---: | --- | --- |")
+    machines: dict[str, None] = {}
+    missing = []
+    for bench, key, guide, says in HEADLINES:
+        workload, metric, systems = key.split(":")
+        what = f"[`{workload}`]({guide}/README.md#benchmarks) `{systems}`: {says}"
+        row = next((row for row in read(bench) if _key(row) == (workload, systems, metric)), None)
+        if row is None:
+            missing.append(what)
+            continue
+        low, high = float(row["p20"]), float(row["p80"])
+        ahead = "" if (high < 1.0 if metric in _LESS_IS_BETTER else low > 1.0) else NOT_AHEAD
+        machines[_machine(row)] = None
+        where = f"{row['date'][:10]}, `{row['commit'][:7]}`"
+        yield f"| **{row['value']:.2f}** ({low:.2f} to {high:.2f}) | {ahead}{what} | {where} |"
+    yield ""
+    yield f"Measured on {'; '.join(machines) or 'no machine yet'}. All: [loadtest/RESULTS.md](loadtest/RESULTS.md)."
+    if missing:
+        yield f"{NOT_RECORDED} {'; '.join(missing)}."
+
+
+def _key(row: Record) -> tuple[str, str, str]:
+    return row["workload"], row["system"], row["metric"]
+
+
+def with_tables(text: str, read: Read) -> str:
+    """Return a guide with its table filled. Raises `BenchError` for an unknown benchmark."""
+    block = re.compile(r"(<!-- results: (\w+) ([\w. -]+?) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+    def filled(match: re.Match[str]) -> str:
+        bench, workloads = match[2], match[3].split()
+        if bench not in SECTIONS:
+            raise BenchError(f"there is no benchmark {bench!r}; there are {', '.join(SECTIONS)}")
+        shown = [row for row in read(bench) if row["workload"] in workloads]
+        there = {row["metric"] for row in shown}
+        metrics = [metric for metric in SECTIONS[bench] if metric in there]
+        made = _table(metrics, workloads, shown, _MAX_LINES) if metrics else "Not measured yet.\n"
+        return f"{match[1]}{made}{match[4]}"
+
+    return block.sub(filled, text)
+
+
+_is_known = cache(lambda commit: is_in_history(ROOT, commit))
+
+
+def shown(bench: str) -> list[Record]:
+    """Return the rows of a benchmark that may be shown."""
+    return [row for row in records.read(RESULTS / f"{bench}.jsonl") if _is_known(str(row["commit"]))]
+
+
+def made() -> dict[Path, str]:
+    """Return what the documents should be."""
+    readme = ROOT / "README.md"
+    guides = [path for folder in PACKAGE_FOLDERS if (path := ROOT / folder / "README.md").is_file()]
+    return {
+        PAGE: page(shown),
+        readme: with_headlines(readme.read_text(encoding="utf-8"), shown),
+        **{path: with_tables(path.read_text(encoding="utf-8"), shown) for path in guides},
+    }
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Rewrite the documents, or with `--check` only report which are stale (exit code 1)."""
+    stale = 0
+    for path, text in made().items():
+        if path.is_file() and path.read_text(encoding="utf-8") == text:
+            continue
+        if "--check" in arguments:
+            print(f"{path}: stale; python -m plait_bench.results fills it", file=sys.stderr)
+            stale = 1
+        else:
+            path.write_text(text, encoding="utf-8")
+    return stale
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,206 @@
+"""The jobs that plait ships, run as a user runs them, and what they recommend, tried by a load test that is not the
+tuner's.
+
+`plait tune run` works on the job in a process of its own. `plait tune apply` writes what it recommends into a
+plait.yaml, `plait serve` serves that, and in each round `plait loadtest run` offers 0.9 and 1.1 times the rate that the
+job promised. At 0.9 the SLO should hold, at 1.1 it need not: a promise that holds there as well was too modest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from plait_autoconfig.jobs.state import Interval
+from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Rounds, Say, Subject, Workload, chosen
+from plait_bench.errors import BenchError, SystemFailed
+from plait_bench.host import ROOT
+
+NAME = "tuning"
+JOBS = {"picks": "recommend", "images": "images"}
+"""The shipped jobs that are to be relied on, and what each of them tunes."""
+
+_EXAMPLES = ROOT / "serving/plait/tuning/examples"
+_PLAIT = (sys.executable, "-m", "plait.cli.main")
+_FACTORS = (0.9, 1.1)
+_LOAD_S = 20.0
+_SEED = 4711  # arrivals that the tuner did not see
+_JOB_S, _COMMAND_S, _STOP_S = 3600.0, 300.0, 45.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """What a finished job says: the rate per second that held when it was offered again, the `capacity` that its
+    searches found, and the `gain` over the reference."""
+
+    rate_per_s: float
+    capacity: Interval
+    gain: Interval
+    goal: str
+    numbers: Mapping[str, float]
+
+
+def promise_of(document: Mapping[str, Any]) -> Promise:
+    """Read the JSON of `plait tune run`. Raises `SystemFailed` if the job recommends or promises nothing."""
+    answers = document["answers"]
+    if len(answers) != 1:
+        raise SystemFailed(f"the job recommends nothing: {document['binding'] or document['reason']}")
+    gains: Mapping[str, Any] = answers[0]["gain"]
+    goal = next(iter(gains), "")
+    rate = (answers[0]["promise"] or {}).get("rate_per_s")
+    if rate is None:
+        raise SystemFailed(f"the job promises no rate: {answers[0]['sentence']}")
+    metrics, left = answers[0]["metrics"], document["remaining"]
+    overhead_s = [
+        row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
+    ]
+    return Promise(
+        rate_per_s=rate,
+        capacity=Interval(**answers[0]["capacity"]),
+        gain=Interval(**gains[goal]) if gains else Interval(value=1.0),
+        goal=goal,
+        numbers={
+            "promised_per_s": rate,
+            "reserved_cores": metrics["reserved_cores"],
+            "used_cores": metrics["cpu_cores"],
+            "job_s": left["used_s"],
+            "load_s": left["load_s"],
+            "beyond_load_s": sorted(overhead_s)[len(overhead_s) // 2] if overhead_s else 0.0,
+        },
+    )
+
+
+class TunedJob(Workload):
+    """One shipped job. Its numbers are known once it has run; rounds are load tests of what it recommends."""
+
+    systems = ("plait",)
+    ours = "plait"
+    metrics: Mapping[str, Metric] = {
+        f"{what}_at_{factor}": Metric(unit=unit, better=None)
+        for factor in _FACTORS
+        for what, unit in (("held", "share"), ("attainment", "share"))
+    }
+
+    def __init__(self, name: str, app: str, *, command: Sequence[str] = _PLAIT, examples: Path = _EXAMPLES) -> None:
+        self.name, self._app, self._command = name, app, tuple(command)
+        self.job = examples / f"{name}.yaml"
+
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
+        """Run the job, and write what it recommends into a plait.yaml. Raises `SystemFailed`."""
+        with tempfile.TemporaryDirectory(prefix="plait-tuned-") as scratch:
+            self.folder = Path(scratch)
+            say(f"{self.name}: plait tune run {self.job}")
+            done = self.plait("tune", "run", str(self.job), "--out", str(self.folder / "job"), "--json", limit_s=_JOB_S)
+            self.promise = promise_of(json.loads(done))
+            say(f"{self.name}: {self.promise.rate_per_s:.4g}/s, {self.promise.gain.value:.2f} times the reference")
+            other = "recommend" if self._app == "images" else "images"
+            (self.folder / "plait.yaml").write_text(f"server: {{port: 0}}\n{other}: null\n", encoding="utf-8")
+            self.plait("tune", "apply", str(self.folder / "job"), str(self.folder / "plait.yaml"), limit_s=_COMMAND_S)
+            self.scenario = self._written_scenario()
+            yield
+
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
+        """Serve what was recommended. Raises `SystemFailed`."""
+        process = subprocess.Popen(
+            [*self._command, "serve", str(self.folder / "plait.yaml")],
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=self._environ(),
+        )  # fmt: skip
+        try:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            if not url:
+                raise SystemFailed("plait serve did not start: its message is above")
+            # The first requests to a new server are slow: the promised rate warms it up.
+            yield Rounds(lambda number: self._offer(url, number), warm=lambda: self._offered(url, 1.0, seed=_SEED))
+        finally:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+            process.kill()
+            process.wait()
+
+    def conclude(self) -> Sequence[ResultRow]:
+        """Return what the job found and what it took."""
+        found = self.promise
+        intervals = {"gain": (found.gain, "times"), "capacity_per_s": (found.capacity, "1/s")}
+        return [
+            *(
+                ResultRow(
+                    system="plait", workload=self.name, metric=name, unit=unit, value=each.value,
+                    p20=each.value if each.low is None else each.low,
+                    p80=each.value if each.high is None else each.high,
+                    n=1, layout=f"{found.goal}; the interval is the job's, 95 %",
+                )
+                for name, (each, unit) in intervals.items()
+            ),
+            *(
+                ResultRow.of([value], system="plait", workload=self.name, metric=name, unit=_unit(name))
+                for name, value in found.numbers.items()
+            ),
+        ]  # fmt: skip
+
+    def plait(self, *words: str, limit_s: float, fine: tuple[int, ...] = (0,)) -> str:
+        """Return what a command prints on stdout; its progress goes where ours goes. Raises `SystemFailed`."""
+        try:
+            done = subprocess.run(
+                [*self._command, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
+                env=self._environ(), timeout=limit_s, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            raise SystemFailed(f"plait {' '.join(words[:2])} took more than {limit_s:.0f} s") from error
+        if done.returncode not in fine:
+            raise SystemFailed(f"plait {' '.join(words[:2])} ended with {done.returncode}: its message is above")
+        return done.stdout
+
+    def _offer(self, url: str, number: int) -> Sequence[Reading]:
+        """Offer less and more than the promised rate."""
+        found = []
+        for factor in _FACTORS:
+            slo = self._offered(url, factor, seed=_SEED + number)["slo"]
+            found.append(Reading(metric=f"held_at_{factor}", value=float(bool(slo["met"]))))
+            found.append(Reading(metric=f"attainment_at_{factor}", value=float(slo["attainment"] or 0.0)))
+        return found
+
+    def _offered(self, url: str, factor: float, *, seed: int) -> Mapping[str, Any]:
+        rate = factor * self.promise.rate_per_s
+        words = ("--url", url, "--rate", f"{rate:.6g}", "--duration", f"{_LOAD_S:g}", "--seed", str(seed))
+        said = self.plait(
+            "loadtest", "run", str(self.scenario), *words, "--json", "-", limit_s=_COMMAND_S, fine=(0, 1, 99)
+        )
+        try:
+            report: Mapping[str, Any] = json.loads(said)
+        except ValueError as error:
+            raise BenchError(f"plait loadtest run printed no report: {said[:200]}") from error
+        return report
+
+    def _environ(self) -> dict[str, str]:
+        return {**os.environ, "PLAIT_STATE_DIR": str(self.folder / "state")}
+
+    def _written_scenario(self) -> Path:
+        """Write the job's own load to a file for the load tester."""
+        from plait_autoconfig.jobs.job_file import parse_job
+
+        spec = parse_job(self.job.read_text(encoding="utf-8"), folder=self.job.parent)
+        path = self.folder / "scenario.yaml"
+        path.write_text(json.dumps(spec.scenarios[0]), encoding="utf-8")  # JSON is YAML
+        return path
+
+
+def _unit(name: str) -> str:
+    return "cores" if "cores" in name else "1/s" if name.endswith("_per_s") else "s"
+
+
+def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
+    """Make the benchmark. Raises `BenchError` for an unknown workload."""
+    names = chosen(only, tuple(JOBS), "workload")
+    return Benchmark(name=NAME, workloads=tuple(TunedJob(name, JOBS[name]) for name in names))

@@ -1,0 +1,344 @@
+"""The conformance suites of the fabric: what every channel guarantees, as importable test classes.
+
+To check an implementation, subclass and set the address where it listens::
+
+    class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, ProcessConformance):
+        @pytest.fixture
+        def address(self) -> str:
+            return "tcp://127.0.0.1:0"
+
+`ChannelConformance` and `TensorConformance` (in `fabric_tensors`) are for every channel; wrappers
+override `wrap`. `fabric_listener` has the other two: `ListenerConformance` for transports that listen,
+`ProcessConformance` for those that join processes (peers killed with -9, unauthenticated clients, garbage).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+
+from plait_fabric.endpoints import connect, listen
+from plait_fabric.errors import (
+    BadHeader,
+    ChannelClosed,
+    FrameTooLarge,
+    LeaseMisuse,
+    PeerClosed,
+    PoolExhausted,
+    RecvTimeout,
+    SendTimeout,
+)
+from plait_fabric.protocols import Channel
+from plait_fabric.values import FabricOptions, MessageLimits
+
+__all__ = ["SECRET", "SMALL", "WAIT_S", "ChannelConformance", "eventually"]
+
+SECRET = b"a secret for tests only"
+WAIT_S = 60.0
+"""Longer than anything here takes, even on a loaded machine."""
+SOON_S = 0.05
+SMALL = FabricOptions(
+    pool_bytes=1 << 20,
+    in_flight_messages=8,
+    limits=MessageLimits(header_bytes=4096, buffers=16, message_bytes=1 << 21),
+)
+
+
+def eventually(condition: Callable[[], bool], *, within_s: float = WAIT_S) -> bool:
+    """Poll a condition that another thread or process is about to make true."""
+    end_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+class ChannelConformance:
+    """What every channel guarantees. Each test is one guarantee."""
+
+    def wrap(self, channel: Channel) -> Channel:
+        """Return what the suite uses instead of `channel`: a hook for wrappers such as a modelled link."""
+        return channel
+
+    @pytest.fixture
+    def address(self) -> str:
+        """Return the address to listen at; override."""
+        raise NotImplementedError
+
+    @pytest.fixture
+    def ends(self, address: str) -> Iterator[tuple[Channel, Channel]]:
+        """Yield two connected ends with the default options."""
+        with self._connected(address) as both:
+            yield both
+
+    @pytest.fixture
+    def small_ends(self, address: str) -> Iterator[tuple[Channel, Channel]]:
+        """Yield two connected ends with little room."""
+        with self._connected(address, SMALL) as both:
+            yield both
+
+    @contextmanager
+    def _connected(self, address: str, options: FabricOptions | None = None) -> Iterator[tuple[Channel, Channel]]:
+        with (
+            listen(address, secret=SECRET, options=options) as listener,
+            connect(listener.address, secret=SECRET, timeout_s=WAIT_S, options=options) as client,
+            listener.accept(WAIT_S) as server,
+        ):
+            yield self.wrap(client), self.wrap(server)
+
+    def test_header_and_buffers_arrive(self, ends: tuple[Channel, Channel]) -> None:
+        """A message arrives with its header and its buffers, bit for bit."""
+        client, server = ends
+        header = {"step": 3, "names": ["a", "ü\ud800"], "scale": 0.5}
+        client.send(header, [b"one", bytearray(b""), memoryview(b"three")])
+        with server.recv(WAIT_S) as message:
+            assert message.header == header
+            assert [bytes(buffer) for buffer in message.buffers] == [b"one", b"", b"three"]
+
+    def test_order_and_both_directions(self, ends: tuple[Channel, Channel]) -> None:
+        """Messages keep their order in both directions, whatever their sizes."""
+        for sender, receiver in (ends, ends[::-1]):
+            sizes = [0, 1, 63, 64, 65, 5_000, 20_000, 3, 100_001, 0, 7]
+            for number, nbytes in enumerate(sizes):
+                sender.send({"number": number}, [bytes([number]) * nbytes])
+            for number, nbytes in enumerate(sizes):
+                with receiver.recv(WAIT_S) as message:
+                    assert message.header["number"] == number
+                    assert bytes(message.buffers[0]) == bytes([number]) * nbytes
+
+    def test_no_buffers(self, ends: tuple[Channel, Channel]) -> None:
+        """A message may have a header only, and an empty header."""
+        ends[0].send({})
+        with ends[1].recv(WAIT_S) as message:
+            assert message.header == {}
+            assert message.buffers == ()
+
+    def test_sender_may_change_its_bytes_at_once(self, ends: tuple[Channel, Channel]) -> None:
+        """Bytes that are not a lease belong to the caller again when `send` returns."""
+        for nbytes in (100, 50_000):
+            mine = bytearray(b"a" * nbytes)
+            ends[0].send({}, [mine])
+            mine[:] = b"b" * nbytes
+            with ends[1].recv(WAIT_S) as message:
+                assert bytes(message.buffers[0]) == b"a" * nbytes
+
+    def test_big_message(self, ends: tuple[Channel, Channel]) -> None:
+        """64 MiB in one message arrive complete while the peer receives."""
+        payload = memoryview(os.urandom(1 << 20) * 64)
+        with ThreadPoolExecutor(1) as threads:
+            sent = threads.submit(ends[0].send, {"big": True}, [payload])
+            with ends[1].recv(WAIT_S) as message:
+                assert message.buffers[0] == payload
+            sent.result(WAIT_S)
+
+    def test_many_small_messages_with_two_threads(self, ends: tuple[Channel, Channel]) -> None:
+        """One thread sends while another receives on the same end; nothing is lost or reordered."""
+        client, server = ends
+        count = 1_000
+
+        def send_all() -> None:
+            for number in range(count):
+                client.send({"n": number}, [number.to_bytes(8, "big")])
+
+        def echo_all() -> None:
+            for _ in range(count):
+                with server.recv(WAIT_S) as message:
+                    server.send(message.header, message.buffers)
+
+        with ThreadPoolExecutor(2) as threads:
+            jobs = [threads.submit(send_all), threads.submit(echo_all)]
+            for number in range(count):
+                with client.recv(WAIT_S) as message:
+                    assert message.header == {"n": number}
+                    assert int.from_bytes(message.buffers[0], "big") == number
+            for job in jobs:
+                job.result(WAIT_S)
+
+    def test_lease_belongs_to_the_channel_after_send(self, ends: tuple[Channel, Channel]) -> None:
+        """Once sent, even when the send fails, a lease can be neither written, released nor sent."""
+        lease = ends[0].pool.acquire(100)
+        ends[0].send({}, [lease])
+        for misuse in (lease.release, lambda: lease.write(b"x"), lambda: ends[0].send({}, [lease])):
+            with pytest.raises(LeaseMisuse):
+                misuse()
+        with pytest.raises(BadHeader):
+            ends[0].send({"x": math.nan}, [failed := ends[0].pool.acquire(5)])
+        assert not failed.live
+        ends[1].recv(WAIT_S).release()
+        assert eventually(lambda: ends[0].pool.statistics().leases == 0)
+
+    def test_release_gives_the_memory_back(self, small_ends: tuple[Channel, Channel]) -> None:
+        """A channel carries far more than its pool holds, as long as messages are released."""
+        client, server = small_ends
+        for number in range(40):
+            with ThreadPoolExecutor(1) as threads:
+                sent = threads.submit(client.send, {}, [bytes([number]) * 300_000])
+                with server.recv(WAIT_S) as message:
+                    assert message.buffers[0][-1] == number
+                sent.result(WAIT_S)
+        assert eventually(lambda: client.pool.statistics().leases == 0)
+        assert server.statistics().open_messages == 0
+
+    def test_double_release_is_an_error(self, ends: tuple[Channel, Channel]) -> None:
+        """A message is released once; its buffers are unusable afterwards."""
+        ends[0].send({}, [b"x" * 20_000])
+        message = ends[1].recv(WAIT_S)
+        assert ends[1].statistics().open_messages == 1
+        message.release()
+        with pytest.raises(LeaseMisuse):
+            message.release()
+        with pytest.raises(LeaseMisuse):
+            _ = message.buffers
+
+    def test_slow_receiver_bounds_the_sender(self, small_ends: tuple[Channel, Channel]) -> None:
+        """A peer that does not receive stops the sender; memory stays bounded, and it resumes."""
+        client, server = small_ends
+
+        def fill() -> None:
+            while client.statistics().messages_sent < 1_000:
+                client.send({"n": client.statistics().messages_sent}, [bytes(60_000)], timeout_s=0.2)
+
+        with pytest.raises(SendTimeout) as caught:
+            fill()
+        assert caught.value.channel_usable is not client.closed
+        sent = client.statistics().messages_sent
+        assert 1 <= sent < 1_000
+        assert client.statistics().send_waits >= 1
+        assert client.pool.statistics().peak_leased_bytes <= SMALL.pool_bytes
+        if client.closed:
+            return  # a stream was torn in mid-frame and said so; nothing to resume
+        for number in range(sent):
+            with server.recv(WAIT_S) as message:
+                assert message.header == {"n": number}
+        client.send({"n": "again"}, timeout_s=WAIT_S)
+        assert server.recv(WAIT_S).header == {"n": "again"}
+
+    def test_held_messages_stop_the_sender_and_release_resumes(self, small_ends: tuple[Channel, Channel]) -> None:
+        """A sender that waits for the receiver to release continues as soon as it does."""
+        client, server = small_ends
+        with ThreadPoolExecutor(1) as threads:
+
+            def send_many() -> None:
+                for number in range(20):
+                    client.send({"n": number}, [bytes(200_000)])
+
+            sent = threads.submit(send_many)
+            held = [server.recv(WAIT_S)]
+            for number in range(1, 20):
+                held.append(server.recv(WAIT_S))
+                assert held[-1].header["n"] == number
+                if len(held) == 3:
+                    held.pop(0).release()
+            sent.result(WAIT_S)
+
+    def test_everything_may_be_held_and_released_at_once(self, ends: tuple[Channel, Channel]) -> None:
+        """A receiver may hold a whole window and release it while the sender does nothing."""
+        client, server = ends
+        window = FabricOptions().in_flight_messages
+        for number in range(window):
+            client.send({"n": number}, [bytes(9_000)], timeout_s=WAIT_S)
+        held = [server.recv(WAIT_S) for _ in range(window)]
+        assert server.statistics().open_messages == window
+        for message in reversed(held):
+            message.release()
+        client.send({"n": "next"}, [bytes(9_000)], timeout_s=WAIT_S)
+        with server.recv(WAIT_S) as message:
+            assert message.header == {"n": "next"}
+
+    def test_recv_timeout_leaves_the_channel_usable(self, ends: tuple[Channel, Channel]) -> None:
+        """After a timeout, even of zero seconds, the next message arrives complete."""
+        for timeout_s in (0.0, 0.01):
+            with pytest.raises(RecvTimeout) as caught:
+                ends[1].recv(timeout_s)
+            assert caught.value.channel_usable
+        ends[0].send({"n": 1}, [b"payload"])
+        assert bytes(ends[1].recv(WAIT_S).buffers[0]) == b"payload"
+        assert ends[1].statistics().recv_waits >= 1
+
+    def test_too_large_is_refused_before_sending(self, small_ends: tuple[Channel, Channel]) -> None:
+        """A header, a buffer count or a payload over the limit is rejected and nothing is sent."""
+        client, server = small_ends
+        for header, buffers in (({"x": "y" * 5_000}, []), ({}, [b""] * 17), ({}, [bytes(1 << 22)])):
+            with pytest.raises(FrameTooLarge) as caught:
+                client.send(header, buffers)
+            assert caught.value.channel_usable
+        client.send({"n": 1})
+        assert server.recv(WAIT_S).header == {"n": 1}
+
+    def test_pool_refuses_what_never_fits(self, small_ends: tuple[Channel, Channel]) -> None:
+        """A lease larger than the pool is rejected at once, even by the call that waits."""
+        with pytest.raises(PoolExhausted):
+            small_ends[0].pool.acquire(SMALL.pool_bytes + 1, None)
+
+    @pytest.mark.parametrize("header", [{"x": {1, 2}}, {"x": math.inf}, {3: 4}, ["no", "object"]], ids=str)
+    def test_bad_header_is_refused(self, ends: tuple[Channel, Channel], header: object) -> None:
+        """A header that is not strict JSON is rejected and nothing is sent."""
+        with pytest.raises(BadHeader):
+            ends[0].send(header)  # type: ignore[arg-type]
+        ends[0].send({})
+        assert ends[1].recv(WAIT_S).header == {}
+
+    def test_close_wakes_recv_on_both_sides(self, ends: tuple[Channel, Channel]) -> None:
+        """A waiting `recv` ends at once: `ChannelClosed` here, `PeerClosed` there; closing twice is fine."""
+        client, server = ends
+        with ThreadPoolExecutor(2) as threads:
+            here: Future[object] = threads.submit(client.recv, WAIT_S)
+            there: Future[object] = threads.submit(server.recv, WAIT_S)
+            time.sleep(SOON_S)
+            client.close()
+            client.close()
+            assert isinstance(here.exception(WAIT_S / 2), ChannelClosed)
+            assert isinstance(there.exception(WAIT_S / 2), PeerClosed)
+        assert client.closed
+        for call in (lambda: client.send({}), lambda: client.recv(0.0)):
+            with pytest.raises(ChannelClosed):
+                call()
+        with pytest.raises(PeerClosed):
+            server.recv(0.0)
+
+    def test_close_wakes_a_waiting_sender(self, small_ends: tuple[Channel, Channel]) -> None:
+        """A `send` that waits for the peer ends when either side closes."""
+        client, server = small_ends
+
+        def fill() -> None:
+            while True:
+                client.send({}, [bytes(200_000)])
+
+        with ThreadPoolExecutor(1) as threads:
+            filling = threads.submit(fill)
+            assert eventually(lambda: client.statistics().send_waits > 0)
+            server.close()
+            assert isinstance(filling.exception(WAIT_S), Exception)
+        assert client.closed
+
+    def test_what_was_sent_before_close_arrives(self, ends: tuple[Channel, Channel]) -> None:
+        """Messages that had been sent arrive first, then the error that the peer is closed."""
+        ends[0].send({"n": 1}, [b"x" * 50_000])
+        ends[0].send({"n": 2}, [b"y" * 10])
+        assert eventually(lambda: ends[0].statistics().messages_sent == 2)
+        time.sleep(SOON_S)
+        ends[0].close()
+        with ends[1].recv(WAIT_S) as message:
+            assert bytes(message.buffers[0]) == b"x" * 50_000
+        assert bytes(ends[1].recv(WAIT_S).buffers[0]) == b"y" * 10
+        with pytest.raises(PeerClosed):
+            ends[1].recv(WAIT_S)
+
+    def test_statistics_are_a_record(self, ends: tuple[Channel, Channel]) -> None:
+        """Statistics count messages and bytes, and are immutable."""
+        ends[0].send({}, [b"12345", b"678"])
+        ends[1].recv(WAIT_S).release()
+        sent, received = ends[0].statistics(), ends[1].statistics()
+        assert (sent.messages_sent, sent.bytes_sent) == (1, 8)
+        assert (received.messages_received, received.bytes_received, received.open_messages) == (1, 8, 0)
+        with pytest.raises(AttributeError):
+            sent.messages_sent = 5  # type: ignore[misc]
+        json.dumps(vars(sent))

@@ -1,0 +1,32 @@
+"""The memory of processes and their descendants."""
+
+from __future__ import annotations
+
+import os
+
+from plait_bench.images.fleet import memory_of
+
+
+def process(proc, pid, parent, now_kb, peak_kb):
+    """One process as /proc shows it."""
+    folder = proc / str(pid)
+    folder.mkdir(parents=True)
+    (folder / "status").write_text(f"Name:\tpython\nPPid:\t{parent}\nVmHWM:\t{peak_kb:>8} kB\nVmRSS:\t{now_kb:>8} kB\n")
+
+
+def test_descendants_count_and_others_do_not(tmp_path):
+    """A server's replicas are grandchildren; a neighbour is nobody's."""
+    process(tmp_path, 10, 1, 100, 150)
+    process(tmp_path, 11, 10, 20, 30)
+    process(tmp_path, 12, 11, 3, 4)
+    process(tmp_path, 13, 1, 1000, 1000)
+    (tmp_path / "self").mkdir()
+    assert memory_of([10], tmp_path) == (123 * 1024, 184 * 1024)
+    assert memory_of([10, 11], tmp_path) == memory_of([10], tmp_path)
+    assert memory_of([99], tmp_path) == (0, 0)
+
+
+def test_this_process_has_some():
+    """Read from the real /proc."""
+    now_bytes, peak_bytes = memory_of([os.getpid()])
+    assert 1 << 20 < now_bytes <= peak_bytes

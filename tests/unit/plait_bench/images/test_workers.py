@@ -1,0 +1,113 @@
+"""Worker processes: JSON over pipes, failures as sentences, nothing left behind."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from plait_bench.errors import SystemFailed, SystemUnavailable
+from plait_bench.images import evenly
+from plait_bench.images.fleet import ProcessLayout, System, WorkerFleet, sample, with_descendants
+
+
+def system(factory: str = "support.bench:echo") -> System:
+    """A system whose workers import this test's support module."""
+    return System(
+        name="echo",
+        factory=factory,
+        settings={"greeting": "hello"},
+        share=lambda items, n: evenly(items, n, cost=lambda _: 1.0),
+    )
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    """Two workers."""
+    opened = WorkerFleet(system(), 2)
+    yield opened
+    opened.close()
+
+
+def test_items_come_back_in_order_whatever_process_did_them(fleet, capfd):
+    """Two processes share the items; results are in item order, and nothing that a library prints reaches stdout."""
+    fleet.configure(ProcessLayout(processes=2, threads=3, variant="wide"))
+    taken = fleet.run([{"i": i} for i in range(5)], one_by_one=False, keep=True)
+    assert [result["i"] for result in taken.results] == [0, 1, 2, 3, 4]
+    assert {(r["threads"], r["variant"], r["greeting"], r["one_by_one"]) for r in taken.results} == {
+        (3, "wide", "hello", False)
+    }
+    assert 0 < max(taken.latencies_s) == taken.wall_s
+    assert capfd.readouterr().out == ""
+
+
+def test_results_are_not_sent_unless_asked_for(fleet):
+    """A timed run carries times only."""
+    fleet.configure(ProcessLayout(processes=1, threads=1))
+    assert fleet.run([{"i": 0}], one_by_one=False).results == (None,)
+
+
+def wait_for(condition):
+    """Block until it holds."""
+    until_s = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def test_a_paused_fleet_stands_still_and_works_afterwards():
+    """With all that its processes started; closing one that is paused ends it as ever."""
+    opened = WorkerFleet(system(), 2)
+    try:
+        opened.configure(ProcessLayout(processes=2, threads=1))
+        pids = with_descendants(opened.pids)
+        opened.pause()
+        opened.pause()
+        wait_for(lambda: [state_of(pid) for pid in pids] == ["T"] * len(pids))  # a signal takes its time
+        opened.resume()
+        opened.resume()
+        assert "T" not in [state_of(pid) for pid in pids]
+        taken = opened.run([{"i": i} for i in range(3)], one_by_one=False, keep=True)
+        assert [result["i"] for result in taken.results] == [0, 1, 2]
+        opened.pause()
+    finally:
+        opened.close()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def state_of(pid: int) -> str:
+    """R, S, T (stopped) and so on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_more_processes_than_there_are_is_an_error(fleet):
+    """A layout that the fleet cannot do is refused."""
+    with pytest.raises(ValueError, match="has 2 processes, not 3"):
+        fleet.configure(ProcessLayout(processes=3, threads=1))
+
+
+def test_latencies_count_from_the_right_moment():
+    """At once: from the start. One by one: from the end of the one before."""
+    ends = [{"finished_s": 11.0, "result": None}, {"finished_s": 14.0, "result": None}]
+    assert sample(10.0, ends, one_by_one=False).latencies_s == (1.0, 4.0)
+    assert sample(10.0, ends, one_by_one=True).latencies_s == (1.0, 3.0)
+    assert sample(10.0, ends, one_by_one=True).wall_s == 4.0
+
+
+@pytest.mark.parametrize(
+    ("factory", "item", "error", "sentence"),
+    [
+        ("support.bench:echo", {"fail": True}, SystemFailed, "echo: ValueError: no such thing"),
+        ("support.bench:echo", {"die": True}, SystemFailed, r"its process died \(exit code 3\)"),
+        ("support.bench:absent", {}, SystemUnavailable, "hello needs a library"),
+    ],
+)
+def test_a_failure_is_one_sentence(factory, item, error, sentence):
+    """An exception, a death and a missing library each say which system and why."""
+    with pytest.raises(error, match=sentence):
+        fleet = WorkerFleet(system(factory), 1)
+        try:
+            fleet.run([item], one_by_one=False)
+        finally:
+            fleet.close()

@@ -1,0 +1,66 @@
+"""The workload on a Ray of several nodes: what is played, and its rows. The play itself is in tests/integration."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+
+from plait_bench.benchmark import Benchmark
+from plait_bench.errors import BenchError
+from plait_bench.placement import on_ray
+from plait_bench.placement.on_ray import LARGE, SMALL, SYSTEMS, OnRay, Phase, changed
+from plait_bench.runner import RunPlan, joined, run
+
+
+@pytest.mark.parametrize(("scenario", "nodes", "gpus", "deployments"), [(SMALL, 3, 4, 6), (LARGE, 6, 8, 25)])
+def test_scenarios_are_as_large_as_they_say(scenario, nodes, gpus, deployments):
+    """What is wanted after each step is less than the GPUs that are there then."""
+    assert {node.gpus for node in scenario.nodes.values()} == {gpus}
+    assert (len(scenario.nodes), len(scenario.demands)) == (nodes, deployments)
+    there, demands = set(scenario.nodes), scenario.demands
+    for step in scenario.steps:
+        there = there - {step.lost} | ({step.added} - {""})
+        assert set(step.replicas) <= {each.name for each in demands}
+        demands = changed(demands, step.replicas)
+        assert sum(each.replicas * each.task.total_milli for each in demands) < 1000 * gpus * len(there)
+    assert there == set(scenario.nodes)
+
+
+def test_every_step_is_a_workload_of_its_own(monkeypatch):
+    """A row for each system, step and metric, of one play."""
+
+    @contextmanager
+    def nodes():
+        yield "nodes"
+
+    def played(system, scenario, there, *, say):
+        assert (scenario, there) == (SMALL, "nodes")
+        stranded = {"plait": 1.0, "ray-spread": 3.0, "ray-pack": 2.0}[system]
+        common = {"gpus": 10, "idle": 4.0, "stranded": stranded, "wanted": 5, "restarted": 0}
+        return [
+            Phase(name="start", without=0, seconds=9.0, **common),
+            Phase(name="lost", without=1, seconds=8.0, **common),
+        ]
+
+    monkeypatch.setattr(on_ray, "local_nodes", nodes)
+    monkeypatch.setattr(on_ray, "play", played)
+    bench = Benchmark(name="placement", workloads=(OnRay("ray", SMALL),))
+    rows = joined(list(run(bench, RunPlan(rounds=2), say=lambda _: None))).rows
+    found = {(row.system, row.workload, row.metric): row for row in rows}
+    assert {system for system, _, _ in found} == set(SYSTEMS)
+    assert found["ray-pack", "ray-start", "stranded_pct"].value == 20.0
+    assert found["plait", "ray-lost", "without_place"].value == 1.0
+    assert found["plait", "ray-lost", "step_s"].n == 1
+
+
+def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch):
+    """An error of the benchmark, which names the workload."""
+
+    def nodes():
+        raise TimeoutError("no raylet")
+
+    monkeypatch.setattr(on_ray, "local_nodes", nodes)
+    workload = OnRay("ray", SMALL)
+    with workload.open("plait", "") as subject, pytest.raises(BenchError, match="ray: no raylet"):
+        subject.measure(1)

@@ -1,0 +1,82 @@
+"""Replays: what arrives, what departs, and what is counted."""
+
+from __future__ import annotations
+
+import pytest
+
+from plait_bench.placement.simulator import churn, fill, inflated, shuffled
+from plait_deploy.placement.errors import TaskError
+from plait_deploy.placement.policies import make_policy
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.testing import sample_nodes, sample_tasks
+from plait_deploy.placement.values import WHOLE, ClusterNode, Task, classes_of
+
+ONE = Task(cpu_milli=0, gpus=1, gpu_milli=WHOLE)
+HALF = Task(cpu_milli=0, gpus=1, gpu_milli=600)
+
+
+def test_inflation_ends_at_the_load():
+    """All tasks of the list once, then random ones; one more would pass 130 %."""
+    tasks = sample_tasks(40, 1)
+    total = 4 * sum(task.total_milli for task in tasks)
+    found = inflated(tasks, total, 42)
+    asked = sum(task.total_milli for task in found)
+    assert 1.3 * total - 4 * WHOLE < asked <= 1.3 * total
+    assert sorted(map(repr, found[: len(tasks)])) == sorted(map(repr, tasks))
+    assert inflated(tasks, total, 42) == found != inflated(tasks, total, 43)
+
+
+def test_a_list_that_asks_for_more_is_cut():
+    """Down to the load, as the published simulator does."""
+    found = inflated([ONE] * 100, 10 * WHOLE, 42)
+    assert len(found) == 13
+
+
+def test_a_list_without_gpus_has_no_load():
+    """It would be inflated for ever."""
+    with pytest.raises(TaskError):
+        inflated([Task(cpu_milli=1)], 1000, 42)
+
+
+def test_orders_depend_on_the_seed_alone():
+    """Another seed, another order of the same nodes."""
+    nodes = sample_nodes()
+    assert shuffled(nodes, 1) == shuffled(nodes, 1)
+    assert any(shuffled(nodes, seed) != nodes for seed in range(5))
+    assert sorted(node.name for node in shuffled(nodes, 1)) == sorted(node.name for node in nodes)
+
+
+def test_what_is_counted_is_what_is_there():
+    """Two devices, three tasks of 0.6: one is refused, 0.8 are idle, and none of it is of use."""
+    state = ClusterState([ClusterNode(name="a", cpu_milli=0, memory_mib=0, gpus=2)])
+    ended = fill(state, [HALF] * 3, make_policy("first-fit", ()), classes_of([HALF, Task(cpu_milli=1)]))
+    assert (ended.tasks, ended.refused) == (3, 1)
+    assert ended.allocated == pytest.approx(0.6)
+    assert ended.stranded == pytest.approx(0.4)
+    assert ended.fragmented == pytest.approx(0.4)
+    assert ended.decisions_s.shape == (3,)
+    assert 0 < ended.decisions_s.sum() <= ended.wall_s
+
+
+def test_departures_keep_the_load():
+    """Whole GPUs on a large cluster at 60 %: nothing is refused, and the mean over time is the load (5 sd)."""
+    state = ClusterState([ClusterNode(name=str(at), cpu_milli=0, memory_mib=0, gpus=8) for at in range(50)])
+    classes = classes_of([ONE])
+    ended = churn(state, [ONE], make_policy("plait", classes), classes, seed=1, load=0.6, arrivals=4_000)
+    assert ended.refused == 0
+    # 400 GPUs, 240 in use: sd of a Poisson mean over 8 lifetimes, 2 relaxation times each way.
+    assert ended.allocated == pytest.approx(0.6, abs=5 * (2 * 240 / 8) ** 0.5 / 400)
+    assert ended.stranded == 0
+
+
+def test_a_seed_fixes_a_replay_with_departures():
+    """Same seed, same shares; another, others."""
+    tasks = sample_tasks(30, 2)
+    classes = classes_of(tasks)
+    ends = [
+        churn(
+            ClusterState(sample_nodes()), tasks, make_policy("fgd", classes), classes, seed=seed, load=0.9, arrivals=300
+        ).allocated
+        for seed in (1, 1, 2)
+    ]
+    assert ends[0] == ends[1] != ends[2]

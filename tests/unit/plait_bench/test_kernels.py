@@ -1,0 +1,107 @@
+"""The benchmark of single operators: what it counts, that forms agree, and that it needs neither Ray nor diffusers."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from plait_bench.errors import BenchError, Disagreement
+from plait_bench.kernels import (
+    COPY,
+    EAGER,
+    PLAIT,
+    DeviceTimer,
+    OperatorCase,
+    OperatorWorkload,
+    benchmark,
+    cases,
+    copied,
+)
+from plait_bench.runner import RunPlan, joined, run
+
+TINY = OperatorCase(
+    name="double",
+    op="double",
+    moved=2 * 1000,
+    make=lambda device, dtype: (torch.ones(1000, device=device, dtype=dtype),),
+    plait=lambda x: x * 2,
+    eager=lambda x: x + x,
+)
+
+
+class SlowClock(DeviceTimer):
+    """A timer whose calls take a microsecond each."""
+
+    def elapsed_s(self, run, times):
+        run()
+        return 1e-6 * times * self.sets(8000)
+
+    def sets(self, nbytes):
+        return 3
+
+
+def measured(workload: OperatorWorkload):
+    """The result of two rounds."""
+    return joined(
+        list(run(dataclasses.replace(benchmark(), workloads=(workload,)), RunPlan(rounds=2), say=lambda _: None))
+    )
+
+
+def test_bandwidth_counts_what_must_move_once():
+    """2,000 fp32 elements in a microsecond are 8 GB/s, and as fast as the copy that moves as much."""
+    rows = {(row.system, row.metric): row.value for row in measured(OperatorWorkload(TINY, SlowClock())).rows}
+    assert rows[PLAIT, "time_us"] == pytest.approx(1.0)
+    assert rows[PLAIT, "bandwidth"] == pytest.approx(8.0)
+    assert rows[EAGER, "share_of_copy"] == pytest.approx(1.0)
+    assert (COPY, "time_us") in rows
+    assert (COPY, "share_of_copy") not in rows
+
+
+def test_the_copy_reads_half_and_writes_half():
+    """It moves as many elements as the operator."""
+    assert copied(2000)("cpu", torch.float16)[0].numel() == 1000
+
+
+def test_forms_that_disagree_are_not_timed():
+    """A fast wrong answer is no result."""
+    wrong = dataclasses.replace(TINY, plait=lambda x: x * 2.2)
+    with pytest.raises(Disagreement, match="plait differs"):
+        measured(OperatorWorkload(wrong, SlowClock()))
+
+
+@pytest.mark.parametrize("case", cases("cuda"), ids=lambda case: case.name)
+def test_every_case_moves_what_it_says(case):
+    """Inputs and result, counted from the tensors themselves; vectors beside them are a few hundredths."""
+    with torch.device("meta"):
+        arguments = case.make("meta", torch.float16)
+    flat = [one for each in arguments for one in (each if isinstance(each, list) else [each])]
+    counted = sum(map(torch.Tensor.numel, flat)) + case.eager(*arguments).numel()
+    assert case.moved <= counted <= case.moved * 1.02 + 100
+
+
+def test_names_choose_operators_or_cases():
+    """An operator's name takes all its sizes; an unknown one is refused."""
+    assert {workload.name.split("-")[0] for workload in benchmark(only=["geglu"]).workloads} == {"geglu"}
+    one = benchmark().workloads[0].name
+    assert [workload.name for workload in benchmark(only=[one]).workloads] == [one]
+    with pytest.raises(BenchError, match="no workload"):
+        benchmark(only=["gelu"])
+
+
+def test_it_runs_where_only_torch_is_installed():
+    """A bare GPU machine has no Ray, no diffusers and no server."""
+    blocked = """
+import sys
+for name in ("ray", "diffusers", "transformers", "fastapi", "pydantic", "openvino", "plait", "plait_serving"):
+    sys.modules[name] = None
+import plait_bench.kernels as program
+sys.argv = ["kernels", "--help"]
+program.main()
+"""
+    done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--workload" in done.stdout

@@ -1,0 +1,45 @@
+"""The benchmark of other libraries' models reads what its child process says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from plait_bench import zoo
+from plait_bench.errors import BenchError
+
+
+def test_rows_of_a_variant_and_of_a_refusal(monkeypatch, tmp_path):
+    """A packaged variant has bytes, seconds and a difference; a refused one is counted, and its reason is said."""
+    lines = [
+        {"variant": "a", "crossing_bytes": 640, "by_hand_bytes": 700, "package_s": 0.5, "millionths": 0.1, "spread": 1},
+        {"variant": "b", "refused": "aten.x.default: why"},
+    ]
+    monkeypatch.setattr(zoo, "run_command", lambda *_: "\n".join(map(json.dumps, lines)) + "\n")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    said: list[str] = []
+    workload = zoo.benchmark().workloads[0]
+    with workload.session(said.append), workload.open("plait", "") as subject:
+        readings = {(one.workload, one.metric): one.value for one in subject.measure(0)}
+    assert readings == {
+        ("a", "crossing_bytes"): 640.0,
+        ("a", "package_s"): 0.5,
+        ("a", "by_hand_bytes"): 700.0,
+        ("a", "millionths"): 0.1,
+        ("a", "refused"): 0.0,
+        ("b", "refused"): 1.0,
+    }
+    assert any("aten.x.default: why" in line for line in said)
+
+
+def test_a_child_that_fails_says_why():
+    """The end of its errors, not only a number."""
+    with pytest.raises(BenchError, match="no such variant"):
+        zoo.run_command(["python", "-c", "raise SystemExit('no such variant')"], {}, 60.0)
+
+
+def test_an_unknown_workload_is_refused():
+    """There is one workload."""
+    with pytest.raises(BenchError, match="workload"):
+        zoo.benchmark(only=("menagerie",))
