@@ -6,11 +6,14 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+# Processes that tests start find what these folders have: fakes are named as strings, `module:name`.
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before diffusers imports Triton: GPU kernels run line by line
 

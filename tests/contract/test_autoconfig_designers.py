@@ -6,7 +6,7 @@ import pytest
 
 from plait_autoconfig.designers import maker_of
 from plait_autoconfig.designers.protocols import MakesDesigner
-from plait_autoconfig.designers.testing import DesignerConformance
+from suites.designers import DesignerConformance
 
 
 class TestRandom(DesignerConformance):

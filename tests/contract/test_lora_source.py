@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.lora.testing import DelayedSource
 from support.loras import TwoLayers, tiny_lora_file
 
 NAMES = ("alpha", "be-ta.v2", "G4mma_x", "_花 (b)[c]#%+")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait_deploy.placement.policies import POLICIES, make_policy
-from plait_deploy.placement.testing import MakePolicy, PolicyContract
+from suites.placement_policies import MakePolicy, PolicyContract
 
 
 @pytest.fixture(params=POLICIES)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fakes.ranking import FakeRanker, fake_outputs, fake_rankers
 from plait_disagg.errors import Busy
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.testing import FakeRanker, fake_outputs, fake_rankers
 from support.app_server import AppServer
 from support.http_rank import arrays, datatype
 

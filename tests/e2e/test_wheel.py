@@ -77,7 +77,7 @@ def environment(tmp_path_factory, wheel):
 
 
 def test_the_wheel_holds_weights_examples_and_says_which_pythons(wheel):
-    """Starter weights with their sums, a tuning job, scenarios, the page; 3.11 to 3.13; no tests and no results."""
+    """Starter weights with their sums, a job, scenarios, the page; 3.11 to 3.13; no tests, benchmarks and results."""
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [name for name in names if name.endswith("METADATA")]
@@ -89,7 +89,8 @@ def test_the_wheel_holds_weights_examples_and_says_which_pythons(wheel):
     assert len(page) > 30
     assert page <= set(names)
     assert any(name.startswith("plait_loadtest/builtin/") for name in names)
-    assert [name for name in names if name.startswith("tests/") or "/results/" in name] == []
+    assert [name for name in names if name.startswith(("tests/", "plait_bench/")) or "/results/" in name] == []
+    assert [name for name in names if "testing" in name or "starter_training" in name] == []
     assert "Requires-Python: <3.14,>=3.11" in text
     classified = [line for line in text.splitlines() if "Python :: 3." in line]
     assert [line.rpartition(" ")[2] for line in classified] == ["3.11", "3.12", "3.13"]

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
 from plait_serving.diffusion.controlnet.model import ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
-from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
 from support.log_file import LogFile, log_file

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import (
     ControlRef,
     Failed,

@@ -14,15 +14,15 @@ import pytest
 import torch
 from PIL import Image
 
+from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
+from fakes.images import FAKE_CATALOG
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.samplers import Sampler
 from plait_serving.diffusion.sources.scheduler import SchedulerConfig
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
 from plait_serving.images.local import LocalImageService
-from plait_serving.images.testing import FAKE_CATALOG
 from support.http_app import AsgiCall, make_app, pixels, until
 
 torch.set_num_threads(1)

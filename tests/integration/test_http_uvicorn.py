@@ -9,8 +9,8 @@ import time
 import openai
 import pytest
 
+from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
-from plait_serving.images.testing import FakeImageService
 from support.app_server import AppServer, wait_for
 from support.http_app import make_app
 

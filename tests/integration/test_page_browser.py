@@ -13,15 +13,15 @@ from dataclasses import replace
 
 import pytest
 
+from fakes.images import FAKE_CATALOG, FakeImageService
+from fakes.ranking import fake_rankers
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.service import LoraCard
-from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.testing import fake_rankers
 from plait_serving.replica_metrics import family
 from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.words import image_words

@@ -67,7 +67,7 @@ def test_what_the_measurer_refuses_is_said_before_anything_is_measured(tmp_path)
 
 def test_a_measurer_that_can_not_be_made_is_no_trial(tmp_path):
     """A wrong factory breaks the job, with the error and where to read more."""
-    runner = runner_for(tmp_path, MeasurerSource(factory="plait_autoconfig.jobs.testing:nothing"))
+    runner = runner_for(tmp_path, MeasurerSource(factory="fakes.measurer:nothing"))
     with pytest.raises(JobBroken, match=r"could not be started: AttributeError: .*nothing.* \(see .*child.log\)"):
         runner.check(lambda: None)
 

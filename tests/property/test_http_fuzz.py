@@ -7,8 +7,8 @@ import json
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.http.images.schemas import EditBody, GenerationBody
-from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
 from support.http_app import b64, make_client, png
 
 URL = "/v1/images/generations"

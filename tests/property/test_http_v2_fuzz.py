@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from fakes.ranking import FAKE_CARD, FakeRanker
 from plait_disagg.errors import BadInput
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.codec import DTYPES, parse_infer
-from plait_serving.ranking.testing import FAKE_CARD, FakeRanker
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
 
 scalars = (

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
 
+from fakes.images import FakeImageService
+from fakes.ranking import fake_rankers
 from plait.tuning.service.http import tuning_router
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.testing import fake_rankers
 from support.tuning_desk import LocalTuningService, Threads, desk_in
 
 MIN_CALLS = 500

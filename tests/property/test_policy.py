@@ -8,6 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.engine import fake_samplers
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import (
     JOIN_SHARE,
@@ -19,7 +20,6 @@ from plait_serving.diffusion.queue.policy import (
     overtaken_by,
 )
 from plait_serving.diffusion.queue.shares import TenantShares
-from plait_serving.diffusion.testing import fake_samplers
 from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units, heads
 from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler, Tenant
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 from starlette.testclient import TestClient
 
-from plait_serving.images.testing import FakeImageService
+from fakes.images import FakeImageService
 from support.http_app import b64, make_client, png
 from support.trap import Trap
 

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
+from fakes.ranking import fake_rankers
 from plait.app import http_settings
 from plait.config import PlaitConfig, ServerSection
 from plait.tuning.service.http import tuning_router
@@ -21,10 +23,8 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import Role
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
-from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
-from plait_serving.ranking.testing import fake_rankers
 from support import refresh as kit
 from support.loras import tiny_lora_file
 from support.rank_fabric import Rig

@@ -5,10 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from plait_serving.diffusion.engine import Engine
-from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import (
+from fakes.engine import (
     EveryBatchPays,
     FakeDenoiser,
     FakeMerger,
@@ -16,6 +13,9 @@ from plait_serving.diffusion.testing import (
     fake_samplers,
     resident_model,
 )
+from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0

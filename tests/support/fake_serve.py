@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fakes.images import FakeImageService
 from plait_fabric.heartbeat import Stuck
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.routing import ReplicaState
-from plait_serving.images.testing import FakeImageService
 
 
 class FakeHosted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from plait_autoconfig.jobs.testing import FakeMeasurer, fake_measurer
+from fakes.measurer import FakeMeasurer, fake_measurer
 
 FACTORY = "support.fake_tuning:measurer"
 

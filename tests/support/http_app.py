@@ -14,10 +14,10 @@ from fastapi import FastAPI
 from PIL import Image
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
-from plait_serving.images.testing import FakeImageService
 
 FIXED_SEED = 1234
 FIXED_TIME_S = 1_790_000_000.5

@@ -11,11 +11,11 @@ import numpy as np
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
+from fakes.ranking import FakeRanker, fake_rankers
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
-from plait_serving.ranking.testing import FakeRanker, fake_rankers
 
 INFER = "/v2/models/picks/infer"
 HEADER = "inference-header-content-length"

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.testing import EveryBatchPays
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef
 from support.denoise import control_image, make_request, max_difference
 from support.engine_probe import Probe, fused_reference

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.testing import EveryBatchPays
 from support.engine_probe import Probe, fused_reference
 from support.tiny import tiny_lora
 

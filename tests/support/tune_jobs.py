@@ -1,4 +1,4 @@
-"""Jobs over the made-up service of `plait_autoconfig.jobs.testing`, and a runner without a process of its own."""
+"""Jobs over the made-up service of `fakes.measurer`, and a runner without a process of its own."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from fakes.measurer import fake_measurer
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.loop import run_job
 from plait_autoconfig.jobs.measurer import (
@@ -24,7 +25,6 @@ from plait_autoconfig.jobs.runner import Tick
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.jobs.testing import fake_measurer
 from plait_autoconfig.values import Config, TrialOutcome
 
 JOB: dict[str, Any] = {
@@ -88,7 +88,7 @@ def run_directly(folder: Path, spec: JobSpec, **arguments: Any) -> JobState:
 
 def fake_source(**arguments: Any) -> MeasurerSource:
     """The fake measurer in a process of its own."""
-    return MeasurerSource(factory="plait_autoconfig.jobs.testing:fake_measurer", arguments=arguments)
+    return MeasurerSource(factory="fakes.measurer:fake_measurer", arguments=arguments)
 
 
 def record(

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from fakes.measurer import service
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
 from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.reporting import outlook_of, state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
-from plait_autoconfig.jobs.testing import service
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
 from support.tune_jobs import job, record
 

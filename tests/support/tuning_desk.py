@@ -7,12 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from fakes.measurer import fake_measurer
 from plait.tuning.service.job_queue import JobQueueSettings, TuningJobQueue
 from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.jobs.loop import run_job
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.jobs.testing import fake_measurer
 from support.tune_jobs import DirectRunner, fake_source
 
 CONFIG = "images: {knobs: {threads: 1}}\n"

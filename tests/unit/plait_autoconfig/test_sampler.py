@@ -7,11 +7,11 @@ import pytest
 from optuna.trial import TrialState
 
 from plait_autoconfig.designers.random import RandomDesigner
-from plait_autoconfig.designers.testing import CONDITIONAL, OBJECTIVE, SMALL, service
 from plait_autoconfig.errors import DesignerError, OutsideSpace, TrialFailed
 from plait_autoconfig.objective import Objective, at_most, maximise, minimise
 from plait_autoconfig.sampler import DesignerSampler, report
 from plait_autoconfig.values import FailureKind, TrialOutcome
+from suites.designers import CONDITIONAL, OBJECTIVE, SMALL, service
 
 RATE = Objective((maximise("rate_per_s"),))
 optuna.logging.set_verbosity(optuna.logging.ERROR)

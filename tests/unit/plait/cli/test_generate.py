@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fakes.images import FakeImageService, fake_image
 from plait.cli import generate as command
 from plait.cli.main import main
 from plait.offline.images import OrderError, option_of, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
-from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import png
 
 

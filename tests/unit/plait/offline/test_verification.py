@@ -9,12 +9,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fakes.images import FAKE_CATALOG, fake_result
 from plait.cli.main import main
 from plait.offline import images as pictures
 from plait.offline import verification
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.values import Failed, Finished
-from plait_serving.images.testing import FAKE_CATALOG, fake_result
 from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
 from plait_serving.starter.verify import VerificationImage

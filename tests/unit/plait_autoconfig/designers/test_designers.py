@@ -9,12 +9,12 @@ from plait_autoconfig.designers import DESIGNERS, make_designer, maker_of
 from plait_autoconfig.designers.optuna_samplers import OptunaGpDesigner, OptunaTpeDesigner
 from plait_autoconfig.designers.random import RandomDesigner
 from plait_autoconfig.designers.sobol import SobolDesigner
-from plait_autoconfig.designers.testing import OBJECTIVE, SMALL, run_trials
 from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, TrialOutcome
+from suites.designers import OBJECTIVE, SMALL, run_trials
 from support.autoconfig import GRID, failed, measured
 
 RATE = Objective((maximise("rate"),))

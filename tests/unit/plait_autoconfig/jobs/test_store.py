@@ -10,6 +10,7 @@ import optuna
 import pytest
 from optuna.trial import TrialState
 
+from fakes.measurer import fake_measurer
 from plait_autoconfig.jobs.errors import JobBroken, JobBusy, JobRefused
 from plait_autoconfig.jobs.exclusive import exclusive_lock
 from plait_autoconfig.jobs.heartbeat import LEASE_S, Heartbeat, is_present, present_workers
@@ -18,7 +19,6 @@ from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.records import Claim
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.jobs.testing import fake_measurer
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import DirectRunner, fake_source, job, run_directly
 

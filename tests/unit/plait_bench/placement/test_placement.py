@@ -12,7 +12,7 @@ from plait_bench.placement import filling
 from plait_bench.placement.filling import CONTENDERS, PUBLISHED, load
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 from plait_deploy.placement.policies import POLICIES
-from plait_deploy.placement.testing import sample_tasks
+from suites.placement_policies import sample_tasks
 
 MODELS = ("G2", "T4", "P100", "G3", "V100M16", "V100M32")
 

@@ -8,8 +8,8 @@ from plait_bench.placement.simulator import churn, fill, inflated, shuffled
 from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.state import ClusterState
-from plait_deploy.placement.testing import sample_nodes, sample_tasks
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, classes_of
+from suites.placement_policies import sample_nodes, sample_tasks
 
 ONE = Task(cpu_milli=0, gpus=1, gpu_milli=WHOLE)
 HALF = Task(cpu_milli=0, gpus=1, gpu_milli=600)

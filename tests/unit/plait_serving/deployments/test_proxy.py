@@ -14,9 +14,9 @@ from ray.serve._private.http_util import _apply_middlewares
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
 from plait_serving.deployments.ingress import without_request_id
 from plait_serving.deployments.proxy import AnsweringMiddleware, configure_proxy
-from plait_serving.images.testing import FakeImageService
 from support.app_server import AppServer, wait_for
 from support.http_app import make_app
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fakes.engine import FakeDenoiser, FakeProvider
 from plait_serving.diffusion.errors import (
     Cancelled,
     DeadlineMissed,
@@ -20,7 +21,6 @@ from plait_serving.diffusion.errors import (
     RequestError,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.testing import FakeDenoiser, FakeProvider
 from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
     Finished,

@@ -12,12 +12,12 @@ from collections import Counter
 
 import pytest
 
+from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, Overloaded
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.lora.testing import DelayedSource
 from plait_serving.diffusion.values import Failed, Finished, LoraRef, Progress, Tenant
 from support.engine import WAIT_S, Gate, request
 from support.loras import TwoLayers, tiny_lora_file

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
 from plait_fabric.heartbeat import Stuck
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.engine import Engine
@@ -16,7 +17,6 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.testing import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0

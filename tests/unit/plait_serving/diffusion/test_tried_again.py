@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from fakes.engine import FakeProvider
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
-from plait_serving.diffusion.testing import FakeProvider
 from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units, heads
 from plait_serving.diffusion.values import Event, LoraRef, Progress, Scheduler, Tenant
 from support.engine import Gate, Rig, request, rigs

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
+from fakes.ranking import FakeRanker, fake_rankers
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
-from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.testing import FakeRanker, fake_rankers
 
 KEYLESS = ("/health", "/version", "/v2/health/live", "/v2/health/ready", "/v1/images/results/{name}")
 IMAGES, RECOMMEND = "/v1/images/generations", "/v1/recommend"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
-from plait_serving.images.testing import FakeImageService
 from support.http_app import make_client
 
 USER, ADMIN = "user-secret-1234567890", "admin-secret-1234567890"

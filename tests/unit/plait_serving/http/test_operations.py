@@ -15,6 +15,8 @@ from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
+from fakes.ranking import FakeRanker
 from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overloaded
 from plait_serving.health import Health
 from plait_serving.http import metrics
@@ -26,8 +28,6 @@ from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.images.testing import FakeImageService
-from plait_serving.ranking.testing import FakeRanker
 from support.http_app import AsgiCall, b64, make_app, make_client, png, until
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client

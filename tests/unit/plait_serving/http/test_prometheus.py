@@ -14,6 +14,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
 from plait_serving.cores import HostCores
 from plait_serving.deployments.images.counted import engine_families, host_families
 from plait_serving.diffusion.errors import (
@@ -29,7 +30,6 @@ from plait_serving.http import metrics
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.metrics import gather, own_metrics
-from plait_serving.images.testing import FakeImageService
 from plait_serving.replica_metrics import exposition
 from support.http_app import AsgiCall, make_app, make_client, until
 from support.http_rank import INFER, arrays, as_json

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from prometheus_client import Metric
 
+from fakes.images import FakeImageService
 from plait.app import AppArgs, starter_words
 from plait_fabric.cores import instruction_set
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection
-from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
 from plait_serving.replica_metrics import family, labelled
 from plait_serving.starter.words import image_words, ranking_words

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
 from plait.app import http_settings
 from plait.config import PlaitConfig
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
@@ -19,7 +20,6 @@ from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.metrics import own_metrics
-from plait_serving.images.testing import FakeImageService
 from plait_serving.replica_metrics import family, labelled
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays

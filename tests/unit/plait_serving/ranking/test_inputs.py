@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.ranking import FAKE_CARD
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Bag, Dense, Ids, tensor_names
 from plait_serving.ranking.inputs import Binder
-from plait_serving.ranking.testing import FAKE_CARD
 from support.http_rank import arrays
 
 BINDER = Binder(FAKE_CARD.inputs, largest_candidates=FAKE_CARD.largest_candidates)

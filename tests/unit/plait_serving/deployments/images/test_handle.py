@@ -10,6 +10,7 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
+from fakes.images import FakeImageService, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
 from plait_serving.deployments.images.counted import audit_families
@@ -26,7 +27,6 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
-from plait_serving.images.testing import FakeImageService, fake_result
 from plait_serving.replica_metrics import ReplicaMetrics, family
 from support.http_app import until
 from support.metrics import total

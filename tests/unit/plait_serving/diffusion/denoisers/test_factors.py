@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fakes.engine import FakeWeights
 from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.denoisers import factors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
@@ -22,7 +23,6 @@ from plait_serving.diffusion.lora.kinds import (
 from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.targets import ModuleRef
 from plait_serving.diffusion.protocols import Conditioning
-from plait_serving.diffusion.testing import FakeWeights
 
 FIRST = [AdaptedLayer(path="unet.down", width_in=6, width_out=4)]
 SECOND = [AdaptedLayer(path="unet.up", width_in=3, width_out=5), AdaptedLayer(path="unet.out", width_in=2, width_out=2)]

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.formats import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.lora.testing import DelayedSource
 from plait_serving.diffusion.protocols import LoraLease
 from plait_serving.diffusion.values import Tenant
 from support.loras import TwoLayers, tiny_lora_file

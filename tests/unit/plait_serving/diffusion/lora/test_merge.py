@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from fakes.engine import FakeWeights
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
 from plait_serving.diffusion.lora import merge as merge_module
 from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.merge import Merger
-from plait_serving.diffusion.testing import FakeWeights
 from plait_serving.diffusion.values import LoraRef, LoraSet
 from support.loras import TinyFactor, TwoLayers, delta, factors, loaded, shapes_of, snapshot
 

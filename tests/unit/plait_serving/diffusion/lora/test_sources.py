@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
+from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
 from plait_serving.diffusion.lora import listing, remote
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource
-from plait_serving.diffusion.lora.testing import DelayedSource
 from plait_serving.diffusion.sources.staging import locked
 from support.names import ODD_NAMES
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
+from fakes.engine import FakeProvider
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.residents.keeper import Residents
 from plait_serving.diffusion.residents.model import ServedModel
-from plait_serving.diffusion.testing import FakeProvider
 
 MB = 1_000_000
 WEIGHTS, PROGRAMS = 20 * MB, 500 * MB

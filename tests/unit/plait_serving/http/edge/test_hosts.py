@@ -7,13 +7,13 @@ from fastapi import FastAPI
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
 from plait.app import http_settings
 from plait.config import ServerSection
 from plait_serving.deployments.proxy import OwnRoutesMiddleware
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
-from plait_serving.images.testing import FakeImageService
 from support.http_app import make_app
 
 KEYS = (ApiKey.from_secret("sk-admin", tenant="ops", role=Role.ADMIN),)

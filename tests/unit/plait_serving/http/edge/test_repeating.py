@@ -8,6 +8,7 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals
@@ -22,7 +23,6 @@ from plait_serving.http.edge.repeating import (
 )
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.refusing import RefusingRoute
-from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, make_app
 from support.metrics import total
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.tenants import TenantLimits
-from plait_serving.images.testing import FakeImageService
 from support.http_app import b64, make_client, pixels, png
 
 URL = "/v1/images/control_maps"

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
+from fakes.images import FakeImageService
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
-from plait_serving.images.testing import FakeImageService
 from support.http_app import AsgiCall, b64, make_client, png, until
 
 PLAIN = json.dumps({"prompt": "x"}).encode()

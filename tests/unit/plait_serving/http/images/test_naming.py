@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import SamplerChoice, Scheduler
 from plait_serving.http.images import naming
@@ -17,7 +18,6 @@ from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits, read_parameters
 from plait_serving.images.service import AliasCard, LoraCard
-from plait_serving.images.testing import FAKE_CATALOG, FakeImageService
 from support.http_app import make_client
 from support.names import NO_NAMES, ODD_NAMES
 

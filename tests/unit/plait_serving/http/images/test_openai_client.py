@@ -10,10 +10,10 @@ import numpy as np
 import openai
 import pytest
 
+from fakes.images import FakeImageService, fake_image
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
-from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import b64, make_client, pixels, png
 
 

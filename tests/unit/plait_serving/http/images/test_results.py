@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 from openai import OpenAI
 
+from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.images.results import ResultsSettings
-from plait_serving.images.testing import FakeImageService
 from support.app_server import AppServer
 from support.http_app import b64, make_app, make_client, png
 

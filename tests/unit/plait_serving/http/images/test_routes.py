@@ -18,6 +18,7 @@ from PIL import Image
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService, fake_image
 from plait_serving.diffusion.errors import EngineStopped, Overloaded
 from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
 from plait_serving.http.app import app_from_context
@@ -27,7 +28,6 @@ from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
-from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until
 
 URL = "/v1/images/generations"

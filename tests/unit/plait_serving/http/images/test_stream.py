@@ -9,6 +9,7 @@ import json
 import numpy as np
 import pytest
 
+from fakes.images import FakeImageService, fake_image
 from plait_serving.diffusion.errors import NumericalError, Overloaded
 from plait_serving.diffusion.values import Failed, Progress
 from plait_serving.http.context import HttpSettings
@@ -16,7 +17,6 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.feed import EventFeed
 from plait_serving.images.codec import OutputFormat, encode_image
 from plait_serving.images.infotext import infotext
-from plait_serving.images.testing import FakeImageService, fake_image
 from support.http_app import AsgiCall, make_app, make_client, pixels, until
 
 URL = "/v1/images/generations"

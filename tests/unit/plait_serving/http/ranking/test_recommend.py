@@ -10,6 +10,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from fakes.ranking import FakeItems, FakeRanker, fake_outputs
 from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.values import ModelCard, RankAnswer
@@ -19,7 +20,6 @@ from plait_serving.http.ranking import recommend
 from plait_serving.http.ranking.rank_body import item_ids, ranking
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
-from plait_serving.ranking.testing import FakeItems, FakeRanker, fake_outputs
 from support.http_rank import make_client
 
 URL = "/v1/recommend"

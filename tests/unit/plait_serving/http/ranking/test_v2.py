@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
+from fakes.images import FakeImageService
+from fakes.ranking import FAKE_CARD, FakeRanker, fake_outputs, fake_rankers
 from plait_disagg import errors as rank_errors
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_serving.health import Health
@@ -19,9 +21,7 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.errors import RANK_ANSWERS
-from plait_serving.images.testing import FakeImageService
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.testing import FAKE_CARD, FakeRanker, fake_outputs, fake_rankers
 from support.http_app import AsgiCall
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
 from support.metrics import total
