@@ -63,7 +63,7 @@ bench: setup
 	$(BIN)/plait bench $(or $(ARGS),images)
 
 starter: setup
-	$(BIN)/python -m plait_serving.starter.train $(ARGS)
+	$(BIN)/python -m starter_training $(ARGS)
 
 clean:
 	rm -rf .venv out build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -15,13 +15,13 @@ from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_serving.starter.data import PACKAGES, NpmUnavailableError, TrainingImages, fetch_package
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.references import load_references
-from plait_serving.starter.train.loop import Trainer
-from plait_serving.starter.train.plan import FULL, STAGES, StageRecipe, override, smoke_plan
-from plait_serving.starter.train.stages import train_all
-from plait_serving.starter.train.text import LENGTH, build_tokenizer, patches
+from starter_training.data import PACKAGES, NpmUnavailableError, TrainingImages, fetch_package
+from starter_training.loop import Trainer
+from starter_training.plan import FULL, STAGES, StageRecipe, override, smoke_plan
+from starter_training.stages import train_all
+from starter_training.text import LENGTH, build_tokenizer, patches
 
 NAMES = ("red apple", "rocket", "blue ball", "green box", "yellow sun", "pink pig")
 
@@ -146,14 +146,14 @@ def test_overrides_change_one_number_and_refuse_nonsense():
 
 @pytest.mark.slow  # 30 s on idle cores, and what npm takes
 def test_the_command_trains_from_npm(tmp_path):
-    """``python -m plait_serving.starter.train --smoke`` fetches the artwork and ends with a bundle."""
+    """``python -m starter_training --smoke`` fetches the artwork and ends with a bundle."""
     cache = Path(os.environ.get("PLAIT_STARTER_CACHE", "~/.cache/plait/starter")).expanduser()
     try:
         for package in PACKAGES.values():
             fetch_package(package, cache)
     except (NpmUnavailableError, OSError) as error:
         pytest.skip(f"the emoji packages cannot be had: {error}")
-    command = [sys.executable, "-m", "plait_serving.starter.train", "--smoke", "--cache", str(cache), "--threads", "1"]
+    command = [sys.executable, "-m", "starter_training", "--smoke", "--cache", str(cache), "--threads", "1"]
     options = ["--work", str(tmp_path / "work"), "--out", str(tmp_path / "out")]
     done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

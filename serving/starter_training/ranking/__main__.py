@@ -1,10 +1,10 @@
-"""`python -m plait_serving.starter.ranking picks|movielens`: train a ranking model; its figures on stdout as JSON.
+"""`python -m starter_training.ranking picks|movielens`: train a ranking model; its figures on stdout as JSON.
 
 `picks` writes the starter model's state, its films and the package that is served. `movielens` needs the recbole
 wheel, which contains MovieLens-100k:
 
     pip download --no-deps --dest /tmp recbole==1.2.1
-    python -m plait_serving.starter.ranking movielens /tmp/recbole-1.2.1-py3-none-any.whl
+    python -m starter_training.ranking movielens /tmp/recbole-1.2.1-py3-none-any.whl
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import torch
 
 from plait_disagg.package.errors import PackageError
 from plait_serving.starter.manifest import WEIGHTS, write_manifest
-from plait_serving.starter.ranking.movielens import BadArchive, train_movielens
 from plait_serving.starter.ranking.picks import FOLDER
-from plait_serving.starter.ranking.train import PicksAuc, package_picks, train_picks
+from starter_training.ranking.movielens import BadArchive, train_movielens
+from starter_training.ranking.train import PicksAuc, package_picks, train_picks
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 ok, 1 failed, 2 usage."""
     parser = argparse.ArgumentParser(
-        prog="python -m plait_serving.starter.ranking",
+        prog="python -m starter_training.ranking",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

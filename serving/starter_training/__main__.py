@@ -1,4 +1,4 @@
-"""`python -m plait_serving.starter.train`: make the starter models from scratch, or resume a run that stopped."""
+"""`python -m starter_training`: make the starter models from scratch, or resume a run that stopped."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from plait_serving.starter.data import DEFAULT_COUNT, NpmUnavailableError, load_images
 from plait_serving.starter.manifest import WEIGHTS
 from plait_serving.starter.references import load_references
-from plait_serving.starter.train.measure import diffusers_generate
-from plait_serving.starter.train.plan import FULL, STAGES, override, smoke_plan
-from plait_serving.starter.train.stages import train_all
 from plait_serving.starter.verify import verify
+from starter_training.data import DEFAULT_COUNT, NpmUnavailableError, load_images
+from starter_training.measure import diffusers_generate
+from starter_training.plan import FULL, STAGES, override, smoke_plan
+from starter_training.stages import train_all
 
 # More than data.FAVOURED, few enough that a smoke run is quick.
 SMOKE_COUNT = 40
@@ -24,7 +24,7 @@ SMOKE_COUNT = 40
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="python -m plait_serving.starter.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m starter_training", description=__doc__)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/plait/starter"), help="npm archives and images")
     parser.add_argument("--work", type=Path, help="checkpoints; default: below the cache")
     parser.add_argument("--out", type=Path, default=WEIGHTS, help="where the bundle goes")

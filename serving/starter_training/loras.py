@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from plait_serving.starter.train.base import Studio, TrainingBatch, diffusion_loss, draw_images
-from plait_serving.starter.train.loop import SEED, Loss, StageOutcome, Trainer, load_average
-from plait_serving.starter.train.plan import Plan
-from plait_serving.starter.train.text import spelling_loss
-from plait_serving.starter.train.vae import scaled_latents, styles
+from starter_training.base import Studio, TrainingBatch, diffusion_loss, draw_images
+from starter_training.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from starter_training.plan import Plan
+from starter_training.text import spelling_loss
+from starter_training.vae import scaled_latents, styles
 
 Fitted = tuple[dict[str, Tensor], StageOutcome]
 # Noto's images are new and need room; the two others change how known images are drawn.

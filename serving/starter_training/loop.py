@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait_serving.starter.train.plan import StageRecipe
+from starter_training.plan import StageRecipe
 
 Loss = Callable[[int, torch.Generator], Tensor]
 WARM_UP_STEPS = 50

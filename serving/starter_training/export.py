@@ -13,11 +13,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextModel
 
-from plait_serving.starter.data import TrainingImages
 from plait_serving.starter.manifest import write_manifest
 from plait_serving.starter.references import make_references, save_references
-from plait_serving.starter.train.base import Studio, build_scheduler
-from plait_serving.starter.train.loras import to_kohya
+from starter_training.base import Studio, build_scheduler
+from starter_training.data import TrainingImages
+from starter_training.loras import to_kohya
 
 NAME = "emoji"
 KOHYA = ("sketch",)

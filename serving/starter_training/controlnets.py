@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from plait_serving.starter.preprocess import PREPROCESSORS
-from plait_serving.starter.train.base import Draw, Studio, TrainingBatch, diffusion_loss
-from plait_serving.starter.train.loop import SEED, StageOutcome, Trainer, load_average
-from plait_serving.starter.train.plan import StageRecipe
-from plait_serving.starter.train.vae import scaled_latents
+from starter_training.base import Draw, Studio, TrainingBatch, diffusion_loss
+from starter_training.loop import SEED, StageOutcome, Trainer, load_average
+from starter_training.plan import StageRecipe
+from starter_training.vae import scaled_latents
 
 WRONG_PROMPT = 0.5
 NO_PROMPT = 0.2

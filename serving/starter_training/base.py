@@ -18,11 +18,11 @@ from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
 from torch import Tensor, nn
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from plait_serving.starter.data import TrainingImages
-from plait_serving.starter.train.loop import SEED, Loss, StageOutcome, Trainer, load_average
-from plait_serving.starter.train.plan import StageRecipe
-from plait_serving.starter.train.text import WIDTH, build_head, build_text_encoder, embed, tokenize
-from plait_serving.starter.train.vae import scaled_latents
+from starter_training.data import TrainingImages
+from starter_training.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from starter_training.plan import StageRecipe
+from starter_training.text import WIDTH, build_head, build_text_encoder, embed, tokenize
+from starter_training.vae import scaled_latents
 
 CHANNELS = (48, 96, 144)
 NO_PROMPT = 0.1

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-from plait_serving.starter.train.loop import SEED, Loss, StageOutcome, Trainer, load_average
-from plait_serving.starter.train.plan import StageRecipe
+from starter_training.loop import SEED, Loss, StageOutcome, Trainer, load_average
+from starter_training.plan import StageRecipe
 
 VOCABULARY = 1400
 WIDTH = 96

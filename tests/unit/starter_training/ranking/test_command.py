@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from plait_serving.starter.ranking import __main__ as command
-from plait_serving.starter.ranking.train import PicksAuc
+from starter_training.ranking import __main__ as command
+from starter_training.ranking.train import PicksAuc
 
 
 def test_picks_are_trained_and_packaged(tmp_path, monkeypatch, capsys):

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from plait_serving.starter.data import TrainingImages
-from plait_serving.starter.train.base import Studio, build_studio, train_base
-from plait_serving.starter.train.controlnets import train_controlnet
-from plait_serving.starter.train.export import export_base, export_controlnet, export_lora, export_rest
-from plait_serving.starter.train.loop import SEED, StageOutcome
-from plait_serving.starter.train.loras import train_lora
-from plait_serving.starter.train.plan import Plan
-from plait_serving.starter.train.text import build_tokenizer, train_text
-from plait_serving.starter.train.vae import train_decoder, train_vae
+from starter_training.base import Studio, build_studio, train_base
+from starter_training.controlnets import train_controlnet
+from starter_training.data import TrainingImages
+from starter_training.export import export_base, export_controlnet, export_lora, export_rest
+from starter_training.loop import SEED, StageOutcome
+from starter_training.loras import train_lora
+from starter_training.plan import Plan
+from starter_training.text import build_tokenizer, train_text
+from starter_training.vae import train_decoder, train_vae
 
 
 def prepare(images: TrainingImages, plan: Plan, work: Path) -> tuple[Studio, dict[str, StageOutcome]]:

@@ -14,10 +14,10 @@ from diffusers import AutoencoderKL
 from numpy.typing import NDArray
 from torch import Tensor
 
-from plait_serving.starter.data import TrainingImages
 from plait_serving.starter.preprocess import pixel, sketch
-from plait_serving.starter.train.loop import SEED, StageOutcome, Trainer, load_average
-from plait_serving.starter.train.plan import StageRecipe
+from starter_training.data import TrainingImages
+from starter_training.loop import SEED, StageOutcome, Trainer, load_average
+from starter_training.plan import StageRecipe
 
 LATENT_WEIGHT = 1e-4
 SLOPE_WEIGHT = 0.5

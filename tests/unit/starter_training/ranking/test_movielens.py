@@ -13,8 +13,8 @@ import torch
 
 from plait_disagg.package import open_package
 from plait_disagg.package.errors import PackageError
-from plait_serving.starter.ranking.__main__ import main
-from plait_serving.starter.ranking.movielens import (
+from starter_training.ranking.__main__ import main
+from starter_training.ranking.movielens import (
     MovieLensRecipe,
     evaluate,
     fit,
@@ -23,7 +23,7 @@ from plait_serving.starter.ranking.movielens import (
     scorer_of,
     train_movielens,
 )
-from plait_serving.starter.ranking.movielens_data import BadArchive, read_movielens
+from starter_training.ranking.movielens_data import BadArchive, read_movielens
 
 PEOPLE, FILMS, RATINGS = 12, 20, 900
 FOLDER = "recbole/dataset_example/ml-100k/ml-100k"

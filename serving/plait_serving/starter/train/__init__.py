@@ -1,1 +1,0 @@
-"""Training of the starter models: `python -m plait_serving.starter.train`."""

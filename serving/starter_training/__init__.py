@@ -1,0 +1,1 @@
+"""Training of the starter models: `python -m starter_training`."""

@@ -1,0 +1,1 @@
+"""Training of the starter recommender and of a model of MovieLens: `python -m starter_training.ranking`."""
