@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "autoconfig": ("trials_to_5pct", "extra_trials_to_5pct", "regret_at_5", "regret_at_20", "optimum", "tied_cells"),
     "tuning": ("gain", "promised_per_s", "held_at_0.9", "held_at_1.1", "reserved_cores", "job_s"),
     "placement": (
-        "allocated_mean_pct", "published_mean_pct", "stranded_mean_pct", "stranded_pct", "without_place", "restarted"
+        "allocated_mean_pct", "published_mean_pct", "stranded_pct", "without_place", "restarted"
     ),
     "zoo": ("crossing_bytes", "by_hand_bytes", "millionths", "refused"),
     "models": ("p50_steps", "p99_steps", "images_per_s", "loads"),
@@ -80,8 +80,9 @@ def page(read: Read) -> str:
     """Return RESULTS.md."""
     parts = [
         "# Results\n\nFor each workload, system and metric the newest row that counts: a median over rounds, in "
-        "parentheses the 20th and 80th\npercentile where they differ from it. A ratio `a/b` is taken round by round. "
-        "`python -m plait_bench.results` made this page of\n`loadtest/results`, which has every metric, each value's "
+        "parentheses the 20th and 80th\npercentile where they differ from it. In bold a ratio, taken round by round. "
+        "Below a table stands what all its lines have in\ncommon; an empty first or last cell is as above. "
+        "`python -m plait_bench.results` made this page of `loadtest/results`, which has\nevery metric, each value's "
         "rounds, and the versions of all libraries.\n"
     ]
     for bench in SECTIONS:
@@ -91,39 +92,72 @@ def page(read: Read) -> str:
 
 
 def _tables(bench: str, shown: Sequence[Record]) -> Iterator[str]:
-    """Yield one table for all workloads of a benchmark that have the same metrics."""
-    by_metrics: dict[tuple[str, ...], list[str]] = {}
+    """Yield one table for all workloads of a benchmark that have the same metrics, after the machine it is of."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for workload in dict.fromkeys(row["workload"] for row in shown):
-        there = {row["metric"] for row in shown if row["workload"] == workload}
-        metrics = tuple(metric for metric in SECTIONS[bench] if metric in there)
-        if metrics:
-            by_metrics.setdefault(metrics, []).append(workload)
-    for metrics, workloads in by_metrics.items():
-        yield _table(metrics, workloads, shown)
+        rows = [row for row in shown if row["workload"] == workload and row["metric"] in SECTIONS[bench]]
+        there = {row["metric"] for row in rows}
+        if metrics := tuple(metric for metric in SECTIONS[bench] if metric in there):
+            groups.setdefault((_machines(rows), metrics), []).append(workload)
+    said = ""
+    for (machines, metrics), workloads in sorted(groups.items(), key=lambda group: group[0][0]):
+        if machines != said:
+            yield f"On {machines}:\n"
+            said = machines
+        yield _table(metrics, workloads, shown) + "\n"
 
 
 def _table(
     metrics: Sequence[str], workloads: Sequence[str], shown: Sequence[Record], max_lines: int | None = None
 ) -> str:
-    """Return the table of some workloads, and the machines below it; of at most so many lines."""
-    rows = {(row["workload"], row["system"], row["metric"]): row for row in shown}
-    lines = []
-    machines: dict[str, None] = {}
-    for workload in workloads:
-        for system in dict.fromkeys(name for of, name, metric in rows if of == workload and metric in metrics):
-            mine = [rows.get((workload, system, metric)) for metric in metrics]
-            newest = max((row for row in mine if row is not None), key=lambda row: str(row["date"]))
-            machines[_machine(newest)] = None
-            when = f"{newest['date'][:10]}, `{newest['commit'][:7]}`"
-            lines.append(_line([f"`{workload}`", system, *map(_cell, mine), when]))
-    units = [
-        next(str(row["unit"]) for row in shown if row["metric"] == metric and row["unit"] != RATIO)
-        for metric in metrics
+    """Return the table of some workloads, of at most so many lines. A ratio stands beside the system that it divides
+    by; what all lines have in common stands below the table."""
+    rows = [row for row in shown if row["workload"] in workloads and row["metric"] in metrics]
+    by_line: dict[tuple[str, str], list[Record]] = {}
+    for row in sorted(rows, key=lambda row: workloads.index(row["workload"])):
+        by_line.setdefault((row["workload"], row["system"].rpartition("/")[2]), []).append(row)
+    lines = dict(list(by_line.items())[:max_lines])
+    divided = {row["system"].rpartition("/")[0] for row in rows if row["unit"] == RATIO}
+    is_modelled = all(row.get("kind") == "modelled" for row in rows)
+
+    def cell(row: Record) -> str:
+        ours = f"{row['system'].rpartition('/')[0]} " if len(divided) > 1 else ""
+        text = f"{ours}**{_number(row['value'])}x**" if row["unit"] == RATIO else _number(row["value"])
+        if (low := _number(row["p20"])) != (high := _number(row["p80"])):
+            text += f" ({low}..{high})"
+        return text + (" modelled" if row.get("kind") == "modelled" and not is_modelled else "")
+
+    columns = {"workload": [f"`{workload}`" for workload, _ in lines], "system": [system for _, system in lines]}
+    for metric in metrics:
+        name = metric.removesuffix("_per_s")
+        unit = next((row["unit"] for row in rows if row["metric"] == metric and row["unit"] != RATIO), name)
+        columns[name if unit == name else f"{name}, {unit}"] = [
+            "; ".join(cell(row) for row in line if row["metric"] == metric) for line in lines.values()
+        ]
+    columns["recorded"] = [
+        "; ".join(dict.fromkeys(f"{row['date'][:10]}, `{row['commit'][:7]}`" for row in line))
+        for line in lines.values()
     ]
-    heads = [f"{metric.removesuffix('_per_s')}, {unit}" for metric, unit in zip(metrics, units, strict=True)]
-    head = _line(["workload", "system", *heads, "recorded"])
-    rule = _line(["---", "---", *["---:"] * len(metrics), "---"])
-    return "\n".join([head, rule, *lines[:max_lines], "", f"On {'; '.join(machines)}.", ""])
+    heads: dict[tuple[str, ...], str] = {}  # columns with the same cells are one
+    for head, cells in columns.items():
+        heads[tuple(cells)] = f"{heads[tuple(cells)]} = {head}" if tuple(cells) in heads else head
+    common = {head: cells[0] for cells, head in heads.items() if len(set(cells)) == 1 < len(cells)}
+    common.pop("workload", None)
+    left = {head: list(cells) for cells, head in heads.items() if head not in common}
+    for cells in (left[head] for head in ("recorded", "workload") if head in left):
+        above = ["", *(f"{of} {cell}" for of, cell in zip(columns["workload"], cells, strict=True))]
+        cells[:] = ["" if above[n] == above[n + 1] else cell for n, cell in enumerate(cells)]
+    rule = ["---" if head in ("workload", "system", "recorded") else "---:" for head in left]
+    table = [_line(left), f"|{'|'.join(rule)}|", *map(_line, zip(*left.values(), strict=True))]
+    notes = [f"{head} {cell}" for head, cell in common.items()] + ["modelled"] * is_modelled
+    if len(divided) == 1:
+        notes.append(f"in bold {divided.pop()} over this system")
+    below = "; ".join(notes)
+    return "\n".join([*table, "", f"{below[0].upper()}{below[1:]}."] if notes else table)
+
+
+def _machines(rows: Sequence[Record]) -> str:
+    return "; ".join(dict.fromkeys(_machine(row) for row in rows))
 
 
 def _machine(row: Record) -> str:
@@ -132,21 +166,12 @@ def _machine(row: Record) -> str:
     return f"{host['cpu']}, {host['cores']} cores ({instructions}), {host['ram_gib']:.0f} GiB"
 
 
-def _cell(row: Record | None) -> str:
-    if row is None:
-        return ""
-    value, low, high = (_number(float(row[name])) for name in ("value", "p20", "p80"))
-    text = f"**{value}**" if row["unit"] == RATIO else value
-    text += "" if low == high else f" ({low} to {high})"
-    return text + (" modelled" if row.get("kind") == "modelled" else "")
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
-def _line(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+def _line(cells: Iterable[str]) -> str:
+    return "|" + "|".join(f" {cell} " if cell else " " for cell in cells) + "|"
 
 
 def with_headlines(text: str, read: Read) -> str:
@@ -195,7 +220,9 @@ def with_tables(text: str, read: Read) -> str:
         shown = [row for row in read(bench) if row["workload"] in workloads]
         there = {row["metric"] for row in shown}
         metrics = [metric for metric in SECTIONS[bench] if metric in there]
-        made = _table(metrics, workloads, shown, _MAX_LINES) if metrics else "Not measured yet.\n"
+        made = "Not measured yet.\n"
+        if metrics:
+            made = f"{_table(metrics, workloads, shown, _MAX_LINES)}\n\nOn {_machines(shown)}.\n"
         return f"{match[1]}{made}{match[4]}"
 
     return block.sub(filled, text)

@@ -36,30 +36,68 @@ def section(*rows, bench="images"):
 
 
 def test_a_line_says_where_its_numbers_come_from():
-    """Value and ratio with their spreads, commit and date; the machine with its instruction set once for all."""
+    """Values with their spreads, a ratio beside what it divides by, commit and date; the machine once for all."""
     peak = record(metric="peak_memory_gib", unit="GiB, peak", value=3.0, p20=3.0, p80=3.0)
-    head, _, ours, theirs, pair, _, machine = section(record(), peak, record("peer", value=1.0), ratio())
-    assert head == "| workload | system | images, images/s | peak_memory_gib, GiB, peak | recorded |"
-    assert ours == "| `mixed16` | plait | 2 (1.8 to 2.2) | 3 | 2026-11-20, `aaaaaaa` |"
-    assert theirs == "| `mixed16` | peer | 1 (0.9 to 1.1) |  | 2026-11-20, `aaaaaaa` |"
-    assert pair == "| `mixed16` | plait/peer | **2** (1.8 to 2.2) |  | 2026-11-20, `aaaaaaa` |"
-    assert machine == "On Some CPU, 2 cores (avx2), 16 GiB."
+    newer = record("peer", value=1.0, day=21)
+    assert section(record(), peak, newer, ratio(day=21)) == [
+        "On Some CPU, 2 cores (avx2), 16 GiB:",
+        "",
+        "| workload | system | images, images/s | peak_memory_gib, GiB, peak | recorded |",
+        "|---|---|---:|---:|---|",
+        "| `mixed16` | plait | 2 (1.8..2.2) | 3 | 2026-11-20, `aaaaaaa` |",
+        "| | peer | 1 (0.9..1.1); **2x** (1.8..2.2) | | 2026-11-21, `aaaaaaa` |",
+        "",
+        "In bold plait over this system.",
+    ]
 
 
-def test_old_rows_say_that_nobody_knows_their_instruction_set():
-    """Nothing is made up for them."""
+def test_a_ratio_that_is_older_than_its_system_says_so():
+    """Then both records are named, and of several systems above the line each its own."""
+    rows = (record(), record("peer", value=1.0), ratio(day=19), record("other/peer", unit="ratio", value=3.0))
+    assert section(*rows)[5] == (
+        "| | peer | 1 (0.9..1.1); plait **2x** (1.8..2.2); other **3x** (2.7..3.3) | "
+        "2026-11-20, `aaaaaaa`; 2026-11-19, `aaaaaaa` |"
+    )
+
+
+def test_what_all_lines_have_in_common_stands_below_them():
+    """One system, one record, a metric of one value; columns of the same cells are one."""
+    one = {"p20": 4.0, "p80": 4.0, "value": 4.0}
+    rows = [
+        record(workload=workload, metric=metric, unit=unit, **(one if metric == "refused" else {"value": value}))
+        for workload, value in (("a", 2.0), ("b", 3.0))
+        for metric, unit in (("crossing_bytes", "bytes"), ("by_hand_bytes", "bytes"), ("refused", "models"))
+    ]
+    assert section(*rows, bench="zoo")[2:] == [
+        "| workload | crossing_bytes, bytes = by_hand_bytes, bytes |",
+        "|---|---:|",
+        "| `a` | 2 (1.8..2.2) |",
+        "| `b` | 3 (2.7..3.3) |",
+        "",
+        "System plait; refused, models 4; recorded 2026-11-20, `aaaaaaa`.",
+    ]
+
+
+def test_each_machine_has_its_tables():
+    """It is named once, and old rows say that nobody knows their instruction set."""
     host = {name: value for name, value in HOST.items() if name != "instruction_set"}
-    assert section(record(host=host))[-1] == "On Some CPU, 2 cores (instruction set not recorded), 16 GiB."
+    rows = (record(host=host), record(workload="same16"), record(workload="single", value=1.0, host=host))
+    lines = [line for line in section(*rows) if line.startswith(("On", "| `"))]
+    assert lines == [
+        "On Some CPU, 2 cores (avx2), 16 GiB:",
+        "| `same16` | plait | 2 (1.8..2.2) | 2026-11-20, `aaaaaaa` |",
+        "On Some CPU, 2 cores (instruction set not recorded), 16 GiB:",
+        "| `mixed16` | 2 (1.8..2.2) |",
+        "| `single` | 1 (0.9..1.1) |",
+    ]
 
 
 def test_what_a_model_says_is_labelled_and_what_is_missing_is_said():
     """A modelled value is not a measured one; a benchmark without rows is there too."""
-    lines = section(
-        record(metric="gb_per_s", unit="GB/s"),
-        record("model", metric="gb_per_s", unit="GB/s", kind="modelled"),
-        bench="fabric",
-    )
-    assert lines[3].startswith("| `mixed16` | model | 2 (1.8 to 2.2) modelled |")
+    measured = record(metric="gb_per_s", unit="GB/s")
+    modelled = record("model", metric="gb_per_s", unit="GB/s", kind="modelled")
+    assert section(measured, modelled, bench="fabric")[5].startswith("| | model | 2 (1.8..2.2) modelled |")
+    assert section(modelled, bench="fabric")[-1] == "Modelled."
     assert results.page(only()).count("Not measured yet.") == len(results.SECTIONS)
 
 
@@ -100,10 +138,15 @@ def test_less_latency_is_ahead():
 def test_a_guide_has_one_short_table():
     """Of the workloads that it names, at most eight lines; the text around it stays, a second run changes nothing."""
     text = "before\n<!-- results: images same16 single -->\nstale\n<!-- /results -->\nafter\n"
-    rows = [record(f"s{number}", workload) for workload in ("mixed16", "single", "same16") for number in range(6)]
+    rows = [
+        record(f"s{number}", workload, value=1.0 + number)
+        for workload in ("mixed16", "single", "same16")
+        for number in range(6)
+    ]
     filled = results.with_tables(text, only(*rows))
-    lines = [line for line in filled.splitlines() if line.startswith("| `")]
-    assert [line.split("`")[1] for line in lines] == ["same16"] * 6 + ["single"] * 2
+    lines = [line.split(" | ")[:2] for line in filled.splitlines() if line.startswith(("| `", "| |"))]
+    assert [line[0] for line in lines] == ["| `same16`", *["|"] * 5, "| `single`", "|"]
+    assert [line[1] for line in lines] == ["s0", "s1", "s2", "s3", "s4", "s5", "s0", "s1"]
     assert (filled.startswith("before\n<!-- "), filled.endswith("<!-- /results -->\nafter\n")) == (True, True)
     assert results.with_tables(filled, only(*rows)) == filled
     with pytest.raises(BenchError, match="no benchmark 'cakes'; there are images, disagg"):
