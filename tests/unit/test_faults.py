@@ -5,9 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
-import re
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,7 +22,6 @@ from faults.slope import slope_of
 from faults.striking import Fault, FaultLog, probes_for
 from faults.usage import Usage, grown
 
-ROOT = Path(__file__).resolve().parents[2]
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
 V2 = replace(RANKING, form="v2")
@@ -262,12 +259,3 @@ def test_a_slope_is_told_from_noise():
     assert not slope_of(times, np.full(times.size, 7.0)).grows
     with pytest.raises(ValueError, match="no line"):
         slope_of([1.0], [1.0])
-
-
-def test_readme_names_every_documented_end():
-    """The table of faults names the errors that the runs take for documented, and no other."""
-    text = (ROOT / "serving" / "README.md").read_text(encoding="utf-8")
-    section = re.search(r"^## Under faults$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
-    assert section is not None
-    named = {(int(status), code) for status, code in re.findall(r"`(\d{3}) ([a-z_]+)`", section[1])}
-    assert named == DOCUMENTED

@@ -107,12 +107,6 @@ def test_the_ids_that_modules_look_up_are_in_the_page():
     assert asked - ids == set()
 
 
-def test_modules_hold_one_thing():
-    """No file of ours is longer than 400 lines, nor a line than 140."""
-    assert {path.name: lines for path in OWN if (lines := len(path.read_text().splitlines())) > 400} == {}
-    assert {path.name for path in OWN if any(len(line) > 140 for line in path.read_text().splitlines())} == set()
-
-
 def test_markup_is_never_made_of_text():
     """What a model or another person wrote stays text."""
     sinks = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function"
