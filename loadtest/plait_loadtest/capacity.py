@@ -50,7 +50,7 @@ class ClassCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """The result of a run at a rate. `invalid`: codes and texts of the reasons. `hopeless`: why no rate can hold."""
+    """The result of a run at a rate. `invalid`: codes and texts of the reasons. `unreachable`: why no rate can hold."""
 
     classes: tuple[ClassCount, ...]
     achieved_per_s: float
@@ -186,7 +186,7 @@ class _Ended(Exception):
 
 
 class _Searching:
-    """A search in progress: the bracket is `low` (highest that held) to `high` (lowest that did not)."""
+    """A search in progress: the bracket is from the highest of `_held` to `_high`, the lowest that did not hold."""
 
     def __init__(self, measure: Measure, search: CapacitySearch, say: Callable[[str], None]) -> None:
         self._measure, self._search, self._say = measure, search, say

@@ -185,7 +185,7 @@ def _share(  # noqa: PLR0917 - a row of a table
     min_change: float,
     sign: float,
 ) -> MetricChange:
-    """Compare shares of the judged requests by difference, at least `least`: a ratio to zero is undefined."""
+    """Compare shares of the judged requests by difference, at least `min_change`: a ratio to zero is undefined."""
     x, y = (float(count.sum() / each.judged.sum()) for count, each in zip(counts, parts, strict=True))
     drawn_a, drawn_b = (
         weight @ count / np.maximum(weight @ each.judged, 1.0)

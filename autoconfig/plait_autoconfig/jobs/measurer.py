@@ -92,7 +92,7 @@ class TuningSubject:
     hardware: Hardware = field(default_factory=Hardware)
     versions: Mapping[str, str] = field(default_factory=dict)
     costs: tuple[float, ...] = ()
-    """What each cell of the job's space costs per hour, as far as that is known beforehand (`Context.costs`)."""
+    """What each cell of the job's space costs per hour, as far as that is known beforehand (`ServiceContext.costs`)."""
 
 
 class Measurer(Protocol):

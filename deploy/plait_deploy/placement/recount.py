@@ -58,7 +58,7 @@ def recount(
 
 
 class _Recounting:
-    """One run. `_kept` and `_new` list the places by (deployment, class)."""
+    """One run. `_kept` lists the places by (deployment, class), `_starting` the tasks by node."""
 
     def __init__(
         self, state: ClusterState, node_classes: Sequence[str], demands: Sequence[Demand], policy: Policy

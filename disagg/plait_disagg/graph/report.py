@@ -37,7 +37,7 @@ class CrossingValues:
 
 @dataclass(frozen=True, kw_only=True)
 class CutReport:
-    """The report of a cut. `groups` are in an order in which they can run (`Crossing.group` is an index into them)."""
+    """The report of a cut. `groups` are in an order in which they can run: `CrossingValues.group` is an index."""
 
     groups: tuple[ValueGroup, ...]
     crossings: tuple[CrossingValues, ...]

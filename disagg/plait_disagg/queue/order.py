@@ -147,8 +147,8 @@ class WaitQueue(Generic[T]):
         `Busy`: there is no room, or the item's deadline cannot be met behind what goes before it. `DeadlinePassed`:
         it has already passed.
 
-        Where nothing is waiting and nothing is running, here or `elsewhere` (at a CN's HNs), nothing is rejected,
-        however bad the forecast: only new measurements correct it.
+        Where nothing is waiting and nothing is running, here or, by `busy_downstream`, at a CN's HNs, nothing is
+        rejected, however bad the forecast: only new measurements correct it.
         """
         if item.lost_s is not None and now_s > item.lost_s:
             raise too_late(item, now_s)
@@ -167,7 +167,7 @@ class WaitQueue(Generic[T]):
     def take(self, now_s: float, downstream: Downstream = Downstream()) -> TakenBatch[T]:  # noqa: B008  # immutable
         """Take the next batch: as many as fit, in order, without those that would be too late.
 
-        While a worker `elsewhere` is idle, the waiting items are split over several batches (`_pieces`).
+        While a worker `downstream` is idle, the waiting items are split over several batches (`_pieces`).
         """
         batch: list[T] = []
         late: list[T] = []

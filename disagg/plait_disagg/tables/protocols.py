@@ -50,7 +50,7 @@ class Tables(Protocol):
     """Embedding tables. Not thread-safe: one thread owns them."""
 
     def lookup(self, requests: Sequence[LookupRequest]) -> list[torch.Tensor]:
-        """Look up rows, as float32 in the order of `asks`: (rows, D) pooled; mode rows: ids' shape + (D,).
+        """Look up rows, as float32 in the order of `requests`: (rows, D) pooled; mode rows: ids' shape + (D,).
 
         An empty bag is zeros. Ids outside a table follow its policy. Raises `BadId`.
         """

@@ -1,8 +1,8 @@
 """A registered buffer pool: leases of one bounded arena, the same for all channels.
 
-The arena is anonymous memory (inproc, tcp) or a shared segment (shm). `acquire_nowait` fails at once,
-`acquire` waits. A lease is released exactly once, or handed over by sending it; a second release raises. Leases that
-were never released show in `statistics()`.
+The arena is anonymous memory (inproc, tcp) or a shared segment (shm). `acquire` waits for room, or fails
+at once with a timeout of 0. A lease is released exactly once, or handed over by sending it; a second release raises.
+Leases that were never released show in `statistics()`.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def _mean_rate_per_s(due_ns: Sequence[int]) -> float:
 class OpenLoop:
     """Sends every request of the schedule at its time, whatever happened to the others.
 
-    `finished` is set when all have ended. `ended` is the pool's `on_end`.
+    `finished` is set when all have ended. The pool calls `ended`.
     """
 
     def __init__(self, ledger: Ledger, requests: RequestFeed, cancels: bytes) -> None:

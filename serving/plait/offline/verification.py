@@ -109,7 +109,7 @@ async def _make(service: ImageService, request: ImageRequest) -> RgbImage:
 
 
 def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:
-    """Return a request for one image at the server's defaults, except for what `ask` specifies."""
+    """Return a request for one image at the server's defaults, except for what `order` specifies."""
     model = catalog.model
     controls: tuple[ControlRef, ...] = ()
     if order.controlnet is not None and order.control_image is not None:

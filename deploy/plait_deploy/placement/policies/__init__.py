@@ -1,5 +1,5 @@
-"""The policies by name. Adding one is a line here; the conformance suite (`placement/testing.py`) takes its names from
-here."""
+"""The policies by name. Adding one is a line here; the conformance suite (`tests/suites/placement_policies.py`) takes
+its names from here."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _SWITCH_TIMEOUT_S = 60.0
 
 
 class ServeFleet:
-    """A `Fleet`: the replicas of some deployments, which switch at the same time. Their handles are called for
+    """The replicas of some deployments, which switch at the same time. Their handles are called for
     refreshes only here."""
 
     def __init__(self, handles: Mapping[str, Any]) -> None:
