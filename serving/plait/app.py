@@ -28,11 +28,11 @@ from plait_deploy.on_ray.declared import placed_options
 from plait_deploy.on_ray.names import name_at
 from plait_deploy.placement.demands import task_of
 from plait_serving.deployments.direct import Direct
-from plait_serving.deployments.images.source import EngineSource, ImagesSource
+from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.lazy import LazyControlNet, LazyEngine, LazyRankWorker
-from plait_serving.deployments.placed import PlacedHandle
-from plait_serving.deployments.ranking.source import PackageSource, RankModel, RankSource
+from plait_serving.deployments.node_class_handle import PlacedHandle
+from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
 from plait_serving.deployments.scaling import autoscaling
 from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection, ResultsSection
 from plait_serving.ranking.config import WORKER_CPUS, HnSection, RankModelSection, RankRole, WholeSection, shard_role

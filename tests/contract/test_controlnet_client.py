@@ -20,7 +20,7 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.handshake import greeting
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
-from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
+from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.wire import VERSION, Call, Open, open_message, step_message
@@ -70,7 +70,7 @@ def _make(place: str, folder: Path, tmp_path: Path, stack: ExitStack) -> Control
         return LocalControlNetClient("edges", runner)
     if place == "placed":
         local = LocalControlNetClient("edges", runner)
-        return PlacedControlNetClient("edges", local=lambda: local, remote=None, wanted=lambda: Placement.AUTO)
+        return MovableControlNetClient("edges", local=lambda: local, remote=None, wanted=lambda: Placement.AUTO)
     service = stack.enter_context(kit.serving(runner, kit.new_address(place, tmp_path)))
     return RemoteControlNetClient("edges", kit.ReplicaFleet({"r0": service.addresses[0]}).connect)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask, Samples, Say, TuningSubject
-from plait_autoconfig.jobs.promise import SLO_MET
+from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, Value
 

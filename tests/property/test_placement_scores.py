@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from plait_deploy.placement import naive
 from plait_deploy.placement.errors import TaskError
+from plait_deploy.placement.expected_use import HURRIES, STEPS, UNIT, ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables
-from plait_deploy.placement.prospects import HURRIES, STEPS, UNIT, ProspectTables
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement
 
@@ -80,7 +80,7 @@ def test_gains_are_those_of_placing_the_task(state: ClusterState, known: list[Ta
 def test_prospects_are_those_of_the_recursion(state: ClusterState, known: list[TaskClass]) -> None:
     """V of every node, to rounding: a thousandth of a milli-GPU for each device and class."""
     grain = -(-max(node.cpu_milli for node in state.nodes) // STEPS)
-    found = ProspectTables(known, state).values(state, np.arange(len(state.nodes))) / UNIT
+    found = ExpectedUse(known, state).values(state, np.arange(len(state.nodes))) / UNIT
     for node, value in enumerate(found.tolist()):
         cpu, devices, _ = row_of(state, node)
         wanted = [naive.node_value(known, cpu, devices, grain=grain, hurry=hurry, steps=STEPS) for hurry in HURRIES]
@@ -96,7 +96,7 @@ def test_a_prospect_lost_is_the_difference_of_two_values(
     nodes = every[state.fits(task, every, state.allows(task))]
     if not nodes.size:
         return
-    tables = ProspectTables(known, state)
+    tables = ExpectedUse(known, state)
     gains, devices = tables.gain(state, task, nodes)
     for node, gain, device in zip(nodes.tolist(), gains.tolist(), devices.tolist(), strict=True):
         one = np.array([node])

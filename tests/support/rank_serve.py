@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from plait_disagg.package import Package
 from plait_disagg.protocols import ItemStore
-from plait_serving.deployments.ranking.source import OpenedPackage, ShardedModel
+from plait_serving.deployments.ranking.package_source import OpenedPackage, ShardedModel
 from plait_serving.ranking.config import RankRole
 from support import ranking as kit
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.plan import confirmation, ranked_candidates
-from plait_autoconfig.jobs.promise import held_rate
+from plait_autoconfig.jobs.promised_rate import held_rate
 from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, PromisedRate, Recommendation

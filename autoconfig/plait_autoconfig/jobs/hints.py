@@ -11,8 +11,8 @@ from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.looks import expected_rate
 from plait_autoconfig.objective import GOODPUT_PER_S
+from plait_autoconfig.trial_load import expected_rate
 from plait_autoconfig.values import Config, cells_of, pooled
 
 __all__ = ["expected_per_s", "to_beat"]

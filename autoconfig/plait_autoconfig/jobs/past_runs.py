@@ -11,8 +11,8 @@ from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import TuningSubject
 from plait_autoconfig.jobs.records import Record, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.knob_matching import in_terms_of
 from plait_autoconfig.library import LibraryRun, usable_for, usable_runs
-from plait_autoconfig.meeting import in_terms_of
 from plait_autoconfig.starter_library import starter_runs
 from plait_autoconfig.values import Value
 

@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from plait_autoconfig.confidence import LeaderOdds, log_loss, standing
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.promise import is_wanted, next_check
+from plait_autoconfig.jobs.promised_rate import is_wanted, next_check
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Cell, Config, cells_of, pooled

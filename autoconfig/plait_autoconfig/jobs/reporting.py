@@ -11,7 +11,7 @@ from plait_autoconfig.jobs.answers import gain_of, noise_of, recommendations
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
-from plait_autoconfig.jobs.promise import holds
+from plait_autoconfig.jobs.promised_rate import holds
 from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining

@@ -9,11 +9,11 @@ from dataclasses import replace
 import yaml
 
 from plait_deploy.errors import DeployError
-from plait_deploy.kuberay.around import disruption_budgets, network_policy, pod_monitor, volume_claims
 from plait_deploy.kuberay.folders import mapped
 from plait_deploy.kuberay.options import DeploySection, GpuGroup, WorkerGroup
 from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, SHARD_NODE, Pods, Timing, rayservice
 from plait_deploy.kuberay.sizing import Reservation, pods_for
+from plait_deploy.kuberay.volumes_and_policies import disruption_budgets, network_policy, pod_monitor, volume_claims
 from plait_deploy.serve import ServeApplication, render_serve
 
 __all__ = ["render_kuberay"]

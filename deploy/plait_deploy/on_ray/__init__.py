@@ -1,6 +1,7 @@
 """Placement on Ray Serve by public means only: deployments, one for each model and class of nodes, whose label
 selectors never change, and an autoscaling policy of the application that sets how many replicas each has.
 
-Modules: `names` (deployments of a class), `declared` (what a Serve configuration says), `whereabouts` (what replicas
-report), `nodes` (Ray's nodes as a cluster state), `policy` (what Serve's controller runs), `gauges` (for `/metrics`).
+Modules: `names` (deployments of a class), `declared` (what a Serve configuration says), `replica_location` (what
+replicas report), `nodes` (Ray's nodes as a cluster state), `policy` (what Serve's controller runs), `gauges` (for
+`/metrics`).
 """

@@ -8,7 +8,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.on_ray.nodes import RayNode
-from plait_deploy.on_ray.whereabouts import NODE, devices_in
+from plait_deploy.on_ray.replica_location import NODE, devices_in
 from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.plan import Use, use_of

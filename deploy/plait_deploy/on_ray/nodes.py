@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from plait_deploy.on_ray.names import LABEL
-from plait_deploy.on_ray.whereabouts import node_number
+from plait_deploy.on_ray.replica_location import node_number
 from plait_deploy.placement.values import WHOLE, ClusterNode
 
 _GPU_MODEL = "ray.io/accelerator-type"

@@ -58,7 +58,7 @@ def device_value(
     hurry: float,
     seen: dict[tuple[int, int], float],
 ) -> float:
-    """Return V of `prospects.py` for one device with that many steps of CPU, in milli-GPUs. `hurry`: h; `seen` keeps
+    """Return V of `expected_use.py` for one device with that many steps of CPU, in milli-GPUs. `hurry`: h; `seen` keeps
     what was computed before."""
     if (steps, milli) not in seen:
         weight = sum(each.weight for each in classes)
@@ -79,7 +79,7 @@ def device_value(
 def node_value(
     classes: Sequence[TaskClass], cpu_milli: int, devices: Sequence[int], *, grain: int, hurry: float, steps: int
 ) -> float:
-    """Return the value of a node of `prospects.py` for one h, in milli-GPUs, where all classes may use its model."""
+    """Return the value of a node of `expected_use.py` for one h, in milli-GPUs, where all classes may use its model."""
     weight, free, whole = sum(each.weight for each in classes), sum(devices), sum(each == WHOLE for each in devices)
     seen: dict[tuple[int, int], float] = {}
     total = 0.0

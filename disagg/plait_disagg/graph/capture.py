@@ -33,7 +33,7 @@ class Captured:
     """A module as a program.
 
     `constants` (by `Port` name) and `tables` (by `Lookup.table`) are the module's own tensors. `keeps_bits`: no
-    operator was rewritten (`moved`), so that the program's results are the module's, bit for bit.
+    operator was rewritten (`rows_first`), so that the program's results are the module's, bit for bit.
     """
 
     program: Program

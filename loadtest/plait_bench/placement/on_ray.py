@@ -17,7 +17,7 @@ from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.gauges import occupied
 from plait_deploy.on_ray.names import LABEL, split_name
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
-from plait_deploy.on_ray.whereabouts import NODE, node_number
+from plait_deploy.on_ray.replica_location import NODE, node_number
 from plait_deploy.placement.demands import Demand, task_of
 from plait_deploy.placement.plan import use_of
 from plait_deploy.placement.values import WHOLE

@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Protocol
 
 import plait_serving.deployments.start_time  # noqa: F401  # its clock starts with the import
-from plait_deploy.on_ray.whereabouts import whereabouts
+from plait_deploy.on_ray.replica_location import whereabouts
 from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
 from plait_serving.ranking.config import OmpWait

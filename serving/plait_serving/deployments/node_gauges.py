@@ -13,7 +13,7 @@ from prometheus_client import Metric
 
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
-from plait_deploy.on_ray.whereabouts import CPUS, GPUS
+from plait_deploy.on_ray.replica_location import CPUS, GPUS
 from plait_deploy.placement.demands import Demand, task_of
 
 __all__ = ["NodeGauges"]

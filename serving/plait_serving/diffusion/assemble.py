@@ -15,7 +15,7 @@ import torch
 
 from plait_fabric.threads import run_on_own_thread
 from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
+from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -27,9 +27,9 @@ from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes, memory_of
 from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
 from plait_serving.diffusion.queue.costs import StepCosts
-from plait_serving.diffusion.residents.base_model import BaseModel, EngineSettings, Surroundings, resolve_device
+from plait_serving.diffusion.residents.base_model import BaseModel, EngineContext, EngineSettings, resolve_device
 from plait_serving.diffusion.residents.model_folder import FolderOfModels
-from plait_serving.diffusion.residents.roster import Growth, Roster, check_no_twin
+from plait_serving.diffusion.residents.roster import ModelFactory, Roster, check_no_twin
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Tenant
 
 __all__ = ["Assembled", "EngineSettings", "build_engine", "build_engine_of"]
@@ -75,7 +75,7 @@ class Assembled:
         return self.first.bundle
 
     @property
-    def controlnets(self) -> Mapping[str, PlacedControlNetClient]:
+    def controlnets(self) -> Mapping[str, MovableControlNetClient]:
         """The clients of its ControlNets."""
         return self.first.controlnets
 
@@ -147,7 +147,7 @@ def build_engine_of(
     return run_on_own_thread(lambda: _build(models, memory_bytes, remote or {}, costs, folder))
 
 
-class _Live:
+class _EngineState:
     """The engine, which its parts know of before it is made: the knobs in force, and whether it has no request."""
 
     def __init__(self, first: EngineKnobs) -> None:
@@ -208,19 +208,19 @@ def _build(
     folder: FolderOfModels | None,
 ) -> Assembled:
     first = next(iter(settings.values()))
-    live, caches = _Live(first.knobs), _LoraCaches(first.knobs.host_lora_bytes)
+    state, caches = _EngineState(first.knobs), _LoraCaches(first.knobs.host_lora_bytes)
     is_alone, device = len(settings) == 1 and folder is None, torch.device(resolve_device(first.device))
     if not is_alone and memory_bytes is None:
         free = available_bytes(device) - PROCESS_BYTES
         memory_bytes = int(_SHARE_FOR_MODELS * max(0, free))
-    around = Surroundings(
-        knobs=live.knobs,
-        is_idle=live.idle,
-        between_steps=live.between_steps,
+    around = EngineContext(
+        knobs=state.knobs,
+        is_idle=state.idle,
+        between_steps=state.between_steps,
         remote=remote,
         loras=caches,
         is_alone=is_alone,
-        room_bytes=live.room_bytes,
+        room_bytes=state.room_bytes,
         free_bytes=None if memory_bytes is None else available_bytes(device) - memory_bytes,
     )
     models: dict[str, BaseModel] = {}
@@ -241,9 +241,9 @@ def _build(
         clock=time.monotonic,
         memory_bytes=memory_bytes,
         memory=memory_of(device, excluded=caches.held_bytes),
-        look_for_models=live.look_for_models,
+        look_for_models=state.look_for_models,
     )
-    live.engine = engine
+    state.engine = engine
     engine.reconfigure(first.knobs)  # the caches share what LoRAs may take
     engine.residents.load_first()
     engine.start()
@@ -251,7 +251,7 @@ def _build(
     def make(name: str, found: Path) -> BaseModel:
         return BaseModel(name, replace(first, model=found, revision=None, config=None), around, costs=costs)
 
-    growth = None if folder is None else Growth(folder=folder, make=make, engine=engine)
-    live.roster = Roster(models, growth, refused=refused)
-    live.roster.look()
-    return Assembled(engine=engine, roster=live.roster)
+    factory = None if folder is None else ModelFactory(folder=folder, make=make, engine=engine)
+    state.roster = Roster(models, factory, refused=refused)
+    state.roster.look()
+    return Assembled(engine=engine, roster=state.roster)

@@ -136,8 +136,8 @@ def load_bundle(
     `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
-    which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`residency`). `outline` loads
-    no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if they were read before.
+    which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). `outline`
+    loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
     """
     folder = resolve_source(source, revision, fetch=fetch)
     index, unet_config, vae_config = _configs(folder)

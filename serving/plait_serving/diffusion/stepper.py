@@ -16,7 +16,7 @@ from plait_fabric.request_log import on_behalf_of
 from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.edits.blend import Blend
-from plait_serving.diffusion.edits.source import EditSource
+from plait_serving.diffusion.edits.start_latents import EditSource
 from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
 from plait_serving.diffusion.protocols import (
     ActiveControl,

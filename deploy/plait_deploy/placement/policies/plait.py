@@ -1,7 +1,7 @@
 """plait's own policy. Its score depends on whether the cluster fills up, or its GPUs turn over.
 
 **Fills up**: few of the tasks that came have left, or CPU is what runs out. What is left over of a device stays, and
-may be filled by many tasks to come: a task goes where the least of what will be used is lost (`prospects.py`).
+may be filled by many tasks to come: a task goes where the least of what will be used is lost (`expected_use.py`).
 
 **Turns over**: departures make new leftovers as fast as arrivals fill old ones, and free CPU and GPU are never used up.
 What counts is that the next task can use them: a task goes where fragmentation grows least (`fragments.py`). A class
@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from plait_deploy.placement.expected_use import ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.policies.scored import ScoredPolicy, Ties
-from plait_deploy.placement.prospects import ProspectTables
 from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import Task, TaskClass
 
@@ -39,7 +39,7 @@ class PlaitPolicy(ScoredPolicy):
     def begin(self, state: ClusterState) -> None:
         """Make the tables for the cluster."""
         weighed = [replace(each, weight=each.weight * max(1, each.task.gpus)) for each in self._classes]
-        self._tables = (ProspectTables(self._classes, state), FragmentTables(weighed, state))
+        self._tables = (ExpectedUse(self._classes, state), FragmentTables(weighed, state))
 
     def regime(self, state: ClusterState) -> int:
         """Return 1 if the cluster's GPUs turn over, else 0."""

@@ -16,13 +16,13 @@ from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
 from plait_disagg.graph.trace.appender import Appender
-from plait_disagg.graph.trace.bags import bag_call
+from plait_disagg.graph.trace.embeddings import bag_call
 from plait_disagg.graph.trace.exported import Exported
 from plait_disagg.graph.trace.lookups import Lookups
 from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
-from plait_disagg.graph.trace.moved import MAKERS, MovedCall, Mover
-from plait_disagg.graph.trace.picks import StepPicks, picked_by
-from plait_disagg.graph.trace.source import module_hint, source_line
+from plait_disagg.graph.trace.rows_first import MAKERS, MovedCall, Mover
+from plait_disagg.graph.trace.source_lines import module_hint, source_line
+from plait_disagg.graph.trace.step_gather import StepGather, picked_by
 from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
 
 __all__ = ["Builder"]
@@ -99,7 +99,7 @@ class Builder:
             return None
         picked = picked_by(node, self.exported)
         if picked is not None:
-            self.values[node] = StepPicks(self, node, where).add(*picked)
+            self.values[node] = StepGather(self, node, where).add(*picked)
             return None
         arguments, given = self._bound(node, where)
         if not varies(arguments):

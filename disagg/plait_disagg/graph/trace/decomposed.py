@@ -16,7 +16,7 @@ from torch.export import ExportedProgram
 from torch.export.exported_program import default_decompositions
 
 from plait_disagg.graph.operators import VOCABULARY
-from plait_disagg.graph.trace.bags import is_lookup
+from plait_disagg.graph.trace.embeddings import is_lookup
 from plait_disagg.graph.trace.lower import (
     ATEN_LONGEST,
     changes_what_is_seen,
@@ -24,7 +24,7 @@ from plait_disagg.graph.trace.lower import (
     has_lowered_parts,
     is_explained,
 )
-from plait_disagg.graph.trace.moved import MAKERS
+from plait_disagg.graph.trace.rows_first import MAKERS
 
 __all__ = ["decomposed"]
 

@@ -19,7 +19,7 @@ from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.trace.decomposed import decomposed
-from plait_disagg.graph.trace.source import TORCH, source_line
+from plait_disagg.graph.trace.source_lines import TORCH, source_line
 from plait_disagg.graph.trace.traced import Layout
 
 __all__ = ["Exported", "example_tensors", "export"]

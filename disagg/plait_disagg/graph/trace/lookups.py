@@ -13,7 +13,7 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.program import LOOKUP, ROWS, Arg, Node, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact
 from plait_disagg.graph.trace.appender import Appender, Making
-from plait_disagg.graph.trace.bags import BagCall
+from plait_disagg.graph.trace.embeddings import BagCall
 from plait_disagg.graph.trace.traced import Layout, Traced, side_of
 
 __all__ = ["Lookups"]

@@ -17,7 +17,7 @@ import numpy as np
 
 from plait.tuning.measure.early_stop import EarlyStop, needs_of
 from plait.tuning.measure.usage import ResourceUsage, UsageSampler
-from plait_autoconfig.looks import Look, LookPlan, best_look, look_for_capacity
+from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity
 from plait_loadtest.histogram import of_ns
 from plait_loadtest.judging import judge_records, percentile_of, slo_of
 from plait_loadtest.measure import min_requests

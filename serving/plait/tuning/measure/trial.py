@@ -14,10 +14,10 @@ from plait.tuning.measure.failures import Evidence, of_load
 from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
-from plait_autoconfig.jobs.promise import SLO_MET
+from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import Prices
-from plait_autoconfig.looks import surely_loses
 from plait_autoconfig.objective import COST_PER_HOUR, GOODPUT_PER_S, Goal
+from plait_autoconfig.trial_load import surely_loses
 from plait_autoconfig.values import TrialOutcome
 from plait_loadtest.mix.images import DEFAULT_PATH
 from plait_loadtest.report.outputs import Outputs

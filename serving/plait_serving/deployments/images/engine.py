@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from plait_serving.deployments.fabric_endpoints import declare_thread_cap
-from plait_serving.deployments.images.source import ACCEPTED, EngineSource
+from plait_serving.deployments.images.engine_source import ACCEPTED, EngineSource
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start

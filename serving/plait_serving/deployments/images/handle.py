@@ -16,9 +16,9 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
-from plait_serving.deployments.images.source import ACCEPTED
-from plait_serving.deployments.images.suspects import Suspects
-from plait_serving.deployments.images.together import Together
+from plait_serving.deployments.images.engine_source import ACCEPTED
+from plait_serving.deployments.images.fatal_requests import FatalRequests
+from plait_serving.deployments.images.single_flight import SingleFlight
 from plait_serving.deployments.metrics import families_of, replicas_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
@@ -55,9 +55,9 @@ class HandleImageService:
         self._engines = replicas_of(handle)
         self._controlnets = [replicas_of(it) for it in controlnets]
         self._outages = Outages()
-        self._suspects = Suspects()
+        self._suspects = FatalRequests()
         self._accepted_s = -math.inf
-        self._catalogs: Together[Catalog] = Together(self._catalog, patience_s=_CATALOG_PATIENCE_S)
+        self._catalogs: SingleFlight[Catalog] = SingleFlight(self._catalog, patience_s=_CATALOG_PATIENCE_S)
 
     async def catalog(self) -> Catalog:
         """Return the catalog of a replica, one answer to all who ask together. Raises `EngineStopped` if none answers

@@ -14,7 +14,7 @@ from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
-from plait_serving.deployments.ranking.source import RankSource
+from plait_serving.deployments.ranking.package_source import RankSource
 
 __all__ = ["ServeFleet", "ServeRefresh"]
 

@@ -8,8 +8,8 @@ from prometheus_client import Metric
 
 from plait_disagg.workers.remote import RemoteRanker
 from plait_serving.deployments.metrics import families_of, replicas_of
+from plait_serving.deployments.ranking.package_source import RankModel
 from plait_serving.deployments.ranking.refresh import ServeRefresh
-from plait_serving.deployments.ranking.source import RankModel
 from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import RankingService, ServedRanker

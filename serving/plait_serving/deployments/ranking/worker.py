@@ -47,7 +47,7 @@ from plait_serving.deployments.fabric_endpoints import (
     socket_folder,
 )
 from plait_serving.deployments.logs import configure_logging
-from plait_serving.deployments.ranking.source import OpenedPackage, RankSource, ShardedModel
+from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.deployments.threads import given_knobs

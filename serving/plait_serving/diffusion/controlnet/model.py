@@ -30,7 +30,7 @@ from plait_serving.diffusion.denoisers.fused import Fusion, fuse_
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
 from plait_serving.diffusion.preparation import Preparer, behind
 from plait_serving.diffusion.protocols import Conditioning, Residuals
-from plait_serving.diffusion.residency import ResidentWeights
+from plait_serving.diffusion.resident_weights import ResidentWeights
 from plait_serving.diffusion.values import RgbImage
 
 __all__ = ["Constants", "ControlNetModelRunner", "ControlRows", "by_key", "check_image", "load_controlnet"]

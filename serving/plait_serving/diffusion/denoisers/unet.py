@@ -41,7 +41,7 @@ from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder
 from plait_serving.diffusion.prompt_tokens import PromptTokens
 from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, LoraWeights, Residuals, StepCall
-from plait_serving.diffusion.residency import ResidentWeights
+from plait_serving.diffusion.resident_weights import ResidentWeights
 from plait_serving.diffusion.values import ImageRequest, PromptSize
 
 

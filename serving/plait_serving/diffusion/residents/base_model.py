@@ -23,7 +23,7 @@ from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.bundle import Bundle, check_controlnet, load_bundle
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
-from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
+from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
 from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.denoisers.graphed import graphed_halves
@@ -43,6 +43,7 @@ from plait_serving.diffusion.preparation import (
     preparer_for,
     uses_graphs,
 )
+from plait_serving.diffusion.program_switch import ProgramSwitch
 from plait_serving.diffusion.prompt import PromptEncoder
 from plait_serving.diffusion.prompt_tokens import PromptTokens
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, LoraProvider, StepCall
@@ -53,10 +54,9 @@ from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory, samplers_of
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.takeover import Takeover
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 
-__all__ = ["BaseModel", "EngineSettings", "Surroundings", "resolve_device", "resolve_dtype"]
+__all__ = ["BaseModel", "EngineContext", "EngineSettings", "resolve_device", "resolve_dtype"]
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class EngineContext:
     """What a model needs of the engine that it is in. `remote[name]` makes a client of a ControlNet that is a service;
     `local` keeps the clients of those that run in this process, which models of a family share; `loras` returns the
     provider for a model of such targets. `is_alone`: it has no other model. `room_bytes`: what programs of one that has
@@ -112,7 +112,7 @@ class BaseModel:
     """Makes a `ServedModel`. `denoiser` and `bundle` are those in memory now; `unfit` says of ControlNets, by name, why
     they are not for it."""
 
-    def __init__(self, name: str, settings: EngineSettings, around: Surroundings, *, costs: StepCosts | None) -> None:
+    def __init__(self, name: str, settings: EngineSettings, around: EngineContext, *, costs: StepCosts | None) -> None:
         """Read the model's folder, its weights only if it is alone. Raises `ModelError`. `costs`: what is known of step
         times."""
         self._settings = settings
@@ -202,8 +202,8 @@ class BaseModel:
             stepper=stepper, decoder=Decoder(denoiser, safety_of(bundle)), switch_cost_s=merger.switch_cost_s
         )
 
-    def _read(self) -> tuple[Takeover, Bundle]:
-        takeover = Takeover(self._preparer, self.folder)
+    def _read(self) -> tuple[ProgramSwitch, Bundle]:
+        takeover = ProgramSwitch(self._preparer, self.folder)
         return takeover, self._bundle(mapped=takeover.mapped)
 
     def _leave(self) -> None:
@@ -242,10 +242,10 @@ class BaseModel:
             room_bytes=around.room_bytes,
         )
 
-    def _controlnets(self) -> dict[str, PlacedControlNetClient]:
+    def _controlnets(self) -> dict[str, MovableControlNetClient]:
         """Return a client for each ControlNet that fits the model; each runs here or as a service."""
         return {
-            name: PlacedControlNetClient(
+            name: MovableControlNetClient(
                 name,
                 local=partial(self._local, name, folder),
                 remote=self._around.remote.get(name),

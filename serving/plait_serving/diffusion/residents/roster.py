@@ -16,7 +16,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.residents.base_model import BaseModel
 from plait_serving.diffusion.residents.model_folder import FolderOfModels, FoundModel
 
-__all__ = ["Growth", "Roster", "check_no_twin"]
+__all__ = ["ModelFactory", "Roster", "check_no_twin"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Growth:
+class ModelFactory:
     """Where more models come from. `make` reads one, without its weights; it raises `ModelError`."""
 
     folder: FolderOfModels
@@ -41,11 +41,15 @@ class Roster:
     """
 
     def __init__(
-        self, models: Mapping[str, BaseModel], growth: Growth | None = None, *, refused: Mapping[str, str] | None = None
+        self,
+        models: Mapping[str, BaseModel],
+        factory: ModelFactory | None = None,
+        *,
+        refused: Mapping[str, str] | None = None,
     ) -> None:
         """Take the models of the configuration, which stay; `refused`: those that cannot be used, with the reasons."""
         self._models = MappingProxyType(dict(models))
-        self._growth = growth
+        self._factory = factory
         self._stamps: dict[str, str] = {}
         self._left_out = dict(refused or {})
         self._refused: Mapping[str, tuple[str, str]] = {}  # the stamp and the reason
@@ -67,46 +71,46 @@ class Roster:
     def look(self, *, wait: bool = True) -> None:
         """Take in what came into the folder, and give up what left it. `wait` False: unless nothing was moved since
         somebody did; files that change in their place are then seen within `_PERIOD_S`."""
-        if self._growth is None:
+        if self._factory is None:
             return
-        moved = self._growth.folder.changed_ns() != self._looked[0]
+        moved = self._factory.folder.changed_ns() != self._looked[0]
         if not self._lock.acquire(blocking=wait or moved):
             return
         try:
-            now, looked = (self._growth.folder.changed_ns(), time.monotonic()), self._looked
+            now, looked = (self._factory.folder.changed_ns(), time.monotonic()), self._looked
             if not wait and now[0] == looked[0] and now[1] < looked[1] + _PERIOD_S:
                 return
-            found = self._growth.folder.list()
+            found = self._factory.folder.list()
             stamps = {name: each.stamp for name, each in found.items()}
             for name in [name for name, stamp in self._stamps.items() if stamps.get(name) != stamp]:
-                self._give_up(self._growth, name)
+                self._give_up(self._factory, name)
             self._refused = {name: why for name, why in self._refused.items() if name in found}
             for name, each in found.items():
                 if name not in self._stamps and self._refused.get(name, ("",))[0] != each.stamp:
-                    self._take_in(self._growth, name, each)
+                    self._take_in(self._factory, name, each)
             self._looked = now  # last: until then nobody may take the list of before for what there is
         finally:
             self._lock.release()
 
-    def _give_up(self, growth: Growth, name: str) -> None:
+    def _give_up(self, factory: ModelFactory, name: str) -> None:
         _log.info("%s has left the folder of models, or was replaced: what it has accepted is finished", name)
         del self._stamps[name]
         self._models = MappingProxyType({other: model for other, model in self._models.items() if other != name})
-        growth.engine.retire(name)
+        factory.engine.retire(name)
 
-    def _take_in(self, growth: Growth, name: str, found: FoundModel) -> None:
+    def _take_in(self, factory: ModelFactory, name: str, found: FoundModel) -> None:
         try:
             if name in self._models:
                 raise ModelError(f"{found.folder}: the configuration has another model of that name")
-            if not growth.engine.may_add(name):
+            if not factory.engine.may_add(name):
                 return  # requests of the one that it replaces are in work: at the next look
-            model = growth.make(name, found.folder)
+            model = factory.make(name, found.folder)
             check_no_twin(model, self._models)
         except ModelError as error:
             self._refused = {**self._refused, name: (found.stamp, error.message)}
             _log.error("%s is not served: %s", name, error.message)
             return
-        growth.engine.add(model.served)
+        factory.engine.add(model.served)
         self._refused = {other: why for other, why in self._refused.items() if other != name}
         self._stamps[name] = found.stamp
         self._models = MappingProxyType({**self._models, name: model})

@@ -153,7 +153,7 @@ def test_reservations_are_those_of_the_application(render):
 def _deployments(application):
     from collections.abc import Mapping
 
-    from plait_serving.deployments.ranking.source import RankModel
+    from plait_serving.deployments.ranking.package_source import RankModel
 
     deployment = application._bound_deployment
     yield deployment.name, deployment.ray_actor_options

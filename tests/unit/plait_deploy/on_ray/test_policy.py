@@ -10,7 +10,7 @@ from ray.serve.config import AutoscalingConfig
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
 from plait_deploy.on_ray.names import LABEL, name_at
 from plait_deploy.on_ray.policy import PlacementPolicy
-from plait_deploy.on_ray.whereabouts import DEVICES, NODE, node_number
+from plait_deploy.on_ray.replica_location import DEVICES, NODE, node_number
 from plait_deploy.placement.demands import Demand, task_of
 from plait_deploy.placement.errors import PlacementError
 

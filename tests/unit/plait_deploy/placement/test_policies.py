@@ -7,13 +7,13 @@ import pytest
 
 from plait_bench.placement.simulator import churn, fill, inflated, shuffled
 from plait_deploy.placement.errors import PlacementError, TaskError
+from plait_deploy.placement.expected_use import ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables, integer_scores
 from plait_deploy.placement.policies import POLICIES, make_policy
 from plait_deploy.placement.policies.fgd import FgdPolicy, commonest
 from plait_deploy.placement.policies.plait import TURNS_OVER, PlaitPolicy
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.policies.scored import REMEMBERED, Ties, leftover
-from plait_deploy.placement.prospects import ProspectTables
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 
@@ -136,7 +136,7 @@ def test_fgd_knows_the_commonest_only():
     assert chosen("plait", state, ONE, PAIR).node == 1
 
 
-@pytest.mark.parametrize("tables", [ProspectTables, FragmentTables])
+@pytest.mark.parametrize("tables", [ExpectedUse, FragmentTables])
 def test_plait_follows_one_rule_while_a_cluster_fills_and_another_once_it_turns_over(tables):
     """The highest gain of the rule's tables, over all classes, with ties to the least left over; scores that were
     remembered under the other rule are forgotten. No class has two GPUs, so weights are counts."""
@@ -165,7 +165,7 @@ def test_plait_follows_one_rule_while_a_cluster_fills_and_another_once_it_turns_
         best = there[gain == gain.max()]
         assert at is not None
         assert at.node == best[leftover(state, task, best).argmin()]
-        other = (ProspectTables if turns else FragmentTables)(classes, state).gain(state, task, there)[0]
+        other = (ExpectedUse if turns else FragmentTables)(classes, state).gain(state, task, there)[0]
         others += at.node not in there[other == other.max()]
         state.place(task, at)
     assert (state.turnover >= TURNS_OVER) == turns
@@ -224,7 +224,7 @@ def test_scores_of_many_tasks_do_not_pile_up():
     assert policy.choose(state, Task(cpu_milli=0)) is not None
 
 
-@pytest.mark.parametrize("tables", [FragmentTables, ProspectTables])
+@pytest.mark.parametrize("tables", [FragmentTables, ExpectedUse])
 def test_scores_need_a_class(tables):
     """Nothing can be said about the tasks to come if there are none."""
     with pytest.raises(TaskError):

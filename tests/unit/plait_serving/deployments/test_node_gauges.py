@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from plait_deploy.on_ray.whereabouts import CPUS, DEVICES, GPUS, NODE, node_number
+from plait_deploy.on_ray.replica_location import CPUS, DEVICES, GPUS, NODE, node_number
 from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.replica_metrics import exposition
 

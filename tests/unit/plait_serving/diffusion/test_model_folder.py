@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from plait_serving.diffusion.residents.model_folder import FolderOfModels, FoundModel
-from plait_serving.diffusion.residents.roster import Growth, Roster
+from plait_serving.diffusion.residents.roster import ModelFactory, Roster
 from support.names import ODD_NAMES
 
 
@@ -100,7 +100,7 @@ class _Slow(FolderOfModels):
 def test_a_look_beside_one_that_goes_on_waits_where_something_was_moved(tmp_path: Path):
     """It does not answer with the list of before."""
     folder = _Slow(tmp_path)
-    roster = Roster({}, Growth(folder=folder, make=Mock(), engine=Mock()))
+    roster = Roster({}, ModelFactory(folder=folder, make=Mock(), engine=Mock()))
     first = threading.Thread(target=roster.look)
     first.start()
     assert folder.entered.wait(20)

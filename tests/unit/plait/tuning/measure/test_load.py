@@ -10,7 +10,7 @@ import pytest
 
 from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
-from plait_autoconfig.looks import Look, LookPlan
+from plait_autoconfig.trial_load import Look, LookPlan
 from plait_loadtest.load import load_scenario
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Scenario

@@ -13,7 +13,7 @@ from plait.tuning.measure import trial as module
 from plait.tuning.measure.load import LoadResult
 from plait.tuning.measure.trial import LoadPlan, TrialMetrics, run_loads
 from plait.tuning.measure.usage import ResourceUsage
-from plait_autoconfig.jobs.promise import SLO_MET
+from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import Prices
 from plait_autoconfig.objective import Goal
 from plait_autoconfig.values import FailureKind

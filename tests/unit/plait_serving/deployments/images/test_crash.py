@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
+from plait_serving.deployments.images.engine_source import ACCEPTED
 from plait_serving.deployments.images.handle import HandleImageService
-from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.diffusion.errors import EngineStopped, KillsReplicas
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from plait_serving.images.local import LocalImageService

@@ -10,7 +10,7 @@ import pytest
 from fakes.images import FakeImageService
 from plait_fabric.heartbeat import Stuck
 from plait_serving.deployments.images.engine import EngineReplica, portable
-from plait_serving.deployments.images.source import ACCEPTED
+from plait_serving.deployments.images.engine_source import ACCEPTED
 from plait_serving.deployments.lazy import LazyEngine
 from plait_serving.diffusion.errors import (
     EngineError,

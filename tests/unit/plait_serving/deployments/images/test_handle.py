@@ -14,8 +14,8 @@ from fakes.images import FakeImageService, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
 from plait_serving.deployments.images.counted import audit_families
+from plait_serving.deployments.images.engine_source import ACCEPTED
 from plait_serving.deployments.images.handle import HandleImageService, translate
-from plait_serving.deployments.images.source import ACCEPTED
 from plait_serving.diffusion.errors import (
     Cancelled,
     EngineError,

@@ -13,7 +13,7 @@ from plait_fabric import Unreachable
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.model import Constants
-from plait_serving.diffusion.controlnet.placed import PlacedControlNetClient
+from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.placement import (
     PlacementTrial,
     StepTimes,
@@ -237,16 +237,16 @@ def test_quick_steps_are_repeated_for_the_median() -> None:
 
 def _placed(
     wanted: list[Placement], times: StepTimes | None = None
-) -> tuple[PlacedControlNetClient, FakeClient, FakeClient]:
+) -> tuple[MovableControlNetClient, FakeClient, FakeClient]:
     local, remote = FakeClient(Clock(), 1.0), FakeClient(Clock(), 2.0)
-    client = PlacedControlNetClient(
+    client = MovableControlNetClient(
         "edges", local=lambda: local, remote=lambda: remote, wanted=lambda: wanted[0],
         measure=None if times is None else lambda *_: times,
     )  # fmt: skip
     return client, local, remote
 
 
-def _open(client: PlacedControlNetClient) -> object:
+def _open(client: MovableControlNetClient) -> object:
     return client.open(image=IMAGE, conditioning=CONDITIONING, width=8, height=8)
 
 
@@ -304,7 +304,7 @@ def test_close_places_are_tried_with_sessions_of_users(caplog: pytest.LogCapture
     caplog.set_level(logging.INFO)
     clock = Clock()
     places = {Placement.LOCAL: FakeClient(clock, 1.0), Placement.REMOTE: FakeClient(clock, 2.0)}
-    client = PlacedControlNetClient(
+    client = MovableControlNetClient(
         "edges",
         local=lambda: places[Placement.LOCAL],
         remote=lambda: places[Placement.REMOTE],
@@ -349,8 +349,8 @@ def test_auto_survives_a_measurement_that_fails_and_tries_again() -> None:
             raise ControlNetUnavailable("nobody")
         return times
 
-    def placed() -> PlacedControlNetClient:
-        return PlacedControlNetClient(
+    def placed() -> MovableControlNetClient:
+        return MovableControlNetClient(
             "edges", local=lambda: local, remote=lambda: remote, wanted=lambda: Placement.AUTO, measure=measured
         )
 

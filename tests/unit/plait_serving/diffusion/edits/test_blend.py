@@ -10,7 +10,7 @@ import torch
 
 from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.edits.blend import overlaid
-from plait_serving.diffusion.edits.source import EditSource, to_pixels
+from plait_serving.diffusion.edits.start_latents import EditSource, to_pixels
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.values import Edit, ImageRequest, LoraPolicy, SamplerChoice, Scheduler
 

@@ -9,7 +9,7 @@ import pytest
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.plan import Done, Outlook, RunMeasurement, next_step
-from plait_autoconfig.jobs.promise import SLO_MET, CheckedRate, next_rate
+from plait_autoconfig.jobs.promised_rate import SLO_MET, CheckedRate, next_rate
 from plait_autoconfig.jobs.records import Record, config_key
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec

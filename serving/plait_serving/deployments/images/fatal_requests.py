@@ -12,7 +12,7 @@ import numpy as np
 
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest
 
-__all__ = ["Suspects"]
+__all__ = ["FatalRequests"]
 
 _CAPACITY = 1_024
 _REFUSED_FOR_S = 600.0
@@ -22,7 +22,7 @@ _OF_ONE_ATTEMPT = frozenset({"request_id", "seed", "deadline_s", "partial_images
 """Fields that say nothing of what a replica computes, or that a client leaves to us."""
 
 
-class Suspects:
+class FatalRequests:
     """What is known of the requests that were running when a replica died. For one event loop."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -34,7 +34,7 @@ UNIT = 1024
 """Integers of one milli-GPU."""
 
 
-class ProspectTables:
+class ExpectedUse:
     """The values for one set of classes, over the GPU models and nodes of one cluster. Raises `TaskError` if there is
     no class."""
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from plait_serving.deployments.images.together import Together
+from plait_serving.deployments.images.single_flight import SingleFlight
 
 
 class Counted:
@@ -35,7 +35,7 @@ class Counted:
 async def test_who_asks_together_gets_one_answer() -> None:
     """A hundred questions are one call."""
     call = Counted()
-    together = Together(call, patience_s=60.0)
+    together = SingleFlight(call, patience_s=60.0)
     asked = [asyncio.create_task(together.ask()) for _ in range(100)]
     await call.until(1)
     call.gates[0].set()
@@ -46,7 +46,7 @@ async def test_who_asks_together_gets_one_answer() -> None:
 async def test_nobody_gets_an_answer_from_before_the_question() -> None:
     """Who asks while a call runs gets that of the next one, which begins when the first has ended."""
     call = Counted()
-    together = Together(call, patience_s=60.0)
+    together = SingleFlight(call, patience_s=60.0)
     first = asyncio.create_task(together.ask())
     await call.until(1)
     later = [asyncio.create_task(together.ask()) for _ in range(10)]
@@ -62,7 +62,7 @@ async def test_nobody_gets_an_answer_from_before_the_question() -> None:
 async def test_a_call_that_hangs_holds_up_nobody_for_long() -> None:
     """After the patience the next one is made beside it."""
     call = Counted()
-    together = Together(call, patience_s=0.01)
+    together = SingleFlight(call, patience_s=0.01)
     hanging = asyncio.create_task(together.ask())
     await call.until(1)
     second = asyncio.create_task(together.ask())
@@ -77,7 +77,7 @@ async def test_a_call_that_hangs_holds_up_nobody_for_long() -> None:
 async def test_an_error_is_everybodys_and_a_cancelled_question_nobodys() -> None:
     """Who goes away takes the answer from nobody; the next question is a new call."""
     call = Counted(fails=True)
-    together = Together(call, patience_s=60.0)
+    together = SingleFlight(call, patience_s=60.0)
     gone, stays = (asyncio.create_task(together.ask()) for _ in range(2))
     await call.until(1)
     gone.cancel()

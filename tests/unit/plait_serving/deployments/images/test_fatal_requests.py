@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from plait_serving.deployments.images.suspects import Suspects
+from plait_serving.deployments.images.fatal_requests import FatalRequests
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
 
 IMAGE = np.zeros((4, 4, 3), dtype=np.uint8)
@@ -19,7 +19,7 @@ REQUEST = ImageRequest(
 
 async def test_seeds_and_ids_do_not_make_another_request() -> None:
     """A client that leaves the seed to us repeats itself with another one."""
-    suspects = Suspects()
+    suspects = FatalRequests()
     assert not suspects.is_refused(REQUEST)
     suspects.killed_two(REQUEST)
     same_image = (ControlRef(name="edges", image=IMAGE.copy()),)
@@ -47,7 +47,7 @@ async def test_seeds_and_ids_do_not_make_another_request() -> None:
 async def test_a_refusal_ends_and_their_number_is_bounded() -> None:
     """Replicas may have died for another reason; and a memory of all requests would be an attack of its own."""
     now = [0.0]
-    suspects = Suspects(clock=lambda: now[0])
+    suspects = FatalRequests(clock=lambda: now[0])
     suspects.killed_two(REQUEST)
     now[0] = 599.0
     assert suspects.is_refused(REQUEST)

@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-__all__ = ["Together"]
+__all__ = ["SingleFlight"]
 
 T = TypeVar("T")
 
 
-class Together(Generic[T]):
+class SingleFlight(Generic[T]):
     """Makes a call for everybody who asked before it began: nobody gets an answer from before the question.
 
     One call is made at a time; the next one begins when it has ended, or after `patience_s` if it hangs.

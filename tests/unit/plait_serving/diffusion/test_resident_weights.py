@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait_serving.diffusion.residency import ResidentWeights
+from plait_serving.diffusion.resident_weights import ResidentWeights
 
 
 def module(dtype: torch.dtype) -> nn.Module:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from plait_kernels.executors import background
-from plait_serving.diffusion.takeover import Takeover
+from plait_serving.diffusion.program_switch import ProgramSwitch
 
 WAIT_S = 60.0
 
@@ -52,7 +52,7 @@ def test_a_model_that_leaves_while_it_is_converted_is_not_kept_for_that(leaves):
     """Its weights go at once, and what was not begun is not converted; one that stays is taken over."""
     denoiser, merger, weights = Part(), Part(), Part()
     preparer, prepared = Preparer(), set()
-    Takeover(preparer, Path("model")).convert_behind(
+    ProgramSwitch(preparer, Path("model")).convert_behind(
         lambda function: function(), denoiser, merger=merger, weights=weights, prepared=prepared
     )
     assert preparer.begun.wait(WAIT_S)

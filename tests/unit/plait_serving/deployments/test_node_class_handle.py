@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from plait_serving.deployments.placed import PlacedHandle
+from plait_serving.deployments.node_class_handle import PlacedHandle
 
 
 class Handle:

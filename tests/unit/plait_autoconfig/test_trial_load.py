@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_autoconfig.looks import Look, LookPlan, best_look, look_for_capacity, next_look, surely_loses
 from plait_autoconfig.objective import maximise, minimise
+from plait_autoconfig.trial_load import Look, LookPlan, best_look, look_for_capacity, next_look, surely_loses
 
 SHORT_S, LONG_S = 4.0, 16.0
 

@@ -13,7 +13,7 @@ from plait_disagg.graph.rows import PER_ROW
 from plait_disagg.graph.trace.appender import Appender, Making
 from plait_disagg.graph.trace.traced import Traced
 
-__all__ = ["StepPicks", "picked_by"]
+__all__ = ["StepGather", "picked_by"]
 
 
 class _Counting(Protocol):
@@ -50,7 +50,7 @@ def _is_every_row(node: fx.Node, counting: _Counting) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class StepPicks:
+class StepGather:
     """Adds the calls that one such pick becomes."""
 
     builder: _PickMaking

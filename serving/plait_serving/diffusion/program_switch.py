@@ -12,12 +12,12 @@ from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.preparation import Preparer, behind
-from plait_serving.diffusion.residency import ResidentWeights
+from plait_serving.diffusion.resident_weights import ResidentWeights
 
-__all__ = ["Takeover"]
+__all__ = ["ProgramSwitch"]
 
 
-class Takeover:
+class ProgramSwitch:
     """Of one base model's folder. Made before the model is loaded: of what has programs, the weights are mapped."""
 
     def __init__(self, preparer: Preparer | None, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """One ControlNet that can run here or as a service, and move while the server runs.
 
-`PlacedControlNetClient` is what the engine gets: it makes each client when first needed, and hands every session to
+`MovableControlNetClient` is what the engine gets: it makes each client when first needed, and hands every session to
 the place that was chosen when it was opened; sessions end where they began.
 """
 
@@ -24,7 +24,7 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["PlacedControlNetClient"]
+__all__ = ["MovableControlNetClient"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ _MAX_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _PlacedSession:
+class _MovableSession:
     """A session and the client that it belongs to."""
 
     controlnet: str
@@ -41,7 +41,7 @@ class _PlacedSession:
     inner: ControlSession
 
 
-class PlacedControlNetClient(ControlNetClient):
+class MovableControlNetClient(ControlNetClient):
     """A `ControlNetClient`. `local` and `remote` make the two clients; None means that a place is not possible.
 
     With AUTO, `measure` is called with both clients when the first session is opened (or by `settle`), until it has
@@ -120,13 +120,13 @@ class PlacedControlNetClient(ControlNetClient):
             self._back_at(place)
         if self._trial is not None:
             self._trial.opened(place)
-        return _PlacedSession(controlnet=self._name, client=client, inner=inner)
+        return _MovableSession(controlnet=self._name, client=client, inner=inner)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """Start each call at the place of its session."""
         groups: dict[int, tuple[ControlNetClient, list[int]]] = {}
         for i, call in enumerate(calls):
-            if isinstance(call.session, _PlacedSession) and call.session.controlnet == self._name:
+            if isinstance(call.session, _MovableSession) and call.session.controlnet == self._name:
                 groups.setdefault(id(call.session.client), (call.session.client, []))[1].append(i)
         started_s = self._clock()
         parts = [(indices, client.start([_inner(calls[i]) for i in indices])) for client, indices in groups.values()]
@@ -139,7 +139,7 @@ class PlacedControlNetClient(ControlNetClient):
 
     def close(self, session: ControlSession) -> None:
         """Close the session at its place."""
-        if isinstance(session, _PlacedSession):
+        if isinstance(session, _MovableSession):
             session.client.close(session.inner)
 
     def shutdown(self) -> None:
@@ -228,5 +228,5 @@ class _TimedParts(PendingResiduals):
 
 
 def _inner(call: ControlCall) -> ControlCall:
-    assert isinstance(call.session, _PlacedSession)
+    assert isinstance(call.session, _MovableSession)
     return replace(call, session=call.session.inner)
