@@ -1,4 +1,4 @@
-"""Every block of code in a README.md and in CONTRIBUTING.md runs, in order, in one folder per document."""
+"""Every block of code in a guide, its pages and CONTRIBUTING.md runs, in order, in one folder per document."""
 
 from __future__ import annotations
 

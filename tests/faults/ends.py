@@ -1,8 +1,8 @@
 """How requests end. Pure: a reply and what happened meanwhile in, one of seven ends out.
 
-Documented is what serving/README.md names ("Under faults"): an error in the API's own form, with a status and a code of
-`DOCUMENTED`. A stream breaks off where the ingress died with it, and nobody answers where the proxy died: such ends are
-the proxy's, and only at the time of such a fault.
+Documented is what serving/docs/operations.md names ("How a request ends"): an error in the API's own form, with a
+status and a code of `DOCUMENTED`. A stream breaks off where the ingress died with it, and nobody answers where the
+proxy died: such ends are the proxy's, and only at the time of such a fault.
 """
 
 from __future__ import annotations

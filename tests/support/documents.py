@@ -9,7 +9,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("serving", "disagg", "autoconfig", "kernels", "deploy", "loadtest", "tests")
-GUIDES = ("README.md", *(f"{folder}/README.md" for folder in FOLDERS), "CONTRIBUTING.md")
+PAGES = tuple(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("*/docs/*.md")))
+"""What a guide leads to."""
+
+GUIDES = ("README.md", *(f"{folder}/README.md" for folder in FOLDERS), *PAGES, "CONTRIBUTING.md")
 """Those whose code runs."""
 
 _FENCE = re.compile(r"^```(?P<language>[a-z]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -34,7 +34,8 @@ def render(
     *,
     image: Annotated[str | None, typer.Option(help="kuberay: the image with plait, as name@sha256:...")] = None,
     cluster: Annotated[
-        Path | None, typer.Option(help="serve: place replicas on the nodes that this file describes (deploy/README.md)")
+        Path | None,
+        typer.Option(help="serve: place replicas on the nodes that this file describes (deploy/docs/placement.md)"),
     ] = None,
     allow_tag: Annotated[bool, typer.Option("--allow-tag", help="kuberay: take an image without a digest")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
@@ -62,7 +63,9 @@ def render(
 def place(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
     *,
-    cluster: Annotated[Path | None, typer.Option(help="a file that describes the nodes (deploy/README.md)")] = None,
+    cluster: Annotated[
+        Path | None, typer.Option(help="a file that describes the nodes (deploy/docs/placement.md)")
+    ] = None,
     live: Annotated[
         str | None,
         typer.Option(help="instead: the nodes of the Ray at this address (auto: this machine's), as if empty"),
