@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from support.app_server import AppServer
-from support.documents import FOLDERS, GUIDES, ROOT, anchors, blocks_of, links, read
+from support.documents import FOLDERS, GUIDES, PAGES, ROOT, anchors, blocks_of, links, read
 from support.readme_commands import USUAL_URL, DocumentShell
 
 LINKED = sorted(
@@ -24,8 +24,20 @@ LINKED = sorted(
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_every_folder_has_a_guide_that_readme_leads_to(folder):
-    """A pillar's guide is one link away from README.md."""
+    """A pillar's guide is one link away from README.md, and its pages one from the guide."""
     assert f"{folder}/README.md" in links(read("README.md"))
+    targets = {target.partition("#")[0] for target in links(read(f"{folder}/README.md"))}
+    assert {page.removeprefix(f"{folder}/") for page in PAGES if page.startswith(f"{folder}/")} <= targets
+
+
+def test_documents_can_be_read_in_one_go():
+    """README.md has at most 7,000 bytes, ARCHITECTURE.md 20,000, a guide or a page 15,000, all but the log of changes
+    170,000."""
+    most = {**dict.fromkeys(GUIDES, 15_000), "README.md": 7_000, "ARCHITECTURE.md": 20_000}
+    assert {name: size for name in most if (size := len(read(name).encode())) > most[name]} == {}
+    cards = ROOT.glob("serving/plait_serving/starter/weights/**/*.md")
+    documents = [*cards, *(ROOT / name for name in LINKED if name != "CHANGELOG.md")]
+    assert sum(document.stat().st_size for document in documents) <= 170_000
 
 
 @pytest.mark.parametrize("document", LINKED)
