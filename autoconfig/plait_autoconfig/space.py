@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MAX_CELLS = 20_000
 MAX_SAMPLED = 4_096
-_MAX_DRAWN = 1 << 17  # draws in search of sampled cells: at 1 valid cell in 32 the sample is still complete
+MAX_DRAWN = 1 << 17  # draws in search of sampled cells: at 1 valid cell in 32 the sample is still complete
 _MAX_VISITS = 1_000_000  # steps in the tree of partial configurations: about a second
 
 
@@ -165,7 +165,7 @@ class Space:
     @cached_property
     def _sampled_cells(self) -> tuple[Config, ...]:
         found: dict[Hashable, Config] = {}
-        for config in itertools.islice(self._drawn(), _MAX_DRAWN):
+        for config in itertools.islice(self._drawn(), MAX_DRAWN):
             if all(constraint.holds(config) for constraint in self.parsed):
                 found.setdefault(self.key(config), config)
             if len(found) == MAX_SAMPLED:
@@ -217,7 +217,7 @@ class Space:
         what = "drawn from its knobs" if everything is None else "of its knobs"
         kept = np.array([[constraint.holds(config) for config in drawn] for constraint in self.parsed])
         if kept.all(axis=0).any():
-            return f"no valid configuration was found among {_MAX_DRAWN} drawn"
+            return f"no valid configuration was found among {MAX_DRAWN} drawn"
         everyone = range(len(kept))
         sets = itertools.chain(*(itertools.combinations(everyone, size) for size in (1, 2, 3)), [tuple(everyone)])
         binding = next(some for some in sets if not kept[list(some)].all(axis=0).any())

@@ -44,15 +44,15 @@ the last two none of x86's. Any other value leaves all."""
 _VARIABLES = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 
-def usable_cores() -> int:
-    """Return the number of cores that this process may keep busy, at least 1.
+def usable_cores(cgroups: Path = _CGROUPS) -> int:
+    """Return the number of cores that this process may keep busy, at least 1. `cgroups`: its control group's folder.
 
     A container with a processor quota sees all cores of its host; as many threads as that would use up the quota at
     once and then all stand still for the rest of each period. A quota of a fraction is rounded up, and looked up
     again after a second: it may change, and programs ask before every step.
     """
     bound = len(os.sched_getaffinity(0))
-    quota = _quota_cores_in(_CGROUPS, int(time.monotonic()))
+    quota = _quota_cores_in(cgroups, int(time.monotonic()))
     return bound if quota is None else max(1, min(bound, math.ceil(quota)))
 
 

@@ -32,6 +32,7 @@ from plait_fabric.memory.segment import Segment
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_listener import ListenerConformance, ProcessConformance
+from suites.fabric_raw import raw_ends
 from suites.fabric_tensors import TensorConformance
 
 _numbers = itertools.count()
@@ -63,12 +64,13 @@ class TestShm(ChannelConformance, TensorConformance, ListenerConformance, Proces
         return f"shm://{tmp_path}/s"
 
     @pytest.mark.parametrize("packet", [b"short", bytes([0] * 7 + [9]), bytes(9)], ids=["short", "unknown id", "long"])
-    def test_wrong_acknowledgement(self, ends: tuple[Channel, Channel], packet: bytes) -> None:
+    def test_wrong_acknowledgement(self, packet: bytes) -> None:
         """A peer that acknowledges what was never sent is cut off."""
-        ends[1]._credit._sock.send(packet)  # type: ignore[attr-defined]
-        with pytest.raises(ProtocolViolation):
-            while True:
-                ends[0].send({}, [bytes(20_000)], timeout_s=1.0)
+        with raw_ends("shm") as ends:
+            ends.notify_client(packet)
+            with pytest.raises(ProtocolViolation):
+                while True:
+                    ends.client.send({}, [bytes(20_000)], timeout_s=1.0)
 
     def test_nothing_stays_mapped(self, address: str) -> None:
         """A closed channel that nobody refers to keeps no segment mapped, also without the collector."""
@@ -117,24 +119,26 @@ class TestTcp(ChannelConformance, TensorConformance, ListenerConformance, Proces
         """Any free port."""
         return "tcp://127.0.0.1:0"
 
-    def test_timeout_in_mid_frame(self, ends: tuple[Channel, Channel]) -> None:
+    def test_timeout_in_mid_frame(self) -> None:
         """A time-out between two halves of a frame loses nothing: the next `recv` has it whole."""
         payload = bytes(range(200))
         head = pack_head(FrameKind.MESSAGE, b'{"n":1}', pack_lengths([200]), buffers=1, payload_bytes=200)
-        for cut in (5, len(head) - 3, len(head) + 50):
-            ends[0]._sock.send((head + payload)[:cut])  # type: ignore[attr-defined]
-            with pytest.raises(RecvTimeout):
-                ends[1].recv(0.02)
-            ends[0]._sock.send((head + payload)[cut:])  # type: ignore[attr-defined]
-            with ends[1].recv(WAIT_S) as message:
-                assert (message.header, bytes(message.buffers[0])) == ({"n": 1}, payload)
+        with raw_ends("tcp") as ends:
+            for cut in (5, len(head) - 3, len(head) + 50):
+                ends.send((head + payload)[:cut])
+                with pytest.raises(RecvTimeout):
+                    ends.server.recv(0.02)
+                ends.send((head + payload)[cut:])
+                with ends.server.recv(WAIT_S) as message:
+                    assert (message.header, bytes(message.buffers[0])) == ({"n": 1}, payload)
 
-    def test_half_a_frame_and_gone(self, ends: tuple[Channel, Channel]) -> None:
+    def test_half_a_frame_and_gone(self) -> None:
         """A peer that dies in mid-frame is `PeerLost`; the half is never seen."""
-        ends[0]._sock.send(pack_head(FrameKind.MESSAGE, b'{"n":1}', b"", buffers=0, payload_bytes=0)[:-2])  # type: ignore[attr-defined]
-        ends[0]._sock.shutdown(socket.SHUT_WR)  # type: ignore[attr-defined]
-        with pytest.raises(PeerLost):
-            ends[1].recv(WAIT_S)
+        with raw_ends("tcp") as ends:
+            ends.send(pack_head(FrameKind.MESSAGE, b'{"n":1}', b"", buffers=0, payload_bytes=0)[:-2])
+            ends.sock.shutdown(socket.SHUT_WR)
+            with pytest.raises(PeerLost):
+                ends.server.recv(WAIT_S)
 
     def test_message_larger_than_the_receivers_pool(self, address: str) -> None:
         """What can never fit into the receiver's pool ends the channel instead of hanging it."""

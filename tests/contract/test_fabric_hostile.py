@@ -10,97 +10,75 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from plait_fabric import (
-    AuthFailed,
-    Channel,
-    FabricOptions,
-    Listener,
-    PeerLost,
-    ProtocolViolation,
-    RecvTimeout,
-    connect,
-    listen,
-)
+from plait_fabric import AuthFailed, FabricOptions, PeerLost, ProtocolViolation, RecvTimeout, connect, listen
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 from plait_fabric.values import Address
 from suites.fabric_channel import SECRET, WAIT_S, eventually
+from suites.fabric_raw import RawEnds, raw_ends
 
 STALL_S = 0.8  # a busy machine may stop a thread for a fraction of that
 FRAME = pack_head(FrameKind.MESSAGE, b'{"n":1}', pack_lengths([9]), buffers=1, payload_bytes=9) + b"the bytes"
 
 
 @pytest.fixture
-def listener() -> Iterator[Listener]:
-    """A listener with little patience."""
-    options = FabricOptions(stall_timeout_s=STALL_S, handshake_timeout_s=STALL_S)
-    with listen("tcp://127.0.0.1:0", secret=SECRET, options=options) as listener:
-        yield listener
-
-
-@pytest.fixture
-def ends(listener: Listener) -> Iterator[tuple[socket.socket, Channel, Channel]]:
-    """The socket of a client that may send anything, its channel, and the server's."""
-    with connect(listener.address, secret=SECRET) as client, listener.accept(WAIT_S) as server:
-        yield client._sock, client, server  # type: ignore[attr-defined]
+def ends() -> Iterator[RawEnds]:
+    """A client that may send anything, and a server with little patience."""
+    with raw_ends("tcp", FabricOptions(stall_timeout_s=STALL_S)) as ends:
+        yield ends
 
 
 @pytest.mark.parametrize("cut", [1, 23, 24, 30, len(FRAME) - 1])
-def test_half_a_frame_and_silence(
-    ends: tuple[socket.socket, Channel, Channel], cut: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_half_a_frame_and_silence(ends: RawEnds, cut: int, caplog: pytest.LogCaptureFixture) -> None:
     """Wherever a frame stops, the peer is cut off after the time-out, also while it is waited for without one."""
-    raw, client, server = ends
-    raw.send(FRAME[:cut])
+    ends.send(FRAME[:cut])
     with pytest.raises(ProtocolViolation, match="part of a frame"):
-        server.recv(None)
-    assert server.closed
+        ends.server.recv(None)
+    assert ends.server.closed
     assert "cut off" in caplog.text
     with pytest.raises(PeerLost):
-        client.recv(WAIT_S)
+        ends.client.recv(WAIT_S)
 
 
-def test_short_looks_do_not_excuse_a_stall(ends: tuple[socket.socket, Channel, Channel]) -> None:
+def test_short_looks_do_not_excuse_a_stall(ends: RawEnds) -> None:
     """A receiver that only looks now and then finds the stall too: the time-out counts from the last byte."""
-    raw, _, server = ends
-    raw.send(FRAME[:30])
+    ends.send(FRAME[:30])
     with pytest.raises(ProtocolViolation):
         for _ in range(1_000):
             try:
-                server.recv(0.01)
+                ends.server.recv(0.01)
             except RecvTimeout:
                 continue
 
 
-def test_a_slow_peer_is_not_cut_off(ends: tuple[socket.socket, Channel, Channel]) -> None:
+def test_a_slow_peer_is_not_cut_off(ends: RawEnds) -> None:
     """A frame that dribbles in, longer than the time-out in all, arrives; silence between frames is no stall."""
-    raw, _, server = ends
     with ThreadPoolExecutor(1) as threads:
         for _ in range(2):
-            waiting = threads.submit(server.recv, WAIT_S)
+            waiting = threads.submit(ends.server.recv, WAIT_S)
             for start in range(0, len(FRAME), 6):
                 time.sleep(STALL_S / 5)
-                raw.send(FRAME[start : start + 6])
+                ends.send(FRAME[start : start + 6])
             with waiting.result(WAIT_S) as message:
                 assert bytes(message.buffers[0]) == b"the bytes"
             time.sleep(STALL_S * 1.2)
-    assert not server.closed
+    assert not ends.server.closed
 
 
-def test_garbage_is_logged_once(ends: tuple[socket.socket, Channel, Channel], caplog: pytest.LogCaptureFixture) -> None:
+def test_garbage_is_logged_once(ends: RawEnds, caplog: pytest.LogCaptureFixture) -> None:
     """Garbage from an authenticated peer ends the channel with one line in the log that names the peer."""
-    raw, _, server = ends
-    raw.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    ends.send(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     for _ in range(2):
         with pytest.raises(ProtocolViolation):
-            server.recv(WAIT_S)
+            ends.server.recv(WAIT_S)
     lines = [record.getMessage() for record in caplog.records if "cut off" in record.getMessage()]
     assert len(lines) == 1
-    assert server.peer in lines[0]
+    assert ends.server.peer in lines[0]
 
 
-def test_the_wrong_key_is_logged(listener: Listener, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_wrong_key_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     """A peer with another key is refused, told so, and logged; so is one that stops in mid-handshake."""
-    with caplog.at_level(logging.WARNING):
+    options = FabricOptions(handshake_timeout_s=STALL_S)
+    with caplog.at_level(logging.WARNING), listen("tcp://127.0.0.1:0", secret=SECRET, options=options) as listener:
         with pytest.raises(AuthFailed):
             connect(listener.address, secret=SECRET[::-1], timeout_s=WAIT_S)
         address = Address.parse(listener.address)

@@ -301,7 +301,8 @@ def test_bad_stamps_are_violations(stamp: list[object] | None) -> None:
     one, other = pair()
     server = modelled(other, LINK)
     if isinstance(stamp, list) and stamp[:1] == ["own"]:
-        stamp = [server._token, *stamp[1:]]
+        server.send({})
+        stamp = [one.recv(WAIT_S).header["_link"][0], *stamp[1:]]
     one.send({} if stamp is None else {"_link": stamp}, [bytes(9_000)])
     with pytest.raises(ProtocolViolation):
         server.recv(WAIT_S)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,20 +25,24 @@ from plait_fabric import (
     connect,
     listen,
 )
-from plait_fabric.transport import nixl_endpoint
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_places
 from suites.fabric_channel import SECRET, SMALL, WAIT_S, ChannelConformance, eventually
 from suites.fabric_listener import ListenerConformance, ProcessConformance
+from suites.fabric_raw import RawEnds, raw_ends
 from suites.fabric_tensors import TensorConformance
 
 ADDRESS = "nixl://127.0.0.1:0"
 ONE_SIDED = replace(SMALL, one_sided_from_bytes=1)
 TRANSPORTS = {"tcp": "tcp", "best": ""}
+ANNOUNCEMENT = pack_head(FrameKind.SHARED, b"{}", pack_places(1, [(0, 9)]), buffers=1, payload_bytes=9)
+"""Of a message of nine bytes that is not written."""
 
 
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where NIXL is not installed, both ends say so and name the extra."""
-    monkeypatch.setattr(nixl_endpoint, "_MODULE", "no_such_library")
+    for name in [name for name in sys.modules if name.startswith("nixl_cu12.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "nixl_cu12", None)
     for call in (listen, connect):
         with pytest.raises(Unsupported, match=r"plait\[nixl\]"):
             call(ADDRESS, secret=SECRET)
@@ -65,15 +71,16 @@ class TestNixl(ChannelConformance, TensorConformance, ListenerConformance, Proce
 
 
 @pytest.fixture(params=TRANSPORTS)
-def ends(library: None, request: pytest.FixtureRequest) -> Iterator[tuple[Channel, Channel]]:
+def raw(library: None, request: pytest.FixtureRequest) -> Iterator[RawEnds]:
     """Two ends that write every message, over TCP and over the best that there is."""
-    options = replace(ONE_SIDED, nixl_transport=TRANSPORTS[request.param])
-    with (
-        listen(ADDRESS, secret=SECRET, options=options) as listener,
-        connect(listener.address, secret=SECRET, options=options) as client,
-        listener.accept(WAIT_S) as server,
-    ):
-        yield client, server
+    with raw_ends("nixl", replace(ONE_SIDED, nixl_transport=TRANSPORTS[request.param])) as made:
+        yield made
+
+
+@pytest.fixture
+def ends(raw: RawEnds) -> tuple[Channel, Channel]:
+    """The same, where messages are all that is sent."""
+    return raw.client, raw.server
 
 
 def test_written_messages_arrive_in_order(ends: tuple[Channel, Channel]) -> None:
@@ -117,13 +124,13 @@ def test_a_window_of_unreleased_messages_stops_the_sender(ends: tuple[Channel, C
         sent.result(WAIT_S)
 
 
-def test_an_announced_message_survives_a_timeout(ends: tuple[Channel, Channel]) -> None:
+def test_an_announced_message_survives_a_timeout(raw: RawEnds) -> None:
     """A receiver that gives up before the bytes are there gets the message whole the next time."""
-    client, server = ends
-    _announce(client)
+    client, server = raw.client, raw.server
+    raw.send(ANNOUNCEMENT)
     with pytest.raises(RecvTimeout):
         server.recv(0.02)
-    client._notes._endpoint.tell(b"w" + (1).to_bytes(8, "big"))  # type: ignore[attr-defined]
+    raw.notify_server(b"w" + (1).to_bytes(8, "big"))
     with ThreadPoolExecutor(1) as threads:  # over TCP a note leaves when somebody makes progress
         sending = threads.submit(
             eventually, lambda: bool(client.pool.statistics() and server.statistics().messages_received)
@@ -133,11 +140,11 @@ def test_an_announced_message_survives_a_timeout(ends: tuple[Channel, Channel]) 
         assert sending.result(WAIT_S)
 
 
-def test_announced_and_gone(ends: tuple[Channel, Channel]) -> None:
+def test_announced_and_gone(raw: RawEnds) -> None:
     """A peer that hangs up in the middle of a message is lost within half a second; the half is never seen."""
-    client, server = ends
-    _announce(client)
-    client._sock.shutdown(2)  # type: ignore[attr-defined]
+    server = raw.server
+    raw.send(ANNOUNCEMENT)
+    raw.sock.shutdown(socket.SHUT_RDWR)
     began_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         server.recv(WAIT_S)
@@ -148,10 +155,10 @@ def test_announced_and_gone(ends: tuple[Channel, Channel]) -> None:
 
 
 @pytest.mark.parametrize("note", [b"short", b"x" + bytes(8), b"r" + bytes(7) + b"\x09"], ids=["short", "kind", "id"])
-def test_wrong_notes(ends: tuple[Channel, Channel], note: bytes) -> None:
+def test_wrong_notes(raw: RawEnds, note: bytes) -> None:
     """A peer whose notes make no sense is cut off."""
-    client, server = ends
-    server._notes._endpoint.tell(note)  # type: ignore[attr-defined]
+    client, server = raw.client, raw.server
+    raw.notify_client(note)
     with ThreadPoolExecutor(1) as threads:  # a note leaves when somebody makes progress
         progress = threads.submit(eventually, lambda: bool(server.pool.statistics()) and client.closed)
         with pytest.raises(ProtocolViolation, match="note"):
@@ -187,9 +194,3 @@ def test_killed_in_mid_flood(library: None) -> None:
                 with channel.recv(WAIT_S) as message:
                     assert message.buffers[0] == payload
         assert isinstance(flooding.exception(WAIT_S), PeerLost)
-
-
-def _announce(sender: Channel) -> None:
-    """Announce a message of nine bytes that is not written."""
-    head = pack_head(FrameKind.SHARED, b"{}", pack_places(1, [(0, 9)]), buffers=1, payload_bytes=9)
-    sender._sock.send(head)  # type: ignore[attr-defined]

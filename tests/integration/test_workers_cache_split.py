@@ -153,30 +153,28 @@ async def test_requests_that_share_a_batch_share_its_rows(workers: Workers) -> N
 
 async def test_caches_begin_anew_with_another_hn(workers: Workers) -> None:
     """HNs are lost and replaced while requests flow: every one is answered, and right."""
-    lost, _ = workers.hn("a")
+    workers.hn("a")
     workers.hn("b")
     cn = await workers.cn("a", "b", cache_rows=50)
     await until(lambda: cn.metrics()["hns"] == 2)
     for first in range(0, 60, 20):
         asked = [workers.asked(cn, seed) for seed in range(first, first + 20)]
         await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        lost._server.close_listeners()
-        lost._server.hang_up()
+        workers.rig.lose("a")
         for seed, answer in enumerate(await asyncio.gather(*asked), first):
             _same(workers.package, seed, 7, answer)
-        lost, _ = workers.hn("a")
+        workers.hn("a")
         await until(lambda: cn.metrics()["hns"] == 2)
 
 
 async def test_one_hn_that_comes_back_knows_nothing(workers: Workers) -> None:
     """The directory is forgotten with the channel, so the first requests miss again."""
-    hn, _ = workers.hn()
+    workers.hn()
     cn = await workers.cn(cache_rows=1000)
     for _ in range(2):
         await workers.right(cn, 1)
     sent, stale = cn.metrics()["cache_rows_sent_total"], dict(cn._senders)
-    hn._server.close_listeners()
-    hn._server.hang_up()
+    workers.rig.lose("hn")
     await until(lambda: cn.ready() is not None)
     cn._senders.update(stale)  # as a batch does that was being packed while the channel died
     workers.hn()
@@ -218,9 +216,7 @@ async def test_a_batch_that_fails_before_it_leaves_does_no_harm(
     with pytest.raises(BadInput, match="items"):
         await CoreRanker(cn).rank(type(request)(request_id="r", model="match", candidates=7, tensors=bad))
     await workers.right(cn, 1)
-    connection = cn._client.connections[0]
-    channel = connection._channel
-    assert channel is not None
+    channel = workers.rig.dialled["hn"]
 
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("lost on the way")
@@ -229,7 +225,8 @@ async def test_a_batch_that_fails_before_it_leaves_does_no_harm(
         patch.setattr(channel, "send", fail)
         with pytest.raises(Exception, match="internal error"):
             await workers.asked(cn, 2)
-    assert connection._channel is channel
+    assert workers.rig.dialled["hn"] is channel
+    assert not channel.closed
     for seed in range(2, 6):
         await workers.right(cn, seed)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -19,8 +20,7 @@ import torch
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers import remote
-from plait_fabric import connect
-from plait_fabric.rpc.connection import ConnectionLost
+from plait_fabric import PeerLost, connect
 from support import ranking as kit
 from support.paused import pause
 from support.rank_fabric import Rig, hello_header, until
@@ -51,8 +51,7 @@ async def test_what_a_lost_hn_had_is_asked_of_another(rig: Rig) -> None:
     await until(lambda: first.metrics()["waiting"] == 0 and cn.metrics()["at_hns"] == 1)
     rig.hn(quick, name="other")
     await until(lambda: cn.metrics()["hns"] == 2)
-    first._server.close_listeners()
-    first._server.hang_up()
+    rig.lose("hn")
     torch.testing.assert_close((await asked).outputs["score"], kit.expected(kit.request(1))["score"])
     assert cn.metrics()["lost_batches_total"] == 1
     slow.gate.set()
@@ -62,15 +61,14 @@ async def test_without_another_hn_the_request_ends_and_the_next_waits_for_nobody
     """A clear error at once; when an HN comes back, requests are answered again."""
     dense = kit.FakeDense()
     dense.gate.clear()
-    hn = rig.hn(dense)
+    rig.hn(dense)
     cn = rig.cn()
     rig.front(cn)
     await until(lambda: cn.ready() is None)
     ranker = await rig.ranker()
     asked = asyncio.ensure_future(ranker.rank(kit.request(1)))
     await until(lambda: cn.metrics()["at_hns"] == 1)
-    hn._server.close_listeners()
-    hn._server.hang_up()
+    rig.lose("hn")
     with pytest.raises(WorkerUnavailable, match="HN"):
         await asked
     with pytest.raises(WorkerUnavailable, match="HN") as caught:
@@ -88,14 +86,13 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
     """As with HNs; requests spread over the CNs before."""
     stuck = kit.FakeSparse()
     stuck.gate.clear()
-    front = rig.front(rig.whole(stuck), name="a")
+    rig.front(rig.whole(stuck), name="a")
     rig.front(rig.whole(), name="b")
     ranker = await rig.ranker("a", "b")
     await until(lambda: ranker.metrics()["workers"] == 2)
     asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(4)]
     await until(lambda: sum(task.done() for task in asked) == 2)  # those of b
-    front._server.close_listeners()
-    front._server.hang_up()
+    rig.lose("a")
     for seed, answer in enumerate(await asyncio.gather(*asked)):
         torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
     stuck.gate.set()
@@ -103,37 +100,40 @@ async def test_what_a_lost_cn_had_is_asked_of_another(rig: Rig) -> None:
 
 async def test_workers_that_are_gone_leave_nothing_behind(rig: Rig) -> None:
     """An HN kept the window of each CN that it ever had, and CNs come and go (finding 12)."""
-    hn = rig.hn(name="hn")
-    cn = rig.cn(None, "hn")
-    front = rig.front(cn, name="a")
+    hn, fixed = rig.hn(name="hn"), WorkerKnobs(window=3, adapt_window=False)
+    cn = rig.cn(None, "hn", knobs=fixed)
+    rig.front(cn, name="a")
     ranker = await rig.ranker("a")
     for _ in range(4):
         await until(lambda cn=cn: ranker.metrics()["workers"] == 1 and cn.ready() is None)  # type: ignore[misc]
         await _right(rig, ranker)
-        assert len(hn._windows) == 1
-        front._server.close_listeners()
-        front._server.hang_up()
+        assert hn.metrics()["window"] == 3
+        rig.lose("a")
         cn.stop(drain_s=0)
-        await until(lambda: not hn._windows and not ranker.metrics()["workers"])
-        cn = rig.cn(None, "hn")
-        front = rig.front(cn, name="a")
+        await until(lambda: not hn.metrics()["window"] and not ranker.metrics()["workers"])
+        cn = rig.cn(None, "hn", knobs=fixed)
+        rig.front(cn, name="a")
 
 
-async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(rig: Rig) -> None:
+async def test_a_connection_that_breaks_as_a_request_leaves_costs_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody has noticed yet that the worker is gone: the request goes to the other one (finding 10)."""
     rig.front(rig.whole(), name="a")
     rig.front(rig.whole(), name="b")
     ranker = await rig.ranker("a", "b")
     await until(lambda: ranker.metrics()["workers"] == 2)
-    client = ranker.core._client  # type: ignore[attr-defined]
-    broken = client.best()
+    broken = rig.dialled["a"]
 
-    def lost(*_: object, **__: object) -> int:
-        raise ConnectionLost("a", "the peer was lost")
+    def lost(*_: object, **__: object) -> None:
+        raise PeerLost("the peer was lost")
 
-    broken.call = lost
-    for seed in range(4):
+    monkeypatch.setattr(broken, "send", lost)
+    for seed in itertools.count():  # of two that are idle, one is asked by chance
         await _right(rig, ranker, seed)
+        if broken.closed:
+            break
+    assert ranker.metrics()["lost_total"] == 0
 
 
 async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> None:

@@ -29,11 +29,12 @@ from plait_fabric.errors import (
     Unreachable,
     WeakSecret,
 )
-from plait_fabric.protocols import Channel, Listener
+from plait_fabric.protocols import Listener
 from plait_fabric.transport.auth import CHALLENGE_BYTES, RESPONSE_BYTES
 from plait_fabric.transport.frames import FrameKind, pack_head
 from plait_fabric.values import Address, FabricOptions
 from suites.fabric_channel import SECRET, SOON_S, WAIT_S, eventually
+from suites.fabric_raw import raw_ends
 
 __all__ = ["ListenerConformance", "ProcessConformance"]
 
@@ -226,34 +227,24 @@ class ProcessConformance:
         ],
         ids=["pickle", "noise", "payload", "header", "kind", "list", "deep", "nan", "sum", "place"],
     )
-    def test_garbage_after_the_handshake(self, listener: Listener, frame: bytes, error: type[FabricError]) -> None:
+    def test_garbage_after_the_handshake(self, address: str, frame: bytes, error: type[FabricError]) -> None:
         """An authenticated peer that sends garbage is disconnected before anything is allocated for it."""
-        with connect(listener.address, secret=SECRET) as client, listener.accept(WAIT_S) as server:
-            _send_raw(client, frame)
+        with raw_ends(Address.parse(address).scheme) as ends:
+            ends.send(frame)
             with pytest.raises(error) as caught:
-                server.recv(WAIT_S)
+                ends.server.recv(WAIT_S)
             assert not caught.value.channel_usable
-            assert server.closed
+            assert ends.server.closed
             with pytest.raises(error):
-                server.send({})
+                ends.server.send({})
             with pytest.raises(PeerLost):
-                client.recv(WAIT_S)
+                ends.client.recv(WAIT_S)
 
 
 def _shared_memory_files() -> set[str]:
     folder = Path("/dev/shm")  # looked at, never written to
     names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
     return {name for name in names if not name.startswith(_OTHERS_FILES)}
-
-
-def _send_raw(channel: Channel, frame: bytes) -> None:
-    """Send a frame that no channel sends."""
-    untyped: Any = channel
-    if hasattr(untyped, "_writer"):
-        assert untyped._writer.put(frame)
-        untyped._control.send(b"!")
-    else:
-        untyped._sock.send(frame)
 
 
 def _socket_for(address: Address) -> tuple[socket.socket, Any]:

@@ -15,7 +15,7 @@ from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
-from plait_fabric import connect, listen, new_secret
+from plait_fabric import Channel, connect, listen, new_secret
 from plait_fabric.errors import FabricError
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
@@ -66,6 +66,7 @@ class Replicas:
 
     def __init__(self, *addresses: str, secret: bytes = SECRET, **options: Any) -> None:
         self.addresses = list(addresses)
+        self.channels: list[Channel] = []
         self._secret = secret
         self._options = options
 
@@ -77,6 +78,7 @@ class Replicas:
                     channel = connect(address, secret=self._secret, **self._options)
                 except FabricError as error:
                     raise NoReplica(f"{address}: {error}") from error
+                self.channels.append(channel)
                 return ReplicaLink(replica=address, channel=channel)
         raise NoReplica("there is no other")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from fakes.fabric import CutListener
 from plait_disagg.messages.wire import VERSION, Role, card_payload, role_payload
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -22,7 +23,7 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.whole import WholeCore
-from plait_fabric import Listener, Unreachable, connect, listen, new_secret
+from plait_fabric import Channel, Listener, Unreachable, connect, listen, new_secret
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.handshake import greeting
@@ -55,6 +56,8 @@ class Rig:
         self.secret = new_secret()
         self.folder = Path(tempfile.mkdtemp(prefix="rank-"))
         self.addresses: dict[str, str] = {}
+        self.listeners: dict[str, CutListener] = {}
+        self.dialled: dict[str, Channel] = {}
         self._stops: list[Callable[[], Any]] = []
 
     def __enter__(self) -> Self:
@@ -78,20 +81,25 @@ class Rig:
             "shm": f"shm://{self.folder}/{name}-{next(_numbers)}",
             "tcp": "tcp://127.0.0.1:0",
         }
-        listener = listen(where[self.scheme], secret=self.secret)
+        listener = self.listeners[name] = CutListener(listen(where[self.scheme], secret=self.secret))
         self.addresses[name] = listener.address
         return listener
 
+    def lose(self, name: str) -> None:
+        """Whoever listens under the name is gone, as when its process ends."""
+        self.listeners[name].cut()
+
     def connect(self, *names: str) -> Connect:
-        """A `Connect` that tries those names in order."""
+        """A `Connect` that tries those names in order. `dialled`: the last channel to each."""
 
         def dial(left_out: frozenset[str]) -> ReplicaLink:
             for name in names:
                 if name not in left_out and name in self.addresses:
                     try:
-                        return ReplicaLink(replica=name, channel=connect(self.addresses[name], secret=self.secret))
+                        channel = self.dialled[name] = connect(self.addresses[name], secret=self.secret)
                     except Unreachable:
                         continue
+                    return ReplicaLink(replica=name, channel=channel)
             raise NoReplica("nobody listens")
 
         return dial

@@ -62,11 +62,12 @@ def run_queue(
     noise: float = 0.0,
     later_s: float = 0.0,
     seed: int = 0,
+    pace: Pace | None = None,
 ) -> QueueRun:
     """Serves ``seconds`` of arrivals; a batch takes ``fixed_s + rows * row_s``, times 1 to 1 + ``noise``. Answers
     are there up to ``later_s`` after it, which nobody forecasts."""
     chance = random.Random(seed)
-    pace = Pace()
+    pace = pace or Pace()
     waiting: WaitQueue[QueuedItem] = WaitQueue(knobs, pace)
     arrivals: list[QueuedItem] = []
     moment_s = chance.expovariate(rate_per_s)

@@ -21,8 +21,8 @@ from scipy.linalg import solve_triangular
 from plait_autoconfig.surrogate.background import Background, Floats, Indices, Scales
 from plait_autoconfig.surrogate.kernels import matern, matern_between
 
-_SLOPE_SD = 0.3  # spreads of services over the same space differ by about so much
-_JITTER = 1e-6
+SLOPE_SD = 0.3  # spreads of services over the same space differ by about so much
+JITTER = 1e-6  # of a variance: what keeps a covariance invertible
 _BORDER = 1e100  # more than any squared norm, so that a bordered covariance is positive definite
 _STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
 _SIZE, _MIN_SIZE = 48, 16  # hypotheses of each half in each round
@@ -159,7 +159,7 @@ class _CovarianceParts:
         self._squares = (seen[rows] - seen[columns]).T ** 2  # (D, n (n - 1) / 2)
         self._mean = background.mean[data.index]
         self._mixed = background.deviations[:, data.index] / np.sqrt(max(1, len(background.deviations)))
-        self._sloped = _SLOPE_SD**2 * np.outer(self._mean, self._mean)
+        self._sloped = SLOPE_SD**2 * np.outer(self._mean, self._mean)
         self._mixes = self._mixed.T @ self._mixed
 
     def log_evidence(self, believes: bool, theta: Floats) -> Floats:
@@ -183,8 +183,8 @@ class _CovarianceParts:
         prior = np.full(len(back.mean), back.offset_sd**2 + smooth + own)
         if believes:
             deviations = back.deviations / np.sqrt(max(1, len(back.deviations)))
-            cross += _SLOPE_SD**2 * np.outer(back.mean, self._mean) + mix * (deviations.T @ self._mixed)
-            prior += _SLOPE_SD**2 * back.mean**2 + mix * (deviations**2).sum(0)
+            cross += SLOPE_SD**2 * np.outer(back.mean, self._mean) + mix * (deviations.T @ self._mixed)
+            prior += SLOPE_SD**2 * back.mean**2 + mix * (deviations**2).sum(0)
         cross[index, np.arange(len(index))] += own
         lower = np.linalg.cholesky(self._covariance(believes, theta[None])[0])
         white = solve_triangular(lower, cross.T, lower=True, check_finite=False)  # (n, N)
@@ -204,7 +204,7 @@ class _CovarianceParts:
         matrix += self._background.offset_sd**2
         if believes:
             matrix += self._sloped + mix[:, :, None] * self._mixes
-        noise = self._data.noise**2 / self._data.repeats + _JITTER
+        noise = self._data.noise**2 / self._data.repeats + JITTER
         matrix[:, np.arange(count), np.arange(count)] += smooth + own + noise
         return matrix
 

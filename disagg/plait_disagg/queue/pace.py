@@ -41,7 +41,9 @@ class Pace:
     All may read; they see a forecast that may be one batch old.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, max_margin: float = _MAX_MARGIN) -> None:
+        """Know nothing yet. `max_margin`: how careful late answers may make it."""
+        self._max_margin = max_margin
         self._weight = self._rows = self._seconds = self._rows_rows = self._rows_seconds = 0.0
         self._fixed_s = self._row_s = 0.0
         self.after_s = 0.0
@@ -76,7 +78,7 @@ class Pace:
 
     def saw_end(self, *, in_time: bool) -> None:
         """Record that an accepted request with a deadline was answered, or that nobody is waiting for it any more."""
-        self.margin = min(_MAX_MARGIN, max(MIN_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
+        self.margin = min(self._max_margin, max(MIN_MARGIN, self.margin * (_IN_TIME if in_time else _LATE)))
 
     def _fit(self) -> None:
         mean_rows, mean_s = self._rows / self._weight, self._seconds / self._weight

@@ -73,7 +73,7 @@ class _FusedLayout:
 @dataclass(slots=True, eq=False)
 class _LookupBatch:
     """Requests that form one lookup: their positions and, for each, the table, its rows and its first row in the
-    matrix."""
+    matrix. Layouts of at most `max_numbers` ids and offsets are remembered."""
 
     positions: tuple[int, ...]
     group: TableGroup
@@ -81,6 +81,7 @@ class _LookupBatch:
     tables: tuple[Table, ...]
     rows: NDArray[np.uint64]
     first: Ids
+    max_numbers: int
     layouts: dict[tuple[int, ...], _FusedLayout] = field(default_factory=dict)
     kept_numbers: int = 0
 
@@ -91,7 +92,7 @@ class _LookupBatch:
         if found is None:
             found = _make_layout(self, np.array(sizes), np.array(lengths, dtype=np.int64))
             self.kept_numbers += sum(key) + _LAYOUT_NUMBERS
-            if self.kept_numbers > _MAX_KEPT_NUMBERS:
+            if self.kept_numbers > self.max_numbers:
                 self.layouts.clear()
                 self.kept_numbers = 0
             else:
@@ -110,8 +111,13 @@ class _LookupPlan:
 class FusedTables:
     """The `Tables` of one process, fused over a `TableSet`."""
 
-    def __init__(self, stored: TableSet) -> None:
+    def __init__(
+        self, stored: TableSet, *, max_plans: int = _MAX_PLANS, max_numbers: int = _MAX_KEPT_NUMBERS
+    ) -> None:
+        """Remember at most `max_plans` sequences of lookups, and layouts of at most `max_numbers` ids and offsets for
+        each batch of one."""
         self._stored = stored
+        self._max_plans, self._max_numbers = max_plans, max_numbers
         tables = {table.name: table for table in stored.tables}
         self._places = {
             part.table: _Place(tables[part.table], group, part.first)
@@ -158,7 +164,7 @@ class FusedTables:
         key = tuple([id(request.lookup) for request in requests])
         plan = self._plans.get(key)
         if plan is None:
-            if len(self._plans) >= _MAX_PLANS:
+            if len(self._plans) >= self._max_plans:
                 self._plans.clear()
             lookups = tuple(request.lookup for request in requests)
             plan = self._plans[key] = _LookupPlan(lookups, self._batches(lookups))
@@ -182,6 +188,7 @@ class FusedTables:
                     tables=tuple(place.table for place in places),
                     rows=np.array([place.table.rows for place in places], dtype=np.uint64),
                     first=np.array([place.first for place in places], dtype=np.int64),
+                    max_numbers=self._max_numbers,
                 )
             )
         return tuple(batches)

@@ -83,10 +83,11 @@ def write_tables(
     *,
     formats: RowFormat | Mapping[str, RowFormat] = "float32",
     out_of_range: OutOfRange | Mapping[str, OutOfRange] = "error",
+    chunk_bytes: int = _CHUNK_BYTES,
 ) -> tuple[TableGroup, ...]:
     """Write tables, (rows, D) float32 each, by name. `formats` and `out_of_range`: for all, or by table name.
 
-    Needs memory for a chunk, not for a second copy. Raises ValueError for a table that cannot be stored.
+    Needs memory for `chunk_bytes`, not for a second copy. Raises ValueError for a table that cannot be stored.
     """
     records = _records(tables, formats, out_of_range)
     groups = group_tables(records)
@@ -96,7 +97,7 @@ def write_tables(
         for group in groups:
             for part in group.slices:
                 start = starts[group.name] + part.first * row_bytes(group.dim, group.format)
-                _write_rows(file, start, part.table, tables[part.table], group.format)
+                _write_rows(file, start, part.table, tables[part.table], group.format, chunk_bytes)
     return groups
 
 
@@ -183,10 +184,12 @@ def _encoded(name: str, rows: torch.Tensor, row_format: RowFormat) -> torch.Tens
         raise ValueError(f"table {name}: {error}") from error
 
 
-def _write_rows(file: BinaryIO, start: int, name: str, rows: torch.Tensor | ZeroRows, row_format: RowFormat) -> None:
+def _write_rows(
+    file: BinaryIO, start: int, name: str, rows: torch.Tensor | ZeroRows, row_format: RowFormat, chunk_bytes: int
+) -> None:
     if isinstance(rows, ZeroRows):
         return  # a hole reads as zeros, and zeros are zeros in every format (int8: scale 0, bias 0)
-    count = max(1, _CHUNK_BYTES // (4 * rows.shape[1]))
+    count = max(1, chunk_bytes // (4 * rows.shape[1]))
     file.seek(start)
     for first in range(0, rows.shape[0], count):
         file.write(_encoded(name, rows[first : first + count], row_format).numpy().data)

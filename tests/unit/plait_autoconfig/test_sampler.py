@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import optuna
 import pytest
+from optuna.storages import BaseStorage, InMemoryStorage
 from optuna.trial import TrialState
 
 from plait_autoconfig.designers.random import RandomDesigner
@@ -17,16 +18,16 @@ RATE = Objective((maximise("rate_per_s"),))
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 
-def begin(objective: Objective = RATE, space=SMALL, study: optuna.Study | None = None):
-    """A designer and a study (or another worker of one) that asks it."""
+def begin(objective: Objective = RATE, space=SMALL, storage: BaseStorage | None = None):
+    """A designer and a study that asks it; another worker of the study that is in `storage` already."""
     designer = RandomDesigner(space, objective, seed=1)
-    sampler = DesignerSampler(designer, space, objective)
-    if study is None:
-        study = optuna.create_study(
-            directions=["maximize"] + ["minimize"] * (len(objective.goals) - 1), sampler=sampler
-        )
-    else:
-        study = optuna.load_study(study_name=study.study_name, storage=study._storage, sampler=sampler)
+    study = optuna.create_study(
+        storage=storage,
+        study_name="demo",
+        load_if_exists=True,
+        directions=["maximize"] + ["minimize"] * (len(objective.goals) - 1),
+        sampler=DesignerSampler(designer, space, objective),
+    )
     return designer, study
 
 
@@ -89,11 +90,12 @@ def test_a_partly_enqueued_trial_gives_its_cell_back():
 
 def test_other_workers_are_heard():
     """A second worker, or a restarted one, learns from what is in the study already."""
-    _, study = begin()
+    storage = InMemoryStorage()
+    _, study = begin(storage=storage)
     for _ in range(5):
         study.tell(ask(study), 1.0)
     running = ask(study)
-    designer, second = begin(study=study)
+    designer, second = begin(storage=storage)
     trial = ask(second)
     assert len(designer.trials) == 5
     assert SMALL.key(trial.params) not in {SMALL.key(told.config) for told in designer.trials}

@@ -182,7 +182,7 @@ def test_contradictory_constraints_are_counted(monkeypatch):
     )
     with pytest.raises(EmptySpace, match=r"`cpu > 4` leaves 0$"):
         Space((CPU,), ("cpu > 4",))
-    monkeypatch.setattr(module, "_MAX_DRAWN", 1000)
+    monkeypatch.setattr(module, "MAX_DRAWN", 1000)
     monkeypatch.setattr(module, "MAX_CELLS", 1000)
     with pytest.raises(EmptySpace, match=r"1000 configurations drawn from its knobs, `x > 2` leaves 0$"):
         Space((FloatKnob(name="x", low=0.0, high=1.0),), ("x > 2",))

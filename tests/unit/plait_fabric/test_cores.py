@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_fabric import cores
 from plait_fabric.cores import has_bfloat16, instruction_set, quota_cores, usable_cores
 
 
@@ -40,9 +39,8 @@ def test_a_container_s_quota_is_read_in_both_versions(
 def test_threads_fit_the_quota(quota: str, usable: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A container of two and a half cores on a host of 64 has three threads, not 64."""
     (tmp_path / "cpu.max").write_text(f"{quota} 100000")
-    monkeypatch.setattr(cores, "_CGROUPS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
-    assert usable_cores() == usable
+    assert usable_cores(tmp_path) == usable
 
 
 AVX512 = "avx2 fma avx512f avx512dq avx512bw avx512vl"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import optuna
 import pytest
 
 from plait_autoconfig.designers import DESIGNERS, make_designer, maker_of
@@ -54,14 +55,21 @@ def test_sobol_spreads_at_once():
 class TestOptuna:
     """What the samplers behind the designers are told."""
 
+    @pytest.fixture
+    def trials(self, monkeypatch):
+        """Returns the trials of the last study that was made."""
+        studies, create = [], optuna.create_study
+        monkeypatch.setattr(optuna, "create_study", lambda **how: studies.append(create(**how)) or studies[-1])
+        return lambda: studies[-1].get_trials()
+
     @pytest.mark.parametrize("make", [OptunaTpeDesigner, OptunaGpDesigner])
-    def test_failures_are_constraints(self, make):
+    def test_failures_are_constraints(self, make, trials):
         """A failed trial reaches the sampler as an infeasible one; an invalid one does not."""
         designer = make(SMALL, Objective((maximise("rate_per_s"),)), seed=6)
         ran, crash = TrialOutcome.measured(rate_per_s=1.0), TrialOutcome.failed(FailureKind.CRASH)
         outcomes = iter([ran, crash, TrialOutcome.failed(FailureKind.INVALID), ran])
         run_trials(designer, 4, lambda _: next(outcomes))
-        told = [trial for trial in designer._study.get_trials() if trial.state.name != "FAIL"]
+        told = [trial for trial in trials() if trial.state.name != "FAIL"]
         assert len(told) == 3
         assert [trial.constraints.get("runs", -1.0) for trial in told] == [-1.0, 1.0, -1.0]
 
@@ -79,18 +87,18 @@ class TestOptuna:
         late = [run_trials(OptunaTpeDesigner(space, RATE, seed=seed), 24, measure)[14:] for seed in range(6)]
         assert sum(int(config["n"]) >= 10 for configs in late for config in configs) <= 30
 
-    def test_limits_are_constraints(self):
+    def test_limits_are_constraints(self, trials):
         """Each limit reaches the sampler under its text, with its sign."""
         designer = OptunaTpeDesigner(SMALL, OBJECTIVE, seed=7)
         config = {"cpu": 4, "batch": 4}
         run_trials(designer, 1)
         designer.tell(measured(1, config, rate_per_s=1.0, p99_ms=15.0))
-        assert designer._study.get_trials()[-1].constraints == {"p99_ms <= 30": -0.5}
+        assert trials()[-1].constraints == {"p99_ms <= 30": -0.5}
 
-    def test_strangers_reach_the_sampler(self):
+    def test_strangers_reach_the_sampler(self, trials):
         """A trial that was not asked for is in the study with its own values; an ordered choice with its rank."""
         designer = OptunaGpDesigner(SMALL, OBJECTIVE, seed=8)
         designer.tell(measured(0, {"cpu": 3, "batch": 16}, rate_per_s=2.0, p99_ms=15.0))
         designer.tell(failed(1, {"cpu": 2, "batch": 16}))
-        told = [(trial.params, trial.values) for trial in designer._study.get_trials()]
+        told = [(trial.params, trial.values) for trial in trials()]
         assert told == [({"cpu": 3, "batch": 2}, [-2.0]), ({"cpu": 2, "batch": 2}, [-2.0])]

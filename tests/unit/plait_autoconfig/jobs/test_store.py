@@ -78,14 +78,19 @@ def test_the_study_opens_in_optunas_own_tools(tmp_path):
     """Values, parameters and constraints are those of the trials; failures are failures, and so are checks."""
     spec = job(limits=["p99_ms <= 90"])
     state = run_directly(tmp_path, spec, fail={"batch=8": "refuse"})
-    backend = optuna.storages.journal.JournalFileBackend(str(tmp_path / "study.journal"))
-    study = optuna.load_study(study_name="demo", storage=optuna.storages.JournalStorage(backend))
+    study = optunas_own(tmp_path)
     assert len(study.trials) == len(state.rows)
     for trial, row in zip(study.trials, state.rows, strict=True):
         assert trial.params == row.config
         has_no_value = row.outcome.failure is not None or not row.kind.compares
         assert (trial.state == TrialState.FAIL) == has_no_value
     assert study.best_trial.user_attrs["plait:claim"]["config"] == trial_of_best(state)
+
+
+def optunas_own(folder):
+    """The study, as Optuna's tools open it."""
+    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
+    return optuna.load_study(study_name="demo", storage=optuna.storages.JournalStorage(backend))
 
 
 def trial_of_best(state):
@@ -98,13 +103,19 @@ def test_a_kill_between_the_end_and_its_copy_is_mended(tmp_path, monkeypatch):
     """The end counts once it is stored; the copy for Optuna's tools is made by the next worker."""
     store = JobStore.open_or_create(tmp_path, job())
     record = claim(store)
-    monkeypatch.setattr(store, "_mirror", lambda _: None)
-    store.end(ended(record, goodput_per_cost=5.0))
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(optuna.storages.JournalStorage, "set_trial_state_values", killed)
+        store.end(ended(record, goodput_per_cost=5.0))
     again = JobStore.open(tmp_path)
-    assert again._storage.get_all_trials(again._study_id)[0].state == TrialState.RUNNING
+    assert again.records()[0].status == "finished"
+    assert optunas_own(tmp_path).trials[0].state == TrialState.RUNNING
     with again.exclusive():
         again.mend()
-    assert again._storage.get_all_trials(again._study_id)[0].state == TrialState.COMPLETE
+    assert optunas_own(tmp_path).trials[0].state == TrialState.COMPLETE
 
 
 def test_only_one_decides_at_a_time(tmp_path):

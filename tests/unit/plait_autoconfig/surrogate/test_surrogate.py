@@ -107,9 +107,9 @@ def test_evidence_is_that_of_a_gaussian():
     mix, smooth, own = np.exp(2.0 * theta[:3])
     rows = CELLS[trials.index] / np.exp(theta[3:])
     mean, deviations = back.mean[trials.index], back.deviations[:, trials.index]
-    covariance = back.offset_sd**2 + posterior._SLOPE_SD**2 * np.outer(mean, mean)
+    covariance = back.offset_sd**2 + posterior.SLOPE_SD**2 * np.outer(mean, mean)
     covariance = covariance + mix * deviations.T @ deviations / len(deviations) + smooth * matern_between(rows, rows)
-    covariance += (own + trials.noise**2 + posterior._JITTER) * np.eye(4)
+    covariance += (own + trials.noise**2 + posterior.JITTER) * np.eye(4)
     density = multivariate_normal(mean, covariance).logpdf(trials.values)
     constant = 0.5 * len(mean) * np.log(2.0 * np.pi)
     assert log_evidence(back, trials, theta[None])[0] == pytest.approx(density + constant, rel=1e-6)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from plait_disagg.dense.graphed import DenseGraphs
+from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.graph.sample_inputs import sample
 from plait_disagg.messages.check import check_request
@@ -30,6 +31,11 @@ def package(request, tmp_path_factory) -> Package:
     return open_package(folder)
 
 
+def make_graphs(package: Package, capture: FakeCapture) -> DenseGraphs:
+    """Of the package's dense half, on the CPU."""
+    return DenseGraphs(compile_program(package.hn, package.constants), torch.device("cpu"), capture)
+
+
 def crossing(package: Package, candidates: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
     """What an HN is given for a batch."""
     card, manifest = package.card(), package.manifest
@@ -44,8 +50,7 @@ def crossing(package: Package, candidates: tuple[int, ...], seed: int) -> dict[s
 def test_scores_are_those_of_the_program(package):
     """Eagerly, captured and replayed; one user and several; what the last batch left in a graph does not show."""
     capture = FakeCapture()
-    half = package.dense()
-    graphs = DenseGraphs(half._program, torch.device("cpu"), capture)
+    half, graphs = package.dense(), make_graphs(package, capture)
     for seed, candidates in enumerate(BATCHES * 2):
         given = crossing(package, candidates, seed)
         wanted = half.run(given, candidates)
@@ -58,7 +63,7 @@ def test_scores_are_those_of_the_program(package):
 
 def test_answers_stay_when_the_graph_runs_again(package):
     """What was returned is not overwritten by the next batch of its bucket."""
-    graphs = DenseGraphs(package.dense()._program, torch.device("cpu"), FakeCapture())
+    graphs = make_graphs(package, FakeCapture())
     batches = [crossing(package, (8,), seed) for seed in range(3)]
     first, second, _ = (graphs.run(given, 1, 8) for given in batches)
     kept = {name: value.clone() for name, value in second.items()}

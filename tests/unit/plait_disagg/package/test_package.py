@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from plait_disagg.graph.errors import UnsupportedOperator
+from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.inputs import Bag, Dense, Ids
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
 from plait_disagg.package import Items, PackageError, PackageOptions, StoredItems, open_package, write_package
+from plait_disagg.package.halves import CompiledSparse
+from plait_disagg.tables.fused import FusedTables
 
 INPUTS = (Dense("age", "user"), Bag("liked", "user"), Ids("item", "item"), Bag("genres", "item"), Dense("year", "item"))
 ITEMS, GENRES = 40, 12
@@ -84,15 +87,15 @@ class TestRoundTrip:
         found = scores(open_package(folder), *requests)
         torch.testing.assert_close(found, wanted(*requests, candidates=sizes), rtol=1e-5, atol=1e-6)
 
-    def test_bags_are_pooled_where_requests_have_them(self, folder, monkeypatch):
+    def test_bags_are_pooled_where_requests_have_them(self, folder):
         """With the bits of a joined batch, whatever is empty; bags that only lookups read stay separate."""
         package, requests = open_package(folder), [some_request(size, size) for size in (3, 1, 64)]
         asked = [check_request(package.card(), request, request_id="r") for request in requests]
-        half = package.sparse()
-        assert half._program.separate_bags == {"liked", "genres"}
-        separate = half.run(asked)
-        monkeypatch.setattr(half._program, "separate_bags", frozenset())
-        joined = half.run(asked)
+        program = compile_program(package.cn, package.constants, FusedTables(package.tables))
+        assert program.separate_bags == {"liked", "genres"}
+        separate = package.sparse().run(asked)
+        program.separate_bags = frozenset()
+        joined = CompiledSparse(program, INPUTS).run(asked)
         assert separate.keys() == joined.keys()
         assert all(torch.equal(value, joined[name]) for name, value in separate.items())
 

@@ -223,23 +223,22 @@ def test_goodput_holds_in_overload_and_collapses_without(row_s: float, rows: int
     assert goodput(OFF, 2.0) < 0.3 * peak
 
 
-def test_goodput_holds_where_answers_are_later_than_any_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_goodput_holds_where_answers_are_later_than_any_forecast() -> None:
     """Up to 30 of the 50 ms pass where the worker cannot see it. Those who came late make it more careful; with a
     fixed margin a quarter of the goodput is lost."""
 
-    def goodputs() -> list[float]:
+    def goodputs(**limits: float) -> list[float]:
         return [
             run_queue(
                 ON, rate_per_s=load * 120, deadline_s=0.05, fixed_s=5e-4, row_s=1.2e-5, rows=512, seconds=10.0,
-                noise=0.5, later_s=0.03,
+                noise=0.5, later_s=0.03, pace=Pace(**limits),
             ).goodput_per_s
             for load in (0.8, 1.0, 2.0, 4.0)
         ]  # fmt: skip
 
     learned = goodputs()
     assert min(learned[2:]) > 0.9 * max(learned)
-    monkeypatch.setattr("plait_disagg.queue.pace._MAX_MARGIN", MIN_MARGIN)
-    fixed = goodputs()
+    fixed = goodputs(max_margin=MIN_MARGIN)
     assert max(fixed[2:]) < 0.75 * max(fixed)
 
 

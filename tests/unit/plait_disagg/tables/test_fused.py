@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from plait_disagg.tables import fused
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.ids import hash_ids
 from plait_disagg.tables.protocols import BadId, LookupBags, LookupRequest
@@ -20,9 +19,9 @@ from support.tables import make_ask, make_weights
 WEIGHTS = make_weights()
 
 
-def make_tables() -> FusedTables:
+def make_tables(**limits: int) -> FusedTables:
     """Over all weights, in float32."""
-    return FusedTables(pack_tables(WEIGHTS))
+    return FusedTables(pack_tables(WEIGHTS), **limits)
 
 
 def assert_same(tables: FusedTables, asks: list[LookupRequest]) -> None:
@@ -31,30 +30,22 @@ def assert_same(tables: FusedTables, asks: list[LookupRequest]) -> None:
         assert torch.equal(value, twin)
 
 
-def test_a_model_asks_again_and_again(monkeypatch: pytest.MonkeyPatch):
-    """The same lookups with other ids, and other numbers of them, are answered right while layouts come and go."""
-    monkeypatch.setattr(fused, "_MAX_KEPT_NUMBERS", 3000)
-    tables, draw = make_tables(), random.Random(0)
+@pytest.mark.parametrize("max_numbers", [2, 3000, 1 << 20])
+def test_a_model_asks_again_and_again(max_numbers: int):
+    """The same lookups with other ids, and other numbers of them, are answered right while layouts come and go, or are
+    made each time."""
+    tables, draw = make_tables(max_numbers=max_numbers), random.Random(0)
     lookups = [make_ask(table, mode, [[0]]).lookup for table in ("t0", "t1", "t3") for mode in ("sum", "rows", "max")]
     for _ in range(60):
         bags = [[draw.randrange(7) for _ in range(draw.randrange(3))] for _ in range(draw.randrange(3))]
         assert_same(tables, [replace(make_ask(one.table, one.mode, bags), lookup=one) for one in lookups])
 
 
-def test_lookups_are_told_apart_by_what_they_are(monkeypatch: pytest.MonkeyPatch):
+def test_lookups_are_told_apart_by_what_they_are():
     """Lookups made anew for every call, perhaps at an address that was another's, are not mixed up."""
-    monkeypatch.setattr(fused, "_MAX_PLANS", 4)
-    tables, draw = make_tables(), random.Random(0)
+    tables, draw = make_tables(max_plans=4), random.Random(0)
     for _ in range(60):
         assert_same(tables, [make_ask(draw.choice(("t0", "t1", "t3")), draw.choice(("sum", "mean")), [[1, 2], [6]])])
-
-
-def test_large_layouts_are_not_kept(monkeypatch: pytest.MonkeyPatch):
-    """A layout beyond the limit is made each time, with the same answers."""
-    monkeypatch.setattr(fused, "_MAX_KEPT_NUMBERS", 2)
-    tables, ask = make_tables(), make_ask("t1", "sum", [[1, 2, 3]])
-    for _ in range(3):
-        assert_same(tables, [ask, make_ask("t0", "sum", [[5], [0, 0]])])
 
 
 @pytest.mark.parametrize("mode", ["sum", "rows"])

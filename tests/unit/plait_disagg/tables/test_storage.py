@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from plait_disagg.tables import readahead as ahead
-from plait_disagg.tables import storage
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import ZeroRows, open_tables, pack_tables, write_tables
@@ -37,11 +36,10 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_file_gives_back_what_was_written(path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_gives_back_what_was_written(path: Path):
     """Tables, groups, policies and every stored bit, however small the chunks that were written."""
     packed = pack_tables(WEIGHTS, formats=MIXED, out_of_range={"t0": "hash"})
-    monkeypatch.setattr(storage, "_CHUNK_BYTES", 100)
-    write_tables(path, WEIGHTS, formats=MIXED, out_of_range={"t0": "hash"})
+    write_tables(path, WEIGHTS, formats=MIXED, out_of_range={"t0": "hash"}, chunk_bytes=100)
     opened = open_tables(path)
     assert (opened.tables, opened.groups, opened.nbytes) == (packed.tables, packed.groups, packed.nbytes)
     assert {table.name: table.out_of_range for table in opened.tables}["t0"] == "hash"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from plait_fabric import FabricError, FrameTooLarge, PeerLost, connect
+from plait_fabric import FabricError, FrameTooLarge, PeerLost, Pool, PoolExhausted, connect
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import Connection, ConnectionLost, Packed, bare
@@ -321,23 +321,26 @@ def test_what_cannot_be_packed_fails_its_own_call_only(address: str) -> None:
     """At once, or on the thread that sends later: then its call is lost, with the reason."""
     with serving(address) as numbers:
         connection, question, broken = _attached(numbers.address), Question(1), Question(2)
-        go_on = threading.Event()
+        first, go_on = Question(3), threading.Event()
 
-        def hold() -> None:
-            go_on.wait(kit.WAIT_S)
+        def not_now(number: int, _: object) -> Packed:
+            raise PoolExhausted(f"no memory for {number} at once")
+
+        def held(number: int, pool: Pool) -> Packed:
+            assert go_on.wait(kit.WAIT_S)
+            return first.pack(number, pool)
 
         def never(number: int, _: object) -> Packed:
             raise ValueError(f"no layout for {number}")
 
         with pytest.raises(ValueError, match="no layout"):
             connection.call(broken, never, later=never)
-        connection._outbox.post(hold)  # so that the next one must go later
+        connection.call(first, not_now, later=held)  # the next one must go later, too
         connection.call(broken, never, later=never)
         connection.call(question, question.pack, later=question.pack)
         go_on.set()
-        assert question.wait() == 2
+        assert (first.wait(), question.wait()) == (6, 2)
         assert broken.why_lost.startswith("no layout")
-        until(lambda: connection._outbox.is_empty)
         connection.close()
 
 
@@ -395,6 +398,23 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
         assert stuck.done.wait(kit.WAIT_S)
 
 
+def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> None:
+    """Up to the most there are; then one is up and one looks, as before the others came."""
+    fleet = Fleet()
+    with serving(_address("inproc", tmp_path, "a")) as first:
+        fleet.addresses = {"a": first.address}
+        client = _client(fleet, count=1, max_count=3)
+        with (
+            serving(_address("inproc", tmp_path, "b")) as second,
+            serving(_address("inproc", tmp_path, "c")) as third,
+        ):
+            fleet.addresses |= {"b": second.address, "c": third.address}
+            until(lambda: client.up == len(client.connections) == 3)
+            fleet.addresses = {"a": first.address}
+        until(lambda: client.up == 1 and len(client.connections) == 2)
+        client.close()
+
+
 def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -> None:
     """Also one that came later: of 600 calls each has at least two in five."""
     fleet = Fleet()
@@ -442,8 +462,10 @@ def test_draining_sends_what_waits_and_takes_nobody_new(address: str) -> None:
 def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
     """With a backlog, no more of its messages are taken than may wait; others are served."""
     admitted: list[int] = []
+    asking: list[kit.Peer] = []
 
     def on_message(peer: kit.Peer, message: kit.Message) -> None:
+        asking.append(peer)
         with message:
             value = kit.fields.integer(message.header, "value")
         peer.admit()
@@ -459,8 +481,7 @@ def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
         other = _attached(numbers.address)
         other.send(bare({"number": 0, "value": 99}))
         until(lambda: admitted == [0, 1, 2, 99])
-        (asking,) = (peer for peer in numbers.server._peers.values() if peer.number == 1)
-        asking.done()
+        asking[0].done()
         until(lambda: admitted[-1] == 3)
         connection.close()
         other.close()
@@ -488,7 +509,6 @@ def test_news_reaches_those_who_are_here(address: str) -> None:
         for channel in channels:
             channel.send(greeting("hello", kit.VERSION, {"service": "numbers"}))
             channel.recv(kit.WAIT_S).release()
-        until(lambda: all(peer.is_greeted for peer in numbers.server._peers.values()))
         numbers.server.announce({"news": 1})
         for channel in channels:
             with channel.recv(kit.WAIT_S) as message:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import os
 import socket
-import time
-from typing import Any
+import threading
 
-from plait_fabric import listen
-from suites.fabric_channel import SECRET
+from plait_fabric import FabricOptions
+from plait_fabric.transport import acceptor
+from plait_fabric.transport.tcp import TcpArrival
+from suites.fabric_channel import SECRET, WAIT_S
 
 
 def test_a_listener_whose_thread_ends_first_closes_well(monkeypatch):
     """A client wakes the thread after `close` has begun and before it wakes it: no error."""
-    listener: Any = listen("tcp://127.0.0.1:0", secret=SECRET)
-    port = int(listener.address.rsplit(":", 1)[1])
-    told = listener._changed.notify_all
+    options, ended, write = FabricOptions(), threading.Event(), os.write
+    sock = socket.create_server(("127.0.0.1", 0))
+    target = sock.getsockname()
+    listener = acceptor.SocketListener(
+        sock,
+        address="tcp://listener",
+        options=options,
+        arrive=lambda peer: TcpArrival(peer, SECRET, options),
+        on_close=ended.set,
+    )
 
-    def overtaken() -> None:
-        told()
-        with socket.create_connection(("127.0.0.1", port)):
-            until_s = time.monotonic() + 10
-            while listener._sock.fileno() >= 0 and time.monotonic() < until_s:
-                time.sleep(0.005)
+    def overtaken(descriptor: int, data: bytes) -> int:
+        with socket.create_connection(target):
+            assert ended.wait(WAIT_S)
+        return write(descriptor, data)
 
-    monkeypatch.setattr(listener._changed, "notify_all", overtaken)
+    monkeypatch.setattr(acceptor.os, "write", overtaken)
     listener.close()
-    assert not listener._thread.is_alive()
-    assert listener._sock.fileno() == -1
+    assert sock.fileno() == -1
