@@ -22,7 +22,7 @@ from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
-from plait_serving.diffusion.controlnet.service import ServiceLimits
+from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.controlnet.wire import VERSION, Call, Open, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
 from plait_serving.diffusion.knobs import Placement
@@ -458,6 +458,10 @@ def test_replica_of_another_controlnet_is_not_used(folder: Path, tmp_path: Path,
 # ---- the service ----------------------------------------------------------------------------------------------------
 
 
+def _waiting(service: ControlNetService) -> int:
+    return len(service._inbox.items)
+
+
 def test_base_replicas_share_forward_passes(
     folder: Path, tmp_path: Path, fleet: kit.ReplicaFleet, expect: Twin
 ) -> None:
@@ -473,7 +477,7 @@ def test_base_replicas_share_forward_passes(
         pendings = [clients[0].start([asks[0].call(sessions[0])])]
         assert gate.entered.wait(WAIT_S)
         pendings += [c.start([a.call(s)]) for c, a, s in list(zip(clients, asks, sessions, strict=True))[1:]]
-        _wait_until(lambda: len(service._inbox.items) == 3)
+        _wait_until(lambda: _waiting(service) == 3)
         gate.opened.set()
         answers = [pending.wait()[0] for pending in pendings]
         for answer, ask in zip(answers, asks, strict=True):
@@ -499,7 +503,7 @@ def test_batches_are_bounded(folder: Path, tmp_path: Path, fleet: kit.ReplicaFle
         pendings = [client.start([ask.call(session)])]
         assert gate.entered.wait(WAIT_S)
         pendings += [client.start([ask.call(session)]) for _ in range(5)]
-        _wait_until(lambda: len(service._inbox.items) == 5)
+        _wait_until(lambda: _waiting(service) == 5)
         gate.opened.set()
         for pending in pendings:
             assert isinstance(pending.wait()[0], Residuals)

@@ -18,7 +18,7 @@ import torch
 
 from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
-from plait_serving.diffusion.controlnet.model import ControlRows, load_controlnet
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
@@ -40,6 +40,7 @@ class Scene:
 
     assembled: Assembled
     edges: ControlNetService
+    runner: ControlNetModelRunner
     fleets: dict[str, kit.ReplicaFleet] = field(default_factory=dict)
 
     def make(self, *requests: ImageRequest, on_step: Callable[[Progress], None] | None = None) -> dict[str, Event]:
@@ -80,7 +81,7 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
         )
         assembled = build_engine(settings, remote=remote, costs=EveryBatchPays())
         stack.callback(assembled.engine.stop, drain_s=0.0)
-        yield Scene(assembled=assembled, edges=edges, fleets=fleets)
+        yield Scene(assembled=assembled, edges=edges, runner=runners["edges"], fleets=fleets)
 
 
 def _request(name: str, *controlnets: str) -> ImageRequest:
@@ -161,7 +162,7 @@ def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene)
 
 def test_the_services_log_names_the_request(scene: Scene, log_file: LogFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the lines of a step, those of all that share it, and of an image that cannot be embedded."""
-    runner, told = scene.edges._runner, logging.getLogger("plait_serving.test")
+    runner, told = scene.runner, logging.getLogger("plait_serving.test")
     run, embed = runner.try_residuals, runner.constants
 
     def try_residuals(blocks: Sequence[ControlRows]) -> object:

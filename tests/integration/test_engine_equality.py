@@ -125,9 +125,10 @@ def test_a_request_whose_loras_made_room_for_another_tenant_has_the_same_bits(sd
     """Its set, all that the cache holds, leaves at two steps for another tenant's and comes back: equal latents."""
     probe, _ = sdxl
     (cache,) = set(probe.assembled.loras.values())
-    room = sum(cache._source.find(lora.name).nbytes for lora in BOTH_LORAS)
     asked = request(35, steps=8, loras=BOTH_LORAS, tenant=Tenant(name="large"))
     (alone,) = probe.latents(asked)
+    assert cache.statistics().resident == len(BOTH_LORAS)
+    room = cache.statistics().resident_bytes
     probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"host_lora_bytes": room}))
     ends, ended = [], threading.Event()
 
@@ -145,7 +146,7 @@ def test_a_request_whose_loras_made_room_for_another_tenant_has_the_same_bits(sd
     assert ended.wait(120.0)
     assert ends == [39, 41, 35]
     assert cache.statistics().evictions - before >= 3
-    assert torch.equal(probe._decoded[-1], alone)
+    assert torch.equal(probe.decoded[-1], alone)
     probe.engine.reconfigure(probe.engine.knobs.model_copy(update={"host_lora_bytes": KNOBS.host_lora_bytes}))
 
 

@@ -147,7 +147,7 @@ def test_of_twenty_models_that_came_and_went_nothing_is_left(serving, models):
     for kind in ("b", "xl"):
         shutil.copytree(models[kind], folder / "never")
         assembled.roster.look()
-        alive += parts_of(assembled.models["never"])
+        alive += parts_of(assembled.models["never"], loaded=False)
         shutil.rmtree(folder / "never")
         assembled.roster.look()
     until(lambda: not [what for what, one in alive if one() is not None])
@@ -157,14 +157,14 @@ def test_of_twenty_models_that_came_and_went_nothing_is_left(serving, models):
     until(lambda: loader_threads() == before)
 
 
-def parts_of(model) -> list[tuple[str, weakref.ref]]:
+def parts_of(model, *, loaded: bool = True) -> list[tuple[str, weakref.ref]]:
     """What is made for one base model."""
     outline, served = model.outline, model.served
     parts = {
         "model": model, "tokenizer": outline.tokenizers[0], "unet": outline.unet,
         "loras": served.loras if model.outline.family.value == "sdxl" else model, "auditor": model.auditor,
         "preparer": model._preparer, "costs": served.costs, "forecast": served.forecast,
-        **({} if model._loaded is None else {"weights": model.bundle.unet, "denoiser": model.denoiser}),
+        **({} if not loaded else {"weights": model.bundle.unet, "denoiser": model.denoiser}),
     }  # fmt: skip
     return [(f"{served.name}: {what}", weakref.ref(part)) for what, part in parts.items() if part is not None]
 

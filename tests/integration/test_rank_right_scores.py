@@ -207,7 +207,7 @@ def client(rig: Rig, hns: dict[str, HnWorker], tmp_path_factory: pytest.TempPath
 @pytest.fixture(autouse=True)
 def no_rest(monkeypatch):
     """Between two trials is no time: every bucket has had its own."""
-    monkeypatch.setattr(prepared, "_REST", 0.0)
+    monkeypatch.setattr(prepared, "REST", 0.0)
 
 
 def test_an_hns_audits_are_counted(client, hns):

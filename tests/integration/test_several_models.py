@@ -19,7 +19,7 @@ from plait_serving.diffusion.errors import ModelError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.memory import MemoryReader
-from plait_serving.diffusion.residents import policy
+from plait_serving.diffusion.residents import base_model, policy
 from plait_serving.diffusion.residents.keeper import Residents
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import ControlNetSection, ImagesSection
@@ -199,13 +199,15 @@ def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
         gc.enable()
 
 
-def test_models_of_a_family_share_a_controlnet_and_others_do_not_have_it(folders, engine_of):
+def test_models_of_a_family_share_a_controlnet_and_others_do_not_have_it(folders, engine_of, monkeypatch):
     """One copy in this process serves both; a model of another family says that there is none."""
+    load, loaded = base_model.load_controlnet, []
+    monkeypatch.setattr(base_model, "load_controlnet", lambda *args, **how: loaded.append(args) or load(*args, **how))
     several = engine_of(folders)
     control = (ControlRef(name="edges", image=np.zeros((32, 32, 3), np.uint8)),)
     for name in ("a", "b"):
         several.engine.generate(asked(name, controlnets=control), timeout_s=WAIT_S)
-    assert len(several.models["a"]._around.local) == 1
+    assert len(loaded) == 1
     with pytest.raises(NotFound, match="edges"):
         several.engine.generate(asked("xl", controlnets=control), timeout_s=WAIT_S)
 

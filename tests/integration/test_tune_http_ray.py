@@ -63,21 +63,22 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
 
     from plait.tuning.service.actor import ActorTuningService
 
-    settings, runner = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2)
+    settings, runner, others = JobQueueSettings(folder=tmp_path / "jobs", config=""), Threads(seconds=0.2), _tuners()
     job_id = (await ActorTuningService(lambda: settings, runner=runner).submit(job_text(**TRIALS), "ops"))["id"]
     service = ActorTuningService(lambda: settings, runner=runner)
     while not (await service.since(job_id, 0))["measured"]:  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
     with pytest.raises(NoSuchJob):
         await service.job("absent")
-    os.kill(await service._actor.__ray_call__.remote(_pid), signal.SIGKILL)
+    (actor,) = _tuners() - others
+    os.kill(await ray.get_actor(*actor).__ray_call__.remote(_pid), signal.SIGKILL)
     while (await service.job(job_id))["status"] != "finished":  # noqa: ASYNC110  # it is another process
         await asyncio.sleep(0.1)
     rows = (await service.job(job_id))["state"]["rows"]
     assert [row["number"] for row in rows] == list(range(len(rows)))
     assert sum(row["kind"] == "trial" and row["status"] == "finished" for row in rows) == 4
     _check_routes(tmp_path / "jobs", job_id)
-    ray.kill(service._actor)
+    ray.kill(ray.get_actor(*actor))
 
 
 def _check_routes(folder, job_id):
@@ -89,6 +90,14 @@ def _check_routes(folder, job_id):
     assert [each["id"] for each in client.get("/v1/tuning/jobs").json()["data"]] == [job_id]
     answer = client.post("/v1/tuning/jobs", content="[]", headers={"content-type": "application/yaml"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_job")
+
+
+def _tuners() -> set[tuple[str, str]]:
+    """Names and namespaces of the tuning actors in this Ray."""
+    import ray
+
+    named = ray.util.list_named_actors(all_namespaces=True)
+    return {(each["name"], each["namespace"]) for each in named if each["name"].startswith("plait-tuning-")}
 
 
 def _pid(_actor):

@@ -53,14 +53,14 @@ def _over_tcp(options: FabricOptions) -> RawEnds:
 
 def _over_shm(options: FabricOptions) -> RawEnds:
     controls = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    credits = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    returns = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     (first, of_first), (second, of_second) = create_segment(options), create_segment(options)
     client = ShmChannel(
-        control=controls[0], credit=credits[0], outgoing=first, incoming=Segment.attach(of_second), peer="shm server",
+        control=controls[0], credit=returns[0], outgoing=first, incoming=Segment.attach(of_second), peer="shm server",
         options=options,
     )  # fmt: skip
     server = ShmChannel(
-        control=controls[1], credit=credits[1], outgoing=second, incoming=Segment.attach(of_first), peer="shm client",
+        control=controls[1], credit=returns[1], outgoing=second, incoming=Segment.attach(of_first), peer="shm client",
         options=options,
     )  # fmt: skip
     close_descriptors([of_first, of_second])
@@ -75,8 +75,8 @@ def _over_shm(options: FabricOptions) -> RawEnds:
         server=server,
         sock=controls[0],
         send=send,
-        notify_server=credits[0].send,
-        notify_client=credits[1].send,
+        notify_server=returns[0].send,
+        notify_client=returns[1].send,
     )
 
 

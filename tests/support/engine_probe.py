@@ -23,12 +23,13 @@ class Probe:
         self.assembled, self.engine = assembled, assembled.engine
         self.batches: list[int] = []
         """How many requests each denoiser call of the latest `latents` held."""
-        self._decoded: list[torch.Tensor] = []
+        self.decoded: list[torch.Tensor] = []
+        """Final latents since the latest `latents` began, in the order in which they were decoded."""
         denoiser: Any = assembled.denoiser
         finish, predict = denoiser.finish, denoiser.predict
 
         def spy(latents: torch.Tensor) -> torch.Tensor:
-            self._decoded.append(latents.clone())
+            self.decoded.append(latents.clone())
             return finish(latents)
 
         def count(calls: Any) -> Any:
@@ -44,7 +45,7 @@ class Probe:
 
         `on_event` is called on the engine's threads.
         """
-        self._decoded.clear()
+        self.decoded.clear()
         self.batches.clear()
         # They wait until the last one's LoRA files are loaded: a full batch ends the waiting.
         knobs = {"batch_wait_ms": 5000.0 if len(requests) > 1 else 0.0, "largest_batch": sum(one.n for one in requests)}
@@ -60,7 +61,7 @@ class Probe:
             self.engine.submit(asked, lambda event, name=asked.request_id: tell(name, event))
         order = [ended.get(timeout=WAIT_S) for _ in requests]
         assert not [event.error for _, event in order if isinstance(event, Failed)]
-        found = dict(zip((name for name, _ in order), self._decoded, strict=True))
+        found = dict(zip((name for name, _ in order), self.decoded, strict=True))
         return [found[asked.request_id] for asked in requests]
 
 

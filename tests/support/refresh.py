@@ -19,10 +19,11 @@ from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.messages.check import check_request
 from plait_disagg.package import Package, PackageOptions, open_package, write
+from plait_disagg.protocols import SparseHalf
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import UPDATES, Journal
-from plait_disagg.refresh.live_package import open_live
+from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update, UpdatedRows, write_update
 from plait_disagg.values import RankAnswer, RankRequest
@@ -193,7 +194,10 @@ def _outcome(step: Callable[[], None]) -> Exception | None:
 
 
 class ServedPackage:
-    """The package at ``folder``, cut in two: HNs named hn0, hn1, ... and CNs, each with halves of its own."""
+    """The package at ``folder``, cut in two: HNs named hn0, hn1, ... and CNs, each with halves of its own.
+
+    `hn_packages`: what each HN has loaded; `on_version` hears of the versions that CNs switch to.
+    """
 
     def __init__(
         self,
@@ -211,6 +215,8 @@ class ServedPackage:
         self.knobs = knobs
         self.package = open_package(folder)
         self.names = [f"hn{number}" for number in range(hns)]
+        self.hn_packages: list[LivePackage] = []
+        self.on_version: Callable[[str], None] = lambda _: None
         hns_made = [self.hn(name) for name in self.names]
         self.hn_workers = [worker for worker, _ in hns_made]
         self.hns = RoleWorkersInProcess([refresher for _, refresher in hns_made])
@@ -222,6 +228,7 @@ class ServedPackage:
     def hn(self, name: str) -> tuple[HnWorker, Refresher]:
         """An HN that listens under the name, as one that starts now would come up."""
         live = open_live(self.folder, sparse=False, dense=True, prepares=self.prepares)
+        self.hn_packages.append(live)
         earlier = {version: half for version, half in live.dense.items() if version != live.dense_version}
         found: list[Refresher] = []
         worker = HnWorker(
@@ -251,7 +258,7 @@ class ServedPackage:
             backoff=QUICK,
         )
         self.rig.at_end(lambda: core.stop(drain_s=0.5))
-        return core, Refresher(live, core)
+        return core, Refresher(live, core, on_version=lambda version: self.on_version(version))
 
     async def ready(self) -> None:
         """Waits until every CN has its HNs."""
@@ -270,11 +277,19 @@ class ServedPackage:
 class Whole:
     """The package at ``folder`` in one core."""
 
-    def __init__(self, rig: Rig, folder: Path, *, knobs: WorkerKnobs = ALONE) -> None:
+    def __init__(
+        self,
+        rig: Rig,
+        folder: Path,
+        *,
+        knobs: WorkerKnobs = ALONE,
+        around: Callable[[SparseHalf], SparseHalf] = lambda sparse: sparse,
+    ) -> None:
+        """`around` may put something before the CN half that it starts with."""
         live = open_live(folder, sparse=True, dense=True)
         assert live.sparse is not None
         self.package = live.package
-        self.core = WholeCore(live.card(), live.sparse, live.dense[live.dense_version], knobs=knobs)
+        self.core = WholeCore(live.card(), around(live.sparse), live.dense[live.dense_version], knobs=knobs)
         rig.at_end(lambda: self.core.stop(drain_s=0.5))
         self.workers = RoleWorkersInProcess([Refresher(live, self.core)])
         self.ranker = CoreRanker(self.core)

@@ -36,7 +36,7 @@ _CALLS_BEFORE_TRYING = 3
 _AUDIT_EVERY = 1000
 """Of these batches of a program one is audited. It takes torch's time more, a thousandth of what torch would take."""
 
-_REST = 9.0
+REST = 9.0
 """A trial is followed by a rest of so many times its length: trials take a tenth of a core from what is served."""
 
 _MAX_BUCKETS = 64
@@ -77,9 +77,12 @@ class DensePrograms:
         *,
         start: Callable[[str, Callable[[], None]], object] = background.start,
         clock: Callable[[], float] = time.monotonic,
+        max_buckets: int = _MAX_BUCKETS,
+        max_bytes_of_one: int = _MAX_BYTES_OF_ONE,
     ) -> None:
         """Prepare nothing yet: what recurs is prepared, on threads that `start` starts, one after the other. `trust`:
-        that of the half before an update."""
+        that of the half before an update. The programs of `max_buckets` are kept, each of at most `max_bytes_of_one`
+        bytes."""
         self._compiled = compiled
         self.trust = Trust() if trust is None else trust
         self._ports = compiled.program.inputs
@@ -87,6 +90,7 @@ class DensePrograms:
         self._outputs = tuple(name for name, _ in compiled.program.outputs)
         self._start = start
         self._clock = clock
+        self._max_buckets, self._max_bytes_of_one = max_buckets, max_bytes_of_one
         self._next_try_s = float("-inf")
         self._choices: OrderedDict[Bucket, _Choice] = OrderedDict()
         self._seen: dict[Bucket, int] = {}
@@ -168,12 +172,12 @@ class DensePrograms:
         finally:
             self._seen.pop(bucket, None)
             now_s = self._clock()
-            self._next_try_s = now_s + _REST * (now_s - began_s)
+            self._next_try_s = now_s + REST * (now_s - began_s)
             self._trying = False
 
     def _chosen(self, bucket: Bucket, example: Given) -> _Choice:
         nbytes = _bytes_of(self._compiled.program.nodes, bucket) + self._compiled.constant_bytes
-        if nbytes > _MAX_BYTES_OF_ONE:
+        if nbytes > self._max_bytes_of_one:
             return _Choice()
         smallest, largest = (resized(self._ports, example, *size) for size in sizes(bucket))
         program = self._program(bucket, largest)
@@ -215,7 +219,7 @@ class DensePrograms:
         """Take a choice; forget the oldest ones if there are too many."""
         self._choices[bucket] = choice
         while (
-            len(self._choices) > _MAX_BUCKETS or sum(each.bytes for each in self._choices.values()) > _MAX_BYTES
+            len(self._choices) > self._max_buckets or sum(each.bytes for each in self._choices.values()) > _MAX_BYTES
         ) and len(self._choices) > 1:
             self._choices.popitem(last=False)
 

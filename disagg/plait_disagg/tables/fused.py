@@ -111,9 +111,7 @@ class _LookupPlan:
 class FusedTables:
     """The `Tables` of one process, fused over a `TableSet`."""
 
-    def __init__(
-        self, stored: TableSet, *, max_plans: int = _MAX_PLANS, max_numbers: int = _MAX_KEPT_NUMBERS
-    ) -> None:
+    def __init__(self, stored: TableSet, *, max_plans: int = _MAX_PLANS, max_numbers: int = _MAX_KEPT_NUMBERS) -> None:
         """Remember at most `max_plans` sequences of lookups, and layouts of at most `max_numbers` ids and offsets for
         each batch of one."""
         self._stored = stored

@@ -97,7 +97,7 @@ def write_tables(
         for group in groups:
             for part in group.slices:
                 start = starts[group.name] + part.first * row_bytes(group.dim, group.format)
-                _write_rows(file, start, part.table, tables[part.table], group.format, chunk_bytes)
+                _write_rows(file, start, part.table, tables[part.table], group.format, chunk_bytes=chunk_bytes)
     return groups
 
 
@@ -185,7 +185,7 @@ def _encoded(name: str, rows: torch.Tensor, row_format: RowFormat) -> torch.Tens
 
 
 def _write_rows(
-    file: BinaryIO, start: int, name: str, rows: torch.Tensor | ZeroRows, row_format: RowFormat, chunk_bytes: int
+    file: BinaryIO, start: int, name: str, rows: torch.Tensor | ZeroRows, row_format: RowFormat, *, chunk_bytes: int
 ) -> None:
     if isinstance(rows, ZeroRows):
         return  # a hole reads as zeros, and zeros are zeros in every format (int8: scale 0, bias 0)

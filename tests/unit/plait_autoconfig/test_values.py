@@ -7,7 +7,7 @@ import math
 import pytest
 
 from plait_autoconfig.errors import TunerError
-from plait_autoconfig.values import FailureKind, Hardware, Trial, TrialOutcome, cells_of, pooled
+from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of, pooled
 from support.autoconfig import failed, measured
 
 
@@ -69,11 +69,3 @@ def test_trials_by_cell():
     assert [cell.config["a"] for cell in cells] == [1, 3]
     assert cells[0].outcome.metrics == {"rate": 2.0}
     assert [trial.number for trial in cells[0].trials] == [0, 2]
-
-
-def test_hardware_as_numbers():
-    """Bytes become GiB, and every feature says in its name what it is."""
-    features = Hardware(cpus=8, memory_bytes=2**34, price_per_hour=2.5).features()
-    assert features["hw_memory_gib"] == 16.0
-    assert features["hw_cpus"] == 8.0
-    assert features["hw_price_per_hour"] == 2.5

@@ -41,11 +41,10 @@ def test_the_base_image_is_named_by_a_digest_that_must_be_given():
 
 def test_the_image_runs_as_nobody_special_with_a_home_and_baked_wheels():
     """The user of the manifests, a home that it may write to, and no index at the end."""
-    from plait_deploy.kuberay import rayservice
-
+    manifest = (Path(__file__).parent / "kuberay/golden/starter.yaml").read_text()
     text = (DEPLOY / "Dockerfile").read_text()
     last = text.split("FROM ")[-1]
-    assert re.findall(r"^USER (\d+):", last, re.MULTILINE) == [str(rayservice._USER)]
+    assert re.findall(r"^USER (\d+):", last, re.MULTILINE) == sorted(set(re.findall(r"runAsUser: (\d+)", manifest)))
     assert "HOME=/home/plait" in last
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"--no-index --find-links /wheels plait=={version}" in last

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -119,14 +120,12 @@ def test_deploy_render_names_a_builder_that_serve_gives_typed_arguments():
     assert inspect.signature(build).parameters["args"].annotation is AppArgs
 
 
-def test_deploy_render_refuses_what_serve_would_ignore(monkeypatch):
+def test_deploy_render_refuses_what_serve_would_ignore():
     """Serve drops keys it does not know; the renderer says so instead."""
-    import plait_deploy.serve as module
-
     application = ServeApplication(name="plait", import_path="a:b", args={})
     render_serve(application, host="127.0.0.1", port=1)
-    with pytest.raises(ValueError, match=r"http_options\.prt"):
-        module._check({"http_options": {"prt": 1}, "applications": [{"name": "a", "import_path": "a:b"}]})
+    with pytest.raises(ValueError, match=r"deployments\.0\.ray_actor_options\.num_cpu$"):
+        render_serve(replace(application, actors={"engine": {"num_cpu": 1}}), host="127.0.0.1", port=1)
 
 
 def test_deploy_render_bad_file_is_exit_1(tmp_path, capsys):

@@ -8,7 +8,7 @@ import pytest
 from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import ClosedLoopCallers, ImageClass, LoadTarget, RawClass, Slo
 from plait_loadtest.values import RequestOutcome
-from support.loadtest_records import MS, SECOND, queue, records, result, scenario, session
+from support.loadtest_records import MS, queue, records, result, scenario
 
 EVERY_10_MS = np.arange(1000) / 100.0
 
@@ -226,10 +226,3 @@ def test_parts_add_up_to_the_whole():
     assert sum(part.histogram.n for part in total.slices) == total.histogram.n == rows.size
     assert sum(part.judged for part in total.slices) == total.judged
     assert sum(part.good for part in total.slices) == total.good
-
-
-def test_a_session_carries_its_verdicts():
-    """The support code that other tests use joins the same pieces as a real session."""
-    done = session(records(EVERY_10_MS, 20.0), scenario(thresholds=("p95_ms < 10", "goodput_per_s > 90")))
-    assert [verdict.held for verdict in done.verdicts] == [False, True]
-    assert done.result.records["done_ns"].max() < 11 * SECOND

@@ -126,14 +126,6 @@ def test_broken_limits_are_avoided_like_failures():
     assert best.config["threads"] == 3
 
 
-def test_equal_seeds_search_alike():
-    """Proposals are a function of seed, library and trials."""
-    runs = [[trial.config for trial in search(plait(RELATIVES, seed=seed), serving(), 6)] for seed in (3, 3)]
-    assert runs[0] == runs[1]
-    cold = [[trial.config for trial in search(plait(seed=seed), serving(), 6)] for seed in (3, 3, 4)]
-    assert cold[0] == cold[1] != cold[2]
-
-
 def test_what_a_library_taught_can_be_handed_on():
     """`pretrained` spares the next instance the learning, and changes nothing."""
     first = plait(RELATIVES)

@@ -8,7 +8,7 @@ from scipy.stats import multivariate_normal
 
 from plait_autoconfig.objective import Objective, at_least, at_most, maximise
 from plait_autoconfig.surrogate import acquisition, posterior
-from plait_autoconfig.surrogate.background import Background, margin_background, no_background, usual_scales
+from plait_autoconfig.surrogate.background import Background, margin_background, no_background
 from plait_autoconfig.surrogate.kernels import matern_between
 from plait_autoconfig.surrogate.pooling import PastSource, pool
 from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer, log_evidence
@@ -146,14 +146,6 @@ def test_repeats_say_more_than_one_trial():
     assert sd[1] < 0.7 * sd[0]
 
 
-def test_equal_seeds_give_equal_beliefs():
-    """And other seeds give others."""
-    trials = data(SURFACE, [0, 7, 19])
-    means = [infer(no_background(CELLS), trials, np.random.default_rng(seed)).mean() for seed in (4, 4, 5)]
-    assert (means[0] == means[1]).all()
-    assert (means[0] != means[2]).any()
-
-
 def belief(means: list[float], sds: list[float]) -> Posterior:
     """One hypothesis about a few cells."""
     return Posterior(weights=np.ones(1), means=np.array([means]), sds=np.array([sds]), trust=0.0)
@@ -185,11 +177,3 @@ def test_four_in_five_cells_are_feasible_before_anything_is_known():
     failed = TrialData(index=np.array([29]), values=np.array([-1.0]), repeats=np.ones(1), noise=0.05)
     after = acquisition.probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
     assert after[29] < after[15] < after[0] < before[0]
-
-
-def test_usual_scales_survive_the_way_through_a_vector():
-    """`from_vector` undoes `vector`."""
-    scales = usual_scales(3, smooth=0.3, own=0.1, spread=0.5)
-    again = type(scales).from_vector(scales.vector(), spread=0.5)
-    assert (again.mix, again.smooth, again.own) == (scales.mix, scales.smooth, scales.own)
-    assert (again.lengths == scales.lengths).all()

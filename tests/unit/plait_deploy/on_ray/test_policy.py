@@ -35,7 +35,7 @@ class Serve:
         self.now_s = 0.0
         self.nodes = nodes if nodes is not None else [ray_node(name) for name in classes]
         kwargs = policy_options(demands, tuple(classes), follows=follows)["policy_kwargs"]
-        self.policy = PlacementPolicy(**kwargs, nodes=lambda: self.nodes, clock=lambda: self.now_s)
+        self.policy = PlacementPolicy(**kwargs, nodes=lambda: self.look(), clock=lambda: self.now_s)
         self.contexts = {
             name_at(each.name, of): SimpleNamespace(
                 deployment_name=name_at(each.name, of),
@@ -48,6 +48,10 @@ class Serve:
             for each in demands
             for of in classes
         }
+
+    def look(self):
+        """Returns what Ray says of its nodes."""
+        return self.nodes
 
     def tick(self, *, starts=True):
         """A second passes."""
@@ -193,7 +197,7 @@ def test_an_error_leaves_the_numbers_as_they_are(caplog):
     def nobody():
         raise RuntimeError("the GCS does not answer")
 
-    serve.policy._nodes = nobody
+    serve.look = nobody
     assert settle(serve) == before
     assert "the GCS does not answer" in caplog.text
 

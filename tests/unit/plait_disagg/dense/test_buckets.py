@@ -19,11 +19,6 @@ def test_a_bucket_holds_every_batch_between_its_ends():
             assert bucket_of(bucket.fewest_users, bucket.fewest_rows, 1) == bucket
 
 
-def test_buckets_of_other_threads_differ():
-    """A program is compiled for a number of threads."""
-    assert bucket_of(1, 64, 1) != bucket_of(1, 64, 2)
-
-
 @pytest.mark.parametrize(
     ("program_s", "wanted"),
     [

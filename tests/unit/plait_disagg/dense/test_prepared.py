@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from plait_disagg.dense import prepared
+from plait_disagg.dense.prepared import DensePrograms
+from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.messages.check import check_request
@@ -83,11 +85,10 @@ def rig() -> Iterator[Rig]:
         yield made
 
 
-def half_of(package: Package) -> CompiledDense:
+def half_of(package: Package, **options) -> CompiledDense:
     """A dense half that tries programs on the calling thread, which computes with one thread."""
-    half = package.dense(prepares=True)
-    assert half.programs is not None
-    half.programs._start = lambda name, work: work()
+    half, options = package.dense(prepares=True), {"start": lambda name, work: work()} | options
+    half.programs = DensePrograms(compile_program(package.hn, package.constants), **options)
     return half
 
 
@@ -109,7 +110,7 @@ def one_thread(monkeypatch):
     """Trials set their thread's number, and lower its priority for good: not here."""
     monkeypatch.setattr(prepared, "set_threads", lambda threads: None)
     monkeypatch.setattr(prepared, "lower_priority", lambda: None)
-    monkeypatch.setattr(prepared, "_REST", 0.0)
+    monkeypatch.setattr(prepared, "REST", 0.0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -198,7 +199,7 @@ class TestChoice:
     def test_trials_rest_for_nine_times_their_length(self, tower, monkeypatch):
         """By the clock: one of two seconds, then nothing for 18."""
         now_s, tried = [100.0], []
-        monkeypatch.setattr(prepared, "_REST", 9.0)
+        monkeypatch.setattr(prepared, "REST", 9.0)
 
         def start(name, work):
             tried.append(now_s[0])
@@ -209,8 +210,7 @@ class TestChoice:
             return {"program": 1.0, "smallest": 2.0, "largest": 2.0}
 
         monkeypatch.setattr(prepared, "medians", medians)
-        half = half_of(tower.package)
-        half.programs._start, half.programs._clock = start, lambda: now_s[0]
+        half = half_of(tower.package, start=start, clock=lambda: now_s[0])
         for _ in range(30):
             for rows in (4, 8):
                 run(half, tower, rows)
@@ -218,22 +218,19 @@ class TestChoice:
         assert len(tried) == 2
         assert tried[1] >= tried[0] + 2.0 + 18.0
 
-    def test_few_programs_are_kept(self, tower, monkeypatch):
+    def test_few_programs_are_kept(self, tower):
         """The oldest goes; it is tried again when it recurs."""
-        monkeypatch.setattr(prepared, "_MAX_BUCKETS", 2)
-        half = half_of(tower.package)
+        half = half_of(tower.package, max_buckets=2)
         with programs_win():
             for rows in (4, 8, 16, 4):
                 before = half.programs.batches
                 for _ in range(4):
                     run(half, tower, rows)
                 assert half.programs.batches == before + 1
-        assert len(half.programs._choices) == 2
 
-    def test_what_would_take_too_much_memory_stays_with_torch(self, tower, monkeypatch):
+    def test_what_would_take_too_much_memory_stays_with_torch(self, tower):
         """By an estimate from the shapes: nothing is converted."""
-        monkeypatch.setattr(prepared, "_MAX_BYTES_OF_ONE", 1000)
-        half = half_of(tower.package)
+        half = half_of(tower.package, max_bytes_of_one=1000)
         with programs_win():
             for _ in range(5):
                 run(half, tower, 8)
@@ -355,11 +352,11 @@ class TestUpdates:
                 old, wanted = run(half, tower, 8)
             changed = {name: value * 1.5 for name, value in tower.package.constants.items()}
             other = half.with_constants(changed)
-            other.programs._start = lambda name, work: work()
             first, _ = run(other, tower, 8)
             assert float((first - old).abs().max()) > 1e-3
             for _ in range(4):
                 later, _ = run(other, tower, 8)
+                background.wait()  # its own programs are tried on a thread
             assert other.programs.batches == 2
             assert half.programs.batches == 1
             torch.testing.assert_close(later, first, rtol=0, atol=1e-5 * float(first.abs().max().clamp(min=1)))
@@ -380,8 +377,7 @@ class TestUpdates:
                 for seed in range(12):
                     answers.append((version, seed, await served.rank(seed)))
                     background.wait()
-                dense = served.hns.refreshers[0]._live.dense[version]
-                on_programs.append(dense.programs.batches)
+                on_programs.append(served.hn_packages[0].dense[version].programs.batches)
         assert all(batches >= 6 for batches in on_programs), on_programs
         twins = kit.version_twins(folder, tmp_path)
         for version, seed, answer in answers:

@@ -13,7 +13,6 @@ from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import cut_problem
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import reads
-from plait_disagg.graph.groups import grouped, shortened
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.graph.report import cut_report, human_bytes
 from plait_disagg.graph.svg import cut_svg
@@ -126,19 +125,3 @@ def test_an_ancestor_crosses_instead_of_its_larger_descendants(cutter):
     report = cut_report(program, CUTTERS[cutter].cut(problem), ids_per_bag={})
     assert [crossing.names for crossing in report.crossings] == [("x",), ("kind",)]
     assert report.bytes_at(64) == 64 * (2 * 4 + 8)
-
-
-def test_names_and_bytes_for_people():
-    """Long lists show their ends; bytes have at most one decimal."""
-    assert shortened(["a", "b", "c"]) == "a … c"
-    assert shortened(["a", "b"]) == "a, b"
-    assert [human_bytes(n) for n in (512, 2048, 3 * 1024**2)] == ["512 B", "2.0 KiB", "3.0 MiB"]
-
-
-def test_groups_name_the_place_of_every_node():
-    """Inputs and CN nodes are drawn on the CN, all others on the HN."""
-    _, captured = model("small")
-    program = tile(captured.program)
-    lookups = {"history_2", "country_2", "tags_2", "item_2"}
-    for group in grouped(program, frozenset(lookups)):
-        assert (group.place == "cn") == (group.is_input or set(group.members) <= lookups)

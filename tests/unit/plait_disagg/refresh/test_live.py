@@ -339,17 +339,19 @@ class TestPublishing:
 
     async def test_a_batch_that_runs_meets_no_change(self, package, tmp_path, rig):
         """Its lookups are done and its dense half is not when the update comes: both are of the old version."""
-        whole = kit.Whole(rig, package.folder)
-        inner, entered, gate = whole.core._sparse, threading.Event(), threading.Event()
+        entered, gate = threading.Event(), threading.Event()
 
         class Held:
+            def __init__(self, inner):
+                self.inner = inner
+
             def run(self, requests):
-                crossing = {name: tensor.clone() for name, tensor in inner.run(requests).items()}
+                crossing = {name: tensor.clone() for name, tensor in self.inner.run(requests).items()}
                 entered.set()
                 gate.wait(60)
                 return crossing
 
-        whole.core._sparse = Held()
+        whole = kit.Whole(rig, package.folder, around=Held)
         asked = asyncio.create_task(whole.rank(0))
         await asyncio.to_thread(entered.wait, 20)
         publishing = asyncio.create_task(
@@ -407,7 +409,7 @@ class TestPublishing:
         folder = kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2))
         served.hns.refreshers[1].stage(folder)
         cn.stage(folder)
-        cn._apply_update(cn._staged)
+        cn.switch("2")
         answers = [await served.rank(seed) for seed in range(6)]
         assert {answer.version for answer in answers} == {"2"}
         served.hns.refreshers[1].stage(kit.written(tmp_path / "v", kit.update(package, "1", "3", seed=3)))
@@ -483,7 +485,7 @@ class TestClients:
         await served.ready()
         front = rig.front(served.cores[0])
         ranker = await connected(rig)
-        served.cns.refreshers[0]._on_version = lambda _: front.announce()
+        served.on_version = lambda _: front.announce()
         assert ranker.card.version == "1"
         await served.publish(kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2)))
         await until(lambda: ranker.card.version == "2")
