@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import secrets
 from pathlib import Path
 
@@ -114,16 +113,3 @@ def test_a_scenario_made_in_code_is_checked_too():
     """`make_plan` refuses what `load_scenario` would have refused."""
     with pytest.raises(ScenarioError, match=r"mix\.0\.api: is raw, but target\.api is images"):
         make_plan(Scenario(mix=(RawClass(),)))
-
-
-def _build_there(mix, index):
-    return mix.build(index)
-
-
-def test_a_mix_goes_to_worker_processes():
-    """It is pickled without what it has drawn, and builds the same there."""
-    plan = make_plan(load_scenario("dlrm-server", {"mix.0.rows": [10], "mix.0.ids_per_table": None}))
-    here = [plan.mix.build(index) for index in (0, 5000)]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        there = pool.starmap(_build_there, [(plan.mix, 0), (plan.mix, 5000)])
-    assert there == here

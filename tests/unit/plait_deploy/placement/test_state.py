@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plait_deploy.placement.errors import ClusterError, PlacementError, TaskError
-from plait_deploy.placement.state import ClusterState, kind_of
+from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 
 HALF = Task(cpu_milli=2_000, memory_mib=100, gpus=1, gpu_milli=500)
@@ -160,8 +160,3 @@ def test_classes_are_the_commonest_until_the_coverage():
         TaskClass(task=Task(cpu_milli=2_000), weight=5),
     )
     assert classes_of([*rare, *small], coverage=0.95) == whole[:1]
-
-
-def test_kinds_tell_parts_from_whole_gpus():
-    """The kinds that clustering tells apart."""
-    assert [kind_of(task) for task in (Task(cpu_milli=1), HALF, PAIR)] == [0, 1, 3]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import uvloop
 
-from plait_loadtest.errors import ScenarioError
 from plait_loadtest.failures import FailureLog
 from plait_loadtest.run.clock import Alarm
 from plait_loadtest.run.ledger import Ledger
@@ -20,7 +19,7 @@ from plait_loadtest.run.pace import first_connections, quantum_ns
 from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
-from plait_loadtest.values import RECORD, HostPart, PreparedRequest, RequestOutcome, RequestPlan
+from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome, RequestPlan
 from plait_loadtest.wire.check import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import parse_head
@@ -184,13 +183,6 @@ def test_there_are_no_processes_without_room():
     closed = many.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=3)})
     given = shares(plan(0, concurrency=3, count=5), closed)
     assert ([share.callers for share in given], [share.count for share in given]) == ([1, 1, 1], [2, 2, 1])
-
-
-def test_a_host_without_a_caller_is_refused():
-    """Its part would never be sent, and the merged run would miss it."""
-    closed = RAW.model_copy(update={"arrivals": ClosedLoopCallers(concurrency=1)})
-    with pytest.raises(ScenarioError, match=r"arrivals\.concurrency: 1 callers cannot be shared by 2 hosts"):
-        shares(plan(0, concurrency=1, count=10), closed, HostPart(rank=1, hosts=2))
 
 
 def test_slow_schedules_are_looked_at_exactly():
