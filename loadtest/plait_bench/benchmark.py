@@ -166,6 +166,10 @@ class Workload(ABC):
         """Return the rows that are known only after the last round."""
         return ()
 
+    def judge(self, rows: Sequence[ResultRow]) -> Sequence[str]:
+        """Return what was promised and is not so, in words; called with all rows when all systems are closed."""
+        return ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:

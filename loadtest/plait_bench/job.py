@@ -14,7 +14,8 @@ from plait_bench.errors import BenchError, RecordError
 from plait_bench.host import BUSY_LOAD, ROOT, SLOW_WAKE_US, UNKNOWN, commit, host_facts
 from plait_bench.runner import TRIALS, RunPlan, joined, run
 
-NAMES = ("images", "loadtest", "disagg", "fabric", "kernels", "autoconfig", "tuning", "placement", "zoo", "models")
+NAMES = ("images", "loadtest", "disagg", "fabric", "kernels", "autoconfig", "tuning", "placement", "zoo", "models",
+         "faults")  # fmt: skip
 """Each is a module or a package here, whose `benchmark` takes `only` (workloads) and what `_OPTIONS` says."""
 
 _OPTIONS: Mapping[str, tuple[str, ...]] = {
@@ -134,4 +135,4 @@ def text_table(written: Mapping[str, Any]) -> str:
         for key, value in written["ratios"].items()
         for spread in [written["ratio_spreads"][key]]
     ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"MISSED: {miss}" for miss in written["missed"])])

@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import csv
 import gzip
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Rounds, Say, Subject, Workload, cache_folder, chosen
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.commands import write_random_model
+from plait_bench.errors import SystemUnavailable
 from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
 from plait_serving.images.routing import ReplicaState, begins_in_s
 
@@ -326,10 +325,7 @@ class Switching(Workload):
         for seed, folder in enumerate(folders.values()):
             if not (folder / "model_index.json").is_file():
                 say(f"writing {folder} (once)")
-                command = ["models", "random", self._family, "--seed", str(seed), "--out", str(folder)]
-                whole = [sys.executable, "-m", "plait.cli.main", *command]
-                if subprocess.run(whole, stdout=subprocess.DEVNULL, check=False).returncode != 0:
-                    raise BenchError(f"{folder} could not be written")
+                write_random_model(folder, self._family, "--seed", str(seed))
         self._assembled = _opened(folders)
         try:
             yield

@@ -57,6 +57,7 @@ def document(bench: str, commit: str, host: Mapping[str, Any], result: BenchResu
         "ratio_rounds": {key: row.rounds for key, row in ratios.items()},
         "layouts": [asdict(choice) for choice in result.choices],
         "left_out": result.left_out,
+        "missed": result.missed,
     }
     return {key: _rounded(value) for key, value in written.items()}
 

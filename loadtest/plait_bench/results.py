@@ -26,28 +26,33 @@ _Rows = Mapping[tuple[str, str, str], Record]
 """By workload, system and metric."""
 
 PAGE = ROOT / "loadtest" / "RESULTS.md"
-_MAX_LINES = 8
+_MAX_LINES, _MAX_NAMES = 8, 8
+_HEAD = """# Results
+
+The newest rows that count, in the metrics by which one decides: medians over rounds. In bold a ratio, taken round by
+round, with its 20th and 80th percentile. Below a table stands what all its lines share; an empty first or last cell is
+as above. `python -m plait_bench.results` made this page of `loadtest/results`, which has every metric, each value's
+rounds, the commit, and the versions of all libraries.
+"""
 
 SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "images": ("images_per_s", "peak_memory_gib", "cold_first_image_s", "first_image_s"),
-    "disagg": ("goodput_per_s", "in_process_per_s", "latency_p50_us", "added_p50_us"),
-    "fabric": ("gb_per_s", "round_trip_us", "there_and_back_us", "one_way_us"),
-    "kernels": ("time_us", "share_of_copy"),
+    "images": ("images_per_s", "peak_memory_gib", "first_image_s"),
+    "disagg": ("goodput_per_s", "in_process_per_s", "latency_p50_us"),
+    "fabric": ("gb_per_s", "round_trip_us", "there_and_back_us"),
+    "kernels": ("time_us",),
     "loadtest": ("requests_per_s", "cpu_s_per_1000"),
-    "autoconfig": ("trials_to_5pct", "extra_trials_to_5pct", "regret_at_5", "regret_at_20", "optimum", "tied_cells"),
-    "tuning": ("gain", "promised_per_s", "held_at_0.9", "held_at_1.1", "reserved_cores", "job_s"),
-    "placement": (
-        "allocated_mean_pct", "published_mean_pct", "stranded_pct", "without_place", "restarted"
-    ),
-    "zoo": ("crossing_bytes", "by_hand_bytes", "millionths", "refused"),
-    "models": ("p50_steps", "p99_steps", "images_per_s", "loads"),
+    "autoconfig": ("trials_to_5pct", "extra_trials_to_5pct"),
+    "tuning": ("gain", "promised_per_s", "held_at_0.9", "held_at_1.1", "job_s"),
+    "placement": ("allocated_mean_pct", "stranded_pct", "without_place"),
+    "zoo": ("refused",),
+    "models": ("p99_steps", "images_per_s"),
     "faults": (
-        "requests", "right", "documented", "wrong", "hung", "answered_s", "replaced_s", "goodput_per_s",
-        "latency_p50_s", "latency_p95_s", "health_p99_s", "first_image_s", "refused_p99_s", "engine_mib",
-        "memory_mib", "memory_bytes_per_hour", "refusal_ms", "listing_ms", "known_s",
+        "requests", "right", "documented", "wrong", "hung", "answered_s", "goodput_per_s", "latency_p95_s",
+        "health_p99_s", "first_image_s", "refused_p99_s", "engine_mib", "memory_bytes_per_hour", "refusal_ms",
+        "listing_ms", "known_s",
     ),
 }  # fmt: skip
-"""The metrics that a benchmark's tables show, in their order; all others are in `loadtest/results` alone."""
+"""The metrics by which one decides, in their order; all others are in `loadtest/results` alone."""
 
 HEADLINES = (  # one for each pillar, and beside it what it does not win
     ("images", "mixed16:images_per_s:plait/diffusers_fair", "serving",
@@ -78,15 +83,9 @@ Read = Callable[[str], Sequence[Record]]
 
 def page(read: Read) -> str:
     """Return RESULTS.md."""
-    parts = [
-        "# Results\n\nFor each workload, system and metric the newest row that counts: a median over rounds, in "
-        "parentheses the 20th and 80th\npercentile where they differ from it. In bold a ratio, taken round by round. "
-        "Below a table stands what all its lines have in\ncommon; an empty first or last cell is as above. "
-        "`python -m plait_bench.results` made this page of `loadtest/results`, which has\nevery metric, each value's "
-        "rounds, and the versions of all libraries.\n"
-    ]
+    parts = [_HEAD]
     for bench in SECTIONS:
-        tables = "\n".join(_tables(bench, read(bench)))
+        tables = "\n".join(_tables(bench, read(bench))).rstrip("\n")
         parts.append(f"## {bench}\n\n{tables or 'Not measured yet.'}\n")
     return "\n".join(parts)
 
@@ -94,6 +93,7 @@ def page(read: Read) -> str:
 def _tables(bench: str, shown: Sequence[Record]) -> Iterator[str]:
     """Yield one table for all workloads of a benchmark that have the same metrics, after the machine it is of."""
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    shown = [row for row in shown if row["system"] != "model"]  # a formula, which nothing was measured beside
     for workload in dict.fromkeys(row["workload"] for row in shown):
         rows = [row for row in shown if row["workload"] == workload and row["metric"] in SECTIONS[bench]]
         there = {row["metric"] for row in rows}
@@ -123,7 +123,8 @@ def _table(
     def cell(row: Record) -> str:
         ours = f"{row['system'].rpartition('/')[0]} " if len(divided) > 1 else ""
         text = f"{ours}**{_number(row['value'])}x**" if row["unit"] == RATIO else _number(row["value"])
-        if (low := _number(row["p20"])) != (high := _number(row["p80"])):
+        low, high = _number(row["p20"]), _number(row["p80"])
+        if low != high and (row["unit"] == RATIO or not (divided or is_modelled)):
             text += f" ({low}..{high})"
         return text + (" modelled" if row.get("kind") == "modelled" and not is_modelled else "")
 
@@ -134,10 +135,13 @@ def _table(
         columns[name if unit == name else f"{name}, {unit}"] = [
             "; ".join(cell(row) for row in line if row["metric"] == metric) for line in lines.values()
         ]
-    columns["recorded"] = [
-        "; ".join(dict.fromkeys(f"{row['date'][:10]}, `{row['commit'][:7]}`" for row in line))
-        for line in lines.values()
-    ]
+    columns["recorded"] = [", ".join(dict.fromkeys(row["date"][:10] for row in line)) for line in lines.values()]
+    if len(lines) == len(workloads):  # workloads of one line each share it where all else is equal
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for workload, *cells in zip(*columns.values(), strict=True):
+            alike.setdefault(tuple(cells), []).append(workload)
+        shared = [(_listed(names), *cells) for cells, names in alike.items()]
+        columns = dict(zip(columns, map(list, zip(*shared, strict=True)), strict=True))
     heads: dict[tuple[str, ...], str] = {}  # columns with the same cells are one
     for head, cells in columns.items():
         heads[tuple(cells)] = f"{heads[tuple(cells)]} = {head}" if tuple(cells) in heads else head
@@ -145,8 +149,7 @@ def _table(
     common.pop("workload", None)
     left = {head: list(cells) for cells, head in heads.items() if head not in common}
     for cells in (left[head] for head in ("recorded", "workload") if head in left):
-        above = ["", *(f"{of} {cell}" for of, cell in zip(columns["workload"], cells, strict=True))]
-        cells[:] = ["" if above[n] == above[n + 1] else cell for n, cell in enumerate(cells)]
+        cells[:] = ["" if cell == above else cell for above, cell in zip(["", *cells], cells, strict=False)]
     rule = ["---" if head in ("workload", "system", "recorded") else "---:" for head in left]
     table = [_line(left), f"|{'|'.join(rule)}|", *map(_line, zip(*left.values(), strict=True))]
     notes = [f"{head} {cell}" for head, cell in common.items()] + ["modelled"] * is_modelled
@@ -154,6 +157,12 @@ def _table(
         notes.append(f"in bold {divided.pop()} over this system")
     below = "; ".join(notes)
     return "\n".join([*table, "", f"{below[0].upper()}{below[1:]}."] if notes else table)
+
+
+def _listed(names: Sequence[str]) -> str:
+    if len(names) > _MAX_NAMES:
+        return f"{names[0]} to {names[-1]}, {len(names)} in all"
+    return ", ".join(names)
 
 
 def _machines(rows: Sequence[Record]) -> str:

@@ -49,11 +49,13 @@ class LayoutChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchResult:
-    """The result of a benchmark, or of one workload of it. `left_out`: why a system, or a workload, took no part."""
+    """The result of a benchmark, or of one workload of it. `left_out`: why a system, or a workload, took no part;
+    `missed`: what was promised and is not so."""
 
     rows: tuple[ResultRow, ...]
     left_out: Mapping[str, str]
     choices: tuple[LayoutChoice, ...] = ()
+    missed: tuple[str, ...] = ()
 
     @property
     def ratios(self) -> dict[str, ResultRow]:
@@ -67,6 +69,7 @@ def joined(parts: Sequence[BenchResult]) -> BenchResult:
         rows=tuple(row for part in parts for row in part.rows),
         left_out={name: why for part in parts for name, why in part.left_out.items()},
         choices=tuple(choice for part in parts for choice in part.choices),
+        missed=tuple(miss for part in parts for miss in part.missed),
     )
 
 
@@ -156,7 +159,10 @@ class _Measuring:
             key = f"{row.workload}:{row.metric}:{row.system}"
             self._say(f"{key} {row.value:.2f} (p20 {row.p20:.2f}, p80 {row.p80:.2f})")
         rows = tuple(self._marked(row) for row in [*self._rows(), *others, *ratios])
-        return BenchResult(rows=rows, left_out=self._left_out, choices=tuple(self._choices.values()))
+        missed = tuple(f"{self._workload.name}: {miss}" for miss in self._workload.judge(rows))
+        return BenchResult(
+            rows=rows, left_out=self._left_out, choices=tuple(self._choices.values()), missed=missed
+        )  # fmt: skip
 
     def _open(self, stack: ExitStack) -> dict[str, Subject]:
         """Open the systems that take part, each in its best layout."""

@@ -17,6 +17,8 @@ def percentile(values: Sequence[float], share: float) -> float:
     place = share * (len(ordered) - 1)
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
+    if ordered[low] == ordered[high]:  # of two that are infinite nothing can be subtracted
+        return ordered[low]
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 

@@ -9,18 +9,16 @@ job promised. At 0.9 the SLO should hold, at 1.1 it need not: a promise that hol
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.jobs.state import Interval
 from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Rounds, Say, Subject, Workload, chosen
+from plait_bench.commands import PLAIT, run_command, serving_plait
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.host import ROOT
 
@@ -29,11 +27,10 @@ JOBS = {"picks": "recommend", "images": "images"}
 """The shipped jobs that are to be relied on, and what each of them tunes."""
 
 _EXAMPLES = ROOT / "serving/plait/tuning/examples"
-_PLAIT = (sys.executable, "-m", "plait.cli.main")
 _FACTORS = (0.9, 1.1)
 _LOAD_S = 20.0
 _SEED = 4711  # arrivals that the tuner did not see
-_JOB_S, _COMMAND_S, _STOP_S = 3600.0, 300.0, 45.0
+_JOB_S, _COMMAND_S = 3600.0, 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +86,7 @@ class TunedJob(Workload):
         for what, unit in (("held", "share"), ("attainment", "share"))
     }
 
-    def __init__(self, name: str, app: str, *, command: Sequence[str] = _PLAIT, examples: Path = _EXAMPLES) -> None:
+    def __init__(self, name: str, app: str, *, command: Sequence[str] = PLAIT, examples: Path = _EXAMPLES) -> None:
         self.name, self._app, self._command = name, app, tuple(command)
         self.job = examples / f"{name}.yaml"
 
@@ -111,23 +108,9 @@ class TunedJob(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Serve what was recommended. Raises `SystemFailed`."""
-        process = subprocess.Popen(
-            [*self._command, "serve", str(self.folder / "plait.yaml")],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=self._environ(),
-        )  # fmt: skip
-        try:
-            assert process.stdout is not None
-            url = process.stdout.readline().strip()
-            if not url:
-                raise SystemFailed("plait serve did not start: its message is above")
+        with serving_plait(self.folder / "plait.yaml", command=self._command) as (_, url):
             # The first requests to a new server are slow: the promised rate warms it up.
             yield Rounds(lambda number: self._offer(url, number), warm=lambda: self._offered(url, 1.0, seed=_SEED))
-        finally:
-            process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_STOP_S)
-            process.kill()
-            process.wait()
 
     def conclude(self) -> Sequence[ResultRow]:
         """Return what the job found and what it took."""
@@ -150,17 +133,9 @@ class TunedJob(Workload):
         ]  # fmt: skip
 
     def plait(self, *words: str, limit_s: float, fine: tuple[int, ...] = (0,)) -> str:
-        """Return what a command prints on stdout; its progress goes where ours goes. Raises `SystemFailed`."""
-        try:
-            done = subprocess.run(
-                [*self._command, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-                env=self._environ(), timeout=limit_s, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise SystemFailed(f"plait {' '.join(words[:2])} took more than {limit_s:.0f} s") from error
-        if done.returncode not in fine:
-            raise SystemFailed(f"plait {' '.join(words[:2])} ended with {done.returncode}: its message is above")
-        return done.stdout
+        """Return what a command of plait prints on stdout. Raises `SystemFailed`."""
+        state = {"PLAIT_STATE_DIR": str(self.folder / "state")}
+        return run_command([*self._command, *words], limit_s=limit_s, environ=state, fine=fine)
 
     def _offer(self, url: str, number: int) -> Sequence[Reading]:
         """Offer less and more than the promised rate."""
@@ -182,9 +157,6 @@ class TunedJob(Workload):
         except ValueError as error:
             raise BenchError(f"plait loadtest run printed no report: {said[:200]}") from error
         return report
-
-    def _environ(self) -> dict[str, str]:
-        return {**os.environ, "PLAIT_STATE_DIR": str(self.folder / "state")}
 
     def _written_scenario(self) -> Path:
         """Write the job's own load to a file for the load tester."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +27,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, Rounds, Say, Subject, Workload, cache_folder, chosen
-from plait_bench.errors import BenchError
+from plait_bench.commands import run_command
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.errors import GraphError
@@ -418,7 +417,7 @@ def install(folder: Path, say: Say) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     say(f"installing {', '.join(LIBRARIES)} into {folder}")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--upgrade", "--target"]
-    run_command([*command, str(folder), *LIBRARIES, *_NEEDED], {}, _PIP_S)
+    run_command([*command, str(folder), *LIBRARIES, *_NEEDED], limit_s=_PIP_S)
     (folder / "complete").touch()
 
 
@@ -427,21 +426,8 @@ def judge(folder: Path, variants: Sequence[str] = ()) -> list[Mapping[str, Any]]
     `BenchError`."""
     paths = [*sys.path, str(folder)]  # behind: torch and numpy stay ours
     command = [sys.executable, "-m", __name__, *variants]
-    made = run_command(command, {"PYTHONPATH": os.pathsep.join(paths)}, _JUDGE_S)
+    made = run_command(command, environ={"PYTHONPATH": os.pathsep.join(paths)}, limit_s=_JUDGE_S)
     return [json.loads(line) for line in made.splitlines()]
-
-
-def run_command(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
-    """Return what a command prints. Raises `BenchError` with the end of its errors."""
-    try:
-        made = subprocess.run(
-            command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise BenchError(f"{Path(command[0]).name} {command[2]} took more than {timeout_s:.0f} s") from error
-    if made.returncode:
-        raise BenchError(f"{' '.join(command[1:4])} failed: {made.stderr.strip()[-500:]}")
-    return made.stdout
 
 
 class Zoo(Workload):

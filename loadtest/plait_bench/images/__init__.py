@@ -6,9 +6,6 @@ differ in the one setting that their name says; `plait_engine` is the engine in 
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,7 +15,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.commands import environment, write_random_model
+from plait_bench.errors import BenchError
 from plait_bench.images.fleet import Item, ItemList, Json, System, WorkerFleet
 from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet, PixelCheck, StartWorkload
 from plait_bench.images.orders import (
@@ -71,7 +69,6 @@ PINS = (
     "transformers==5.5.4",
     "pillow",
 )
-_INSTALL_S = 1800
 
 
 def benchmark(
@@ -279,10 +276,7 @@ def in_runs(
 
 
 def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
-    """Write the models of a size that are missing, with random weights. Raises `BenchError`.
-
-    They are written by processes of their own, so that the runner needs no torch.
-    """
+    """Write the models of a size that are missing, with random weights. Raises `BenchError`."""
     (folder.root / "loras").mkdir(parents=True, exist_ok=True)
     for absent in folder.missing():
         path = absent if absent.suffix == ".safetensors" else absent.parent
@@ -294,39 +288,15 @@ def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
             seed = 1 + list(folder.loras.values()).index(path)
             command = [size.family, "--lora", "peft", "--rank", str(LORA_RANK), "--seed", str(seed)]
         say(f"writing {path} (once)")
-        whole = [sys.executable, "-m", "plait.cli.main", "models", "random", *command, "--out", str(path)]
-        if subprocess.run(whole, stdout=subprocess.DEVNULL, check=False).returncode != 0:
-            raise BenchError(f"{path} could not be written")
+        write_random_model(path, *command)
 
 
 def interpreter() -> Path:
-    """Return the Python of the OpenVINO peer's environment, whose libraries need older versions of ours; make the
-    environment if it is missing or old, with torch in the very build that is here (a CPU build stays one). Raises
-    `SystemUnavailable`."""
-    folder = cache_folder() / "openvino"
-    python, mark = folder / "bin" / "python", folder / "requirements.txt"
+    """Return the Python of the OpenVINO peer's environment, whose libraries need older versions of ours, with torch in
+    the very build that is here (a CPU build stays one). Raises `SystemUnavailable`."""
+    # torchvision is required by optimum-intel, used by nothing here, and an index may offer a build for another torch.
     pins = (*PINS, f"torch=={version('torch')}")
-    wanted = "\n".join(pins) + "\n"
-    if mark.is_file() and mark.read_text(encoding="utf-8") == wanted:
-        return python
-    shutil.rmtree(folder, ignore_errors=True)
-    print(f"plait bench: installing {PINS[0]} into {folder} (once)", file=sys.stderr, flush=True)
-    try:
-        _call(sys.executable, "-m", "venv", str(folder))
-        _call(str(python), "-m", "pip", "install", "--quiet", *pins)
-        # Required by optimum-intel, used by nothing here, and an index may offer a build for another torch.
-        _call(str(python), "-m", "pip", "uninstall", "--quiet", "--yes", "torchvision")
-    except (OSError, subprocess.SubprocessError) as error:
-        shutil.rmtree(folder, ignore_errors=True)
-        lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
-        why = lines[-1] if lines else type(error).__name__
-        raise SystemUnavailable(f"openvino cannot be installed: {why}") from error
-    mark.write_text(wanted, encoding="utf-8")
-    return python
-
-
-def _call(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
+    return environment(cache_folder() / "openvino", pins, dropped=("torchvision",))
 
 
 def _starter() -> Path:

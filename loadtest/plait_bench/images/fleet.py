@@ -337,7 +337,7 @@ def memory_of(pids: Sequence[int], proc: Path = _PROC) -> tuple[int, int]:
 
     The peak is the sum of each process's own, at whatever time that was: no less than what they had at any moment.
     """
-    found = [_status_of(pid, proc) for pid in with_descendants(pids, proc)]
+    found = [status_of(pid, proc) for pid in with_descendants(pids, proc)]
     return sum(status.get("VmRSS", 0) for status in found), sum(status.get("VmHWM", 0) for status in found)
 
 
@@ -351,7 +351,7 @@ def with_descendants(pids: Sequence[int], proc: Path = _PROC) -> set[int]:
     """Return the processes and all their descendants."""
     children: dict[int, list[int]] = {}
     for folder in proc.iterdir():
-        if folder.name.isdigit() and (parent := _status_of(int(folder.name), proc).get("PPid")) is not None:
+        if folder.name.isdigit() and (parent := status_of(int(folder.name), proc).get("PPid")) is not None:
             children.setdefault(parent, []).append(int(folder.name))
     found: set[int] = set()
     waiting = list(pids)
@@ -363,16 +363,14 @@ def with_descendants(pids: Sequence[int], proc: Path = _PROC) -> set[int]:
     return found
 
 
-def _status_of(pid: int, proc: Path) -> dict[str, int]:
+def status_of(pid: int, proc: Path = _PROC, *, file: str = "status") -> dict[str, int]:
     """Return the numbers of a process's status file, in bytes where it says kB; none if the process has ended."""
     try:
-        lines = (proc / str(pid) / "status").read_text().splitlines()
+        fields = [line.split() for line in (proc / str(pid) / file).read_text().splitlines()]
     except OSError:
         return {}
-    found = {}
-    for line in lines:
-        name, _, rest = line.partition(":")
-        words = rest.split()
-        if name in {"PPid", "VmRSS", "VmHWM"} and words:
-            found[name] = int(words[0]) * (1024 if words[-1] == "kB" else 1)
-    return found
+    return {
+        words[0].rstrip(":"): int(words[1]) * (1024 if words[-1] == "kB" else 1)
+        for words in fields
+        if len(words) > 1 and words[1].isdigit()
+    }

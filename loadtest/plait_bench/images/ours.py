@@ -6,16 +6,14 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
 import re
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +22,7 @@ import numpy as np
 from PIL import Image
 
 from plait_bench.benchmark import cores
+from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
 from plait_bench.images.fleet import FleetWorker, Item, ItemOutcome
 from plait_bench.images.orders import ImageSpec, ModelFolder, control_map, encode
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _HEADERS = {"content-type": "application/json"}
 _ANSWER_S = 1800.0
 _READY_S = 1200
-_STOP_S = 45.0
 _PREPARED_S = 600.0
 _CONTROLNETS_S = 60.0
 _SETTLED_S = 60.0
@@ -102,22 +100,16 @@ class Served:
         self._edge = _own_edge(models.base)
         self._prepares = settings.get("executor") != "torch" and config["images"]["knobs"].get("exact") != "always"
         self._controlnets = frozenset(models.controlnets)
-        self._scratch = tempfile.TemporaryDirectory(prefix="plait-bench-")
-        file = Path(self._scratch.name) / "plait.json"  # JSON is YAML
+        self._opened = ExitStack()
+        self._client = self._opened.enter_context(httpx2.Client(timeout=_ANSWER_S))
+        scratch = self._opened.enter_context(tempfile.TemporaryDirectory(prefix="plait-bench-"))
+        file = Path(scratch) / "plait.json"  # JSON is YAML
         file.write_text(json.dumps(config), encoding="utf-8")
-        environ = {**os.environ, "PLAIT_STATE_DIR": str(Path(self._scratch.name) / "state")}
-        if cache := settings.get("cache"):
-            environ |= {"XDG_CACHE_HOME": cache}
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "plait.cli.main", "serve", str(file)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environ,
-        )  # fmt: skip
-        assert self._process.stdout is not None
-        self._client = httpx2.Client(timeout=_ANSWER_S)
-        self._url = self._process.stdout.readline().strip()
-        if not self._url:
-            self.close()
-            raise SystemFailed("plait serve did not start: its message is above")
+        cache = settings.get("cache")
+        with self._opened:
+            serving = serving_plait(file, environ={"XDG_CACHE_HOME": cache} if cache else {})
+            _, self._url = self._opened.enter_context(serving)
+            self._opened = self._opened.pop_all()  # it stays open unless the server did not start
 
     def configure(self, *, threads: int, variant: str) -> None:
         """Do nothing: the server uses the host as it sees fit."""
@@ -171,14 +163,7 @@ class Served:
 
     def close(self) -> None:
         """Stop the server and wait for its end."""
-        self._client.close()
-        if self._process.poll() is None:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOP_S)
-            self._process.kill()
-        self._process.wait()
-        self._scratch.cleanup()
+        self._opened.close()
 
     def _ask(self, body: bytes) -> tuple[float, bytes]:
         """Send a request; return the time at which its response was complete, and the response."""

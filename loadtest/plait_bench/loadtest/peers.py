@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+from plait_bench.commands import environment
 from plait_bench.errors import SystemUnavailable
 from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 
@@ -16,7 +15,6 @@ USERS = (16, 64, 256)
 """The numbers of concurrent callers to try; the best one is measured."""
 
 _SETTLE_S = 3.0  # users start within the first second; then the rate is steady
-_INSTALL_S = 600
 _LOCUSTFILE = '''"""A user that asks without a pause."""
 
 from locust import FastHttpUser, constant, task
@@ -36,15 +34,7 @@ class Asks(FastHttpUser):
 
 def install_locust(folder: Path) -> Path:
     """Install Locust into its own virtual environment; return the path of its command. Raises `SystemUnavailable`."""
-    environment = folder / LOCUST.replace("==", "-")
-    command = environment / "bin" / "locust"
-    if not command.exists():
-        try:
-            _call(sys.executable, "-m", "venv", str(environment))
-            _call(str(environment / "bin" / "python"), "-m", "pip", "install", "--quiet", LOCUST)
-        except (OSError, subprocess.SubprocessError) as error:
-            shutil.rmtree(environment, ignore_errors=True)
-            raise SystemUnavailable(f"locust could not be installed: {_reason(error)}") from error
+    command = environment(folder / LOCUST.replace("==", "-"), (LOCUST,)).with_name("locust")
     (folder / "locustfile.py").write_text(_LOCUSTFILE, encoding="utf-8")
     return command
 
@@ -73,12 +63,3 @@ def wrk(command: Path, server: NoopServer, connections: int, *, seconds: float) 
     arguments = [f"--threads={PROCESSES}", f"--connections={connections}", f"--duration={whole_s}s", server.url]
     window, _ = measure([str(command), *arguments], server, settle_s=1.0, seconds=seconds)
     return window
-
-
-def _call(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_INSTALL_S)
-
-
-def _reason(error: Exception) -> str:
-    lines = str(getattr(error, "stderr", None) or error).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__

@@ -13,7 +13,10 @@ from plait.errors import PlaitError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
-_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, tuning, placement, zoo, models"
+_NAMES = "images, loadtest, disagg, fabric, kernels, autoconfig, tuning, placement, zoo, models, faults"
+
+_MISSED = 99
+"""The exit code of a run that missed what is promised."""
 
 
 @app.command()
@@ -67,6 +70,8 @@ def bench(
     if out is not None:
         out.write_text(f"{text}\n", encoding="utf-8")
     print(text if as_json else text_table(document))
+    if document["missed"]:
+        raise typer.Exit(_MISSED)
 
 
 def _say(line: str) -> None:

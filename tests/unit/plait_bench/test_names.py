@@ -30,6 +30,10 @@ NAMED = {
     "placement": "default gpushare100 cpu050 departures ray small-ray",
     "zoo": "zoo",
     "models": "load8-1x2 load8-4x2 load100-1x2 load100-4x2 sd15-switches",
+    "faults": (
+        "ends night share first-image neighbours-decode neighbours-parse neighbours-lora neighbours-sizes "
+        "neighbours-bodies neighbours-all many-models many-files refusals-100 refusals-500 steady"
+    ),
 }
 IMAGES = {
     "starter": "start single controlnet controlnet-service lora same4 same16 mixed4 mixed16 distinct16",

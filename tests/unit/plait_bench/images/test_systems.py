@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from dataclasses import replace
+from importlib.metadata import version
 
 import numpy as np
 import pytest
@@ -13,7 +14,6 @@ from PIL import Image
 
 from plait.config import ServedConfig
 from plait_bench import images
-from plait_bench.errors import SystemUnavailable
 from plait_bench.images import SYSTEMS, benchmark, interpreter, write_missing
 from plait_bench.images.fleet import ProcessLayout
 from plait_bench.images.measured import StartWorkload
@@ -110,35 +110,15 @@ def test_models_that_are_there_are_not_written_again(tmp_path):
     assert said == []
 
 
-def test_the_peers_environment_is_made_once(monkeypatch, tmp_path):
-    """With the very torch that is here, and again when the pins change; a failure leaves nothing."""
-    calls: list[tuple[str, ...]] = []
+def test_the_peer_has_the_very_torch_that_is_here(monkeypatch, tmp_path):
+    """And no torchvision, which an index may have for another torch."""
+    asked = []
+    monkeypatch.setattr(images, "environment", lambda folder, pins, *, dropped: asked.append((folder, pins, dropped)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(images, "_call", lambda *command: _note(calls, command))
-    first = interpreter()
-    assert any(part.startswith("torch==") for part in calls[1])
-    count = len(calls)
-    assert interpreter() == first
-    assert len(calls) == count
-    monkeypatch.setattr(images, "PINS", ("optimum-intel==0",))
     interpreter()
-    assert len(calls) == 2 * count
-
-    def fail(*_):
-        raise OSError("no room")
-
-    monkeypatch.setattr(images, "_call", fail)
-    monkeypatch.setattr(images, "PINS", ("optimum-intel==1",))
-    with pytest.raises(SystemUnavailable, match="openvino cannot be installed: no room"):
-        interpreter()
-    assert not (tmp_path / "plait" / "bench" / "openvino").exists()
-
-
-def _note(calls, command):
-    calls.append(command)
-    if "venv" in command:
-        folder = images.cache_folder() / "openvino"
-        folder.mkdir(parents=True)
+    ((folder, pins, dropped),) = asked
+    assert (folder, dropped) == (tmp_path / "plait" / "bench" / "openvino", ("torchvision",))
+    assert f"torch=={version('torch')}" in pins
 
 
 def test_a_start_is_cold_once_and_warm_once():

@@ -8,42 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 import json
-import multiprocessing
 import os
+import re
+import struct
+import subprocess
+import sys
 import time
+import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from itertools import cycle, repeat
-from multiprocessing.connection import Connection
-from typing import Any
+from itertools import cycle, product, repeat
 from urllib.parse import urlsplit
 
-from faults.asks import Ask, image_ask
-from faults.client import FaultClient, Reply
-from faults.hostile import PROMPTS, distinct_sizes, large_body, repeated_scans, text_chunks
-from faults.run import RunFailed
-from faults.tenants import KEYS
+from PIL import Image
 
-__all__ = ["ALL", "ATTACKS", "LORA_SETS", "attacking"]
+from plait_bench.benchmark import child_command
+from plait_bench.errors import SystemFailed
+from plait_bench.faults.requests import Ask, Reply, image_ask
+from plait_bench.faults.server import Client
+
+KEYS = {"a": "the key of the tenant who asks too much", "b": "the key of the other tenant"}
 
 LORA_SETS = [[f"set{number}-{place}" for place in range(7)] for number in range(3)]
 """The LoRA sets of three attackers, by name: each fills the whole budget."""
 
-_FILES = 8
-_LEAVE_S = 5.0
+_FILES, _LEAVE_S = 8, 5.0
 _VOLLEY_S = 15.0
 """Between two volleys of large bodies: they are to harm by what they hold, not by their mere bytes a second."""
 
-_PROMPT_CLIENTS = 8
-_LORA_STEPS = 1000
-_DRIPS = 600
-_DRIPPED_BYTES = 10_000
-_BODIES, _BODY_BYTES = 12, 59_000_000
-_PIECE_BYTES = 1 << 18
+_PROMPT_CLIENTS, _LORA_STEPS = 8, 1000
+_DRIPS, _DRIPPED_BYTES = 600, 10_000
+_BODIES, _BODY_BYTES, _PIECE_BYTES = 12, 59_000_000, 1 << 18
 _AGAIN_S = 0.1
-_HUNG_S = 180.0
 _NICE = 10
 """An attacker has a machine of its own; here it leaves the cores to the server if that wants them."""
 
@@ -54,7 +53,7 @@ _STOP_S = 60.0
 class Attacker:
     """A client of the tenant A. `turn`: how often there was the attack before; `ended` counts how requests ended."""
 
-    def __init__(self, url: str, client: FaultClient, turn: int) -> None:
+    def __init__(self, url: str, client: Client, turn: int) -> None:
         self.client = client
         self.turn = turn
         self.ended: Counter[str] = Counter()
@@ -195,58 +194,105 @@ ALL = "all"
 
 @asynccontextmanager
 async def attacking(name: str, url: str, *, turn: int = 0) -> AsyncIterator[Counter[str]]:
-    """Have an attack, or all, go on meanwhile; how its requests ended is in what is yielded when it is over."""
+    """Have an attack, or all, go on meanwhile; how its requests ended is in what is yielded when it is over. Raises
+    `SystemFailed` if it ends by itself."""
     ended: Counter[str] = Counter()
-    running: list[tuple[Any, Connection]] = []
-    context = multiprocessing.get_context("spawn")
+    commands = [child_command(__name__, each, url, str(turn)) for each in (ATTACKS if name == ALL else (name,))]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    running = [await asyncio.create_subprocess_exec(*command, **pipes) for command in commands]
     try:
-        for each in ATTACKS if name == ALL else (name,):
-            here, there = context.Pipe()
-            process = context.Process(target=_run, args=(each, url, turn, there), daemon=True)
-            process.start()
-            there.close()
-            running.append((process, here))
-        for _, pipe in running:
-            await _heard(name, pipe)  # it has begun
+        for process in running:
+            await _heard(name, process)  # it has begun
         yield ended
-        for _, pipe in running:
-            with suppress(OSError):
-                pipe.send(None)
-        for _, pipe in running:
-            ended.update(await _heard(name, pipe))
+        for process in running:
+            if process.stdin is not None:
+                process.stdin.close()
+        for process in running:
+            ended.update(json.loads(await _heard(name, process)))
     finally:
-        for process, _ in running:
-            process.kill()
-            process.join()
+        for process in running:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
 
-async def _heard(name: str, pipe: Connection) -> Any:
-    try:
+async def _heard(name: str, process: asyncio.subprocess.Process) -> bytes:
+    """Return the next line of a process."""
+    assert process.stdout is not None
+    with suppress(TimeoutError):
         async with asyncio.timeout(_STOP_S):
-            return await asyncio.to_thread(pipe.recv)
-    except (EOFError, OSError) as error:  # a timeout is an OSError, too
-        raise RunFailed(f"the attack {name} has ended by itself, or does not end") from error
+            if line := await process.stdout.readline():
+                return line
+    raise SystemFailed(f"the attack {name} has ended by itself, or does not end")
 
 
-def _run(name: str, url: str, turn: int, pipe: Connection) -> None:
-    """Attack until the other end of the pipe says something, then tell it how requests ended."""
+def main(name: str, url: str, turn: str) -> None:
+    """Attack until standard input ends, then print how requests ended."""
     os.nice(_NICE)
-    pipe.send(asyncio.run(_until_told(name, url, turn, pipe)))
+    print(json.dumps(asyncio.run(_until_told(name, url, int(turn)))), flush=True)
 
 
-async def _until_told(name: str, url: str, turn: int, pipe: Connection) -> Counter[str]:
-    async with FaultClient(url, hung_s=_HUNG_S, key=KEYS["a"]) as client:
+async def _until_told(name: str, url: str, turn: int) -> Counter[str]:
+    async with Client(url, key=KEYS["a"]) as client:
         attacker = Attacker(url, client, turn)
         attack = asyncio.ensure_future(ATTACKS[name](attacker))
-        pipe.send(None)
-        loop = asyncio.get_running_loop()
-
-        def stop() -> None:
-            loop.remove_reader(pipe.fileno())
-            attack.cancel()
-
         # A thread that waits for the pipe would keep this process alive after an attack that failed.
-        loop.add_reader(pipe.fileno(), stop)
+        asyncio.get_running_loop().add_reader(sys.stdin, attack.cancel)
+        print("begun", flush=True)
         with suppress(asyncio.CancelledError):
             await attack
         return attacker.ended
+
+
+# ---- what they send: files that cost far more to read than to send, prompts and sizes --------------------------------
+
+PROMPT_CHARS = 32_000
+"""The longest text that the API takes."""
+
+_BRACKETS = (")", "(a)x", "((a)) ", "(a:1.1)", "[(:)]", "):", "\\:", "<a:<", "<lora:noto:1>", "BREAK ", "[a|b", "(:1")
+
+PROMPTS = tuple((text * PROMPT_CHARS)[:PROMPT_CHARS] for text in _BRACKETS)
+"""Prompts of the longest kind whose marks take the most time to read, or did once."""
+
+_SCAN = re.compile(rb"\xff\xda(?:[^\xff]|\xff[\x00\xd0-\xd7])*")
+_PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def scans_of(jpeg: bytes) -> list[bytes]:
+    """Return the scans of a JPEG: each from its marker to the next one that is no restart."""
+    return _SCAN.findall(jpeg)
+
+
+def repeated_scans(*, edge: int = 4000, repeats: int = 1300) -> bytes:
+    """Return a grey progressive JPEG whose last scan comes so many times again: every time, all blocks are gone over,
+    for some hundred bytes of the file."""
+    buffer = io.BytesIO()
+    Image.new("L", (edge, edge), 128).save(buffer, "JPEG", progressive=True)
+    plain = buffer.getvalue()
+    end = plain.rindex(b"\xff\xd9")
+    return plain[:end] + scans_of(plain)[-1] * repeats + plain[end:]
+
+
+def text_chunks(*, count: int = 900_000) -> bytes:
+    """Return a PNG of one pixel behind so many empty texts."""
+    head = _chunk(b"IHDR", struct.pack(">IIBBBBB", 1, 1, 8, 0, 0, 0, 0))
+    pixel = _chunk(b"IDAT", zlib.compress(b"\0\0"))
+    return _PNG + head + _chunk(b"tEXt", b"k\0") * count + pixel + _chunk(b"IEND", b"")
+
+
+def _chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def distinct_sizes(multiple: int, *, edges: int = 46) -> Iterator[str]:
+    """Return sizes, each once, the smallest first; 2,116 of 46 edges."""
+    pairs = product(range(1, edges + 1), repeat=2)
+    for width, height in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair)):
+        yield f"{width * multiple}x{height * multiple}"
+
+
+def large_body(nbytes: int) -> bytes:
+    """Return the body of a request for an image that is so long, nearly all of it a control image."""
+    start = b'{"prompt": "fish", "controlnets": [{"name": "edges", "image": "'
+    end = b'"}]}'
+    return start + b"A" * (nbytes - len(start) - len(end)) + end

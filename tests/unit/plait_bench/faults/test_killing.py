@@ -1,26 +1,20 @@
-"""The judgement of the fault runs (`tests/faults`): what is right, wrong, documented, the proxy's, and what grows."""
+"""The judgement of the fault runs: what is right, wrong, documented, the proxy's, and what grows."""
 
 from __future__ import annotations
 
 import base64
 import io
 import json
+import random
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from faults.asks import Ask, answer_of, image_ask, mixed
-from faults.client import Reply
-from faults.ends import DOCUMENTED, End, Tally, verdict_of
-from faults.fairness import FairnessReport, ServiceRound
-from faults.refusals import RefusalReport
-from faults.run import FaultPlan, FaultReport
-from faults.server import kind_of
-from faults.slope import slope_of
-from faults.striking import Fault, FaultLog, probes_for
-from faults.usage import Usage, grown
+from plait_bench.faults.killing import HELD, Ends, Fault, Night, problems, slope_of
+from plait_bench.faults.requests import DOCUMENTED, Ask, End, Reply, Tally, answer_of, image_ask, mixed, verdict_of
+from plait_bench.faults.server import Usage, grown, kind_of
 
 JSON = {"content-type": "application/json", "retry-after": "5"}
 RANKING = Ask(key="r", form="ranking", path="/v1/recommend", body=b"{}", needs=frozenset())
@@ -150,9 +144,9 @@ def test_requests_are_the_same_for_a_seed_and_reach_every_part():
     assert [ask.body for ask in asks] != [ask.body for ask in mixed(4, {"inputs": []})]
     assert len({ask.key for ask in asks}) == len(asks)
     kinds = ["controlnet-edges", "controlnet-colors", "engine", "cn-picks", "hn-picks", "ingress", "proxy"]
-    probes = probes_for([*kinds, "controller"], asks)
-    assert all(kind in probes[kind].needs for kind in kinds)
-    assert probes["controller"].form == probes["ingress"].form == "ranking"
+    probes = {kind: next(ask for ask in asks if kind in ask.needs) for kind in kinds}
+    assert probes["ingress"].form == asks[0].form == "ranking"
+    assert probes["engine"].form == "image"
 
 
 def test_kinds_are_read_from_titles():
@@ -171,77 +165,64 @@ def usage(**more):
 
 
 def test_what_grew_is_told_from_what_varies():
-    """Memory by more than 5 %, a file or a dead process at all; less is no growth."""
+    """Memory by more than 5 %, and whose; a file or a dead process at all; less is no growth."""
     before = usage(memory_bytes=1000, socket_files=3)
-    assert grown(before, usage(memory_bytes=1049, socket_files=3)) == {}
-    assert grown(before, usage(memory_bytes=1051, socket_files=3)) == {"memory_bytes": (1000, 1051)}
-    assert grown(before, usage(memory_bytes=500, socket_files=4)) == {"socket_files": (3, 4)}
-    assert grown(usage(zombies=0), usage(zombies=1)) == {"zombies": (0, 1)}
+    assert grown(before, usage(memory_bytes=1049, socket_files=3)) == []
+    assert grown(before, usage(memory_bytes=500, socket_files=4)) == ["socket_files grew from 3 to 4"]
+    assert grown(usage(zombies=0), usage(zombies=1)) == ["zombies grew from 0 to 1"]
+    more = usage(memory_bytes=200, memory_by_kind={"cn": 20, "engine": 180})
+    assert grown(usage(), more) == ["memory_bytes grew from 100 to 200, engine by 80, cn by 20"]
 
 
 def test_a_fault_covers_the_requests_of_its_time():
-    """From its moment to its recovery, or for ever."""
-    log = FaultLog([Fault(kind="ingress", action="kill", at_s=10.0, over_s=20.0)])
-    log.faults.append(Fault(kind="engine", action="kill", at_s=30.0))
-    kinds = frozenset({"ingress"})
-    assert [log.covers(kinds, *span) for span in ((5, 9), (5, 11), (15, 16), (19, 25), (21, 25))] == [
-        False, True, True, True, False,
-    ]  # fmt: skip
-    assert log.covers(frozenset({"engine"}), 1000, 1001)
-    assert (log.at(9), log.at(10), log.at(99)) == (None, log.faults[0], log.faults[1])
+    """Of the ingress and the proxy, from its moment to its recovery, or for ever."""
+
+    def covered(kind, began_s, ended_s, over_s=20.0):
+        fault = Fault(kind=kind, name=kind, at_s=10.0, over_s=over_s)
+        return fault.covers(Reply(began_s=began_s, ended_s=ended_s))
+
+    spans = ((5, 9), (5, 11), (15, 16), (19, 25), (21, 25))
+    assert [covered("ingress", *span) for span in spans] == [False, True, True, True, False]
+    assert covered("proxy", 1000, 1001, over_s=None)
+    assert not covered("engine", 15, 16)
 
 
-def report(**more):
-    """A fault run that was passed."""
-    fine = Tally()
-    for _ in range(9):
-        fine.add(verdict_of(IMAGE, reply(image(1)), None, in_our_stead=False))
-    fault = Fault(kind="engine", action="kill", at_s=1.0, answered_s=9.0, replaced_s=4.0, over_s=12.0)
-    plain = {"plan": FaultPlan(), "seconds": 60.0, "ends": {"none": fine, "engine": fine}, "probes": fine}
-    plain |= {"after": fine, "faults": [fault], "held_before": usage(), "held_after": usage()}
-    return FaultReport(**{**plain, **more})
+def tally(*replies):
+    """The ends of requests for an image."""
+    found = Tally()
+    for each in replies:
+        found.add(verdict_of(IMAGE, each, None))
+    return found
 
 
 def test_a_run_is_passed_only_if_nothing_is_wrong():
-    """One wrong answer, one hang, a fault without an end, growth, a process left behind: each is named."""
-    assert report().problems == []
-    hung = Tally()
-    hung.add(verdict_of(IMAGE, reply(b"", None, is_hung=True), None, in_our_stead=False))
-    assert "hung" in report(probes=hung).problems[0]
-    assert "hung" in report(ends={"engine": hung}).problems[0]
-    lost = Fault(kind="engine", action="kill", at_s=1.0)
-    assert report(faults=[lost]).problems == ["engine did not recover"]
-    assert report(faults=[]).problems == ["no process was killed"]
-    assert report(held_after=usage(zombies=101)).problems == ["zombies grew from 100 to 101"]
-    more = usage(memory_bytes=200, memory_by_kind={"cn": 20, "engine": 180})
-    assert report(held_after=more).problems == ["memory_bytes grew from 100 to 200, engine by 80, cn by 20"]
-    assert report(left=["process 7"]).problems == ["left behind: process 7"]
-    assert json.dumps(report().to_json())
+    """One wrong answer, one hang, a fault without an end: each is named."""
+    fine, fault = tally(*[reply(image(1))] * 9), Fault(kind="engine", name="engine", at_s=1.0, over_s=12.0)
+    assert problems(fine, fine, [fault]) == []
+    hung = tally(reply(image(1)), reply(b"", None, is_hung=True))
+    assert "hung" in problems(hung, fine, [fault])[0]
+    assert problems(fine, hung, [fault])[1:] == ["after the faults only 1 of 2 answers were right"]
+    assert problems(fine, fine, [Fault(kind="cn", name="cn", at_s=1.0)]) == ["cn did not recover"]
+    assert problems(fine, fine, []) == ["no process was killed"]
+    assert problems(tally(), fine, [fault]) == ["no answer was right"]
 
 
-def test_promises_to_tenants_are_thresholds():
-    """Nine tenths of the goodput, one request's delay, a second at 100 connections and two at 500: more is missed."""
+def test_a_night_kills_stops_and_updates():
+    """Every kind is killed once, then a version takes over, then each is stopped; the control store is only stopped."""
+    kinds = ["engine", "gcs", "proxy"]
+    once, again = Night("night").turns(kinds, random.Random(0))
+    assert [kind for kind, _ in once] == ["gcs", "engine", "proxy", "update", "engine", "proxy"]
+    assert [stopped_s is None for _, stopped_s in once] == [False, True, True, True, False, False]
+    assert again == []
+    once, again = Ends("ends").turns(kinds, random.Random(0))
+    assert once == again == [("engine", None), ("proxy", None)]
 
-    def fairness(beside, first_s):
-        rounds = [ServiceRound(goodput_per_s=each, p50_s=0.1, p99_s=0.2, refused=0) for each in (4.0, beside)]
-        first = {"first_alone_s": (1.0,), "first_beside_s": (first_s,), "queued": 1000}
-        rates = {"capacity_per_s": 8.0, "offered_per_s": 4.0}
-        return FairnessReport(alone=rounds[:1], beside=rounds[1:], **first, **rates).misses
 
-    assert fairness(3.7, 1.9) == []
-    assert "0.80 of that alone" in fairness(3.2, 1.9)[0]
-    assert "1.50 requests" in fairness(3.7, 2.5)[0]
-
-    def refusals(connections, p99_s, refused=10):
-        report = RefusalReport(
-            connections=connections, seconds=1, refused=refused, p50_s=0.1, p99_s=p99_s, others={}
-        )  # fmt: skip
-        return report.misses
-
-    assert refusals(100, 0.9) == refusals(500, 1.9) == []
-    assert "more than 1 s" in refusals(100, 1.1)[0]
-    assert "more than 2 s" in refusals(500, 2.1)[0]
-    assert refusals(100, float("inf"), refused=0) == ["nothing was refused"]
+def test_what_is_held_has_a_unit():
+    """Bytes become MiB; nothing of it is changed by a busy host."""
+    assert [name for name, metric in HELD.items() if metric.unit == "MiB"] == ["memory_mib", "shared_mib"]
+    assert list(HELD) == [name.replace("_bytes", "_mib") for name in usage().counts()]
+    assert not any(metric.is_timed for metric in HELD.values())
 
 
 def test_a_slope_is_told_from_noise():

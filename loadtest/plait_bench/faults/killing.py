@@ -1,0 +1,445 @@
+"""A mixed load on a server whose processes die one after the other, and one that nothing disturbs for hours.
+
+`ends`: a quiet round records every answer, then the same requests come at a random pace while each kind of process is
+killed in turn, the next one only after recovery; then it is quiet again. Every answer is compared with the first
+round's; what the server holds, before with after (`held`). `night` does the same to a Ray on which Serve was given a
+configuration, as an operator deploys it: Serve's control store is stopped for a minute, a second version takes over in
+place while requests run, and each kind of process is also stopped for a while. `steady` lays a line through what the
+server holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain, cycle
+from typing import Any, ClassVar, NamedTuple, TypeAlias
+
+import httpx2
+import numpy as np
+import yaml
+from scipy import stats
+
+from plait_bench.benchmark import Metric, Reading, ResultRow
+from plait_bench.commands import PLAIT, run_command
+from plait_bench.errors import SystemFailed
+from plait_bench.faults.requests import Answer, Ask, End, Form, Reply, Tally, Verdict, answer_of, mixed, verdict_of
+from plait_bench.faults.server import (
+    OTHERS,
+    Client,
+    FaultServer,
+    OnServer,
+    Usage,
+    cancelled,
+    capacity_per_s,
+    deployed,
+    grown,
+    send_all,
+    settled,
+)
+
+_SECONDS, _REQUESTS = Metric(unit="s", better="lower"), Metric(unit="requests", is_timed=False)
+_COUNT, _MIB = Metric(unit="1", is_timed=False), Metric(unit="MiB", is_timed=False)
+HELD: Mapping[str, Metric] = {
+    name.replace("_bytes", "_mib"): _MIB if name.endswith("_bytes") else _COUNT
+    for name in Usage.__dataclass_fields__
+    if name != "memory_by_kind"
+}
+
+_WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
+"""How often a request is drawn: about three rankings to two images, which take far longer."""
+
+_MAX_OPEN, _AT_ONCE, _CLIENTS = 256, 16, 8
+_ROUND, _ROUND_AT_ONCE, _STILL_SHARE, _STILL_ROUNDS = 4, 48, 0.01, 2
+_GAP_S, _PAUSE_S, _GCS_S = (1.0, 3.0), (2.0, 6.0), 60.0
+_DISCONNECTS, _RECOVERY_S = 0.05, 180.0
+UPDATE = "update"
+_POLL_S, _SURE = 0.25, 3
+"""How many right answers in a row make a recovery."""
+
+Turn: TypeAlias = tuple[str, float | None]
+"""The kind whose process is next, and for how long it is stopped; None: it is killed."""
+
+
+def draw(asks: Sequence[Ask], seed: int = 1) -> Iterator[Ask]:
+    """Draw requests without end."""
+    rng, weights = random.Random(seed), [_WEIGHTS[ask.form] for ask in asks]
+    while True:
+        yield from rng.choices(asks, weights, k=64)
+
+
+async def send_at_pace(
+    client: Client,
+    asks: Sequence[Ask],
+    per_s: float,
+    on_reply: Callable[[Ask, Reply], object],
+    *,
+    until: Callable[[], bool],
+    disconnects: float = 0.0,
+) -> None:
+    """Send requests until `until` returns true, then wait until all have ended; the clients of a share of them
+    disconnect within a second. Times and requests are drawn, and do not depend on what the server does."""
+    rng, room, next_s = random.Random(1), asyncio.Semaphore(_MAX_OPEN), time.monotonic()
+
+    async def one(ask: Ask, leave_after_s: float | None) -> None:
+        try:
+            on_reply(ask, await client.send(ask, leave_after_s=leave_after_s))
+        finally:
+            room.release()
+
+    async with asyncio.TaskGroup() as tasks:
+        for ask in draw(asks):
+            if until():
+                break
+            next_s += rng.expovariate(per_s)
+            leaves, after_s = rng.random() < disconnects, rng.uniform(0.0, 1.0)
+            await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+            await room.acquire()
+            tasks.create_task(one(ask, after_s if leaves else None))
+
+
+async def quiet(client: Client, asks: Sequence[Ask]) -> dict[str, Answer]:
+    """Send every request alone, then all together; return the answers. Raises `SystemFailed` if one has no answer, or
+    another one in company than alone."""
+    await send_all(client, asks, at_once=_AT_ONCE)  # what the first requests cause is not part of the server's rest
+    await client.prepared()
+    replies = await client.images(asks, at_once=1)
+    expected = {ask.key: answer_of(ask, reply.body) for ask, reply in zip(asks, replies, strict=True)}
+    for ask, reply in await send_all(client, asks, at_once=_AT_ONCE):
+        if (verdict := verdict_of(ask, reply, expected[ask.key])).end is not End.RIGHT:
+            raise SystemFailed(f"the quiet server disagrees with itself: {verdict.end} {verdict.what}")
+    return expected
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """A fault. Seconds from `at_s` (of a pause: from its end) until the first right answer that needs the process, and
+    until there are as many processes of its kind as before; None: not yet, or never."""
+
+    kind: str
+    name: str
+    at_s: float
+    answered_s: float | None = None
+    replaced_s: float | None = None
+    over_s: float | None = None
+
+    def covers(self, reply: Reply) -> bool:
+        """Return whether it was there at any time of a request, and left the proxy, or nobody, to answer."""
+        is_over = self.over_s is not None and self.over_s < reply.began_s
+        return self.kind in ("ingress", "proxy") and self.at_s <= reply.ended_s and not is_over
+
+
+class Mixed(OnServer):
+    """A mixed load on the starter models, and what its answers are to be."""
+
+    systems = ("plait",)
+    ours = "plait"
+    rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
+
+    def __init__(self, name: str, *, warm_rounds: int = 12) -> None:
+        super().__init__(name)
+        self.warm_rounds = warm_rounds
+        self.faults: list[Fault] = []
+
+    def judged(self, ask: Ask, reply: Reply) -> Verdict:
+        """Judge the end of a request."""
+        in_our_stead = any(fault.covers(reply) for fault in self.faults)
+        return verdict_of(ask, reply, self.expected[ask.key], in_our_stead=in_our_stead)
+
+    async def begin(self) -> None:
+        """Record every answer, and warm up until a round of load adds no memory any more."""
+        async with Client(self.server.url) as client:
+            self.asks = mixed(1, (await client.get("/v2/models/picks/example")).json())
+            self.expected = await quiet(client, self.asks)
+            self.say(f"{len(self.asks)} requests have answers, alone and in company")
+            self.before, self.warmed = await self.at_rest(client)
+
+    async def at_rest(self, client: Client, rounds: int | None = None) -> tuple[Usage, int]:
+        """Return what the server holds when a round of load adds no memory any more, or after so many `rounds`; and how
+        many there were.
+
+        An engine and its ControlNets compile programs for shapes that recur, up to a bound: batches of other sizes and
+        LoRA sets add to what they hold for a while. So what fresh processes hold is compared after as many rounds as
+        the old ones had, not after fewer.
+        """
+        rng, held, still, number = random.Random(0), await settled(self.server), 0, 0
+        most = self.warm_rounds if rounds is None else rounds
+        while number < most and (rounds is not None or still < _STILL_ROUNDS):
+            many = self.asks * _ROUND
+            rng.shuffle(many)
+            await send_all(client, many, at_once=_ROUND_AT_ONCE)
+            before, held, number = held, await settled(self.server), number + 1
+            self.say(f"round {number}: {held.memory_bytes / 2**20:,.0f} MiB")
+            still = still + 1 if held.memory_bytes < (1 + _STILL_SHARE) * before.memory_bytes else 0
+        return held, number
+
+
+class Ends(Mixed):
+    """Each kind of process is killed once, and again in turn until `seconds` are over, in which there are so many
+    `requests`; the pace goes on until the end. `kinds`: only these."""
+
+    metrics: Mapping[str, Metric] = {
+        **dict.fromkeys(("requests", *End), _REQUESTS), "answered_s": _SECONDS, "replaced_s": _SECONDS, **HELD
+    }  # fmt: skip
+
+    def __init__(
+        self, name: str = "ends", *, requests: int = 500, seconds: float = 60.0, kinds: Sequence[str] = (),
+        warm_rounds: int = 12,
+    ) -> None:  # fmt: skip
+        super().__init__(name, warm_rounds=warm_rounds)
+        self.requests, self.seconds, self.kinds = requests, seconds, kinds
+        self.probes = Tally()
+
+    def turns(self, kinds: Sequence[str], rng: random.Random) -> tuple[list[Turn], list[Turn]]:
+        """Return what is done once, however long it takes, and what is done in turn while there is time."""
+        kills: list[Turn] = [(kind, None) for kind in kinds if kind != "gcs"]  # with which Ray ends
+        return kills, kills
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Do the whole run."""
+        replies: list[tuple[Ask, Reply]] = []
+        async with Client(self.server.url) as client:
+            striking = asyncio.create_task(self._strike(client))
+            async with cancelled([striking]):
+                await send_at_pace(
+                    client, self.asks, self.requests / self.seconds, lambda ask, reply: replies.append((ask, reply)),
+                    until=striking.done, disconnects=_DISCONNECTS,
+                )  # fmt: skip
+                await striking
+            self.say("quiet again")
+            after = [pair for at_once in (1, _AT_ONCE) for pair in await send_all(client, self.asks, at_once=at_once)]
+            await client.prepared()
+            held, _ = await self.at_rest(client, self.warmed)
+        ends, all_ends, afterwards = {"none": Tally()}, Tally(), Tally()
+        for ask, reply in sorted(replies, key=lambda pair: pair[1].ended_s):
+            last = next((fault.name for fault in reversed(self.faults) if fault.at_s <= reply.ended_s), "none")
+            ends.setdefault(last, Tally()).add(all_ends.add(self.judged(ask, reply)))
+        for ask, reply in after:
+            afterwards.add(self.judged(ask, reply))
+        for what, count in all_ends.seen.most_common():
+            self.say(f"{count:>6}  {what}")
+        self.missed += [*self.probes.failures, *problems(all_ends, afterwards, self.faults)]
+        if self.warmed:  # else fresh processes are not yet as they will be
+            self.missed += grown(self.before, held)
+        return [*self._ended({**ends, "all": all_ends}), *self._held("before", self.before), *self._held("after", held)]
+
+    def _ended(self, ends: Mapping[str, Tally]) -> Iterator[Reading]:
+        """Yield the ends by the fault before them, and how long recoveries took."""
+        for name, part in ends.items():
+            for metric, count in {"requests": part.total, **{end.value: part.ends[end] for end in End}}.items():
+                yield Reading(metric=metric, value=float(count), system=name)
+        for fault in self.faults:
+            for metric in ("answered_s", "replaced_s"):
+                if (value := getattr(fault, metric)) is not None:
+                    yield Reading(metric=metric, value=value, system=fault.name)
+
+    def _held(self, when: str, usage: Usage) -> Iterator[Reading]:
+        workload = "held" if self.name == "ends" else f"{self.name}-held"
+        for metric, value in zip(HELD, usage.counts().values(), strict=True):
+            scaled = value / 2**20 if HELD[metric] is _MIB else float(value)
+            yield Reading(metric=metric, value=scaled, system=when, workload=workload)
+
+    async def _strike(self, client: Client) -> None:
+        """Do one thing after the other, the next only when all is as before."""
+        rng, until_s = random.Random(1), time.monotonic() + self.seconds
+        there = set((await asyncio.to_thread(self.server.processes)).values()) - OTHERS
+        if missing := set(self.kinds) - there:
+            raise SystemFailed(f"there is no process of kind {', '.join(sorted(missing))}; there are {sorted(there)}")
+        kinds = sorted(self.kinds or there)
+        rng.shuffle(kinds)
+        once, again = self.turns(kinds, rng)
+        for number, (kind, pause_s) in enumerate(chain(once, cycle(again))):
+            if number >= len(once) and time.monotonic() >= until_s:
+                break
+            await asyncio.sleep(rng.uniform(*_GAP_S))
+            fault = Fault(kind=kind, name=kind if pause_s is None else f"{kind}, paused", at_s=time.monotonic())
+            self.faults.append(fault)
+            is_back = await self.begun(kind, pause_s)
+            await self._recovered(client, fault, is_back)
+            self.say(f"{fault.name}: right after {fault.answered_s} s, there after {fault.replaced_s} s")
+            if fault.over_s is None:
+                return  # what dies next could not be told from what is dead already
+        await asyncio.sleep(max(0.0, until_s - time.monotonic()))
+
+    async def begun(self, kind: str, pause_s: float | None) -> Callable[[], bool]:
+        """Kill a process of this kind, or stop it for `pause_s`; return whether there are as many as before."""
+        there = await asyncio.to_thread(self.server.of, kind)
+        if pause_s is None:
+            os.kill(there[0], signal.SIGKILL)
+            return lambda: len(set(self.server.of(kind)) - {there[0]}) >= len(there)
+        os.kill(there[0], signal.SIGSTOP)
+        try:
+            await asyncio.sleep(pause_s)
+        finally:
+            os.kill(there[0], signal.SIGCONT)
+        return lambda: len(self.server.of(kind)) >= len(there)
+
+    async def _recovered(self, client: Client, fault: Fault, is_back: Callable[[], bool]) -> None:
+        """Ask until several answers in a row were right, all being back, or the time for that is over."""
+        struck_s, right = time.monotonic(), 0
+
+        async def watch() -> None:
+            while not await asyncio.to_thread(is_back):
+                await asyncio.sleep(_POLL_S)
+            fault.replaced_s = round(time.monotonic() - struck_s, 3)
+
+        probe = next((ask for ask in self.asks if fault.kind in ask.needs), self.asks[0])  # the cheap ones come first
+        async with cancelled([asyncio.create_task(watch())]):
+            while right < _SURE and time.monotonic() < struck_s + _RECOVERY_S:
+                verdict = self.judged(probe, await client.send(probe))
+                right = right + (fault.replaced_s is not None) if verdict.end is End.RIGHT else 0
+                if verdict.end is End.RIGHT and fault.answered_s is None:
+                    fault.answered_s = round(time.monotonic() - struck_s, 3)
+                self.probes.add(verdict)
+                await asyncio.sleep(_POLL_S)
+        if right >= _SURE:
+            fault.over_s = time.monotonic()
+
+
+def problems(ends: Tally, after: Tally, faults: Sequence[Fault]) -> list[str]:
+    """Return what should not have been, in words: of the load, of the quiet round after it, and of the recoveries."""
+    found = [*ends.failures, *after.failures]
+    found += [f"{fault.name} did not recover" for fault in faults if fault.over_s is None]
+    found += [] if faults else ["no process was killed"]
+    found += [] if ends.ends[End.RIGHT] else ["no answer was right"]
+    if (right := after.ends[End.RIGHT]) != after.total:
+        found.append(f"after the faults only {right} of {after.total} answers were right")
+    return found
+
+
+class Night(Ends):
+    """The same on a Ray of an operator's; with an update, and with stopped processes."""
+
+    def turns(self, kinds: Sequence[str], rng: random.Random) -> tuple[list[Turn], list[Turn]]:
+        """Return what is done once; nothing is done again."""
+        kills, _ = super().turns(kinds, rng)
+        paused: list[Turn] = [(kind, rng.uniform(*_PAUSE_S)) for kind, _ in kills]
+        return [("gcs", _GCS_S), *kills, (UPDATE, None), *paused], []
+
+    @contextmanager
+    def started(self, config: Mapping[str, Any]) -> Iterator[FaultServer]:
+        """Start Ray and Serve, and hand them the first version. Raises `SystemFailed`."""
+        with deployed(self.folder, self.missed) as (server, self._deploy):
+            self.server = server
+            is_there = self._updated(40)
+            while not is_there():
+                time.sleep(_POLL_S)
+            yield server
+
+    async def begun(self, kind: str, pause_s: float | None) -> Callable[[], bool]:
+        """Begin an update, or a fault."""
+        if kind != UPDATE:
+            return await super().begun(kind, pause_s)
+        return await asyncio.to_thread(self._updated, 41)
+
+    def _updated(self, max_steps: int) -> Callable[[], bool]:
+        """Hand over a version; return whether it, and no other, answers."""
+        file = self.folder / "plait.yaml"
+        file.write_text(json.dumps({"images": {"limits": {"max_steps": max_steps}}}))  # JSON is YAML
+        rendered = run_command([*PLAIT, "deploy", "render", "--target", "serve", str(file)], limit_s=_RECOVERY_S)
+        is_running = self._deploy(yaml.safe_load(rendered)["applications"][0])
+
+        def is_there() -> bool:
+            try:
+                models = httpx2.get(f"{self.server.url}/v1/models", timeout=_RECOVERY_S).json()["data"]
+            except (httpx2.TransportError, ValueError, KeyError):
+                return False
+            return is_running() and any(model.get("limits", {}).get("max_steps") == max_steps for model in models)
+
+        return is_there
+
+
+# ---- what grows -----------------------------------------------------------------------------------------------------
+
+SAMPLED = tuple(name for name in Usage.__dataclass_fields__ if name not in ("memory_by_kind", "zombies", "orphans"))
+_WARM_SHARE, _EVERY_S, _CAPACITY_S, _SHARE = 0.1, 5.0, 30.0, 0.7
+_BLOCKS, _SIGMA, _NOISES = 30, 1.4826, 2.0
+"""Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow. The
+standard deviation of a normal distribution is 1.4826 median absolute deviations."""
+
+
+class Slope(NamedTuple):
+    """A line's rise per hour with its 95 % interval, and its value at the start. `grows`: whether it rises for sure,
+    and by more than twice the noise of the samples around it."""
+
+    per_hour: float
+    low: float
+    high: float
+    start: float
+    grows: bool
+
+
+def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
+    """Fit a line by Theil and Sen: the median of all pairs' slopes. Raises ValueError for fewer than three samples."""
+    if len(times_s) < 3 or len(times_s) != len(values):
+        raise ValueError(f"{len(values)} values at {len(times_s)} moments are no line")
+    parts = min(_BLOCKS, len(times_s))
+    hours = np.array([np.median(part) for part in np.array_split(np.asarray(times_s, dtype=float) / 3600.0, parts)])
+    taken = np.array([np.median(part) for part in np.array_split(np.asarray(values, dtype=float), parts)])
+    fit = stats.theilslopes(taken, hours, alpha=0.95)
+    around = taken - (fit.intercept + fit.slope * hours)
+    noise = _SIGMA * np.median(np.abs(around - np.median(around)))
+    grows = fit.low_slope > 0.0 and fit.slope * (hours[-1] - hours[0]) > _NOISES * noise
+    start = fit.intercept + fit.slope * hours[0]
+    return Slope(float(fit.slope), float(fit.low_slope), float(fit.high_slope), float(start), bool(grows))
+
+
+class Steady(Mixed):
+    """A share of what the server can do is asked of it for so many minutes."""
+
+    metrics: Mapping[str, Metric] = {
+        f"{name}_{what}": _MIB if name.endswith("_bytes") else _COUNT
+        for name in SAMPLED
+        for what in ("per_hour", "start")
+    }
+
+    def __init__(self, name: str = "steady", *, minutes: float = 30.0) -> None:
+        super().__init__(name)
+        self.minutes = minutes
+        self.slopes: dict[str, Slope] = {}
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Offer the load, and sample; the first tenth of the samples does not count."""
+        ends, samples = Tally(), list[tuple[float, Usage]]()
+
+        async def sample() -> None:
+            while True:
+                samples.append((time.monotonic(), await asyncio.to_thread(self.server.usage)))
+                await asyncio.sleep(_EVERY_S)
+
+        async with Client(self.server.url) as client:
+            per_s = _SHARE * await capacity_per_s(client, draw(self.asks), seconds=_CAPACITY_S, clients=_CLIENTS)
+            self.say(f"{per_s:.2f} requests/s are offered for {self.minutes:g} minutes")
+            until_s = time.monotonic() + 60.0 * self.minutes
+            async with cancelled([asyncio.create_task(sample())]):
+                await send_at_pace(
+                    client, self.asks, per_s, lambda ask, reply: ends.add(self.judged(ask, reply)),
+                    until=lambda: time.monotonic() > until_s,
+                )  # fmt: skip
+        counted = samples[int(_WARM_SHARE * len(samples)) :]
+        for name in SAMPLED:
+            values = [getattr(usage, name) / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
+            self.slopes[name] = slope_of([at_s for at_s, _ in counted], values)
+        self.missed += ends.failures if ends.ends[End.RIGHT] else ["no answer was right"]
+        self.missed += [f"{name} grows by {it.per_hour:.3g} per hour" for name, it in self.slopes.items() if it.grows]
+        return []
+
+    def conclude(self) -> Sequence[ResultRow]:
+        """Return the slopes; the spread of a row is the slope's 95 % interval."""
+        return [
+            ResultRow(
+                system="plait", workload=self.name, metric=f"{name}_{what}", unit=self.metrics[f"{name}_{what}"].unit,
+                value=value, p20=low, p80=high, n=1,
+            )
+            for name, it in self.slopes.items()
+            for what, value, low, high in (
+                ("per_hour", it.per_hour, it.low, it.high), ("start", it.start, it.start, it.start),
+            )
+        ]  # fmt: skip

@@ -1,0 +1,512 @@
+"""Two tenants on one server: what one gets while the other floods or attacks; and many models, or many files.
+
+A tenant beside another one's flood (`share`), or its single image behind a queue (`first-image`); beside an attack
+(`neighbours-*`). Both have user keys, like everybody. `many-*` compares a server that has much with one that has
+little, and `refusals-*` says how quickly a full one refuses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from itertools import cycle
+from pathlib import Path
+from typing import Any, ClassVar
+
+import httpx2
+from safetensors.numpy import load_file, save_file
+
+from plait_bench.benchmark import RATIO, Metric, Reading, ResultRow
+from plait_bench.errors import SystemFailed
+from plait_bench.faults.attacks import ALL, KEYS, LORA_SETS, attacking
+from plait_bench.faults.killing import quiet
+from plait_bench.faults.requests import ERROR_MEMBERS, Ask, End, Reply, Tally, Verdict, image_ask, verdict_of
+from plait_bench.faults.server import Client, OnServer, cancelled, capacity_per_s, offered, peaks, send_all
+from plait_bench.summary import percentile
+from plait_loadtest.plan import make_plan
+from plait_loadtest.run.coordinator import run
+from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, RawClass, Scenario
+from plait_serving.images.config import STARTER_FOLDER, STARTER_MODEL
+
+_PER_S, _SECONDS, _MS = Metric(unit="images/s", better="higher"), Metric(unit="s", better="lower"), Metric(unit="ms")
+_REQUESTS, _MIB = Metric(unit="requests", is_timed=False), Metric(unit="MiB", is_timed=False)
+_PROCESSES = Metric(unit="processes", is_timed=False)
+
+_CLIENTS, _RAMP_S, _SEED = 32, 5.0, 10_000
+
+
+def two_tenants(**images: Any) -> dict[str, Any]:
+    """Return the plait.yaml of a server for both tenants; `images` is its section of that name."""
+    keys = [{"sha256": hashlib.sha256(key.encode()).hexdigest(), "tenant": tenant} for tenant, key in KEYS.items()]
+    return {"server": {"port": 0, "api_keys": keys}, "images": images, "recommend": None}
+
+
+def _image(number: int, *, steps: int = 4, **more: Any) -> Ask:
+    """Return the request for an image of the kind that both tenants want."""
+    fields = {"prompt": "penguin", "size": "64x64", "scheduler": "ddim", **more}
+    return image_ask(f"image-{number}", seed=number, num_inference_steps=steps, **fields)
+
+
+class Beside(OnServer):
+    """The tenant B alone, and beside what A does."""
+
+    systems = ("alone", "beside")
+    ours = "alone"
+    pairs = (("beside", "alone"),)
+
+    def client(self, tenant: str = "b", *, hung_s: float = 600.0) -> Client:
+        """Open a tenant's client."""
+        return Client(self.server.url, hung_s=hung_s, key=KEYS[tenant])
+
+
+class Flood(Beside):
+    """Beside a tenant who asks over many connections without a pause, and at once again where it was refused. Both ask
+    for images of the same kind, so that neither is served more cheaply."""
+
+    def configuration(self, folder: Path) -> Mapping[str, Any]:
+        """Return one with a queue that takes A's requests."""
+        return two_tenants(knobs={"queue_limit": 4096, "queue_seconds": 100_000})
+
+    async def begin(self) -> None:
+        """Warm up."""
+        async with self.client() as b:
+            for batch in (1, 16, 16):
+                await b.images([_image(number) for number in range(batch)], at_once=batch)
+                await b.prepared()
+
+
+class Share(Flood):
+    """B offers half of what the server can do: 0.9 of its goodput alone is promised beside the flood. An answer counts
+    until five seconds after it was due."""
+
+    compared = frozenset({"goodput_per_s"})
+    metrics: Mapping[str, Metric] = {"goodput_per_s": _PER_S, "latency_p50_s": _SECONDS, "latency_p99_s": _SECONDS}
+    connections, round_s, share, within_s, least = 64, 30.0, 0.5, 5.0, 0.9
+
+    async def begin(self) -> None:
+        """Measure the capacity: so many different images at once fill the batches."""
+        await super().begin()
+        async with self.client() as b:
+            asks = cycle([_image(number) for number in range(_CLIENTS)])
+            self.per_s = self.share * await capacity_per_s(b, asks, seconds=self.round_s, clients=_CLIENTS)
+        self.say(f"B offers {self.per_s:.2f} images/s")
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Offer B's requests at an even rate."""
+        async with self.client("a") as a, self.client() as b:
+            if system == "alone":
+                return await self._served(b)
+            flood = [asyncio.create_task(_asking(a, connection)) for connection in range(self.connections)]
+            async with cancelled(flood):
+                await asyncio.sleep(_RAMP_S)
+                return await self._served(b)
+
+    async def _served(self, b: Client) -> list[Reading]:
+        taken = await offered(lambda number: b.send(_image(_SEED + number)), self.per_s, self.round_s)
+        right_s = [taken_s for reply, taken_s in taken if reply.status == 200] or [float("inf")]
+        values = {
+            "goodput_per_s": sum(taken_s <= self.within_s for taken_s in right_s) / self.round_s,
+            "latency_p50_s": percentile(right_s, 0.5),
+            "latency_p99_s": percentile(right_s, 0.99),
+        }
+        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+
+    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Judge the goodput."""
+        return [
+            *super().judge(rows),
+            *(
+                f"goodput beside the flood is {row.value:.2f} of that alone"
+                for row in rows
+                if row.unit == RATIO and row.value < self.least
+            ),
+        ]
+
+
+class FirstImage(Flood):
+    """B's single image behind a thousand requests of A, which may delay it by one request of its kind."""
+
+    metrics: Mapping[str, Metric] = {"first_image_s": _SECONDS}
+    pairs = ()
+    queued, queued_s, enough = 1000, 60.0, 0.9
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Take the median of five images."""
+        async with self.client("a") as a, self.client() as b:
+            while await _in_flight(b):  # the queue of the last round, whose clients have left
+                await asyncio.sleep(0.5)
+            count = self.queued if system == "beside" else 0
+            tasks = [asyncio.create_task(a.send(_image(2 * _SEED + i))) for i in range(count)]
+            async with cancelled(tasks):
+                until_s, waiting = time.monotonic() + self.queued_s, 0
+                while waiting < self.enough * count and time.monotonic() < until_s:
+                    await asyncio.sleep(0.5)
+                    waiting = await _in_flight(b) + sum(task.done() for task in tasks)  # those were refused
+                asks = [_image(3 * _SEED + i) for i in range(5)]
+                taken_s = [(await b.images([ask], at_once=1))[0].taken_s for ask in asks]
+        return [Reading(metric="first_image_s", value=percentile(taken_s, 0.5))]
+
+    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Judge the delay."""
+        alone, beside = (next(row.value for row in rows if row.system == system) for system in self.systems)
+        delay = (beside - alone) / alone
+        late = [f"the first image was delayed by {delay:.2f} requests of its kind"] if delay > 1.0 else []
+        return [*super().judge(rows), *late]
+
+
+async def _asking(client: Client, number: int) -> None:
+    """Ask without a pause, for ever; after a refusal again at once, whatever retry-after says."""
+    while True:
+        if (await client.send(_image(number))).status != 200:
+            await asyncio.sleep(0.1)
+
+
+async def _in_flight(client: Client) -> int:
+    """Return how many image requests are being served, waiting ones included."""
+    lines = (await client.get("/metrics", timeout_s=60)).text.splitlines()
+    return sum(int(float(line.rpartition(" ")[2])) for line in lines if line.startswith("plait_requests_in_flight"))
+
+
+# ---- beside attacks -------------------------------------------------------------------------------------------------
+
+MAX_P95_RATIO: Mapping[str, float] = {"decode": 1.5, "lora": 3.0, ALL: 2.0}
+MAX_HEALTH_P99_S = 0.2
+MAX_GROWTH_MIB: Mapping[str, float] = {"sizes": 300.0}
+"""What is promised: the neighbour's 95th percentile by that without the attack, the 99th of `/health`, and by how much
+the engine's memory grows. (A LoRA set may have programs of its own, which have another bound.)"""
+
+KINDS = ("engine", "ingress")
+"""The processes whose memory is told."""
+
+_LORA = "neighbour"
+_AGAIN, _AGAIN_S = 3, 120.0
+
+
+class Neighbour(Beside):
+    """A well-behaved tenant beside one that attacks. Its folder has seven LoRAs for each of three attackers and one for
+    the neighbour; the cache has room for seven.
+
+    The neighbour asks for a share of the measured capacity, which is that of batches: one by one these images take more
+    of the time, and half of it is the neighbour's.
+    """
+
+    compared = frozenset({"latency_p95_s"})
+    rounds: ClassVar[Mapping[str, int]] = {"alone": 2, "beside": 2}
+    metrics: Mapping[str, Metric] = {
+        "latency_p50_s": _SECONDS, "latency_p95_s": _SECONDS, "health_p99_s": _SECONDS, "requests": _REQUESTS,
+        "right": _REQUESTS, "killed": _PROCESSES,
+        **{f"{kind}_{what}mib": _MIB for kind in KINDS for what in ("", "peak_")},
+    }  # fmt: skip
+    round_s, share = 120.0, 0.15
+
+    def __init__(self, name: str, attack: str) -> None:
+        super().__init__(name)
+        self.attack = attack
+        self.tally = Tally()
+
+    def configuration(self, folder: Path) -> Mapping[str, Any]:
+        """Write everybody's LoRAs; all but the cache is the default."""
+        nbytes = write_loras(folder / "loras", [*(name for names in LORA_SETS for name in names), _LORA])
+        knobs = {"host_lora_bytes": len(LORA_SETS[0]) * nbytes}
+        return two_tenants(loras={"folder": str(folder / "loras")}, knobs=knobs)
+
+    async def begin(self) -> None:
+        """Record the neighbour's images: with a LoRA where that is what is attacked, half of them where all is."""
+        loras = [{"name": _LORA, "scale": 0.5}]
+        with_lora = {"lora": range(16), ALL: range(1, 16, 2)}.get(self.attack, ())
+        self.asks = [_image(number, steps=20, loras=loras if number in with_lora else []) for number in range(16)]
+        async with self.client(hung_s=60.0) as b:
+            self.expected = await quiet(b, self.asks)
+            capacity = await capacity_per_s(b, cycle(self.asks), seconds=20.0, clients=_CLIENTS)
+        self.per_s = self.share * capacity
+        self.say(f"{self.attack}: capacity {capacity:.2f} images/s; the neighbour asks for {self.per_s:.2f}")
+        self.before = await asyncio.to_thread(self.server.own_memory)
+        self.replicas = await asyncio.to_thread(self.server.replicas)
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Measure the neighbour; after an attack also whether it is served as before."""
+        async with self.client(hung_s=60.0) as b:
+            if system == "alone":
+                found = await self._served(b)
+                self.usual_s = found[1].value
+                return found
+            async with attacking(self.attack, self.server.url, turn=number - 1) as ended:
+                await asyncio.sleep(_RAMP_S)
+                found = await self._served(b)
+            self.say(f"{self.attack}: the attacker's requests: {dict(ended)}")
+            if not await self._is_served_again(b, within_s=2 * self.usual_s):
+                self.missed.append(f"not served as before within {_AGAIN_S:g} s after the attack")
+        return found
+
+    async def _served(self, b: Client) -> list[Reading]:
+        """Ask for images at an even rate, and for the server's health. Latencies count from the scheduled times, those
+        of refused requests not at all."""
+        async with peaks(self.server, every_s=5.0) as peak_bytes:
+            images, probes = await asyncio.gather(
+                offered(lambda number: self._verdict(b, number), self.per_s, self.round_s),
+                offered(lambda _: _health(b), 10.0, self.round_s),
+            )
+        counted = (End.RIGHT, End.WRONG, End.HUNG)
+        counted_s = [taken_s for verdict, taken_s in images if verdict.end in counted] or [float("inf")]
+        right = sum(verdict.end is End.RIGHT for verdict, _ in images)
+        if right < len(images):
+            self.missed.append(f"only {right} of {len(images)} were right: {dict(self.tally.seen)}")
+        values = {
+            "latency_p50_s": percentile(counted_s, 0.5),
+            "latency_p95_s": percentile(counted_s, 0.95),
+            "health_p99_s": percentile([taken_s for _, taken_s in probes], 0.99),
+            "requests": float(len(images)),
+            "right": float(right),
+            **{f"{kind}_peak_mib": peak_bytes[kind] / 2**20 for kind in KINDS},
+        }
+        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+
+    async def _verdict(self, b: Client, number: int) -> Verdict:
+        ask = self.asks[number % len(self.asks)]
+        return self.tally.add(verdict_of(ask, await b.send(ask), self.expected[ask.key]))
+
+    async def _is_served_again(self, b: Client, *, within_s: float) -> bool:
+        """Ask until several images in a row come within a time; return whether that happens soon."""
+        until_s, quick = time.monotonic() + _AGAIN_S, 0
+        while quick < _AGAIN and time.monotonic() < until_s:
+            asked_s = time.monotonic()
+            verdict = await self._verdict(b, quick)
+            quick = quick + 1 if verdict.end is End.RIGHT and time.monotonic() - asked_s <= within_s else 0
+        return quick >= _AGAIN
+
+    def conclude(self) -> list[ResultRow]:
+        """Return what was held before the first round and after the last, and which processes are gone."""
+        after, killed = self.server.own_memory(), len(self.replicas - self.server.replicas())
+        return [
+            ResultRow.of(
+                [value], system=system, workload=self.name, metric=metric, unit=self.metrics[metric].unit
+            )
+            for system, held, gone in (("alone", self.before, 0), ("beside", after, killed))
+            for metric, value in {
+                "killed": float(gone), **{f"{kind}_mib": held[kind] / 2**20 for kind in KINDS}
+            }.items()
+        ]  # fmt: skip
+
+    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Judge latency, health, memory, and what was killed."""
+        found, values = super().judge(rows), {(row.system, row.metric): row for row in rows}
+        ratio = values["beside/alone", "latency_p95_s"].value
+        if ratio > (limit := MAX_P95_RATIO.get(self.attack, float("inf"))):
+            found.append(f"p95 is {ratio:.2f} times of that alone, more than {limit:g}")
+        if (health_s := max(values["beside", "health_p99_s"].rounds)) > MAX_HEALTH_P99_S:
+            found.append(f"/health takes {health_s:.2f} s (p99), more than {MAX_HEALTH_P99_S:g}")
+        if killed := values["beside", "killed"].value:
+            found.append(f"{killed:g} processes were killed")
+        more = values["beside", "engine_mib"].value - values["alone", "engine_mib"].value
+        if more > (most := MAX_GROWTH_MIB.get(self.attack, more)):
+            found.append(f"the engine holds {more:.0f} MiB more, at most {most:.0f} are promised")
+        return [f"{self.attack}: {miss}" for miss in found]
+
+
+async def _timed(asked: Awaitable[object]) -> float:
+    began_s = time.monotonic()
+    await asked
+    return time.monotonic() - began_s
+
+
+async def _health(client: Client) -> None:
+    with suppress(httpx2.TransportError):
+        await client.get("/health", timeout_s=60.0)
+
+
+def write_loras(folder: Path, names: Iterable[str]) -> int:
+    """Write LoRAs of one size; return the bytes of one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors, nbytes = load_file(STARTER_FOLDER / "loras" / "pixel.safetensors"), 0
+    for number, name in enumerate(names):
+        path = folder / f"{name}.safetensors"
+        save_file({key: value * (1 + number / 100) for key, value in tensors.items()}, path)
+        nbytes = path.stat().st_size
+    return nbytes
+
+
+# ---- many of them ---------------------------------------------------------------------------------------------------
+
+
+class ManyModels(Beside):
+    """One model is asked, then all, with every sampler of theirs, in memory for few."""
+
+    systems = ("1 model", "15 models")
+    ours, pairs = "1 model", ()
+    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
+    metrics: Mapping[str, Metric] = {
+        "engine_mib": _MIB, **dict.fromkeys(("requests", "answered", "refused", "broken"), _REQUESTS),
+        "killed": _PROCESSES,
+    }  # fmt: skip
+    copies, memory_bytes, slack = 14, 4 << 30, 0.1
+
+    def configuration(self, folder: Path) -> Mapping[str, Any]:
+        """Copy the starter model under many names."""
+        for number in range(self.copies):
+            shutil.copytree(STARTER_FOLDER / STARTER_MODEL, folder / "models" / f"copy{number}")
+        return two_tenants(models_folder=str(folder / "models"), memory_bytes=self.memory_bytes)
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Ask, and watch what the engine holds."""
+        async with self.client(hung_s=300.0) as client:
+            models = [model for model in (await client.get("/v1/models")).json()["data"] if model["kind"] == "base"]
+            if len(models) != self.copies + 1:
+                raise SystemFailed(f"there are {len(models)} models, not {self.copies + 1}")
+            asks = [
+                _image(1, model=model["id"], scheduler=name)
+                for model in (models if system == self.systems[1] else models[:1])
+                for name in model["schedulers"]
+            ]
+            before = self.server.replicas()
+            async with peaks(self.server, every_s=1.0) as peak_bytes:
+                ended = Counter(_end_of(reply) for _, reply in await send_all(client, asks * 2, at_once=2))
+                await asyncio.sleep(2.0)
+        values = {"engine_mib": peak_bytes["engine"] / 2**20, "requests": float(ended.total())}
+        values |= {name: float(ended[name]) for name in ("answered", "refused", "broken")}
+        values["killed"] = float(len(before - self.server.replicas()))
+        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+
+    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Judge the memory, and that all were answered or refused in the API's form."""
+        found, values = super().judge(rows), {row.metric: row.value for row in rows if row.system == self.systems[1]}
+        limit = self.memory_bytes * (1 + self.slack) / 2**20
+        if values["engine_mib"] > limit:
+            found.append(f"the engine holds {values['engine_mib']:.0f} MiB, more than {limit:.0f}")
+        if values["killed"]:
+            found.append(f"{values['killed']:g} processes were killed")
+        if values["broken"]:
+            found.append(f"{values['broken']:g} requests were neither answered nor refused in the API's form")
+        return found
+
+
+def _end_of(reply: Reply) -> str:
+    """Return whether a request was answered, refused in the API's form, or neither."""
+    if reply.status == 200 and reply.failure is None:
+        return "answered"
+    try:
+        return "refused" if set(json.loads(reply.body)["error"]) == ERROR_MEMBERS else "broken"
+    except (ValueError, KeyError, TypeError):
+        return "broken"
+
+
+class ManyFiles(Beside):
+    """Requests are timed beside a few LoRA files and beside many."""
+
+    few, many = 3, 3000
+    systems = (f"{few} files", f"{many} files")
+    ours, pairs = systems[0], ()
+    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
+    metrics: Mapping[str, Metric] = {
+        **dict.fromkeys(("first_ms", "refusal_ms", "unknown_ms", "listing_ms"), _MS), "image_s": _SECONDS,
+        "known_s": _SECONDS,
+    }  # fmt: skip
+
+    def configuration(self, folder: Path) -> Mapping[str, Any]:
+        """Write a few files."""
+        write_loras(folder / "loras", (f"few{number}" for number in range(self.few)))
+        return two_tenants(loras={"folder": str(folder / "loras")})
+
+    async def begin(self) -> None:
+        """Warm up."""
+        async with self.client() as client:
+            await client.images([_image(number) for number in range(24)], at_once=8)
+            await client.prepared()
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Time refusals, a name that nobody has, the listing, images, and until a new file may be named; the median of
+        twenty, or five."""
+        if system == self.systems[1]:
+            for extra in range(self.few, self.many):
+                self._link(f"many{extra}.safetensors")
+        refused, unknown = _image(1, size="7x7"), _image(1, loras=[{"name": "fow1"}])
+        asks = [_image(number) for number in range(8)]
+        async with self.client(hung_s=300.0) as client:
+            taken_ms = {"first_ms": [1e3 * (await client.send(refused)).taken_s]}
+            for metric, ask in (("refusal_ms", refused), ("unknown_ms", unknown)):
+                taken_ms[metric] = [1e3 * (await client.send(ask)).taken_s for _ in range(20)]
+            taken_ms["listing_ms"] = [1e3 * (await _timed(client.get("/v1/loras"))) for _ in range(20)]
+            image_s = [reply.taken_s for _ in range(5) for reply in await client.images(asks, at_once=8)]
+            known_s = await self._known_s(client, f"new-{system.partition(' ')[0]}")
+        values = {metric: percentile(each, 0.5) for metric, each in taken_ms.items()}
+        values |= {"image_s": percentile(image_s, 0.5), "known_s": known_s}
+        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+
+    def _link(self, name: str) -> None:
+        (self.folder / "loras" / name).hardlink_to(self.folder / "loras" / "few0.safetensors")
+
+    async def _known_s(self, client: Client, name: str) -> float:
+        """Have one more file in the folder; return the seconds until a request may name it. Raises `SystemFailed`."""
+        ask, began_s = _image(1, steps=1, loras=[{"name": name}]), time.monotonic()
+        self._link(f"{name}.safetensors")
+        while (reply := await client.send(ask)).status == 404 and time.monotonic() - began_s < 300.0:
+            await asyncio.sleep(0.05)
+        if reply.status != 200:
+            raise SystemFailed(f"a new LoRA is not served: {reply.status} {reply.failure} {reply.body[:200]!r}")
+        return reply.began_s - began_s
+
+    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Judge what a request, a listing and a new file cost."""
+        values = {(row.system, row.metric): row.value for row in rows}
+        few, many = ({metric: values[system, metric] for metric in self.metrics} for system in self.systems)
+        limits = {
+            "more ms for each request": (many["refusal_ms"] - few["refusal_ms"], 2.0),
+            "ms for /v1/loras": (many["listing_ms"], 100.0),
+            "s until a new file is known": (many["known_s"], 2.0),
+        }
+        late = [f"{value:.1f} {what}, at most {most:g}" for what, (value, most) in limits.items() if value > most]
+        return [*super().judge(rows), *late]
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+class Refusals(OnServer):
+    """How quickly a server that is full says so, with many connections that ask without a pause. The client is the load
+    tester's, which costs a tenth of the processor time of httpx2: both share the server's cores."""
+
+    systems = ("plait",)
+    ours = "plait"
+    rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
+    metrics: Mapping[str, Metric] = {
+        "refused_p50_s": _SECONDS, "refused_p99_s": _SECONDS, "refused_per_s": Metric(unit="1/s")
+    }  # fmt: skip
+    round_s = 30.0
+
+    def __init__(self, name: str, connections: int, max_p99_s: float) -> None:
+        super().__init__(name)
+        self.connections, self.max_p99_s = connections, max_p99_s
+
+    def configuration(self, folder: Path) -> Mapping[str, Any]:
+        """Return one with a short queue."""
+        return {"images": {"knobs": {"queue_limit": 8}}, "recommend": None}
+
+    async def take(self, system: str, number: int) -> list[Reading]:
+        """Ask for a while, then wait for what was asked: the slowest answers are those that count."""
+        ask = _image(1, steps=20)
+        scenario = Scenario(
+            target=LoadTarget(url=self.server.url, api="raw", path=ask.path),
+            mix=(RawClass(method="POST", body=ask.body.decode()),),
+            arrivals=ClosedLoopCallers(concurrency=self.connections),
+            duration_s=self.round_s,
+            limits=GeneratorLimits(drain_s=120.0),
+        )
+        records = run(make_plan(scenario), scenario).records
+        refused = records[records["status"] == 429]
+        taken_s = ((refused["done_ns"] - refused["scheduled_ns"]) / 1e9).tolist() or [float("inf")]
+        values = {
+            "refused_p50_s": percentile(taken_s, 0.5),
+            "refused_p99_s": percentile(taken_s, 0.99),
+            "refused_per_s": len(refused) / self.round_s,
+        }
+        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+
+    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+        """Judge the slowest of a hundred."""
+        slow = [row.value for row in rows if row.metric == "refused_p99_s" and row.value > self.max_p99_s]
+        return [*super().judge(rows), *(f"p99 is {each:.2f} s, more than {self.max_p99_s:g} s" for each in slow)]
