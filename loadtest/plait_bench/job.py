@@ -51,7 +51,6 @@ class BenchJob:
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
     record: bool = False
-    overwrite: bool = False
     results: Path | None = None
     data: Path | None = None
     tables: tuple[Path, ...] = ()
@@ -59,8 +58,6 @@ class BenchJob:
 
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
     """Run the benchmark and return its document; record each part once it is complete. Raises `BenchError`."""
-    if job.overwrite:
-        raise RecordError("--overwrite is gone: --record puts newer rows in the place of older ones by itself")
     if job.record:
         _require_commit(job)
     benchmark, plan = _prepared(job)

@@ -27,9 +27,7 @@ from torch.nn import functional
 
 from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Subject, Workload, chosen
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_bench.host import ROOT, commit, host_facts
-from plait_bench.records import document
-from plait_bench.runner import RunPlan, joined, run
+from plait_bench.job import BenchJob, measure, text_table
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
 from plait_kernels.registry import load
@@ -462,14 +460,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workload", action="append", default=[], help="only this operator or case; may be repeated")
     given = parser.parse_args()
-    plan = RunPlan(rounds=given.rounds, settles=False)
-    parts = run(benchmark(only=given.workload), plan, say=lambda line: print(line, file=sys.stderr, flush=True))
-    written = document(NAME, commit(ROOT), host_facts(), joined(list(parts)))
-    if given.json:
-        print(json.dumps(written, indent=1))
-        return
-    for row in written["rows"]:
-        print(f"{row['workload']:<40} {row['system']:<14} {row['metric']:<14} {row['value']:>10.4g} {row['unit']}")
+    job = BenchJob(name=NAME, rounds=given.rounds, workloads=tuple(given.workload))
+    written = measure(job, say=lambda line: print(line, file=sys.stderr, flush=True))
+    print(json.dumps(written, indent=1) if given.json else text_table(written))
 
 
 if __name__ == "__main__":

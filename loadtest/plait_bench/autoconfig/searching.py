@@ -5,7 +5,6 @@ What a designer learns from its library is part of it, not of a search: it is le
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,15 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from plait_autoconfig.confidence import log_loss, standing
 from plait_autoconfig.designers import make_designer
 from plait_autoconfig.designers.plait_designer import PlaitDesigner, Pretrained
 from plait_autoconfig.designers.protocols import Designer, Recommends
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.values import Config, Trial, cells_of
-from plait_bench.autoconfig.services import Service, Suite, TuningTask
-from plait_bench.benchmark import Metric, Reading, ResultRow, Rounds, Say, Subject, Workload, pairs_of
+from plait_bench.autoconfig.services import Suite, TuningTask
+from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload, pairs_of
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
@@ -35,18 +33,12 @@ Make = Callable[[TuningTask, int], Designer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The progress of a search, by trial: the true `regrets` of the configuration that would be applied then, and which
-    trials were `bad`.
+    """The progress of a search: by trial the true `regrets` of the configuration that would be applied then.
 
-    A search that tried every cell ends early; its last regret holds from then on. `ask_s`: time per proposal.
-    `confirmed`: the regret of what is recommended after `CONFIRM_AFTER` trials, when the best candidates have been
-    measured again; None for a shorter search.
+    A search that tried every cell ends early; its last regret holds from then on.
     """
 
     regrets: tuple[float, ...]
-    bad: tuple[bool, ...]
-    ask_s: tuple[float, ...]
-    confirmed: float | None = None
 
     def regret_at(self, trial: int) -> float:
         """Return the regret after that many trials."""
@@ -67,28 +59,20 @@ def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
     designer = make(task, seed)
     rng = np.random.default_rng([seed, 1])
     played: list[Trial] = []
-    regrets, bad, ask_s = [], [], []
-    confirmed = None
+    regrets: list[float] = []
     for number in range(trials):
-        started_s = time.perf_counter()
         try:
             config = designer.ask()
         except Exhausted:
             break
-        ask_s.append(time.perf_counter() - started_s)
         at = service.index[service.space.key(config)]
         repeat = sum(each.config == config for each in played)
         outcome = service.show(at, repeat, rng)
         played.append(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
         designer.tell(played[-1])
-        started_s = time.perf_counter()
         best = _ranked(designer, service.objective, played)
-        ask_s[-1] += time.perf_counter() - started_s  # a designer may do the work of its next proposal here
-        bad.append(not service.objective.feasible(outcome))
         regrets.append(service.regret(service.index[service.space.key(best[0])]) if best else 1.0)
-        if number + 1 == CONFIRM_AFTER and best:
-            confirmed = _confirmed_regret(service, best[:CANDIDATES], np.random.default_rng([seed, 3]))
-    return Curve(regrets=tuple(regrets), bad=tuple(bad), ask_s=tuple(ask_s), confirmed=confirmed)
+    return Curve(regrets=tuple(regrets))
 
 
 def _ranked(designer: Designer, objective: Objective, played: Sequence[Trial]) -> Sequence[Config]:
@@ -100,33 +84,12 @@ def _ranked(designer: Designer, objective: Objective, played: Sequence[Trial]) -
     return [cell.config for cell in sorted(feasible, key=lambda cell: goal.loss(cell.outcome.metrics))]
 
 
-def _confirmed_regret(service: Service, candidates: Sequence[Config], rng: np.random.Generator) -> float:
-    """Measure the candidates again by the rule of the tuning jobs (`confidence`), and return the winner's regret."""
-    cells = [service.index[service.space.key(config)] for config in candidates]
-    losses = [list[float]() for _ in cells]
-    for count in range(CONFIRMATIONS + 1):
-        now = standing(losses, sure=SURE, times=CONFIRMATIONS)
-        if now.wanted is None or count == CONFIRMATIONS:
-            break
-        seen = len(losses[now.wanted])
-        outcome = service.show(cells[now.wanted], seen + 1, rng)
-        losses[now.wanted].append(log_loss(service.objective, outcome))
-    return service.regret(cells[now.leader])
-
-
 def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Curve], float]]]:
     """Map each metric to its unit and its value for one search; the mean over services is reported."""
     found: dict[str, tuple[str, Callable[[Curve], float]]] = {}
     for mark in suite.marks:
         found[f"regret_at_{mark}"] = ("share", lambda curve, mark=mark: curve.regret_at(mark))  # type: ignore[misc]
     found["trials_to_5pct"] = ("trials", lambda curve: curve.trials_to(0.05))
-    if suite.trials >= 15:
-        found["infeasible_6_to_15"] = ("trials", lambda curve: sum(curve.bad[5:15]))
-    if suite.trials >= CONFIRM_AFTER:
-        found["regret_confirmed_20"] = (
-            "share", lambda curve: 1.0 if curve.confirmed is None else curve.confirmed
-        )  # fmt: skip
-    found["ask_ms"] = ("ms", lambda curve: 1e3 * fmean(curve.ask_s))
     return found
 
 
@@ -144,7 +107,6 @@ class Searching(Workload):
         self.pairs = pairs_of(OURS, self.systems)
         self.played: dict[str, dict[int, list[Curve]]] = {}
         self._learned: dict[str, Pretrained] = {}
-        self._pretrain_s: list[float] = []
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
@@ -152,9 +114,8 @@ class Searching(Workload):
         self.suite = self._load()
         units = {metric: unit for metric, (unit, _) in metrics_of(self.suite).items()}
         units["extra_trials_to_5pct"] = "trials"
-        units |= {"optimum": "", "tied_cells": "cells"}
         self.metrics: Mapping[str, Metric] = {
-            metric: Metric(unit=unit, better="lower", is_timed=metric == "ask_ms") for metric, unit in units.items()
+            metric: Metric(unit=unit, better="lower", is_timed=False) for metric, unit in units.items()
         }
         yield
 
@@ -177,9 +138,7 @@ class Searching(Workload):
             if system != OURS:
                 return make_designer(system, service.space, service.objective, **given)
             if task.name not in self._learned:
-                started_s = time.perf_counter()
                 self._learned[task.name] = PlaitDesigner(service.space, service.objective, **given).pretrained
-                self._pretrain_s.append(time.perf_counter() - started_s)
             return PlaitDesigner(service.space, service.objective, **given, pretrained=self._learned[task.name])
 
         return make
@@ -195,53 +154,6 @@ class Searching(Workload):
             found.append(Reading(metric="extra_trials_to_5pct", value=_to_5pct(curves) - _to_5pct(without)))
         return found
 
-    def conclude(self) -> Sequence[ResultRow]:
-        """Return how long learning from the library took, and the optima that are known as well as they were
-        measured."""
-        took = {"pretrain_s": ("s", self._pretrain_s)} if self._pretrain_s else {}
-        if OURS in self.played and self.name == "falcon":
-            taken_ms = [1e3 * self._ask_after_s(self.suite.tasks[0], seed=seed) for seed in range(_MANY_SEEDS)]
-            took["ask_ms_after_100"] = ("ms", taken_ms)
-        rows = [
-            ResultRow.of(values, system=OURS, workload=self.name, metric=metric, unit=unit)
-            for metric, (unit, values) in took.items()
-        ]
-        return [*rows, *optima(self.suite)]
-
-    def _ask_after_s(self, task: TuningTask, *, seed: int) -> float:
-        """Return the seconds that our next proposal takes after a hundred trials of random cells."""
-        service, designer = task.service, self._maker(OURS)(task, seed)
-        rng = np.random.default_rng([seed, 2])
-        cells = service.space.cells()
-        for number, at in enumerate(rng.permutation(len(cells))[:_MANY_TRIALS].tolist()):
-            designer.tell(Trial(number=number, config=cells[at], outcome=service.show(at, 0, rng)))
-        started_s = time.perf_counter()
-        designer.ask()
-        return time.perf_counter() - started_s
-
 
 def _to_5pct(curves: Sequence[Curve]) -> float:
     return fmean(curve.trials_to(0.05) for curve in curves)
-
-
-def optima(suite: Suite) -> list[ResultRow]:
-    """Return the optimum of each service that is known only as well as it was measured, with its interval, and how many
-    cells tie with it."""
-    found = []
-    for task in suite.tasks:
-        if (tie := task.service.tie) == 0.0:
-            continue
-        goal, values = task.service.objective.require_one_goal(), task.service.values
-        n = min(map(len, task.service.shown.values()))
-        best, tied = float(values.max()), float(sum(values >= values.max() * (1.0 - tie)))
-        half = (1.0 - tie) ** (0.5**0.5)  # of one mean, where `tie` is of the difference of two
-        for metric, unit, value, low, high in (
-            ("optimum", goal.metric, best, best * half, best / half),
-            ("tied_cells", "cells", tied, tied, tied),
-        ):
-            found.append(
-                ResultRow(
-                    system=task.name, workload=suite.name, metric=metric, unit=unit, value=value, p20=low, p80=high, n=n
-                )
-            )
-    return found

@@ -13,10 +13,10 @@ import json
 import os
 import re
 import struct
-import subprocess
 import sys
 import time
 import zlib
+from asyncio.subprocess import PIPE
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -198,8 +198,7 @@ async def attacking(name: str, url: str, *, turn: int = 0) -> AsyncIterator[Coun
     `SystemFailed` if it ends by itself."""
     ended: Counter[str] = Counter()
     commands = [child_command(__name__, each, url, str(turn)) for each in (ATTACKS if name == ALL else (name,))]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    running = [await asyncio.create_subprocess_exec(*command, **pipes) for command in commands]
+    running = [await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE) for command in commands]
     try:
         for process in running:
             await _heard(name, process)  # it has begun

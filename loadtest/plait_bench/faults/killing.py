@@ -32,6 +32,7 @@ from plait_bench.commands import PLAIT, run_command
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import Answer, Ask, End, Form, Reply, Tally, Verdict, answer_of, mixed, verdict_of
 from plait_bench.faults.server import (
+    HELD,
     OTHERS,
     Client,
     FaultServer,
@@ -47,11 +48,7 @@ from plait_bench.faults.server import (
 
 _SECONDS, _REQUESTS = Metric(unit="s", better="lower"), Metric(unit="requests", is_timed=False)
 _COUNT, _MIB = Metric(unit="1", is_timed=False), Metric(unit="MiB", is_timed=False)
-HELD: Mapping[str, Metric] = {
-    name.replace("_bytes", "_mib"): _MIB if name.endswith("_bytes") else _COUNT
-    for name in Usage.__dataclass_fields__
-    if name != "memory_by_kind"
-}
+_HELD = {name.replace("_bytes", "_mib"): _MIB if name.endswith("_bytes") else _COUNT for name in HELD}
 
 _WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
 """How often a request is drawn: about three rankings to two images, which take far longer."""
@@ -186,7 +183,7 @@ class Ends(Mixed):
     `requests`; the pace goes on until the end. `kinds`: only these."""
 
     metrics: Mapping[str, Metric] = {
-        **dict.fromkeys(("requests", *End), _REQUESTS), "answered_s": _SECONDS, "replaced_s": _SECONDS, **HELD
+        **dict.fromkeys(("requests", *End), _REQUESTS), "answered_s": _SECONDS, "replaced_s": _SECONDS, **_HELD
     }  # fmt: skip
 
     def __init__(
@@ -242,9 +239,8 @@ class Ends(Mixed):
 
     def _held(self, when: str, usage: Usage) -> Iterator[Reading]:
         workload = "held" if self.name == "ends" else f"{self.name}-held"
-        for metric, value in zip(HELD, usage.counts().values(), strict=True):
-            scaled = value / 2**20 if HELD[metric] is _MIB else float(value)
-            yield Reading(metric=metric, value=scaled, system=when, workload=workload)
+        for metric, name in zip(_HELD, HELD, strict=True):
+            yield Reading(metric=metric, value=_scaled(name, usage), system=when, workload=workload)
 
     async def _strike(self, client: Client) -> None:
         """Do one thing after the other, the next only when all is as before."""
@@ -303,6 +299,10 @@ class Ends(Mixed):
             fault.over_s = time.monotonic()
 
 
+def _scaled(name: str, usage: Usage) -> float:
+    return usage.counts[name] / (2**20 if name.endswith("_bytes") else 1)
+
+
 def problems(ends: Tally, after: Tally, faults: Sequence[Fault]) -> list[str]:
     """Return what should not have been, in words: of the load, of the quiet round after it, and of the recoveries."""
     found = [*ends.failures, *after.failures]
@@ -326,7 +326,10 @@ class Night(Ends):
     @contextmanager
     def started(self, config: Mapping[str, Any]) -> Iterator[FaultServer]:
         """Start Ray and Serve, and hand them the first version. Raises `SystemFailed`."""
-        with deployed(self.folder, self.missed) as (server, self._deploy):
+        with (
+            httpx2.Client(timeout=_RECOVERY_S, trust_env=False) as self._http,
+            deployed(self.folder, self.missed) as (server, self._deploy),
+        ):
             self.server = server
             is_there = self._updated(40)
             while not is_there():
@@ -348,7 +351,7 @@ class Night(Ends):
 
         def is_there() -> bool:
             try:
-                models = httpx2.get(f"{self.server.url}/v1/models", timeout=_RECOVERY_S).json()["data"]
+                models = self._http.get(f"{self.server.url}/v1/models").json()["data"]
             except (httpx2.TransportError, ValueError, KeyError):
                 return False
             return is_running() and any(model.get("limits", {}).get("max_steps") == max_steps for model in models)
@@ -358,7 +361,7 @@ class Night(Ends):
 
 # ---- what grows -----------------------------------------------------------------------------------------------------
 
-SAMPLED = tuple(name for name in Usage.__dataclass_fields__ if name not in ("memory_by_kind", "zombies", "orphans"))
+SAMPLED = HELD[:-2]
 _WARM_SHARE, _EVERY_S, _CAPACITY_S, _SHARE = 0.1, 5.0, 30.0, 0.7
 _BLOCKS, _SIGMA, _NOISES = 30, 1.4826, 2.0
 """Samples are taken together to so many medians: neighbours are alike, and an interval would be too narrow. The
@@ -425,7 +428,7 @@ class Steady(Mixed):
                 )  # fmt: skip
         counted = samples[int(_WARM_SHARE * len(samples)) :]
         for name in SAMPLED:
-            values = [getattr(usage, name) / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
+            values = [_scaled(name, usage) for _, usage in counted]
             self.slopes[name] = slope_of([at_s for at_s, _ in counted], values)
         self.missed += ends.failures if ends.ends[End.RIGHT] else ["no answer was right"]
         self.missed += [f"{name} grows by {it.per_hour:.3g} per hour" for name, it in self.slopes.items() if it.grows]

@@ -19,7 +19,7 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -86,19 +86,19 @@ class FaultServer:
         for pid, kind in kinds.items():
             memory[kind] += held[pid].get("RssAnon", 0) + held[pid].get("RssShmem", 0)
         files = [target for pid in kinds for target in _descriptors(pid)]
-        return Usage(
-            processes=len(kinds),
-            memory_bytes=memory.total(),
-            shared_bytes=sum(each.get("RssShmem", 0) for each in held.values()),
-            threads=sum(each.get("Threads", 0) for each in held.values()),
-            descriptors=len(files),
-            sockets=sum(target.startswith("socket:") for target in files),
-            socket_files=sum(path.is_socket() for path in self.folder.rglob("*")),
-            shm_files=sum(not entry.name.startswith(_OTHERS_FILES) for entry in _SHM.iterdir()),
-            zombies=sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
-            orphans=len(kinds.keys() - below),
-            memory_by_kind=dict(memory),
-        )
+        counts = {
+            "processes": len(kinds),
+            "memory_bytes": memory.total(),
+            "shared_bytes": sum(each.get("RssShmem", 0) for each in held.values()),
+            "threads": sum(each.get("Threads", 0) for each in held.values()),
+            "descriptors": len(files),
+            "sockets": sum(target.startswith("socket:") for target in files),
+            "socket_files": sum(path.is_socket() for path in self.folder.rglob("*")),
+            "shm_files": sum(not entry.name.startswith(_OTHERS_FILES) for entry in _SHM.iterdir()),
+            "zombies": sum(bool(status := status_of(pid)) and "VmRSS" not in status for pid in below),
+            "orphans": len(kinds.keys() - below),
+        }
+        return Usage(counts=counts, memory_by_kind=dict(memory))
 
     def own_memory(self) -> Counter[str]:
         """Return what the processes of each kind hold, in bytes: their proportional sets without pages of files."""
@@ -184,7 +184,7 @@ def deployed(folder: Path, missed: list[str]) -> Iterator[tuple[FaultServer, Cal
 
                 def handed(application: Any) -> Callable[[], bool]:
                     deploy(serve, application)
-                    return lambda: str(serve.status().applications[application["name"]].status) == "RUNNING"
+                    return lambda: bool(serve.status().applications[application["name"]].status == "RUNNING")
 
                 server = FaultServer(url=f"http://127.0.0.1:{port}", mark=mark, root=os.getpid(), folder=folder)
                 yield server, handed
@@ -257,32 +257,30 @@ _SLACK = {"threads": 16, "descriptors": 32, "sockets": 32, "shared_bytes": 32 <<
 """What comes and goes by itself: pools of threads and connections, Ray's idle workers."""
 
 
+HELD = (
+    "processes", "memory_bytes", "shared_bytes", "threads", "descriptors", "sockets", "socket_files", "shm_files",
+    "zombies", "orphans",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a server holds at one moment. `socket_files`: in its folder; `orphans`: processes of the run that are no
-    descendants of the one that started it."""
+    """What a server holds at one moment, by the names in `HELD`. `socket_files`: in its folder; `orphans`: processes of
+    the run that are no descendants of the one that started it."""
 
-    processes: int
-    memory_bytes: int
-    shared_bytes: int
-    threads: int
-    descriptors: int
-    sockets: int
-    socket_files: int
-    shm_files: int
-    zombies: int
-    orphans: int
+    counts: Mapping[str, int]
     memory_by_kind: Mapping[str, int]
 
-    def counts(self) -> dict[str, int]:
-        """Return all but `memory_by_kind`."""
-        return {name: value for name, value in asdict(self).items() if isinstance(value, int)}
+    @property
+    def memory_bytes(self) -> int:
+        """All memory."""
+        return self.counts["memory_bytes"]
 
 
 def grown(before: Usage, after: Usage) -> list[str]:
     """Return what is more afterwards than it may be, in words; of memory also whose, the most first."""
-    found, now = [], after.counts()
-    for name, was in before.counts().items():
+    found, now = [], after.counts
+    for name, was in before.counts.items():
         share = MEMORY_SHARE if name in ("memory_bytes", "threads", "descriptors", "sockets") else 0.0
         if now[name] > was + max(share * was, _SLACK.get(name, 0)):
             found.append(f"{name} grew from {was} to {now[name]}")
@@ -301,7 +299,7 @@ async def settled(server: FaultServer) -> Usage:
         await asyncio.sleep(_PERIOD_S)
         before, now = now, await asyncio.to_thread(server.usage)
         moved = abs(now.memory_bytes - before.memory_bytes) / max(1, before.memory_bytes)
-        still = still + 1 if moved < _STILL_SHARE and now.processes == before.processes else 0
+        still = still + 1 if moved < _STILL_SHARE and now.counts["processes"] == before.counts["processes"] else 0
     return now
 
 

@@ -58,7 +58,7 @@ class Beside(OnServer):
 
     systems = ("alone", "beside")
     ours = "alone"
-    pairs = (("beside", "alone"),)
+    pairs: tuple[tuple[str, str], ...] = (("beside", "alone"),)
 
     def client(self, tenant: str = "b", *, hung_s: float = 600.0) -> Client:
         """Open a tenant's client."""

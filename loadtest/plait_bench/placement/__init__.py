@@ -1,8 +1,8 @@
 """Placement policies on public lists of GPU tasks: how much of a cluster's GPUs do tasks get?
 
 Workloads: the lists of the FGD publication (read from the data folder) and tasks that depart (`departures`). A round is
-a seed, 42 to 51 as published; all policies see the same tasks in the same order. Shares of GPUs are computed, times are
-measured. `ray` and `small-ray` are played on a Ray of several nodes with Serve (`on_ray.py`).
+a seed, 42 to 51 as published; all policies see the same tasks in the same order. `ray` and `small-ray` are played on a
+Ray of several nodes with Serve (`on_ray.py`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar
 
-import numpy as np
-
 from plait_bench.benchmark import Metric, Reading, ResultRow, Rounds, Say, Subject, Workload
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.placement.simulator import SEEDS, Replay, churn, fill, inflated, shuffled
@@ -121,15 +119,12 @@ def _rows(path: Path, columns: tuple[str, ...]) -> list[tuple[int, dict[str, str
 
 
 class Filling(Workload):
-    """A list at 130 % load, replayed by each policy; a round is a seed. Shares are computed, times are measured."""
+    """A list at 130 % load, replayed by each policy; a round is a seed. Shares are computed."""
 
     metrics: Mapping[str, Metric] = {
         "allocated_pct": Metric(unit="% of GPUs", better="higher"),
         "stranded_pct": Metric(unit="% of GPUs", better="lower"),
-        "fragmented_pct": Metric(unit="% of GPUs", better="lower"),
         "refused_pct": Metric(unit="% of tasks", better="lower"),
-        "run_s": Metric(unit="s", better="lower"),
-        "decision_p99_ms": Metric(unit="ms", better="lower"),
     }
     ours = OURS
     systems: tuple[str, ...] = POLICIES
@@ -161,15 +156,9 @@ class Filling(Workload):
         shares = {
             "allocated_pct": replay.allocated,
             "stranded_pct": replay.stranded,
-            "fragmented_pct": replay.fragmented,
             "refused_pct": replay.refused / replay.tasks,
         }
-        p99_ms = 1e3 * float(np.quantile(replay.decisions_s, 0.99))
-        return [
-            *(Reading(metric=metric, value=100 * share, kind="modelled") for metric, share in shares.items()),
-            Reading(metric="run_s", value=replay.wall_s),
-            Reading(metric="decision_p99_ms", value=p99_ms),
-        ]
+        return [Reading(metric=metric, value=100 * share, kind="modelled") for metric, share in shares.items()]
 
     def replay(self, system: str, seed: int) -> Replay:
         """Fill a cluster by a policy."""
@@ -182,7 +171,7 @@ class Filling(Workload):
         values = {
             (system, f"{metric}_mean_pct"): [100 * getattr(replay, metric) for replay in seen]
             for system, seen in self._seen.items()
-            for metric in ("allocated", "stranded", "fragmented")
+            for metric in ("allocated", "stranded")
         }
         if self.name in PUBLISHED:
             means = published_means(self.name, self._data)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.fragments import FragmentTables
@@ -26,18 +24,13 @@ LOAD = 1.3
 class Replay:
     """What a run ended with. Shares are of all GPUs of the cluster.
 
-    `allocated`: GPUs given to tasks; `fragmented`: FGD's F, idle GPU that the average task could not use, tasks without
-    GPUs included (for them all idle GPU is a fragment); `stranded`: the same over tasks with GPUs only. `decisions_s`:
-    the time of each decision, (tasks,) float64; `wall_s`: of all of them with their bookkeeping.
+    `allocated`: GPUs given to tasks; `stranded`: idle GPU that the average task with GPUs could not use.
     """
 
     allocated: float
-    fragmented: float
     stranded: float
     refused: int
     tasks: int
-    decisions_s: NDArray[np.float64]
-    wall_s: float
 
 
 def shuffled(nodes: Sequence[ClusterNode], seed: int) -> list[ClusterNode]:
@@ -70,22 +63,15 @@ def inflated(tasks: Sequence[Task], total_milli: int, seed: int, load: float = L
 
 def fill(state: ClusterState, tasks: Sequence[Task], policy: Policy, classes: Sequence[TaskClass]) -> Replay:
     """Place one task after the other; nothing departs, and what fits nowhere is dropped. Changes the state."""
-    refused, spent = 0, np.empty(len(tasks))
-    clock, began = time.perf_counter, time.perf_counter()
-    for number, task in enumerate(tasks):
-        asked = clock()
+    refused = 0
+    for task in tasks:
         at = policy.choose(state, task)
-        spent[number] = clock() - asked
         if at is None:
             refused += 1
         else:
             state.place(task, at)
-    wall_s = clock() - began
-    allocated, fragmented, stranded = _Meter(state, classes).read()
-    return Replay(
-        allocated=allocated, fragmented=fragmented, stranded=stranded, refused=refused, tasks=len(tasks),
-        decisions_s=spent, wall_s=wall_s,
-    )  # fmt: skip
+    allocated, stranded = _Meter(state, classes).read()
+    return Replay(allocated=allocated, stranded=stranded, refused=refused, tasks=len(tasks))
 
 
 def churn(
@@ -111,31 +97,22 @@ def churn(
     arrives, lives = np.cumsum(rng.exponential(every, arrivals)), rng.exponential(1.0, arrivals)
     leaving: list[tuple[float, int, Task, TaskPlacement]] = []
     meter = _Meter(state, classes)
-    refused, spent, seen_s = 0, np.empty(arrivals), 0.0
-    seen: list[tuple[float, float, float]] = []
-    clock, began = time.perf_counter, time.perf_counter()
+    refused, seen = 0, list[tuple[float, float]]()
     for number, (pick, now) in enumerate(zip(drawn.tolist(), arrives.tolist(), strict=True)):
         while leaving and leaving[0][0] <= now:
             _, _, gone, was = heapq.heappop(leaving)
             state.release(gone, was)
         task = tasks[pick]
-        asked = clock()
         at = policy.choose(state, task)
-        spent[number] = clock() - asked
         if at is None:
             refused += 1
         else:
             state.place(task, at)
             heapq.heappush(leaving, (now + float(lives[number]), number, task, at))
         if number >= arrivals // 2 and (number - arrivals // 2) % _LOOK == 0:
-            looked = clock()
             seen.append(meter.read())
-            seen_s += clock() - looked
-    allocated, fragmented, stranded = np.mean(seen, axis=0).tolist()
-    return Replay(
-        allocated=allocated, fragmented=fragmented, stranded=stranded, refused=refused, tasks=arrivals,
-        decisions_s=spent, wall_s=clock() - began - seen_s,
-    )  # fmt: skip
+    allocated, stranded = np.mean(seen, axis=0).tolist()
+    return Replay(allocated=allocated, stranded=stranded, refused=refused, tasks=arrivals)
 
 
 _LOOK = 100
@@ -148,14 +125,10 @@ class _Meter:
 
     def __init__(self, state: ClusterState, classes: Sequence[TaskClass]) -> None:
         self._state = state
-        self._every = FragmentTables(classes, state)
-        self._gpu = FragmentTables([each for each in classes if each.task.gpus], state)
+        self._tables = FragmentTables([each for each in classes if each.task.gpus], state)
 
-    def read(self) -> tuple[float, float, float]:
-        """Return what is allocated, fragmented and stranded now."""
-        state = self._state
-        found = [
-            float(tables.fragments(state).sum()) / tables.weight / state.total_milli
-            for tables in (self._every, self._gpu)
-        ]
-        return 1 - int(state.gpu_free.sum()) / state.total_milli, found[0], found[1]
+    def read(self) -> tuple[float, float]:
+        """Return what is allocated and stranded now."""
+        state, tables = self._state, self._tables
+        stranded = float(tables.fragments(state).sum()) / tables.weight / state.total_milli
+        return 1 - int(state.gpu_free.sum()) / state.total_milli, stranded

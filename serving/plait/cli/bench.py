@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -27,7 +28,6 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="fewer rounds, or seeds, and trials")] = False,
     out: Annotated[Path | None, typer.Option(help="write the document to this file too")] = None,
     record: Annotated[bool, typer.Option("--record", help="put the rows into the results file")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", hidden=True)] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
     size: Annotated[str, typer.Option(help="images: the models, starter, sd15 or sdxl")] = "starter",
@@ -57,13 +57,17 @@ def bench(
         raise typer.Exit(2)
     job = BenchJob(
         name=name, rounds=rounds, quick=quick, models=models, size=size, edge=edge, dtype=dtype, device=device, at=at,
-        workloads=tuple(workload or ()), systems=tuple(system or ()), record=record, overwrite=overwrite,
+        workloads=tuple(workload or ()), systems=tuple(system or ()), record=record,
         results=results, data=data, tables=tuple(table or ()),
     )  # fmt: skip
+    # Servers that a benchmark started must not outlive it, however it is asked to end.
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
         document = measure(job, say=_say)
     except BenchError as error:
         raise PlaitError(str(error)) from error
+    finally:
+        signal.signal(signal.SIGTERM, before)
     text = json.dumps(document, indent=1)
     if document["left_out"] and not document["rows"]:
         raise PlaitError("nothing was measured: " + "; ".join(document["left_out"].values()))

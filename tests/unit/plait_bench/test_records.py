@@ -11,7 +11,6 @@ from plait_bench import job, records
 from plait_bench.benchmark import RATIO, ResultRow
 from plait_bench.errors import RecordError
 from plait_bench.host import changes, commit, gpu_facts, host_facts, is_in_history
-from plait_bench.job import BenchJob
 from plait_bench.records import document
 from plait_bench.runner import BenchResult, LayoutChoice
 
@@ -126,12 +125,6 @@ def test_the_committed_files_are_what_the_program_writes(tmp_path):
         assert not [row for row in rows if row.get("busy")], path
         records.write(tmp_path / path.name, rows)
         assert (tmp_path / path.name).read_bytes() == path.read_bytes(), path
-
-
-def test_overwriting_is_refused_in_one_sentence():
-    """Before anything is measured."""
-    with pytest.raises(RecordError, match="--overwrite is gone"):
-        job.measure(BenchJob(name="images", rounds=1, overwrite=True), say=lambda _: None)
 
 
 def test_a_broken_results_file_names_its_line(tmp_path):

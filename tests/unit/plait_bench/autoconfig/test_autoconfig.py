@@ -136,11 +136,6 @@ def test_the_whole_benchmark_runs_on_recorded_runs(tmp_path: Path, monkeypatch: 
     rows = {(row.system, row.metric): row for row in result.rows}
     assert rows["plait", "regret_at_5"].value <= rows["random", "regret_at_1"].value
     assert rows["plait", "trials_to_5pct"].n == 2
-    assert rows["plait", "pretrain_s"].value > 0
-    optimum = rows["two", "optimum"]
-    assert optimum.value == pytest.approx(3 * 6.2)
-    assert optimum.p20 < optimum.value < optimum.p80
-    assert optimum.n == 3
     assert set(result.ratios) == {"own-tiny:trials_to_5pct:plait/random"}
 
 
@@ -205,18 +200,18 @@ def test_a_search_is_judged_on_the_truth():
     assert curve.regrets == play(make, task, seed=0, trials=12).regrets
     assert len(curve.regrets) == 12
     assert all(0.0 <= each <= 1.0 for each in curve.regrets)
-    assert len(curve.bad) == 12
+    assert len(curve.regrets) == 12
 
 
 def test_trials_are_counted_to_the_first_good_one():
     """And one more than there were if there was none; a search that ended early keeps its last regret."""
-    curve = Curve(regrets=(0.5, 0.2, 0.04), bad=(False, True, False), ask_s=(0.1, 0.1, 0.1))
+    curve = Curve(regrets=(0.5, 0.2, 0.04))
     assert (curve.trials_to(0.05), curve.trials_to(0.01), curve.regret_at(9)) == (3, 4, 0.04)
 
 
 def test_extra_trials_are_taken_seed_by_seed():
     """Misled minus cold, of the same seed; without that seed there is nothing to say."""
-    slow, fast = (Curve(regrets=(0.5,) * n + (0.0,), bad=(False,) * (n + 1), ask_s=(0.0,)) for n in (3, 1))
+    slow, fast = (Curve(regrets=(0.5,) * n + (0.0,)) for n in (3, 1))
     cold = Searching("synthetic-cold", lambda: synthetic.suite("cold"))
     misled = Searching("synthetic-negated", lambda: synthetic.suite("negated"), cold=cold)
     with misled.session(lambda _: None):
