@@ -24,8 +24,6 @@ from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workloa
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
-CONFIRM_AFTER, CANDIDATES, CONFIRMATIONS, SURE = 20, 4, 10, 0.9
-_MANY_TRIALS, _MANY_SEEDS = 100, 3
 
 Make = Callable[[TuningTask, int], Designer]
 """`(task, seed) -> a fresh designer`."""
