@@ -13,12 +13,13 @@ import os
 import resource
 import secrets
 import socket
+import sys
 import tempfile
 import time
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,7 +179,7 @@ def deployed(folder: Path, missed: list[str]) -> Iterator[tuple[FaultServer, Cal
     try:
         with socket.create_server(("127.0.0.1", 0)) as found:
             port = found.getsockname()[1]
-        with local_nodes() as nodes:
+        with redirect_stdout(sys.stderr), local_nodes() as nodes:  # where Ray tells who died
             nodes.add("one", NodeSize(cpus=_CPUS))
             with attached(nodes, port=port) as serve:
 
