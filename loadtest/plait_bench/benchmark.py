@@ -167,7 +167,8 @@ class Workload(ABC):
         return ()
 
     def judge(self, rows: Sequence[ResultRow]) -> Sequence[str]:
-        """Return what was promised and is not so, in words; called with all rows when all systems are closed."""
+        """Return what was promised and is not so, in words; called with all rows, if all systems took part, once they
+        are closed."""
         return ()
 
 

@@ -51,6 +51,17 @@ def test_json_is_alone_on_stdout_and_in_the_file(measured, capsys, tmp_path):
     assert (measured[0].rounds, measured[0].quick) == (None, True)
 
 
+def test_a_missed_promise_is_exit_code_99(monkeypatch, capsys):
+    """It stands below the table, and in the document."""
+    row = ResultRow.of([1.0], system="plait", workload="ends", metric="wrong", unit="requests")
+    result = BenchResult(rows=(row,), left_out={}, missed=("ends: wrong: an image",))
+    monkeypatch.setattr(job, "measure", lambda *_, **__: document("faults", "abc123", {}, result))
+    code, stdout, _ = run(capsys, "faults")
+    assert (code, stdout.splitlines()[-1]) == (99, "MISSED: ends: wrong: an image")
+    code, stdout, _ = run(capsys, "faults", "--json")
+    assert (code, json.loads(stdout)["missed"]) == (99, ["ends: wrong: an image"])
+
+
 def test_options_reach_the_job(measured, capsys, tmp_path):
     """The benchmark's own rounds unless said otherwise; nothing is recorded unless asked for."""
     code, stdout, _ = run(capsys, "images", "--workload", "same16", "--models", str(tmp_path))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
+from plait_bench.benchmark import RATIO, Benchmark, Metric, Reading, Rounds, Workload
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import ProcessLayout, System
 from plait_bench.images.measured import layouts, layouts_for
 from plait_bench.runner import RunPlan
-from support.bench import FakeFleet, fake_systems, fake_workload, run_on_fleets
+from support.bench import FakeFleet, fake_systems, fake_workload, measured, run_on_fleets
 
 
 def fleets(log, **seconds):
@@ -286,3 +289,27 @@ def test_a_trial_may_be_shorter():
     _, log = chosen(lambda *_: 1.0, variants=("", "wide"), trial_items=1, items=3)
     assert "a 1" in log
     assert log[-1] == "a 3"
+
+
+class Promised(Workload):
+    """Two systems; the second may be at most twice the first."""
+
+    name, systems, pairs = "promised", ("one", "other"), (("other", "one"),)
+    metrics: ClassVar = {"taken_s": Metric(unit="s", better="lower")}
+
+    @contextmanager
+    def open(self, system, layout):
+        """Three seconds, or one."""
+        yield Rounds(lambda _: [Reading(metric="taken_s", value=3.0 if system == "other" else 1.0)])
+
+    def judge(self, rows):
+        """Look at the ratio."""
+        (ratio,) = (row.value for row in rows if row.unit == RATIO)
+        return [f"{ratio:g} times"] if ratio > 2 else []
+
+
+def test_what_was_promised_is_judged_by_all_rows():
+    """Ratios too; not where a system was left out."""
+    benchmark = Benchmark(name="fake", workloads=(Promised(),))
+    assert measured(benchmark, RunPlan(rounds=1)).missed == ("promised: 3 times",)
+    assert measured(benchmark, RunPlan(rounds=1, systems=("one",))).missed == ()
