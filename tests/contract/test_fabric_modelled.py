@@ -16,9 +16,8 @@ import pytest
 
 from plait_fabric import Channel, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout, connect, listen
 from plait_fabric.errors import BadHeader
-from plait_fabric.link.clocks import MonotonicClock
 from plait_fabric.link.link import Link
-from plait_fabric.link.modelled import LinkPort, ModelledChannel, modelled
+from plait_fabric.link.modelled import LinkPort, ModelledChannel, MonotonicClock, modelled
 from plait_fabric.transport.inproc import pair
 from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_clocks import VirtualClock

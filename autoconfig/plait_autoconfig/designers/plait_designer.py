@@ -9,19 +9,22 @@ learned. Everything is evaluated on all cells: there is no inner search.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import ClassVar
 
 import numpy as np
+from threadpoolctl import ThreadpoolController
 
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.sobol import SobolDesigner
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space
-from plait_autoconfig.surrogate import acquisition, reading
+from plait_autoconfig.surrogate import reading
 from plait_autoconfig.surrogate.background import (
     Background,
     Floats,
@@ -30,8 +33,15 @@ from plait_autoconfig.surrogate.background import (
     no_background,
 )
 from plait_autoconfig.surrogate.pooling import pool
-from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer
-from plait_autoconfig.surrogate.threads import one_thread
+from plait_autoconfig.surrogate.posterior import (
+    Posterior,
+    TrialData,
+    best_known,
+    expected_improvement,
+    expected_regret,
+    infer,
+    probability_above,
+)
 from plait_autoconfig.values import Cell, Config, TrialOutcome
 
 _NOISE, _NOISE_TRIALS = 0.03, 2.0
@@ -149,8 +159,8 @@ class PlaitDesigner(SobolDesigner):
         return Beliefs(
             loss=loss,
             unit=unit,
-            feasible=acquisition.probability_above(margin, 0.0),
-            best=acquisition.best_known(loss, kept) if kept.size else None,
+            feasible=probability_above(margin, 0.0),
+            best=best_known(loss, kept) if kept.size else None,
         )
 
     def expected_regret(self) -> float:
@@ -162,7 +172,7 @@ class PlaitDesigner(SobolDesigner):
         if beliefs.best is None:
             return float("inf")
         rng = np.random.default_rng([self._seed, len(self.trials), 1])
-        gain = acquisition.expected_regret(beliefs.loss, beliefs.best, beliefs.feasible, rng)
+        gain = expected_regret(beliefs.loss, beliefs.best, beliefs.feasible, rng)
         return float(-np.expm1(-gain * beliefs.unit))
 
     def _choose(self, open_cells: Indices) -> int:
@@ -182,7 +192,7 @@ class PlaitDesigner(SobolDesigner):
             best = beliefs.best
             if best is None:  # anything feasible is worth having; better than the usual loss even more
                 best = np.median(beliefs.loss.means, axis=1)
-            gain = acquisition.expected_improvement(beliefs.loss, best)
+            gain = expected_improvement(beliefs.loss, best)
         return gain * beliefs.feasible**_CAUTION
 
     @property
@@ -302,3 +312,24 @@ def _standardised(values: Floats) -> Floats:
     if not known.size:
         return values
     return np.asarray((values - known.mean()) / (known.std() or 1.0))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limit numpy, scipy, scikit-learn and torch to one thread in this block, then restore the previous limits."""
+    torch = sys.modules.get("torch")  # whose import takes seconds, and which most designers do without
+    before = None if torch is None else torch.get_num_threads()
+    if torch is not None:
+        torch.set_num_threads(1)
+    try:
+        with _controller().limit(limits=1):
+            yield
+    finally:
+        if torch is not None:
+            torch.set_num_threads(before)
+
+
+@cache
+def _controller() -> ThreadpoolController:
+    """Return the controller; finding the libraries takes milliseconds, so it is cached."""
+    return ThreadpoolController()

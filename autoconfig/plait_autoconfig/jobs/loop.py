@@ -6,35 +6,40 @@ whose worker has died is declared lost by the next worker that looks, and its co
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal, TypeAlias
+
+import numpy as np
 
 from plait_autoconfig.designers import make_designer, maker_of
 from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.errors import TunerError
+from plait_autoconfig.errors import OutsideSpace, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
-from plait_autoconfig.jobs.errors import JobBroken, NothingValid
-from plait_autoconfig.jobs.exclusive import exclusive_lock
+from plait_autoconfig.jobs.errors import JobBroken, JobBusy, NothingValid
 from plait_autoconfig.jobs.heartbeat import Heartbeat, is_present
-from plait_autoconfig.jobs.hints import expected_per_s, to_beat
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
 from plait_autoconfig.jobs.proposals import Proposals
-from plait_autoconfig.jobs.records import Claim, Record, config_key, lost_as_crash
+from plait_autoconfig.jobs.records import Claim, Record, config_key, lost_as_crash, trials_of
 from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
 from plait_autoconfig.jobs.runner import ChildRunner, Runner
+from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.values import Config
+from plait_autoconfig.objective import GOODPUT_PER_S
+from plait_autoconfig.trial_load import expected_rate
+from plait_autoconfig.values import Config, cells_of, pooled
 
 MAX_LOST = 2
 """The number of worker deaths that a configuration may cause; after one more it is itself taken to be the reason."""
@@ -320,3 +325,71 @@ class _JobWorker:
 
     def _say(self, kind: EventKind, text: str, number: int | None = None) -> None:
         self._on_event(JobEvent(kind=kind, at_s=self._now(), text=text, number=number))
+
+
+@contextmanager
+def exclusive_lock(path: Path, *, wait_s: float, tick: Callable[[], None]) -> Iterator[int]:
+    """Hold a lock on a file and yield its descriptor; a process that inherits it holds the lock, too.
+
+    Waits for a holder that may be about to end, calling `tick` meanwhile. Raises `JobBusy` after `wait_s`.
+    """
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        until = time.monotonic() + wait_s
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= until:
+                    msg = f"another process is tuning the live service of this job (it holds {path})"
+                    raise JobBusy(msg) from None
+            tick()
+            time.sleep(0.1)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+_SEARCHED = (MeasurementKind.TRIAL, MeasurementKind.REFERENCE)
+
+
+def to_beat(spec: JobSpec, records: Sequence[Record], kind: MeasurementKind) -> float | None:
+    """Return what the metric of the only goal would be if the best feasible configuration so far were measured now.
+
+    None for a measurement that is to be complete: a reference, or a confirmation; and while nothing is known.
+    """
+    if kind is not MeasurementKind.TRIAL or len(spec.goal.goals) > 1:
+        return None
+    best = spec.goal.best(trials_of(record for record in records if record.kind in _SEARCHED))
+    if best is None:
+        return None
+    metric = spec.goal.goals[0].metric
+    return best.outcome.metrics[metric] * drift_factors(records, spec.reference).get(metric, 1.0)
+
+
+def expected_per_s(spec: JobSpec, records: Sequence[Record], config: Config) -> float:
+    """Return the goodput that this configuration, or similar ones, were seen to reach; 0 if none was measured."""
+    own = [record.raw for record in records if record.key == config_key(config) and record.kind.compares]
+    again = pooled(each for each in own if each is not None and each.failure is None)
+    if again is not None:
+        return again.metrics.get(GOODPUT_PER_S, 0.0)
+    seen = [
+        cell
+        for cell in cells_of(trials_of(record for record in records if record.kind in _SEARCHED))
+        if spec.goal.feasible(cell.outcome)
+        and cell.outcome.metrics.get(GOODPUT_PER_S, 0.0) > 0.0
+        and _is_inside(spec, cell.config)
+    ]
+    if not seen:
+        return 0.0
+    rows = spec.space.encode([config, *(cell.config for cell in seen)])
+    return expected_rate(np.abs(rows[1:] - rows[0]).sum(1), [cell.outcome.metrics[GOODPUT_PER_S] for cell in seen])
+
+
+def _is_inside(spec: JobSpec, config: Config) -> bool:
+    try:
+        spec.space.check(config)
+    except OutsideSpace:
+        return False
+    return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from plait_autoconfig.errors import LibraryError, OutsideSpace
@@ -11,10 +12,9 @@ from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.measurer import TuningSubject
 from plait_autoconfig.jobs.records import Record, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.knob_matching import in_terms_of
 from plait_autoconfig.library import LibraryRun, usable_for, usable_runs
 from plait_autoconfig.starter_library import starter_runs
-from plait_autoconfig.values import Value
+from plait_autoconfig.values import Config, Value
 
 
 def past_runs(spec: JobSpec, records: Sequence[Record]) -> tuple[tuple[LibraryRun, ...], tuple[str, ...]]:
@@ -107,3 +107,45 @@ def run_id_of(spec: JobSpec, records: Sequence[Record]) -> str:
 def began_at(records: Sequence[Record]) -> str:
     """Return when the first measurement began, ISO 8601; empty before that."""
     return datetime.fromtimestamp(records[0].claim.at_s, UTC).isoformat(timespec="seconds") if records else ""
+
+
+def in_terms_of(run: LibraryRun, sets: Mapping[str, str], reference: Config) -> LibraryRun:
+    """Return a past run in terms of a job's knobs: knobs meet by what they set, not by what they are called.
+
+    What a knob sets is `DEPLOYMENT.setting`. Deployments of one role differ by a name after the first hyphen
+    (`hn-picks`, `hn-films`), so `hn.threads` is what two of them have in common.
+
+    `sets`: what each of these sets; `reference`: the job's.
+
+    A knob of the job that the run did not vary is taken to have been as in the reference. A knob of the run that the
+    job does not have is left out: configurations that differed in nothing else become repeats of one. A run that has no
+    knob in common with the job is returned as it is.
+    """
+    theirs = dict.fromkeys(name for trial in run.trials for name in trial.config)
+    source = {name: found for name, what in sets.items() if (found := _same(run, list(theirs), name, what)) is not None}
+    if not source or (list(source) == list(source.values()) and set(theirs) == set(source) == set(sets)):
+        return run
+    absent = {name: reference[name] for name in sets if name not in source and name in reference}
+    trials = tuple(replace(trial, config=_config(trial.config, source) | absent) for trial in run.trials)
+    units = {name: run.units[found] for name, found in source.items() if found in run.units}
+    return replace(run, trials=trials, units=units, sets={name: sets[name] for name in source})
+
+
+def _same(run: LibraryRun, theirs: list[str], name: str, what: str) -> str | None:
+    """Return the knob of the run that sets the same: exactly, or of a deployment of the same role; or, if nobody said
+    what it sets, the one with the same name."""
+    said = {their: run.sets.get(their, their) for their in theirs}
+    for alike in (lambda other: other == what, lambda other: _by_role(other) == _by_role(what)):
+        found = next((their for their, other in said.items() if alike(other)), None)
+        if found is not None:
+            return found
+    return name if name in theirs and name not in run.sets else None
+
+
+def _by_role(setting: str) -> str:
+    deployment, dot, rest = setting.rpartition(".")
+    return f"{deployment.partition('-')[0]}{dot}{rest}"
+
+
+def _config(config: Config, source: Mapping[str, str]) -> dict[str, Value]:
+    return {name: config[theirs] for name, theirs in source.items() if theirs in config}

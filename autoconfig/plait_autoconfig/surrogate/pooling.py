@@ -25,8 +25,7 @@ from plait_autoconfig.surrogate.background import (
     no_background,
     usual_scales,
 )
-from plait_autoconfig.surrogate.kernels import matern_between
-from plait_autoconfig.surrogate.posterior import TrialData, log_evidence
+from plait_autoconfig.surrogate.posterior import TrialData, log_evidence, matern_between
 
 _TREES, _LEAF = 60, 2
 _MAX_ROWS = 6_000  # that a forest learns from

@@ -205,8 +205,7 @@ class BatchLoop(Generic[T]):
         """Process the item on the calling thread if nothing else is waiting or running; return False if it was not
         processed.
 
-        Only if the work is single-threaded: a second thread that computes with a team would slow down both
-        (`threads.py`).
+        Only if the work is single-threaded: a second thread that computes with a team would slow down both.
         """
         if self._knobs.threads != 1 or self._knobs.cores or not self._batch_lock.acquire(blocking=False):
             return False

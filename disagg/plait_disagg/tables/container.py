@@ -14,6 +14,7 @@ import json
 import math
 import mmap
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,6 @@ from typing import Any, BinaryIO
 import torch
 
 from plait_disagg.tables.errors import BadTableFile
-from plait_disagg.tables.readahead import read_ahead
 from plait_fabric.bounded import load_json, product
 
 __all__ = ["Container", "TensorEntry", "map_container", "write_container"]
@@ -116,7 +116,7 @@ def write_container(
 
 
 def map_container(path: Path, *, copy_on_write: bool = False, ahead: bool = False) -> Container:
-    """Map the file, reading only its header; with `ahead`, read the rest in the background if it fits (`readahead.py`).
+    """Map the file, reading only its header; with `ahead`, read the rest in the background if it fits.
 
     While the tensors are alive, truncating the file or writing to them makes the kernel kill the process. With
     `copy_on_write` they may be written to, where the system allows it (`Container.is_writable`); the file and other
@@ -225,3 +225,50 @@ def _tensor(mapping: mmap.mmap, start: int, entry: TensorEntry) -> torch.Tensor:
         warnings.simplefilter("ignore", UserWarning)
         flat = torch.frombuffer(mapping, dtype=entry.dtype, count=math.prod(entry.shape), offset=start + entry.begin)
     return flat.view(entry.shape)
+
+
+_SHARE = 0.5
+"""The max file size as a share of the available memory: a larger file would evict what others need."""
+
+_READ_BYTES = 8 << 20
+_MAP_BYTES = 1 << 20
+"""How much is mapped at once: little, because Python holds the GIL while the kernel maps pages."""
+
+_MADV_POPULATE_READ = 22
+"""From Linux 5.14, asm-generic/mman-common.h: populates pages as if each had been read."""
+
+
+def read_ahead(path: Path, mapping: mmap.mmap) -> threading.Thread | None:
+    """Read the file and map its pages on a separate thread, which is returned; None if the file is too large.
+
+    A newly started server would spend its first seconds under load on page faults, which bring in one page each, and on
+    the disk where the file is not in the page cache.
+    """
+    if len(mapping) > _SHARE * available_bytes():
+        return None
+    thread = threading.Thread(target=_read, args=(path, mapping), name=f"read ahead {path.name}", daemon=True)
+    thread.start()
+    return thread
+
+
+def available_bytes() -> int:
+    """Return the bytes of memory available without swapping according to /proc/meminfo; 0 where it does not exist."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split(":", 1) for line in lines)
+    return 1024 * int(found.get("MemAvailable", "0 kB").split()[0])
+
+
+def _read(path: Path, mapping: mmap.mmap) -> None:
+    """Read the file, best effort: if anything fails here, lookups read for themselves."""
+    room = memoryview(bytearray(_READ_BYTES))
+    try:
+        with path.open("rb", buffering=0) as file:
+            for start in range(0, len(mapping), _READ_BYTES):
+                os.preadv(file.fileno(), [room], start)
+                for part in range(start, min(start + _READ_BYTES, len(mapping)), _MAP_BYTES):
+                    mapping.madvise(_MADV_POPULATE_READ, part, min(_MAP_BYTES, len(mapping) - part))
+    except (OSError, ValueError):
+        return

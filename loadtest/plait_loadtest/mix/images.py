@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from plait_loadtest.distributions import Floats, cumulative, pick_distinct, zipf_weights
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.mix.chunks import CHUNK, Chunks, WeightedChoice, pick_texts
-from plait_loadtest.mix.control_images import control_image
-from plait_loadtest.mix.edits import EditFields, read_images
-from plait_loadtest.scenario import ControlNets, ImageClass, LoadTarget, Loras
+from plait_loadtest.mix.control_images import control_image, mask_image
+from plait_loadtest.scenario import ControlNets, Edits, ImageClass, LoadTarget, Loras
 from plait_loadtest.seeds import Numbered
 from plait_loadtest.values import PreparedRequest
 
@@ -191,3 +191,52 @@ def _prompts(spec: ImageClass) -> tuple[str, ...]:
     if not prompts:
         raise ScenarioError(f"prompts_file: {spec.prompts_file} has no prompt")
     return prompts
+
+
+_FIRST = 1 << 40
+"""Added to a request's number, so that it does not start from the image of a ControlNet."""
+
+
+class EditFields:
+    """Draws which requests of a class are edits and builds what these carry. Reads files once; raises
+    `ScenarioError`."""
+
+    def __init__(self, spec: Edits) -> None:
+        self._spec = spec
+        self._images = read_images("edits.images", spec.images)
+        self._masks = read_images("edits.masks", spec.masks)
+        self.columns = 2 if spec.share > 0 else 0
+
+    def pick(self, uniforms: Floats) -> list[bool | None]:
+        """Return for each row of `uniforms` (rows, columns) whether it has a mask; None for one that is no edit."""
+        if not self.columns:
+            return [None] * len(uniforms)
+        return [
+            masked < self._spec.masked if chosen < self._spec.share else None for chosen, masked in uniforms.tolist()
+        ]
+
+    def fields(self, index: int, edge: tuple[int, int], *, masked: bool) -> dict[str, object]:
+        """Return the fields of request `index`; `edge`: width and height of what is drawn."""
+        place = index % max(len(self._images), 1)
+        image = self._images[place] if self._images else _text(control_image(_FIRST + index, *edge))
+        found: dict[str, object] = {"image": image}
+        if masked:
+            found["mask"] = self._masks[place] if self._masks else _text(mask_image(index, *edge))
+        if self._spec.strength is not None:
+            found["strength"] = self._spec.strength
+        return found
+
+
+def read_images(field: str, paths: Sequence[Path]) -> list[str]:
+    """Return files as base64. Raises `ScenarioError` that names the field."""
+    found = []
+    for path in paths:
+        try:
+            found.append(_text(path.read_bytes()))
+        except OSError as error:
+            raise ScenarioError(f"{field}: {path} cannot be read: {error.strerror}") from error
+    return found
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode("ascii")

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from plait_autoconfig.jobs.job_file import parse_job
-from plait_autoconfig.jobs.past_runs import past_runs
-from plait_autoconfig.knob_matching import in_terms_of
+from plait_autoconfig.jobs.past_runs import in_terms_of, past_runs
 from plait_autoconfig.library import usable_for
 from plait_autoconfig.space import Space
 from plait_autoconfig.starter_library import starter_runs

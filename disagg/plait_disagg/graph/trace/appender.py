@@ -44,7 +44,7 @@ class Appender:
     def append(
         self, op: str, arguments: Mapping[str, Any], given: frozenset[str], layout: Layout, dtype: str
     ) -> Traced:
-        """Add one call; see `moved.Emitter`."""
+        """Add one call; see `rows_first.Emitter`."""
         operator = VOCABULARY.get(op)
         if operator is None:
             raise UnsupportedOperator(op, why_unknown(op), self.where)
@@ -76,6 +76,6 @@ class Appender:
         return self.append(op, {**defaults, **given}, frozenset(given), layout, makes)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Add a constant; see `moved.Emitter`."""
+        """Add a constant; see `rows_first.Emitter`."""
         made: torch.Tensor = self.builder.named(tensor, self.wanted)
         return made

@@ -13,7 +13,7 @@ from torch import fx
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of, tensor_names
 from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
-from plait_disagg.graph.program import USER_OF, Arg, Node, Port, Ref
+from plait_disagg.graph.program import ROWS, USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
 from plait_disagg.graph.trace.appender import Appender
 from plait_disagg.graph.trace.embeddings import bag_call
@@ -22,7 +22,6 @@ from plait_disagg.graph.trace.lookups import Lookups
 from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
 from plait_disagg.graph.trace.rows_first import MAKERS, MovedCall, Mover
 from plait_disagg.graph.trace.source_lines import module_hint, source_line
-from plait_disagg.graph.trace.step_gather import StepGather, picked_by
 from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
 
 __all__ = ["Builder"]
@@ -97,9 +96,9 @@ class Builder:
         if call is not None and not isinstance(self.read(call.ids), torch.Tensor):
             self.values[node] = Lookups(self, node, source_line(node)).add(call)
             return None
-        picked = picked_by(node, self.exported)
+        picked = _picked_by(node, self.exported)
         if picked is not None:
-            self.values[node] = StepGather(self, node, where).add(*picked)
+            self.values[node] = _StepGather(self, node, where).add(*picked)
             return None
         arguments, given = self._bound(node, where)
         if not varies(arguments):
@@ -267,3 +266,57 @@ def _counts(port: Port, inputs: Sequence[Input]) -> str:
         if isinstance(item, Bag) and port.name in tensor_names((item,)):
             return f"{'offsets' if port.name == item.name + OFFSETS else 'ids'}:{item.name}"
     return PER_ROW
+
+
+# Each row's own step: `x[torch.arange(rows), steps]`, which libraries write to read the last step of a history.
+
+
+def _picked_by(node: fx.Node, exported: Exported) -> tuple[fx.Node, fx.Node] | None:
+    """Return source and steps of a call that picks a step of every row, or None for any other operator."""
+    if str(node.target) != "aten.index.Tensor" or len(node.args[1]) != 2:  # type: ignore[arg-type]
+        return None
+    given: Any = node.args
+    source, (row, step) = given
+    if not all(isinstance(one, fx.Node) for one in (source, row, step)) or not _is_every_row(row, exported):
+        return None
+    return source, step
+
+
+def _is_every_row(node: fx.Node, exported: Exported) -> bool:
+    """Return whether a value is 0, 1, ... up to the number of rows."""
+    places = {"aten.arange.default": 0, "aten.arange.start": 1, "aten.arange.start_step": 1}
+    place = places.get(str(node.target))
+    if place is None:
+        return False
+    end: Any
+    end, others = node.args[place], [node.args[index] for index in range(len(node.args)) if index != place]
+    starts = all(value == wanted for value, wanted in zip(others, (0, 1), strict=False))
+    return starts and isinstance(end, fx.Node) and exported.is_row_count(end.meta["val"])
+
+
+@dataclass(frozen=True, slots=True)
+class _StepGather:
+    """Adds the calls that one such pick becomes."""
+
+    builder: Builder
+    node: fx.Node
+    where: str
+
+    def add(self, source: fx.Node, steps: fx.Node) -> Traced:
+        """Return each row's step, gathered. A step below 0 counts from the end."""
+        values, which = self.builder.read(source), self.builder.read(steps)
+        for one, ndim in ((values, None), (which, 1)):
+            whole = isinstance(one, Traced) and one.layout.is_plain and one.fact.counts == PER_ROW
+            if not whole or (ndim or one.fact.ndim) != one.fact.ndim:
+                raise UnsupportedOperator("aten.index.Tensor", "it picks among the rows", self.where)
+        _, length, *behind = values.layout.sizes
+        call = Appender(self.builder, self.node.name, self.where).call
+        negative = call("aten.lt.Scalar", which, "bool", other=0)
+        from_end = call("aten.add.Scalar", which, which.dtype, other=length)
+        counted = call("aten.where.self", negative, which.dtype, self=from_end, other=which)
+        narrow, wide = (ROWS, 1, *(1 for _ in behind)), (ROWS, 1, *behind)
+        index = call("aten.reshape.default", counted, which.dtype, narrow, shape=narrow)
+        if behind:
+            index = call("aten.expand.default", index, which.dtype, wide, size=wide)
+        picked = call("aten.gather.default", values, values.dtype, wide, dim=1, index=index)
+        return call("aten.squeeze.dim", picked, values.dtype, (ROWS, *behind), dim=1)

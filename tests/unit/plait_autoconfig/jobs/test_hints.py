@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait_autoconfig.jobs.hints import expected_per_s, to_beat
+from plait_autoconfig.jobs.loop import expected_per_s, to_beat
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from support.tune_jobs import job, record
 

@@ -12,9 +12,8 @@ from optuna.trial import TrialState
 
 from fakes.measurer import fake_measurer
 from plait_autoconfig.jobs.errors import JobBroken, JobBusy, JobRefused
-from plait_autoconfig.jobs.exclusive import exclusive_lock
 from plait_autoconfig.jobs.heartbeat import LEASE_S, Heartbeat, is_present, present_workers
-from plait_autoconfig.jobs.loop import MAX_LOST, run_job
+from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.records import Claim
 from plait_autoconfig.jobs.reporting import read_state

@@ -7,11 +7,19 @@ import pytest
 from scipy.stats import multivariate_normal
 
 from plait_autoconfig.objective import Objective, at_least, at_most, maximise
-from plait_autoconfig.surrogate import acquisition, posterior
+from plait_autoconfig.surrogate import posterior
 from plait_autoconfig.surrogate.background import Background, margin_background, no_background
-from plait_autoconfig.surrogate.kernels import matern_between
 from plait_autoconfig.surrogate.pooling import PastSource, pool
-from plait_autoconfig.surrogate.posterior import Posterior, TrialData, infer, log_evidence
+from plait_autoconfig.surrogate.posterior import (
+    Posterior,
+    TrialData,
+    expected_improvement,
+    expected_regret,
+    infer,
+    log_evidence,
+    matern_between,
+    probability_above,
+)
 from plait_autoconfig.surrogate.reading import margins
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
@@ -84,7 +92,7 @@ def test_levels_of_margins_carry_over():
     made = [PastSource(features=CELLS, values=values, context=np.zeros(0)) for _ in range(4)]
     pooled = pool(made, CELLS, np.zeros(0), np.random.default_rng(0), absolute=True)
     nothing = TrialData(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
-    chance = acquisition.probability_above(infer(pooled, nothing, np.random.default_rng(0)), 0.0)
+    chance = probability_above(infer(pooled, nothing, np.random.default_rng(0)), 0.0)
     assert chance[CELLS[:, 0] > 0.7].max() < 0.2
     assert chance[CELLS[:, 0] < 0.7].min() > 0.8
 
@@ -154,7 +162,7 @@ def belief(means: list[float], sds: list[float]) -> Posterior:
 def test_expected_improvement_is_an_expectation():
     """It agrees with the average over draws."""
     known = belief([0.0, 1.0, -0.5], [0.5, 2.0, 1e-5])
-    gain = acquisition.expected_improvement(known, np.array([0.2]))
+    gain = expected_improvement(known, np.array([0.2]))
     drawn = known.means[0] + known.sds[0] * np.random.default_rng(0).standard_normal((400_000, 3))
     assert gain == pytest.approx(np.maximum(0.2 - drawn, 0.0).mean(0), abs=0.01)
 
@@ -163,17 +171,17 @@ def test_expected_regret_vanishes_when_nothing_can_be_better():
     """Certain and worse, or better but infeasible: no regret. Uncertain and feasible: some."""
     rng = np.random.default_rng(0)
     best = np.array([0.0])
-    assert acquisition.expected_regret(belief([0.0, 3.0], [1e-5, 1e-5]), best, np.ones(2), rng) < 1e-4
-    assert acquisition.expected_regret(belief([0.0, -3.0], [1e-5, 1e-5]), best, np.array([1.0, 0.0]), rng) < 1e-4
-    assert acquisition.expected_regret(belief([0.0, 0.0], [1e-5, 1.0]), best, np.ones(2), rng) > 0.2
+    assert expected_regret(belief([0.0, 3.0], [1e-5, 1e-5]), best, np.ones(2), rng) < 1e-4
+    assert expected_regret(belief([0.0, -3.0], [1e-5, 1e-5]), best, np.array([1.0, 0.0]), rng) < 1e-4
+    assert expected_regret(belief([0.0, 0.0], [1e-5, 1.0]), best, np.ones(2), rng) > 0.2
 
 
 def test_four_in_five_cells_are_feasible_before_anything_is_known():
     """The margin's background says so; one failure lowers its neighbours most."""
     back = margin_background(CELLS)
     nothing = TrialData(index=np.array([], np.intp), values=np.zeros(0), repeats=np.zeros(0), noise=0.05)
-    before = acquisition.probability_above(infer(back, nothing, np.random.default_rng(0)), 0.0)
+    before = probability_above(infer(back, nothing, np.random.default_rng(0)), 0.0)
     assert before == pytest.approx(0.8, abs=0.05)
     failed = TrialData(index=np.array([29]), values=np.array([-1.0]), repeats=np.ones(1), noise=0.05)
-    after = acquisition.probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
+    after = probability_above(infer(back, failed, np.random.default_rng(0)), 0.0)
     assert after[29] < after[15] < after[0] < before[0]

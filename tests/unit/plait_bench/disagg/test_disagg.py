@@ -30,7 +30,7 @@ from plait_disagg.graph.sample_inputs import collate, for_module, sample
 from plait_disagg.values import RankRequest
 from plait_loadtest.capacity import ClassCount, Observed
 from plait_loadtest.confidence import requests_needed
-from plait_loadtest.validity import Reason
+from plait_loadtest.measure import Reason
 
 INPUTS = (Dense("age", "user", (3,)), Bag("liked", "user"), Ids("item", "item"), Bag("tags", "item"))
 

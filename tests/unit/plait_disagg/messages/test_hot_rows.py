@@ -15,7 +15,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
 from plait_disagg.messages.wire import dense_message, parse_dense
 from plait_disagg.package import Package
-from plait_disagg.package.cached import CachedPort, without_rows
+from plait_disagg.package.read import CachedPort, without_rows
 from plait_disagg.protocols import RowSource
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import OutOfStep

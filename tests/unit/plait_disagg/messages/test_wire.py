@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
-from plait_disagg.messages.cards import card_from_json, card_to_json
 from plait_disagg.messages.layout import (
     LayoutError,
     RowCounts,
@@ -25,6 +24,8 @@ from plait_disagg.messages.packing import pack, plan_of, unpack
 from plait_disagg.messages.wire import (
     VERSION,
     answers_message,
+    card_from_json,
+    card_to_json,
     check_role,
     dense_message,
     done_message,

@@ -12,8 +12,8 @@ from unittest.mock import patch
 import pytest
 
 from plait_disagg.errors import DeadlinePassed
-from plait_disagg.queue.delay import Delay
 from plait_disagg.queue.jobs import RankJob
+from plait_disagg.workers.remote import Delay
 from support import ranking as kit
 from support.rank_fabric import Rig
 

@@ -23,10 +23,10 @@ from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.refresh.make import make_update
+from plait_disagg.refresh.prepared_update import touch_pages, write_rows
 from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update
 from plait_disagg.tables.storage import open_tables, write_tables
-from plait_disagg.tables.writing import touch_pages, write_rows
 from plait_disagg.values import RankAnswer
 from plait_disagg.workers.remote import RemoteRanker
 from support import refresh as kit

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from plait_disagg.tables import readahead as ahead
+from plait_disagg.tables import container
 from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.storage import ZeroRows, open_tables, pack_tables, write_tables
@@ -100,7 +100,7 @@ def test_a_larger_file_is_brought_into_memory_if_it_fits(tmp_path: Path, monkeyp
     file = tmp_path / "tables.safetensors"
     write_tables(file, {"table": torch.ones(1 << 18, 64)})
     with monkeypatch.context() as patched:
-        patched.setattr(ahead, "available_bytes", lambda: 100 << 20)
+        patched.setattr(container, "available_bytes", lambda: 100 << 20)
         tables = open_tables(file, copy_on_write=True, ahead=True)
         time.sleep(0.2)
         assert mapped_bytes(os.getpid(), str(file))["Rss"] < 1 << 20

@@ -13,8 +13,7 @@ pytest.importorskip("openvino", reason="needs openvino")
 from openvino import opset13 as ops  # after the skip
 
 from plait_kernels.executors.conversion import convert
-from plait_kernels.executors.fixed_shapes import fixed
-from plait_kernels.executors.merged_constants import merge
+from plait_kernels.executors.fixed_shapes import fixed, merge_factors
 from plait_kernels.executors.openvino_core import core
 
 
@@ -85,6 +84,8 @@ def test_what_is_no_layer_takes_no_factors(converted):
         )  # fmt: skip
     x = ops.parameter([2, 3])
     with pytest.raises(ValueError, match="are no constant"):
-        merge(ops.matmul(x, ops.parameter([3, 4]), transpose_a=False, transpose_b=False).output(0), wrong["conv_out"])
+        merge_factors(
+            ops.matmul(x, ops.parameter([3, 4]), transpose_a=False, transpose_b=False).output(0), wrong["conv_out"]
+        )
     with pytest.raises(ValueError, match="is no layer"):
-        merge(ops.relu(x).output(0), wrong["conv_out"])
+        merge_factors(ops.relu(x).output(0), wrong["conv_out"])

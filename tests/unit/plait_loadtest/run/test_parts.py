@@ -12,10 +12,9 @@ import pytest
 import uvloop
 
 from plait_loadtest.failures import FailureLog
-from plait_loadtest.run.clock import Alarm
 from plait_loadtest.run.ledger import Ledger
 from plait_loadtest.run.messages import part, shares
-from plait_loadtest.run.pace import first_connections, quantum_ns
+from plait_loadtest.run.pace import Alarm, first_connections, quantum_ns
 from plait_loadtest.run.processes import fresh_processes
 from plait_loadtest.run.requests import RequestFeed
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, Scenario
