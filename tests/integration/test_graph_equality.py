@@ -9,7 +9,7 @@ import torch
 
 from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.denoisers.graphed import graphed_halves
+from plait_serving.diffusion.denoisers.compiled import graphed_halves
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,8 +12,120 @@ from typing import Annotated, Any
 import typer
 
 from plait.cli.packaging import cut_model, explain_model, package_model
-from plait.cli.random_models import random_model
-from plait.cli.refreshing import fold_model, make_update, refresh_model
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.random_models.names import DtypeName, LoraSpelling
+
+USUAL_RANK = 16
+_MB = 1_000_000
+
+
+def random_model(
+    family: Annotated[FamilyName, typer.Argument(help="the architecture; with --lora, what the LoRA is for")],
+    *,
+    out: Annotated[Path, typer.Option("-o", "--out", help="an empty or new folder; with --lora, a new .safetensors")],
+    seed: Annotated[int, typer.Option(min=0, help="the same seed gives the same bytes")] = 0,
+    dtype: Annotated[DtypeName, typer.Option(help="how weights are stored")] = DtypeName.FLOAT16,
+    lora: Annotated[LoraSpelling | None, typer.Option(help="write a LoRA with these layers and names")] = None,
+    rank: Annotated[int | None, typer.Option(min=1, max=4096, help=f"the LoRA's; {USUAL_RANK} if left out")] = None,
+) -> None:
+    """Write a published architecture with random weights: what it costs to serve can be measured, its images are noise.
+
+    The folder is a diffusers folder with a tokenizer. ControlNets guide the base of their name: sd15 or sdxl.
+    """
+    if lora is None and rank is not None:
+        raise typer.BadParameter("is for --lora only", param_hint="--rank")
+    if lora is not None and out.suffix != ".safetensors":
+        raise typer.BadParameter(f"{out} is no .safetensors file", param_hint="--out")
+    if lora is not None and family.value.endswith("controlnet"):
+        raise typer.BadParameter("a LoRA is for a base model, not for a ControlNet", param_hint="--lora")
+    _require_new(out, file=lora is not None)
+    print("loading the model classes ...", file=sys.stderr, flush=True)
+    from plait.offline.random_models import RandomLora, write
+
+    wanted = None if lora is None else RandomLora(spelling=lora, rank=rank or USUAL_RANK)
+    write(family, out, seed=seed, dtype=dtype, lora=wanted, report=_progress())
+    key = f"loras: {{folder: {out.absolute().parent}}}" if lora else f"model: {out.absolute()}"
+    if not family.value.endswith("controlnet"):
+        print(f"serve it: images: {{{key}}} in plait.yaml", file=sys.stderr)
+    print(out)
+
+
+def _require_new(out: Path, *, file: bool) -> None:
+    """Refuse what is there already, before the libraries are loaded."""
+    from plait_serving.diffusion.sources.staging import require_new_file, require_new_folder
+
+    (require_new_file if file else require_new_folder)(out)
+
+
+def _progress() -> Callable[[str, int, int], None]:
+    """Return what prints progress: one line that overwrites itself on a terminal, else a line for every tenth."""
+    shown: tuple[str, int] | None = None
+    on_terminal = sys.stderr.isatty()
+
+    def report(name: str, written: int, total: int) -> None:
+        nonlocal shown
+        state = (name, (100 if on_terminal else 10) * written // total)
+        if state == shown:
+            return
+        shown = state
+        line = f"{name}: {written / _MB:,.0f} of {total / _MB:,.0f} MB"
+        if on_terminal:
+            print(f"\r\x1b[K{line}", end="\n" if written == total else "", file=sys.stderr, flush=True)
+        else:
+            print(line, file=sys.stderr, flush=True)
+
+    return report
+
+
+Package = Annotated[Path, typer.Argument(help="the packaged model's folder")]
+Out = Annotated[Path, typer.Option("-o", "--out", help="the folder to make; it must not exist yet")]
+
+
+def make_update(
+    package: Package,
+    target: Annotated[
+        str, typer.Argument(help="module:function or file.py:function; as for `package`, with the new weights")
+    ],
+    *,
+    out: Out,
+    version: Annotated[str, typer.Option(help="the new version")],
+) -> None:
+    """Write an update: the rows and weights in which a retrained model differs from the newest version."""
+    from plait.offline.packaging import make
+    from plait.offline.refreshing import update
+
+    print(f"making {target} ...", file=sys.stderr, flush=True)
+    manifest = update(make(target).module, package, out, version=version)
+    print(f"from version {manifest.base}: rows of {len(manifest.rows)} tables, {len(manifest.constants)} weights",
+          file=sys.stderr)  # fmt: skip
+    print(out)
+
+
+def refresh_model(
+    model: Annotated[str, typer.Argument(help="what requests call the model")],
+    update: Annotated[Path, typer.Argument(help="the update's folder, where the server's machine sees it too")],
+    *,
+    url: Annotated[str, typer.Option(help="the running server")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="PLAIT_API_KEY", help="a key with the role admin")] = None,
+) -> None:
+    """Publish an update to a running server. No request is lost, and none sees a mix of two versions.
+
+    A bad update is refused, and the old version stays. Publishing the same update again is not an error.
+    """
+    from plait.offline.refreshing import publish_over_http
+
+    version = publish_over_http(url, model, update, api_key=api_key)
+    print(f"{model} is at version {version}")
+
+
+def fold_model(package: Package, *, out: Out) -> None:
+    """Write a package with its updates folded in; many small updates make every worker start slower."""
+    from plait.offline.refreshing import fold
+
+    manifest = fold(package, out)
+    print(f"version {manifest.version}", file=sys.stderr)
+    print(out)
+
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from plait.config import PlaitConfig
-from plait.doctor import devices, machine, models, sockets
+from plait.doctor import machine, models, sockets
 from plait.doctor.findings import CheckResult
 
 __all__ = ["examine"]
@@ -20,7 +20,7 @@ def examine(
     checks: Sequence[Callable[[], list[CheckResult]]] = (
         machine.check_python,
         machine.check_packages,
-        devices.check_torch,
+        machine.check_torch,
         machine.check_cpu,
         machine.check_machine,
         machine.check_files,

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
+from torch import nn
 
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.errors import RequestError
@@ -22,7 +23,6 @@ from plait_serving.diffusion.model_config import Family
 from plait_serving.diffusion.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest, PromptSize
-from plait_serving.diffusion.versions import parameter_version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -220,3 +220,14 @@ def _padding_mask(tokens: torch.Tensor, tokenizer: Any) -> torch.Tensor:
 def _zeros_like(text: EncodedText) -> EncodedText:
     pooled = None if text.pooled is None else torch.zeros_like(text.pooled)
     return EncodedText(hidden=torch.zeros_like(text.hidden), pooled=pooled)
+
+
+def parameter_version(*modules: nn.Module) -> Callable[[], int]:
+    """Return a function that returns a number which grows with every in-place write to a parameter, except writes
+    through `.data`.
+
+    The returned function raises RuntimeError if a parameter was made in inference mode: such tensors do not count
+    writes.
+    """
+    tensors = [parameter for module in modules for parameter in module.parameters()]
+    return lambda: sum(tensor._version for tensor in tensors)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import Depends
 from prometheus_client import Metric
@@ -19,7 +22,6 @@ from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals
 from plait_serving.http.edge.tenants import TenantLimits
-from plait_serving.http.edge.threads import TurnThreads
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.results import ResultsSettings, ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
@@ -132,3 +134,49 @@ def get_context(request: Request) -> RouteContext:
 
 
 ContextDep = Annotated[RouteContext, Depends(get_context)]
+
+
+T = TypeVar("T")
+
+
+class TurnThreads:
+    """Runs work on `threads` threads of its own. A thread belongs to its work until that ends, whether somebody still
+    waits for it or not; work that nobody waits for any more does not begin. Of the tenants whose work waits, each has
+    its turn, however much another one brings."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[Future[Any]]] = {}
+        self._work: dict[Future[Any], Callable[[], Any]] = {}
+
+    async def run(self, tenant: str, work: Callable[[], T]) -> T:
+        """Return what `work` returns, or raise what it raises."""
+        job: Future[T] = Future()
+        self._work[job] = work
+        job.add_done_callback(lambda done: self._work.pop(done, None))  # at once, if its caller leaves
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(job)
+        self._pool.submit(self._run_next)
+        done = asyncio.wrap_future(job)
+        try:
+            return await done
+        finally:
+            del job, done  # an error that holds its own frames would stay, and with it the body that it is about
+
+    def _run_next(self) -> None:
+        with self._lock:
+            tenant = next(iter(self._waiting))
+            jobs = self._waiting.pop(tenant)
+            job = jobs.popleft()
+            if jobs:
+                self._waiting[tenant] = jobs  # as the last one
+        if not job.set_running_or_notify_cancel():
+            return
+        try:
+            result = self._work[job]()
+        except BaseException as error:  # of whatever kind: somebody waits
+            job.set_exception(error)
+        else:
+            job.set_result(result)
+        del job  # as above

@@ -29,7 +29,7 @@ STARTER_FOLDER = WEIGHTS
 """Contains `emoji/` (the base), `controlnets/NAME/` and `loras/NAME.safetensors`."""
 
 STARTER_GUIDANCE = 3.0
-"""The guidance scale with which the starter model was evaluated in training (serving/starter_training/measure.py)."""
+"""The guidance scale with which the starter model was evaluated in training (`starter_training`)."""
 
 MODEL_CPUS = 0.4
 """Logical CPUs that Ray counts for a replica without `num_cpus`. Small, so that all fit on a small machine."""

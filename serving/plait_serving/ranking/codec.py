@@ -11,7 +11,9 @@ Memory is allocated only for what was really sent, never for a number in a reque
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -23,7 +25,6 @@ import orjson
 
 from plait_disagg.errors import BadInput
 from plait_serving import spelling
-from plait_serving.ranking.unique import check_unique
 
 __all__ = [
     "DTYPES",
@@ -318,3 +319,55 @@ def _flat(value: list[Any], shape: Sequence[int], name: str) -> list[Any]:
         wanted = f"its shape {list(shape)} wants {math.prod(shape)}"
         raise BadInput(f"{name}: data has {len(value)} values, {wanted}", param=name)
     return value
+
+
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"(\s*:)?', re.DOTALL)
+_DIGITS = re.compile(rb"\[[\s\d.eE+,-]*\]")
+_MAX_QUOTES = 100_000
+"""Twice as many as the largest number of tensors needs."""
+_MAX_NAMED_BYTES = 256 << 10
+_LONGEST_NAME = 64
+
+
+class _Twice(Exception):
+    """An object has two members with that name."""
+
+
+def check_unique(body: bytes, end: int, members: int) -> None:
+    """Raise `BadInput` if the JSON in `body[:end]`, of which a parser kept so many `members`, has more of them.
+
+    The fast parser of the hot path keeps the last of two members with one name and reports nothing. But every member
+    has a colon, and counting bytes is free: as many colons as members were kept means that none was lost. Only colons
+    inside of strings (an id that is a time of day) make more, and then the members are counted one by one.
+    """
+    if body.count(b":", 0, end) == members:
+        return
+    if body.count(b'"', 0, end) > _MAX_QUOTES:
+        raise BadInput(f"the JSON has more than {_MAX_QUOTES // 2} strings")
+    if sum(match[1] is not None for match in _STRING.finditer(body, 0, end)) == members:
+        return
+    name = _name_of_duplicate(body[:end])
+    raise BadInput(f"{name or 'a field'}: the body has it twice", param=name)
+
+
+def _name_of_duplicate(text: bytes) -> str | None:
+    """Return which name it is; None if what remains without the numbers is still large."""
+    short = _DIGITS.sub(b"[]", text)
+    if len(short) > _MAX_NAMED_BYTES:
+        return None
+    try:
+        json.loads(short, object_pairs_hook=_object)
+    except _Twice as twice:
+        return str(twice)[:_LONGEST_NAME]
+    except (ValueError, RecursionError):
+        pass
+    return None
+
+
+def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
+    seen: dict[str, Any] = {}
+    for name, value in members:
+        if name in seen:
+            raise _Twice(name)
+        seen[name] = value
+    return seen

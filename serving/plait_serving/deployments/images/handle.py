@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, replace
+from typing import Any, Generic, TypeVar
 
+import numpy as np
 from prometheus_client import Metric
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.images.engine_source import ACCEPTED
-from plait_serving.deployments.images.fatal_requests import FatalRequests
-from plait_serving.deployments.images.single_flight import SingleFlight
 from plait_serving.deployments.metrics import families_of, replicas_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
-from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Preview
+from plait_serving.diffusion.values import ControlRef, Edit, Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health
 from plait_serving.images.service import Catalog
 
@@ -240,3 +240,106 @@ def translate(error: Exception) -> EngineError:
         return _ReplicaDied("the engine's replica died; it is started again")
     _log.error("unexpected error from the engine's deployment", exc_info=error)
     return EngineError("internal error; the engine's log has the details")
+
+
+T = TypeVar("T")
+
+
+class SingleFlight(Generic[T]):
+    """Makes a call for everybody who asked before it began: nobody gets an answer from before the question.
+
+    One call is made at a time; the next one begins when it has ended, or after `patience_s` if it hangs.
+    """
+
+    def __init__(self, call: Callable[[], Awaitable[T]], *, patience_s: float) -> None:
+        self._call = call
+        self._patience_s = patience_s
+        self._running: asyncio.Task[T] | None = None
+        self._next: asyncio.Task[T] | None = None
+
+    async def ask(self) -> T:
+        """Return the answer. Raises what the call raises; who is cancelled leaves it to the others."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._after(self._running))
+            self._next.add_done_callback(_seen)
+        return await asyncio.shield(self._next)
+
+    async def _after(self, before: asyncio.Task[T] | None) -> T:
+        if before is not None and not before.done():
+            await asyncio.wait([before], timeout=self._patience_s)
+        self._running, self._next = self._next, None
+        return await self._call()
+
+
+def _seen(task: asyncio.Task[T]) -> None:
+    """Let asyncio not complain where everybody who asked was cancelled."""
+    if not task.cancelled():
+        task.exception()
+
+
+_CAPACITY = 1_024
+_REFUSED_FOR_S = 600.0
+"""Long enough to spare the replicas a client that repeats itself; not for ever, because a replica that died twice for
+another reason leaves innocent requests here."""
+_OF_ONE_ATTEMPT = frozenset({"request_id", "seed", "deadline_s", "partial_images", "tenant", "tried_again_s"})
+"""Fields that say nothing of what a replica computes, or that a client leaves to us."""
+
+
+class FatalRequests:
+    """Requests with which replicas die: each is tried once more, alone, and not again if it was the cause.
+
+    For one event loop.
+    """
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._refused: dict[bytes, float] = {}
+        self.alone = asyncio.Semaphore(1)
+        """Held by a request that is tried again until its first step is done: two that died together do not die
+        together again."""
+        self.died_alone = 0
+        """How many died while they held it: what died with them was not the cause."""
+
+    def killed_two(self, request: ImageRequest) -> None:
+        """Record that a second replica died with the request."""
+        key = _fingerprint(request)
+        self._refused.pop(key, None)
+        self._refused[key] = self._clock() + _REFUSED_FOR_S
+        if len(self._refused) > _CAPACITY:
+            del self._refused[next(iter(self._refused))]
+
+    def is_refused(self, request: ImageRequest) -> bool:
+        """Return whether two replicas died with such a request not long ago."""
+        if not self._refused:  # as nearly always
+            return False
+        key = _fingerprint(request)
+        until_s = self._refused.get(key)
+        if until_s is not None and until_s <= self._clock():
+            del self._refused[key]
+            return False
+        return until_s is not None
+
+
+def _fingerprint(request: ImageRequest) -> bytes:
+    """Return what requests have in common that make a replica compute the same, whatever their seeds."""
+    digest = hashlib.sha256()
+    for field in fields(request):
+        if field.name not in _OF_ONE_ATTEMPT | {"controlnets", "edit"}:
+            digest.update(repr((field.name, getattr(request, field.name))).encode("utf-8", "surrogatepass"))
+    for control in request.controlnets:
+        _add_control(digest, control)
+    if request.edit is not None:
+        _add_edit(digest, request.edit)
+    return digest.digest()
+
+
+def _add_control(digest: hashlib._Hash, control: ControlRef) -> None:
+    settings = (control.name, control.scale, control.start, control.end, control.image.shape)
+    digest.update(repr(settings).encode())
+    digest.update(np.ascontiguousarray(control.image).data)
+
+
+def _add_edit(digest: hashlib._Hash, edit: Edit) -> None:
+    digest.update(repr((edit.strength, edit.image.shape, edit.mask is None)).encode())
+    for array in (edit.image,) if edit.mask is None else (edit.image, edit.mask):
+        digest.update(np.ascontiguousarray(array).data)

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
 
 from prometheus_client import Metric
 
+from plait_disagg.package.errors import PackageError
+from plait_disagg.package.read import Package
+from plait_disagg.refresh.errors import NotPublished
+from plait_disagg.refresh.publish import publish
 from plait_disagg.workers.remote import RemoteRanker
+from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments.metrics import families_of, replicas_of
-from plait_serving.deployments.ranking.package_source import RankModel
-from plait_serving.deployments.ranking.refresh import ServeRefresh
+from plait_serving.deployments.ranking.package_source import RankModel, RankSource
 from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import RankingService, ServedRanker
@@ -40,3 +49,69 @@ class _RemoteRankingService(LocalRankingService):
 def _served(name: str, model: RankModel, ranker: RemoteRanker) -> ServedRanker:
     refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
     return ServedRanker(ranker=ranker, items=model.source.items(), refreshes=refreshes)
+
+
+_STAGE_TIMEOUT_S = 600.0
+"""Gigabytes of new rows may arrive over a slow disk."""
+_SWITCH_TIMEOUT_S = 60.0
+
+
+class ServeFleet:
+    """The replicas of some deployments, which switch at the same time. Their handles are called for
+    refreshes only here."""
+
+    def __init__(self, handles: Mapping[str, Any]) -> None:
+        """Take Serve's handles, each by its deployment's name for messages."""
+        self._handles = handles
+
+    def stage(self, folder: Path) -> Mapping[str, Exception | None]:
+        """Stage the update on every replica at once."""
+        return self._all("stage_update", str(folder), _STAGE_TIMEOUT_S)
+
+    def switch(self, version: str) -> Mapping[str, Exception | None]:
+        """Switch every replica at once."""
+        return self._all("switch_version", version, _SWITCH_TIMEOUT_S)
+
+    def _all(self, method: str, argument: str, timeout_s: float) -> Mapping[str, Exception | None]:
+        def ask(what: str, handle: Any) -> Mapping[str, Exception | None]:
+            try:
+                outcomes = handle.broadcast(method, argument).results(timeout_s=timeout_s, return_exceptions=True)
+            except Exception as error:  # Ray's and Serve's errors have no common base
+                return {what: NotPublished(str(error))}
+            return {f"{what} {number}": outcome for number, outcome in enumerate(outcomes)}
+
+        with ThreadPoolExecutor(len(self._handles)) as threads:  # results() refuses to block where a loop runs
+            found = list(threads.map(ask, self._handles.keys(), self._handles.values()))
+        return {what: outcome for some in found for what, outcome in some.items()}
+
+
+class ServeRefresh:
+    """A `Refreshes` that publishes to the HNs, if there are any, and to the deployment that the ingress calls."""
+
+    def __init__(self, name: str, source: RankSource, asked: Any, hns: Any, shards: Sequence[Any] = ()) -> None:
+        """Take Serve's handles `asked` and `hns`; `hns` is None if the workers are whole. CNs answer from one version
+        of their `shards` only, so these switch together."""
+        fleets = [ServeFleet({f"HN of {name}": hns})] if hns is not None else []
+        held = {f"shard {number} of {name}": handle for number, handle in enumerate(shards)}
+        self._fleets = (*fleets, ServeFleet({f"CN of {name}" if fleets else f"worker of {name}": asked, **held}))
+        self._name = name
+        self._source = source
+
+    async def refresh(self, update: Path) -> str:
+        """Publish the update to both deployments."""
+        return await asyncio.to_thread(run_on_own_thread, partial(self._publish, update))
+
+    def _publish(self, update: Path) -> str:
+        set_threads(1)
+        lower_priority()  # requests want the cores
+        try:
+            return publish(self._package, update, self._fleets)
+        except PackageError as error:
+            raise NotPublished(str(error)) from error
+
+    @cached_property
+    def _package(self) -> Package:
+        found = self._source.package()
+        if found is None:
+            raise NotPublished(f"model {self._name} cannot be refreshed: it is no package")
+        return found

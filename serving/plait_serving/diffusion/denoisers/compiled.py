@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
-from plait_kernels.executors import PreparedProgram, RowFactors
+from plait_kernels.executors import Computation, PreparedProgram, RowFactors
+from plait_kernels.executors.graphs import Capture, GraphProgram
+from plait_kernels.executors.torch_program import TorchProgram
+from plait_serving.diffusion.denoisers.computations import DecoderHalf, EncoderHalf
 from plait_serving.diffusion.denoisers.halves import EncoderOutput
 
 
@@ -36,3 +41,22 @@ class CompiledHalves:
     def decode(self, half: EncoderOutput, factors: RowFactors | None) -> torch.Tensor:
         """Compute the second half: the model output `(R, c, h, w)`, in memory of its own."""
         return self.decoder.run([half.sample, half.embedding, half.text, *half.skips], factors)[0]
+
+
+def row_wise_halves(unet: Any) -> CompiledHalves:
+    """Return both halves as torch programs that take factors, of a UNet in float32 on a CPU. Nothing is copied."""
+    return CompiledHalves(encoder=_program(EncoderHalf(unet)), decoder=_program(DecoderHalf(unet)), live=True)
+
+
+def _program(half: nn.Module) -> TorchProgram:
+    # Inputs and example are for executors that convert.
+    return TorchProgram(Computation(module=half.eval(), inputs=(), example=(), takes_factors=True))
+
+
+def graphed_halves(unet: Any, capture: Capture) -> CompiledHalves:
+    """Return both halves, captured by `capture` when a shape recurs. They read the UNet's weights where they are."""
+    return CompiledHalves(
+        encoder=GraphProgram(EncoderHalf(unet).eval(), capture, name="the UNet's first half"),
+        decoder=GraphProgram(DecoderHalf(unet).eval(), capture, name="the UNet's second half"),
+        live=True,
+    )

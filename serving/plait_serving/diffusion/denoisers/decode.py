@@ -1,4 +1,4 @@
-"""Latents to images with the VAE, one image at a time, scaled like in diffusers' pipelines."""
+"""Latents to images and back with the VAE, one image at a time, scaled as in diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from plait_kernels.executors import PreparedProgram
 from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.protocols import EncodedImage
 
 
 def decode_latents(bundle: Bundle, latents: torch.Tensor, program: PreparedProgram | None = None) -> torch.Tensor:
@@ -35,3 +36,24 @@ def unscale(bundle: Bundle, latents: torch.Tensor) -> torch.Tensor:
     else:
         latents = latents / config.scaling_factor
     return latents
+
+
+def encode_image(bundle: Bundle, pixels: torch.Tensor) -> EncodedImage:
+    """Encode `float32 (1, 3, H, W)` in [-1, 1] with torch. Changes nothing in the bundle.
+
+    The UNet's latents undo what `unscale` does. diffusers' XL Inpaint pipelines leave out a mean and a deviation
+    per channel here; its Img2Img pipelines have them in both places, as this has.
+    """
+    vae: Any = bundle.vae
+    distribution = vae.encode(pixels.to(device=bundle.device, dtype=bundle.dtype).to(bundle.vae_dtype)).latent_dist
+    config = vae.config
+    centre: torch.Tensor | float = 0.0
+    factor: torch.Tensor | float = float(config.scaling_factor)
+    if config.latents_mean is not None:
+        shape = (1, distribution.mean.shape[1], 1, 1)
+        centre = torch.tensor(config.latents_mean, device=bundle.device, dtype=bundle.dtype).view(shape)
+        spread = torch.tensor(config.latents_std, device=bundle.device, dtype=bundle.dtype).view(shape)
+        factor = config.scaling_factor / spread
+    return EncodedImage(
+        mean=distribution.mean, deviation=distribution.std, centre=centre, factor=factor, dtype=bundle.dtype
+    )

@@ -25,9 +25,8 @@ from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
-from plait_serving.diffusion.decoding import Decoder
-from plait_serving.diffusion.denoisers.graphed import graphed_halves
-from plait_serving.diffusion.denoisers.row_wise import row_wise_halves
+from plait_serving.diffusion.decoding import Decoder, safety_of
+from plait_serving.diffusion.denoisers.compiled import graphed_halves, row_wise_halves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.emulation import warn_of_emulation
 from plait_serving.diffusion.errors import ModelError
@@ -50,7 +49,6 @@ from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Lor
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.residents.model import ModelParts, ServedModel
-from plait_serving.diffusion.safety import safety_of
 from plait_serving.diffusion.samplers import sampler_factory, samplers_of
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.stepper import Stepper

@@ -5,28 +5,40 @@ Everything cheap is checked before the first control image is decoded.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from plait_serving.diffusion.admission import ImageLimits, check_sampler
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import (
+    MAX_SCALE,
     MAX_SEED,
     ControlRef,
+    Edit,
+    GreyImage,
     ImageRequest,
     LoraPolicy,
     LoraRef,
     LoraSet,
+    RgbImage,
     Scheduler,
     Sigmas,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
-from plait_serving.http.images.editing import Upload, upload_of
-from plait_serving.http.images.naming import chosen_model
 from plait_serving.http.images.prompting import prompts_of
-from plait_serving.http.images.schemas import ControlNetBody, EditBody, GenerationBody, LoraBody
-from plait_serving.images.codec import DecodeLimits, decode_base64, decode_image, resize
+from plait_serving.http.images.schemas import MAX_LIST, ControlNetBody, EditBody, GenerationBody, LoraBody
+from plait_serving.images.codec import (
+    DecodeLimits,
+    decode_base64,
+    decode_image,
+    decode_layers,
+    decode_mask,
+    image_size,
+    resize,
+)
 from plait_serving.images.service import BaseModelCard, Catalog, Preprocessors
 from plait_serving.spelling import hint
 
@@ -264,3 +276,129 @@ def _controls(
             )
         )
     return tuple(controls)
+
+
+def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, list[LoraBody]]:
+    """Return the base model and the LoRAs that a request's `model` names. Raises `NotFound` or `RequestError`.
+
+    It is a base model, an alias, or a base model with LoRAs, as `emoji+noto:0.8+pixel`: so every client of OpenAI's API
+    reaches LoRAs, which know no fields but its own. Names may hold a + themselves: of those that there are, the longest
+    counts.
+    """
+    if text is None:
+        return catalog.model, []
+    text = "+".join(map(composed, text.split("+")))  # nothing is composed with a +
+    card, alias = catalog.base(text), catalog.alias(text)
+    if card is not None:
+        return card, []
+    if alias is not None:
+        return _base(alias.model, catalog), _bodies(alias.loras)
+    name, rest = _first(text, [base.name for base in catalog.models if "+" in base.name])
+    names = [lora.name for lora in catalog.loras if "+" in lora.name]
+    parts: list[str] = []
+    while rest is not None and len(parts) <= MAX_LIST:  # more than a set may have
+        part, rest = _first(rest, names)
+        parts.append(part)
+    return _base(name, catalog), _bodies(dict(map(_lora, _once_each(parts))))
+
+
+def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
+    """Split a text at its first + that is in none of the names, which have one, that it may begin with; None: there is
+    none."""
+    whole = [name for name in names if text.startswith(name) and text[len(name) : len(name) + 1] in "+:"]
+    end = text.find("+", len(max(whole, key=len, default="")))
+    return (text, None) if end < 0 else (text[:end], text[end + 1 :])
+
+
+def _base(name: str, catalog: Catalog) -> BaseModelCard:
+    card = catalog.base(name)
+    if card is None and catalog.alias(name) is not None:
+        raise RequestError(f"{name!r} is an alias, which takes no more LoRAs; name its model instead", param="model")
+    if card is None:
+        known = [*(base.name for base in catalog.models), *(alias.name for alias in catalog.aliases)]
+        near = hint(name, known) or f"; this server has {', '.join(map(repr, known))}"
+        raise NotFound(f"there is no model {name[:100]!r}{near}", param="model")
+    return card
+
+
+def _once_each(parts: list[str]) -> list[str]:
+    names = [part.partition(":")[0] for part in parts]
+    for name in names:
+        if names.count(name) > 1:
+            raise RequestError(f"LoRA {name[:64]!r} is given twice; add the scales", param="model")
+    return parts
+
+
+def _lora(text: str) -> tuple[str, float]:
+    name, colon, scale = text.partition(":")
+    try:
+        value = float(scale) + 0.0 if colon else 1.0  # no negative zero
+    except ValueError:
+        value = math.nan
+    if not name or not abs(value) <= MAX_SCALE:
+        raise RequestError(f"{text[:64]!r} is not NAME or NAME:SCALE", param="model")
+    return name, value
+
+
+def _bodies(loras: Mapping[str, float]) -> list[LoraBody]:
+    return [LoraBody.model_construct(name=name, scale=scale) for name, scale in loras.items()]
+
+
+IMG2IMG_STRENGTH = 0.8
+"""What diffusers' Img2Img pipeline takes by default; its Inpaint pipeline takes 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Upload:
+    """The image file of an edit, not decoded yet; `width` and `height` are its own, upright."""
+
+    body: EditBody
+    limits: DecodeLimits
+    raw: bytes
+    width: int
+    height: int
+
+    def edit(self, *, width: int, height: int, steps: int) -> Edit:
+        """Decode image and mask, stretched to the output's size. Raises `RequestError` naming the field."""
+        image, mask = self._layers()
+        strength = self.body.strength
+        if strength is None:
+            strength = IMG2IMG_STRENGTH if mask is None else 1.0
+        edit = Edit(
+            image=resize(image, width=width, height=height),
+            mask=None if mask is None else resize(mask, width=width, height=height),
+            strength=float(strength),
+            overlay=self.body.overlay is not False,
+        )
+        if not edit.steps_of(steps):
+            raise RequestError(f"{strength:g} of {steps} steps is not a whole step", param="strength")
+        return edit
+
+    def _layers(self) -> tuple[RgbImage, GreyImage | None]:
+        image, clear = decode_layers(self.raw, param="image", limits=self.limits)
+        if self.body.mask is None:
+            return image, clear
+        mask = decode_mask(_bytes(self.body.mask, "mask", self.limits), param="mask", limits=self.limits)
+        if mask.shape != image.shape[:2]:
+            sizes = f"the mask is {mask.shape[1]}x{mask.shape[0]}, the image {self.width}x{self.height}"
+            raise RequestError(f"{sizes}: they must be of one size", param="mask")
+        if mask.max() < 128:
+            raise RequestError(
+                "nothing is to be made anew: no pixel of the mask is transparent, and none is white", param="mask"
+            )
+        return image, mask
+
+
+def upload_of(body: EditBody, limits: DecodeLimits) -> Upload:
+    """Return the image of an edit; only its header is read. Raises `RequestError` naming `image`."""
+    raw = _bytes(body.image, "image", limits)
+    width, height = image_size(raw, param="image", limits=limits)
+    return Upload(body=body, limits=limits, raw=raw, width=width, height=height)
+
+
+def _bytes(upload: str | bytes, param: str, limits: DecodeLimits) -> bytes:
+    if isinstance(upload, str):
+        return decode_base64(upload, param=param, limits=limits)
+    if len(upload) > limits.max_bytes:
+        raise RequestError(f"the image is larger than {limits.max_bytes} bytes", param=param)
+    return upload

@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import logging
 import math
 import secrets
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from plait_serving.diffusion.errors import DeadlineMissed
+from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -33,17 +34,74 @@ from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.counters import MODEL
 from plait_serving.http.edge.errors import ClientDisconnected, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
+from plait_serving.http.edge.json_body import JsonRoute
+from plait_serving.http.edge.refusals import StandingRefusal
+from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 from plait_serving.http.edge.request_id import ENDED
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.prompting import hints
-from plait_serving.http.images.refusing import RefusingRoute, check_again
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import BaseModelCard
+
+_log = logging.getLogger(__name__)
+
+
+class RefusingRoute(JsonRoute):
+    """A route that answers a tenant whose refusal stands without reading its body, and notes the engine's refusals."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return the handler; FastAPI calls this once for each route."""
+        handle = super().get_route_handler()
+
+        async def unless_refused(request: Request) -> Response:
+            context, tenant = get_context(request), principal(request).tenant
+            if count := repeated(request.headers):
+                context.metrics.observe_repeated(request.scope, count)
+                _log.info("tenant %s: %d more requests were refused in the proxy", tenant, count)
+            if (standing := context.refusals.standing(tenant)) is not None:
+                refused = _still(standing)
+                context.metrics.observe_failure(refused)
+                return _marked(refused, request)
+            began_s = context.monotonic_s()
+            try:
+                return await handle(request)
+            except Overloaded as error:
+                if not isinstance(error, _StillRefused):
+                    context.refusals.note(tenant, error, took_s=context.monotonic_s() - began_s)
+                return _marked(error, request)
+
+        return unless_refused
+
+
+class _StillRefused(Overloaded):
+    """A refusal of before, which is not news."""
+
+
+def check_again(context: RouteContext, tenant: str) -> None:
+    """Raise the tenant's refusal if there was one since its request was let through: of many that come at once, the
+    first speaks for the others."""
+    if (held := context.refusals.held(tenant)) is not None:
+        raise _still(held)
+
+
+def _still(standing: StandingRefusal[Overloaded]) -> _StillRefused:
+    """Return a refusal with what is left of its time."""
+    error, left_s = standing.refusal, standing.refusal.retry_after_s
+    if left_s is not None:
+        left_s = max(0.0, left_s - standing.ago_s)
+    return _StillRefused(error.message, param=error.param, retry_after_s=left_s)
+
+
+def _marked(error: Overloaded, request: Request) -> Response:
+    response = wire_error(error).response(request.url.path)
+    response.headers[REFUSED_HEADER] = "tenant"
+    return response
+
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=RefusingRoute)
 

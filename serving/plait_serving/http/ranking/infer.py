@@ -7,6 +7,7 @@ small model's lookup. Bodies that would block the event loop for more than a few
 from __future__ import annotations
 
 import itertools
+import zlib
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -20,9 +21,16 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import RouteContext
 from plait_serving.http.edge.errors import ClientDisconnected
-from plait_serving.http.ranking.inflate import inflate
 from plait_serving.http.ranking.submit import deadline, rank, unique_id
-from plait_serving.ranking.codec import BINARY_OUTPUT, HEADER_LENGTH, InferBody, encode_answer, hint, parse_infer
+from plait_serving.ranking.codec import (
+    BINARY_OUTPUT,
+    HEADER_LENGTH,
+    InferBody,
+    TooLarge,
+    encode_answer,
+    hint,
+    parse_infer,
+)
 from plait_serving.ranking.service import BoundModel
 
 __all__ = ["Infer"]
@@ -162,3 +170,27 @@ def _number(value: bytes) -> int:
     if not text.isdigit() or len(text) > 12:
         raise BadInput(f"{HEADER_LENGTH}: must be a number of bytes", param=HEADER_LENGTH)
     return int(text)
+
+
+_ENCODINGS = ("gzip", "deflate")
+# zlib's manual, inflateInit2: 32 more than the window's 15 bits reads the formats of gzip and zlib alike. HTTP's
+# "deflate" is the zlib format (RFC 9110, 8.4.1.2).
+_WINDOW_BITS = 15 + 32
+
+
+def inflate(raw: bytes, encoding: str, *, max_bytes: int) -> bytes:
+    """Decompress a body of that content-encoding to at most `max_bytes` + 1 bytes. Raises `BadInput`."""
+    if encoding.strip().lower() not in _ENCODINGS:
+        detail = f"content-encoding: only {' and '.join(_ENCODINGS)} are understood"
+        raise BadInput(detail, param="content-encoding")
+    unpacker = zlib.decompressobj(_WINDOW_BITS)
+    try:
+        body = unpacker.decompress(raw, max_bytes + 1)
+    except zlib.error as error:
+        raise BadInput(f"the body is not {encoding}: {error}", param="content-encoding") from error
+    if len(body) > max_bytes:
+        raise TooLarge(f"the body is larger than {max_bytes} bytes when it is unpacked")
+    if not unpacker.eof or unpacker.unused_data:
+        detail = "ends too early" if not unpacker.eof else "goes on after its end"
+        raise BadInput(f"the compressed body {detail}", param="content-encoding")
+    return body

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from plait.doctor import devices, machine
+from plait.doctor import machine
 from plait.doctor.findings import CheckStatus
 from plait_fabric.cores import instruction_set
 
@@ -88,17 +88,17 @@ def test_cli_doctor_finds_gpus_that_torch_does_not_see(tmp_path, monkeypatch):
     import torch
 
     monkeypatch.setattr(torch.version, "cuda", None)
-    (finding,) = devices.check_torch(tmp_path)
+    (finding,) = machine.check_torch(tmp_path)
     assert finding.verdict is CheckStatus.OK
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
-    (finding,) = devices.check_torch(tmp_path)
+    (finding,) = machine.check_torch(tmp_path)
     assert finding.verdict is CheckStatus.WARN
     assert "nvidia0" in finding.detail
     assert "nvidiactl" not in finding.detail
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    (finding,) = devices.check_torch(tmp_path)
+    (finding,) = machine.check_torch(tmp_path)
     assert "driver" in finding.advice
 
 

@@ -8,7 +8,7 @@ import sys
 CODE = """
 import os, sys
 from pathlib import Path
-from plait.server.console import Console
+from plait.server.supervise import Console
 
 console = Console.divert(Path(sys.argv[1]))
 os.write(1, b"of others\\n")

@@ -16,9 +16,9 @@ import pytest
 from plait.config import PlaitConfig
 from plait.errors import ServeError, StateError
 from plait.server import leftovers, ports, processes, supervise
-from plait.server.console import Console
 from plait.server.processes import ProcessId
 from plait.server.state import PortState, RunRecord, scratch_root, state_root
+from plait.server.supervise import Console
 from support import server
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from plait.config import PlaitConfig
 from plait.server import supervise
-from plait.server.console import Console
 from plait.server.state import PortState
-from plait.server.supervise import start_line
+from plait.server.supervise import Console, start_line
 
 KEYS = [{"sha256": "0" * 64, "tenant": "acme", "role": "admin"}]
 

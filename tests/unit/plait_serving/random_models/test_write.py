@@ -17,7 +17,7 @@ from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.model_config import family_of
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
-from plait_serving.diffusion.published.vocabulary import END, START, write_tokenizer
+from plait_serving.diffusion.published.configs import END, START, write_tokenizer
 from plait_serving.diffusion.sources import staging
 from plait_serving.random_models import tensor_file
 from plait_serving.random_models.names import DtypeName

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from plait_serving.deployments.images.fatal_requests import FatalRequests
+from plait_serving.deployments.images.handle import FatalRequests
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
 
 IMAGE = np.zeros((4, 4, 3), dtype=np.uint8)

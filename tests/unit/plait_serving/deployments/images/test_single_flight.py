@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from plait_serving.deployments.images.single_flight import SingleFlight
+from plait_serving.deployments.images.handle import SingleFlight
 
 
 class Counted:

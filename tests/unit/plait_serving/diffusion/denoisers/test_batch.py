@@ -11,9 +11,9 @@ from plait_serving.diffusion.denoisers.batch import BatchLayout
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
+from plait_serving.diffusion.prompt import parameter_version
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import ControlRef
-from plait_serving.diffusion.versions import parameter_version
 from support.denoise import control_image, make_request, max_difference, start
 
 

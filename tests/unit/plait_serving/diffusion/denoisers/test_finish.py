@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from plait_serving.diffusion.bundle import load_bundle
-from plait_serving.diffusion.decoding import Decoder, to_rgb
+from plait_serving.diffusion.decoding import Decoder, FolderSafetyChecker, safety_of, to_rgb
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
-from plait_serving.diffusion.safety import FolderSafetyChecker, safety_of
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request, reference_pipeline, run_pipeline
 from support.tiny import seeded, tiny_sd

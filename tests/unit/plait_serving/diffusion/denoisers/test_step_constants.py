@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plait_serving.diffusion.denoisers.batch import BatchLayout, stack_conditionings, stack_timesteps
-from plait_serving.diffusion.denoisers.step_constants import StepConstants
+from plait_serving.diffusion.denoisers.unet import StepConstants
 from plait_serving.diffusion.protocols import Conditioning, StepCall
 
 
@@ -59,7 +59,7 @@ def test_embeddings_are_those_of_each_row_and_are_computed_once():
 
 def test_embeddings_are_kept_within_bounds(monkeypatch):
     """The one that was not used for longest goes."""
-    monkeypatch.setattr("plait_serving.diffusion.denoisers.step_constants._KEPT_ROWS", 2)
+    monkeypatch.setattr("plait_serving.diffusion.denoisers.unet._KEPT_ROWS", 2)
     constants, computed = StepConstants(), []
 
     def compute(timestep: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from transformers import CLIPTokenizer
 
-from plait_serving.diffusion.published.vocabulary import write_tokenizer
+from plait_serving.diffusion.published.configs import write_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 from plait_serving.diffusion.memory import MemoryReader
-from plait_serving.diffusion.residents.holdings import Holdings
+from plait_serving.diffusion.residents.keeper import Holdings
 
 MB = 1_000_000
 KEPT_FREE = 500 * MB

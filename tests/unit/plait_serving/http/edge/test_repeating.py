@@ -22,7 +22,7 @@ from plait_serving.http.edge.repeating import (
     without_repeated,
 )
 from plait_serving.http.images import routes as images
-from plait_serving.http.images.refusing import RefusingRoute
+from plait_serving.http.images.routes import RefusingRoute
 from support.http_app import AsgiCall, make_app
 from support.metrics import total
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from plait_serving.http.edge.threads import TurnThreads
+from plait_serving.http.context import TurnThreads
 from support.http_app import until
 
 

@@ -12,9 +12,8 @@ import pytest
 from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.values import SamplerChoice, Scheduler
-from plait_serving.http.images import naming
-from plait_serving.http.images.naming import chosen_model
-from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images import resolve as resolve_module
+from plait_serving.http.images.resolve import chosen_model, resolve
 from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits, read_parameters
 from plait_serving.images.service import AliasCard, LoraCard
@@ -169,8 +168,8 @@ def test_many_pluses_take_no_time():
 def test_more_parts_than_a_set_may_have_are_not_taken_apart(monkeypatch):
     """Each is compared with all names that have a +, of which a folder may have thousands."""
     seen = []
-    first = naming._first
-    monkeypatch.setattr(naming, "_first", lambda text, names: (seen.append(text), first(text, names))[1])
+    first = resolve_module._first
+    monkeypatch.setattr(resolve_module, "_first", lambda text, names: (seen.append(text), first(text, names))[1])
     text = "emoji+" + "+".join(f"l{number}" for number in range(200))
     _, found = chosen_model(text, ODD)
     assert (len(found), len(seen)) == (65, 66)

@@ -11,7 +11,7 @@ import pytest
 from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
-from plait_serving.http.page.files import WEB_FOLDER, read_files
+from plait_serving.http.page.routes import WEB_FOLDER, read_files
 from support.http_app import make_client
 from support.http_rank import make_client as make_ranking_client
 
