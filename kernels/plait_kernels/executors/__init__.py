@@ -10,6 +10,7 @@ convolution x are the windows of its input, as `torch.nn.functional.unfold` make
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -17,7 +18,10 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import nn
 
-import plait_kernels.executors.no_telemetry  # noqa: F401 - before any import of openvino
+# The import of openvino reports usage over the network unless `openvino_telemetry` is missing. It does so in a forked
+# copy of the process. A server has other threads, whose locks nobody opens in the copy: one that waited for standard
+# input's for ever kept the server's pipes open.
+sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # an import of it raises ImportError
 
 Factors: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """A `float32 (R, in, r)` and B `float32 (R, r, out)` of one layer. Rows of a lower rank are padded with zeros.

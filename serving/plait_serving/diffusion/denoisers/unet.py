@@ -17,6 +17,7 @@ from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.denoisers.batch import (
     BatchLayout,
+    guidance_embedding,
     guide,
     stack_conditionings,
     stack_samples,
@@ -25,10 +26,8 @@ from plait_serving.diffusion.denoisers.batch import (
 )
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.controls import ControlQuestions
-from plait_serving.diffusion.denoisers.decode import decode_latents, encode_image
 from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.denoisers.fused import Fusion, fuse_
-from plait_serving.diffusion.denoisers.guidance import guidance_embedding
 from plait_serving.diffusion.denoisers.halves import (
     EncoderOutput,
     decoder_half,
@@ -36,6 +35,7 @@ from plait_serving.diffusion.denoisers.halves import (
     needs_forward_size,
     time_embedding,
 )
+from plait_serving.diffusion.denoisers.vae import decode_latents, encode_image
 from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.prompt import PromptEncoder

@@ -14,8 +14,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.denoisers.batch import rescaled
-from plait_serving.diffusion.denoisers.guidance import guidance_embedding
+from plait_serving.diffusion.denoisers.batch import guidance_embedding, rescaled
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import Conditioning, ControlCall, PendingResiduals, Residuals, StepCall
