@@ -16,10 +16,10 @@ from plait.offline.inventory import safetensors_header
 from plait_fabric.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact
-from plait_serving.diffusion.sources.layout import UNET
+from plait_serving.diffusion.sources.file_kinds import UNET
 from plait_serving.images.config import BaseSource, ImagesSection
 
-__all__ = ["settled"]
+__all__ = ["with_dtype"]
 
 _PAYS_FROM_BYTES = 250_000_000
 """The UNet's files from which on bfloat16 is taken: Stable Diffusion 1.5's have 1.7 GB, and `plait bench images` has
@@ -28,7 +28,7 @@ _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs: NVIDIA's, AMD's, those of Windows' subsystem."""
 
 
-def settled(
+def with_dtype(
     images: ImagesSection, *, devices: Path = Path("/dev"), native: Callable[[], bool] = has_bfloat16
 ) -> ImagesSection:
     """Return the section with its dtype named, if this machine's CPU will run the model; else as it is. Logs what

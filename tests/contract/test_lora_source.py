@@ -11,7 +11,7 @@ import pytest
 
 from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import NotFound
-from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets

@@ -118,7 +118,7 @@ class FakeProvider:
             self._deliver(names, future)
         return future
 
-    def settle(self) -> None:
+    def update_turns(self) -> None:
         """Do nothing."""
 
     def arrive(self) -> None:

@@ -153,9 +153,9 @@ def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene)
     if client.times.is_close:
         for number in range(8):  # a trial is over by then
             scene.make(_request(str(number), "edges"))
-        client.settle()
+        client.place()
     faster = Placement.REMOTE if client.times.remote_s < client.times.local_s else Placement.LOCAL
-    assert client.settle() is faster
+    assert client.place() is faster
     assert scene.edges.statistics().steps > before
     assert np.abs(auto.astype(int) - remote.astype(int)).max() <= 1
 

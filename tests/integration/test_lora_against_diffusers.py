@@ -12,9 +12,9 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_serving.diffusion.lora.formats import parse
-from plait_serving.diffusion.lora.layouts import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.values import LoraRef
 from support.loras import shapes_of, snapshot, write

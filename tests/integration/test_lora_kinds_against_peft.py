@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.lora.formats import LoadedLora, parse
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.values import ImageRequest, LoraRef, LoraSet, RgbImage, Scheduler

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.kinds import DecomposedFactor
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from support.loras import TwoLayers, factors, kohya_tensors, lycoris_tensors, peft_tensors, shapes_of, write
 

@@ -15,7 +15,7 @@ import torch
 
 from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import LoraError, ModelError
-from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
 from support.loras import TwoLayers

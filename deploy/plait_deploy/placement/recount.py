@@ -74,7 +74,7 @@ class _Recounting:
         self._rows = [row.tolist() for row in self._state.devices]
         unsettled: Counter[tuple[str, str]] = Counter()
         for each in sorted(late, key=lambda it: _size(self._demands[it.name].task)):
-            if self._settle(each):
+            if self._start(each):
                 unsettled[each.name, each.node_class] += 1
         self._stop_surplus(unsettled)
         starts, unplaced = self._place_missing()
@@ -104,7 +104,7 @@ class _Recounting:
         self._kept.setdefault((each.name, each.node_class), []).append(place)
         return True
 
-    def _settle(self, each: Standing) -> bool:
+    def _start(self, each: Standing) -> bool:
         """Place a replica that starts where its class has room for it; return False if it has none."""
         task = self._demands[each.name].task
         room = [

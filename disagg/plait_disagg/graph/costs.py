@@ -103,10 +103,10 @@ def measure_seconds(
     def watch(node: Node, compute: Callable[[], Any]) -> Any:
         made, taken = compute(), []
         for _ in range(repeats):
-            _settle(on_gpu)
+            _synchronize(on_gpu)
             start = clock()
             compute()
-            _settle(on_gpu)
+            _synchronize(on_gpu)
             taken.append(clock() - start)
         seconds[node.name] = median(taken)
         return made
@@ -140,6 +140,6 @@ def cut_problem(
     )
 
 
-def _settle(on_gpu: bool) -> None:
+def _synchronize(on_gpu: bool) -> None:
     if on_gpu:
         torch.cuda.synchronize()

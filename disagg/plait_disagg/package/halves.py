@@ -16,7 +16,7 @@ from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.program import USER_OF
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.queue.batch import join, user_of
-from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
@@ -69,7 +69,7 @@ class CompiledSparse:
         """Run the CN program with ids in place of bare rows. Raises `BadId` as `run` does."""
         assert self._bare is not None
         made = self._run(self._bare.program, requests)
-        return made | {name: _settled(made[name], table) for name, table in self._bare.ports.items()}
+        return made | {name: _in_range(made[name], table) for name, table in self._bare.ports.items()}
 
     def rows(self, table: str, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of `table` for `ids` (`RowSource`)."""
@@ -90,9 +90,9 @@ class CompiledSparse:
         return program(batch.tensors)
 
 
-def _settled(ids: torch.Tensor, table: Table) -> torch.Tensor:
+def _in_range(ids: torch.Tensor, table: Table) -> torch.Tensor:
     """Return int64 ids that are all inside the table."""
-    return torch.from_numpy(settle_ids(ids.to(torch.int64).numpy(), table))
+    return torch.from_numpy(ids_in_range(ids.to(torch.int64).numpy(), table))
 
 
 class CompiledDense:

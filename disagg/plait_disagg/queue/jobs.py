@@ -18,7 +18,7 @@ from plait_disagg.tables.protocols import BadId
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 from plait_fabric import FabricError
 
-__all__ = ["Core", "Outcome", "RankJob", "Sink", "as_rank_error", "settle"]
+__all__ = ["Core", "Outcome", "RankJob", "Sink", "as_rank_error", "deliver_all"]
 
 _log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class RankJob:
 
     def fail(self, error: RankError) -> None:
         """Report the error to its sink."""
-        settle([(self, error)])
+        deliver_all([(self, error)])
 
 
 class Core(Protocol):
@@ -100,7 +100,7 @@ class Core(Protocol):
         """Reject new jobs, give the accepted ones `drain_s`, and fail the rest. Blocks. Idempotent."""
 
 
-def settle(outcomes: Iterable[tuple[RankJob, Outcome]]) -> None:
+def deliver_all(outcomes: Iterable[tuple[RankJob, Outcome]]) -> None:
     """Deliver each job's outcome to its sink, with one delivery per sink."""
     by_sink: dict[Sink, list[tuple[RankJob, Outcome]]] = {}
     for job, outcome in outcomes:

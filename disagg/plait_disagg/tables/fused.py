@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.pooling import pool, take
 from plait_disagg.tables.protocols import LookupBags, LookupRequest
 from plait_disagg.tables.storage import TableSet
@@ -275,7 +275,7 @@ def _laid_out(
         ids = numbers[: layout.ids]
         is_outside = np.maximum.reduceat(ids.view(np.uint64), layout.starts) >= layout.rows
         if np.count_nonzero(is_outside):
-            _settle(ids, batch, layout, is_outside)
+            _bring_in_range(ids, batch, layout, is_outside)
     numbers += layout.shift
     return numbers
 
@@ -292,12 +292,12 @@ def _fused_offsets(flat: Ids, requests: Sequence[LookupRequest | LookupBags], la
     return offsets
 
 
-def _settle(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outside: NDArray[np.bool_]) -> None:
+def _bring_in_range(ids: Ids, batch: _LookupBatch, layout: _FusedLayout, is_outside: NDArray[np.bool_]) -> None:
     """Apply the policies in place, to the parts that need it. Raises `BadId`."""
     stops = np.append(layout.starts[1:], ids.size)
     for place in np.flatnonzero(is_outside):
         part = ids[layout.starts[place] : stops[place]]
-        part[:] = settle_ids(part, batch.tables[layout.some[place] // layout.parts])
+        part[:] = ids_in_range(part, batch.tables[layout.some[place] // layout.parts])
 
 
 def _offsets(request: LookupRequest) -> torch.Tensor:

@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.tables.values import Table
 
-__all__ = ["hash_ids", "settle_ids"]
+__all__ = ["hash_ids", "ids_in_range"]
 
 Ids = NDArray[np.int64]
 
 
-def settle_ids(ids: Ids, table: Table) -> Ids:
+def ids_in_range(ids: Ids, table: Table) -> Ids:
     """Return `ids` (any shape) with every one inside the table; a copy if any was not.
 
     Raises `BadId` if the policy is error.

@@ -177,7 +177,7 @@ class _Search:
                     held[shard] += costs.held_bytes
                 if max(held) <= self._memory_bytes:
                     placed = {costs.piece: shard for shard, costs in zip(places, pieces, strict=True)}
-                    yield ShardPlan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held))
+                    yield ShardPlan(pieces=_on_shards(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held))
 
     def _found(self) -> ShardPlan | None:
         parts = dict.fromkeys(self._tables, 1)
@@ -231,7 +231,9 @@ class _Search:
                 held[shard] += costs.held_bytes
                 placed[costs.piece] = shard
             if blocked is None:
-                return ShardPlan(pieces=_settled(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held)), None
+                return ShardPlan(
+                    pieces=_on_shards(pieces, placed), read_bytes=tuple(read), held_bytes=tuple(held)
+                ), None
         return None, blocked
 
     def _next_cut(
@@ -264,7 +266,7 @@ def _by_holding(costs: _Costs) -> tuple[int, float, str]:
     return -costs.held_bytes, -costs.read_bytes, costs.piece.name
 
 
-def _settled(pieces: Sequence[_Costs], placed: Mapping[TablePiece, int]) -> tuple[TablePiece, ...]:
+def _on_shards(pieces: Sequence[_Costs], placed: Mapping[TablePiece, int]) -> tuple[TablePiece, ...]:
     """Return the pieces with their shards, in the order of the tables."""
     return tuple(costs.piece.on(placed[costs.piece]) for costs in pieces)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.nn import functional as F
 
-from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.values import OutOfRange, Table
 
@@ -37,7 +37,7 @@ class SeparateTables:
 
     def _one(self, request: LookupRequest) -> torch.Tensor:
         name = request.lookup.table
-        ids = torch.from_numpy(settle_ids(request.ids.long().numpy(), self._tables[name]))
+        ids = torch.from_numpy(ids_in_range(request.ids.long().numpy(), self._tables[name]))
         if request.lookup.mode == "rows":
             return F.embedding(ids, self._weights[name])
         return F.embedding_bag(

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from plait_disagg.tables.errors import ShardRefused
 from plait_disagg.tables.formats import LAYOUTS, decode_rows
-from plait_disagg.tables.ids import settle_ids
+from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import ShardPlan, TablePiece
 from plait_disagg.tables.pooling import pool
 from plait_disagg.tables.protocols import LookupRequest, PendingLookup, ShardTables
@@ -67,9 +67,9 @@ class ShardedTables:
         table = self._tables.get(request.lookup.table)
         if table is None:
             raise ValueError(f"lookup {request.lookup.name}: there is no table {request.lookup.table}")
-        ids = torch.from_numpy(settle_ids(request.ids.reshape(-1).long().numpy(), table))
-        settled = replace(request, ids=ids)
-        return [self._part(settled, piece, table) for piece in self._pieces[table.name]]
+        ids = torch.from_numpy(ids_in_range(request.ids.reshape(-1).long().numpy(), table))
+        inside = replace(request, ids=ids)
+        return [self._part(inside, piece, table) for piece in self._pieces[table.name]]
 
     def _part(self, request: LookupRequest, piece: TablePiece, table: Table) -> _Part:
         if piece.rows == table.rows:

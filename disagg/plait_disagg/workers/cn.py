@@ -24,7 +24,7 @@ from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_car
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.batch_boundary import BatchBoundary, run_agreed
-from plait_disagg.queue.jobs import RankJob, settle
+from plait_disagg.queue.jobs import RankJob, deliver_all
 from plait_disagg.queue.knobs import WireFormat, WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.queue.order import Downstream
@@ -332,7 +332,7 @@ class CnCore:
         self._loop.pace.saw_answer(at_hn_s)
         self._loop.saw_ends(jobs)
         wire_ms = at_hn_s * 1e3 - dense_ms
-        settle(
+        deliver_all(
             (
                 job,
                 RankAnswer(
@@ -360,7 +360,7 @@ class CnCore:
         if isinstance(error, DeadlinePassed):
             self._loop.saw_given_up(batch.jobs)
         if len(batch.jobs) == 1 or isinstance(error, DeadlinePassed):
-            settle((job, error) for job in batch.jobs)
+            deliver_all((job, error) for job in batch.jobs)
             return
         for job in batch.jobs:
             job.alone = True

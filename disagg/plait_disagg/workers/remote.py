@@ -21,7 +21,7 @@ from plait_disagg.messages.wire import (
     rank_message,
     role_payload,
 )
-from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, settle
+from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, deliver_all
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
@@ -212,7 +212,7 @@ class RemoteCore:
                 outcomes.append((job, outcome))
             if isinstance(outcome, RankAnswer) and not job.tries:
                 self._way.saw(time.monotonic() - job.came_s - outcome.timings.total_s)
-        settle(outcomes)
+        deliver_all(outcomes)
 
     def _now_at(self, version: str) -> None:
         if self._card is not None and self._card.version != version:

@@ -10,7 +10,7 @@ from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.protocols import DenseHalf, SparseHalf
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.batch_boundary import BatchBoundary
-from plait_disagg.queue.jobs import RankJob, settle
+from plait_disagg.queue.jobs import RankJob, deliver_all
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop
 from plait_disagg.refresh.prepared_update import PreparedUpdate
@@ -117,7 +117,7 @@ class WholeCore:
         ended_s = clock()
         self._busy_s += ended_s - began_s
         self._loop.saw_ends(jobs)
-        settle(
+        deliver_all(
             (
                 job,
                 RankAnswer(

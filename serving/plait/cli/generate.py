@@ -101,10 +101,10 @@ def _images(model: str | None, config: Path | None) -> tuple[ImagesSection, str 
 def open_service(images: ImagesSection) -> AbstractContextManager[ImageService]:
     """Open the engine of a configuration in this process."""
     from plait.offline.images import open_local
-    from plait.precision import settled
+    from plait.precision import with_dtype
 
     print(f"loading {images.public_name} ...", file=sys.stderr, flush=True)
-    return open_local(settled(images))
+    return open_local(with_dtype(images))
 
 
 def _model_path(model: str) -> str:

@@ -47,11 +47,11 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
 
 def _serve(config: PlaitConfig) -> int:
     from plait.offline.manifests import spare_cpus
-    from plait.precision import settled
+    from plait.precision import with_dtype
     from plait.server import supervise
 
     if config.images is not None and config.ray.is_local:
-        config = config.model_copy(update={"images": settled(config.images)})
+        config = config.model_copy(update={"images": with_dtype(config.images)})
     return supervise.serve(
         config,
         compose=_compose,

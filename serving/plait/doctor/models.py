@@ -75,7 +75,7 @@ def _twins(images: ImagesSection) -> Iterator[CheckResult]:
 
 def _single_file(path: Path, key: str) -> CheckResult:
     from plait.offline.inventory import safetensors_header
-    from plait_serving.diffusion.sources.layout import family_of_keys
+    from plait_serving.diffusion.sources.file_kinds import family_of_keys
 
     family = family_of_keys(safetensors_header(path))
     if family is None:
@@ -101,7 +101,7 @@ def _weights(folder: Path) -> CheckResult:
 
 def _loras(folder: Path) -> Iterator[CheckResult]:
     from plait.offline.inventory import safetensors_header
-    from plait_serving.diffusion.lora.layouts import layout_of
+    from plait_serving.diffusion.lora.key_formats import format_of_keys
     from plait_serving.diffusion.lora.listing import list_loras
     from plait_serving.diffusion.sources.names import shown
 
@@ -109,7 +109,7 @@ def _loras(folder: Path) -> Iterator[CheckResult]:
         yield finding("models", False, f"{folder}: there is no such folder", "correct images.loras.folder")
         return
     files = list_loras(folder).files
-    unknown = [path for path in files.values() if layout_of(safetensors_header(path)) == "unknown"]
+    unknown = [path for path in files.values() if format_of_keys(safetensors_header(path)) == "unknown"]
     bad = [shown(path.relative_to(folder.resolve())) for path in unknown]
     detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else f"{folder}: {len(files)} LoRAs"
     yield finding("models", not bad, detail, "remove it, or save it as PEFT or kohya safetensors")

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
-from plait_serving.diffusion.lora.layouts import layout_of
+from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.residents.model_folder import FolderOfModels
-from plait_serving.diffusion.sources.layout import family_of_keys
+from plait_serving.diffusion.sources.file_kinds import family_of_keys
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
@@ -102,7 +102,9 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     folder = images.resolved_lora_folder()
     files = {} if folder is None else FolderSource(folder).files()
     return [
-        ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=layout_of(safetensors_header(path)))
+        ModelEntry(
+            name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(safetensors_header(path))
+        )
         for name, path in files.items()
     ]
 

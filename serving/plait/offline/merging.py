@@ -10,7 +10,7 @@ from plait_serving.deployments.images.hosted import lora_source
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.merged_folder import LoraFile, MergedPart, write_merged
 from plait_serving.diffusion.lora.source import LoraSource
-from plait_serving.diffusion.sources.layout import stem_of
+from plait_serving.diffusion.sources.file_kinds import stem_of
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.spelling import hint

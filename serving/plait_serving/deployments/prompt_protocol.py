@@ -13,7 +13,7 @@ from typing import Literal
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from plait_serving.http.edge.errors import ApiError, wire_error
-from plait_serving.http.edge.request_id import accepted_id, settle_id
+from plait_serving.http.edge.request_id import accepted_id, set_id
 
 __all__ = ["PromptHttpProtocol"]
 
@@ -76,7 +76,7 @@ class PromptHttpProtocol(HttpToolsProtocol):
         """The head is there."""
         self._stop_waiting()
         self._awaited, self._received_bytes, self._periods = "body", 0, 0
-        settle_id(self.headers)
+        set_id(self.headers)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

@@ -21,7 +21,7 @@ from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.cache import LoraCache
-from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import LoraSource
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes, memory_of

@@ -28,8 +28,8 @@ from plait_serving.diffusion.model_config import (
     check_vae_config,
     family_of,
 )
+from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET
 from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.layout import SINGLE_CONTROLNET
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.sources.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights

@@ -280,7 +280,7 @@ class DenoiseLoop:
             job.spent.denoise_s += seconds if job.runs else 0.0
         self._residents.stepped(list(took_part), self._jobs, seconds)
         for unit, outcome in zip(prepared, outcomes, strict=True):
-            self._settle(unit, outcome)
+            self._take_outcome(unit, outcome)
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
 
     def _begin_step(self, batch: list[Unit], key: GroupKey) -> None:
@@ -308,7 +308,7 @@ class DenoiseLoop:
                 forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
         return ready
 
-    def _settle(self, unit: Unit, outcome: Outcome) -> None:
+    def _take_outcome(self, unit: Unit, outcome: Outcome) -> None:
         job = unit.job
         if job.phase is not RequestPhase.ACTIVE:
             return

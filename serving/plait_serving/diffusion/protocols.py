@@ -243,7 +243,7 @@ class LoraLease(Protocol):
 
     @property
     def is_asked_back(self) -> bool:
-        """Whether others wait for it, as of the provider's last `settle`."""
+        """Whether others wait for it, as of the provider's last `update_turns`."""
 
     def release(self) -> None:
         """Release the set. Idempotent."""
@@ -260,7 +260,7 @@ class LoraProvider(Protocol):
         """Start loading on other threads. The future fails with `NotFound` or `LoraError`; cancelling it releases the
         set."""
 
-    def settle(self) -> None:
+    def update_turns(self) -> None:
         """Let leases say which of them others wait for; call it between steps."""
 
     def __contains__(self, name: object) -> bool:

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
-from plait_serving.diffusion.sources.layout import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
+from plait_serving.diffusion.sources.file_kinds import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
 from plait_serving.sections import FolderPath, Name, Replicas, Replicated, Section, ServedName

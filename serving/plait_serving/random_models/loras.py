@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.layouts import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.published.architectures import Architecture
 from plait_serving.diffusion.published.configs import build_on_meta, published_name

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import PlaitError
-from plait.precision import settled
+from plait.precision import with_dtype
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.sources import hub
 from plait_serving.images.config import ImagesSection
@@ -33,7 +33,7 @@ def section(model: Path | str, **fields: object) -> ImagesSection:
 
 
 def dtype_of(images: ImagesSection, devices: Path, *, native: bool = True) -> str:
-    return settled(images, devices=devices, native=lambda: native).dtype
+    return with_dtype(images, devices=devices, native=lambda: native).dtype
 
 
 @pytest.mark.parametrize(

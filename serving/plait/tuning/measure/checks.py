@@ -12,7 +12,7 @@ from typing import Any
 
 from plait.config import PlaitConfig, ServerSection, TuningSection, load_config
 from plait.errors import PlaitError
-from plait.precision import settled
+from plait.precision import with_dtype
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
 from plait_autoconfig.jobs.errors import JobRefused
@@ -90,7 +90,7 @@ def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
     if live:
         return config
     if config.images is not None and config.ray.is_local:  # as `plait serve` would on this machine
-        config = config.model_copy(update={"images": settled(config.images)})
+        config = config.model_copy(update={"images": with_dtype(config.images)})
     server = ServerSection(
         port=0,
         direct_port=config.server.direct_port,  # the clone takes another

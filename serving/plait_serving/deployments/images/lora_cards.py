@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.lora.container import inspect
-from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
-from plait_serving.diffusion.lora.layouts import layout_of
+from plait_serving.diffusion.lora.key_formats import format_of_keys
+from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.source import FolderSource, LoraSource
 from plait_serving.images.service import LoraCard, PackedLoras
 
@@ -80,6 +80,6 @@ class LoraCards:
 
 def _format(folder: FolderSource, name: str) -> str:
     try:
-        return layout_of(inspect(folder.fetch(name), max_bytes=MAX_FILE_BYTES).tensors)
+        return format_of_keys(inspect(folder.fetch(name), max_bytes=MAX_FILE_BYTES).tensors)
     except (EngineError, OSError):
         return "unreadable"

@@ -68,7 +68,7 @@ class MovableControlNetClient(ControlNetClient):
         self._times: StepTimes | None = None
         self._trial: PlacementTrial | None = None
         self._failures = 0
-        self._settled: tuple[Placement, Placement] | None = None
+        self._chosen: tuple[Placement, Placement] | None = None
         self._is_away = False
 
     @property
@@ -81,11 +81,11 @@ class MovableControlNetClient(ControlNetClient):
         """The times measured for AUTO, if any."""
         return self._times
 
-    def settle(self) -> Placement:
+    def place(self) -> Placement:
         """Return where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
         wanted = self._wanted()
-        if self._settled is not None and self._settled[0] is wanted:
-            return self._settled[1]
+        if self._chosen is not None and self._settled[0] is wanted:
+            return self._chosen[1]
         times = self._measured(wanted)
         if wanted is Placement.AUTO and self._trial is not None:
             if self._trial.outcome is None:
@@ -100,14 +100,14 @@ class MovableControlNetClient(ControlNetClient):
         )
         _log.info("ControlNet %s runs %s: %s", self._name, choice.placement.value, choice.why)
         if not self._may_measure(wanted):
-            self._settled = (wanted, choice.placement)
+            self._chosen = (wanted, choice.placement)
         if choice.placement is Placement.REMOTE:
             self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
         return choice.placement
 
     def open(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> ControlSession:
         """Open a session at the place where new sessions go now."""
-        place = self.settle()
+        place = self.place()
         client = self._client(place)
         try:
             inner = client.open(image=image, conditioning=conditioning, width=width, height=height)

@@ -13,8 +13,8 @@ import torch
 
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
-from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.kinds import DecomposedFactor, PlainFactor
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.protocols import LoraWeights
 
 LoadedSet: TypeAlias = tuple[tuple[LoraWeights, float], ...]

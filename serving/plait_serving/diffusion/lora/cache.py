@@ -22,7 +22,7 @@ from types import MappingProxyType
 from plait_fabric.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, EntryState, Key
-from plait_serving.diffusion.lora.formats import LoadedLora
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
 from plait_serving.diffusion.protocols import LoraLease, LoraWeights
 from plait_serving.diffusion.queue.turns import TurnQueue
@@ -150,7 +150,7 @@ class LoraCache:
             future.set_exception(error)
         return future
 
-    def settle(self) -> None:
+    def update_turns(self) -> None:
         """Look whose turn it is now, if any set waits; leases then say whether they are asked back."""
         if self._policy.is_waited_for:
             with self._change():

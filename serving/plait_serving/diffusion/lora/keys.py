@@ -14,7 +14,7 @@ from enum import Enum, auto
 from itertools import islice
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.layouts import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 
 
@@ -139,11 +139,11 @@ def adds(key: str) -> bool:
     return _parts(key)[1] in _ADDS
 
 
-def nearest_layout(keys: Collection[str], targets: LoraTargets) -> LoraFormat:
-    """Return the layout whose names begin most like `keys`, which are of none."""
-    tables = {layout: sorted(names) for layout, names in targets.names.items()}
+def nearest_format(keys: Collection[str], targets: LoraTargets) -> LoraFormat:
+    """Return the format whose names begin most like `keys`, which are of none."""
+    tables = {form: sorted(names) for form, names in targets.names.items()}
     sample = list(islice(keys, _COMPARED))
-    return max(tables, key=lambda layout: sum(_alike(key, tables[layout]) for key in sample))
+    return max(tables, key=lambda form: sum(_alike(key, tables[form]) for key in sample))
 
 
 def _alike(key: str, names: list[str]) -> int:

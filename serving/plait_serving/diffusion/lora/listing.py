@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from plait_serving.diffusion.sources.layout import SUFFIX, is_pickle, stem_of
+from plait_serving.diffusion.sources.file_kinds import SUFFIX, is_pickle, stem_of
 from plait_serving.diffusion.sources.names import HIDDEN, NOWHERE, OUT, composed, shown, why_not
 
 __all__ = ["ADAPTER_FILE", "CONFIG_FILE", "DIFFUSERS_FILE", "Listing", "list_loras"]

@@ -21,8 +21,8 @@ from plait_kernels.lora_merge import MergeOp, NonFiniteMerge, Term, is_finite
 from plait_kernels.lora_merge.reference import merged
 from plait_kernels.registry import load
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
-from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, merged_in_turn
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import ModuleRef, layers_of, live_parameter
 from plait_serving.diffusion.protocols import LoraWeights
 from plait_serving.diffusion.values import LoraRef, LoraSet

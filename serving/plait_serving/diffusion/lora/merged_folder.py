@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.loading import load_module
-from plait_serving.diffusion.lora.formats import LoadedLora, parse
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef, components_of, live_parameter
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.sources.resolve import resolve_source

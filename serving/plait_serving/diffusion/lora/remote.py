@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Any, BinaryIO
 
 from plait_serving.diffusion.errors import EngineStopped, LoraError
-from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
+from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.source import LoraEntry, not_found
-from plait_serving.diffusion.sources.layout import SUFFIX
+from plait_serving.diffusion.sources.file_kinds import SUFFIX
 from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.sources.staging import locked
 

@@ -1,6 +1,6 @@
 """What LoRAs may change in a model family: weights and biases, with every name that files have for their modules.
 
-Instead of rewriting keys by pattern, all names of every module that exists are listed once (`layouts`), and a key is
+Instead of rewriting keys by pattern, all names of every module that exists are listed once (`key_formats`), and a key is
 looked up: what is not in the tables matches nothing.
 """
 
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plait_serving.diffusion.lora.layouts import Blocks, LoraFormat, spellings
+from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, spellings
 
 _LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding, nn.GroupNorm, nn.LayerNorm)
 
@@ -38,7 +38,7 @@ class LoraTargets:
     `(o, i, kh, kw)`. `parameters` are of all that a difference of the same shape may be added to: these, biases `(o,)`,
     and the weights of norms.
 
-    `names` maps each layout's spellings (with their component's prefix) to the modules.
+    `names` maps each format's spellings (with their component's prefix) to the modules.
     """
 
     shapes: Mapping[ModuleRef, tuple[int, ...]]
@@ -55,19 +55,19 @@ class LoraTargets:
             if ref.parameter == "weight" and _is_mergeable(module):
                 shapes[ref] = parameters[ref]
         blocks = Blocks.of([ref.module for ref in parameters if ref.component == "unet"])
-        names: dict[LoraFormat, dict[str, ModuleRef]] = {layout: {} for layout in LoraFormat}
+        names: dict[LoraFormat, dict[str, ModuleRef]] = {form: {} for form in LoraFormat}
         for component, path in {(ref.component, ref.module): None for ref in parameters}:
-            for layout, name in spellings(component, path, blocks):
-                names[layout][name] = ModuleRef(component, path)
+            for form, name in spellings(component, path, blocks):
+                names[form][name] = ModuleRef(component, path)
         return cls(
             shapes=MappingProxyType(shapes),
             parameters=MappingProxyType(parameters),
-            names=MappingProxyType({layout: MappingProxyType(table) for layout, table in names.items()}),
+            names=MappingProxyType({form: MappingProxyType(table) for form, table in names.items()}),
         )
 
     def find(self, name: str) -> tuple[ModuleRef, LoraFormat] | None:
         """Return the module of that name, and whose spelling it is; None: nobody's."""
-        return next(((table[name], layout) for layout, table in self.names.items() if name in table), None)
+        return next(((table[name], form) for form, table in self.names.items() if name in table), None)
 
 
 def components_of(unet: nn.Module, text_encoders: Sequence[nn.Module]) -> dict[str, nn.Module]:

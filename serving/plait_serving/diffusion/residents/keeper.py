@@ -149,7 +149,7 @@ class Residents:
         for job in with_loras:
             calls[job.request.tenant.name] += sum(unit.step for unit in job.units)
         for loras in {self._models[job.request.model].loras for job in with_loras}:
-            loras.settle()
+            loras.update_turns()
         for job in with_loras:
             made = calls[job.request.tenant.name]
             if made != job.given_back_at or not self.may_run(job):

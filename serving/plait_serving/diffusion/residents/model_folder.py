@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from plait_serving.diffusion.sources.layout import is_pickle, stem_of
+from plait_serving.diffusion.sources.file_kinds import is_pickle, stem_of
 from plait_serving.diffusion.sources.names import NOWHERE, OUT, LeftOut, composed, shown, why_not
 
 __all__ = ["FolderOfModels", "FoundModel"]

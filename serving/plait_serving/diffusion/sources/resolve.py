@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.sources.file_kinds import PICKLE, is_pickle, stem_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.layout import PICKLE, is_pickle, stem_of
 from plait_serving.diffusion.sources.single_file import converted
 
 __all__ = ["cache_folder", "resolve_source"]

@@ -45,7 +45,14 @@ from plait_serving.diffusion.published.architectures import (
     SchedulerPart,
 )
 from plait_serving.diffusion.published.configs import build_on_meta, published_name, write_configs
-from plait_serving.diffusion.sources.layout import SINGLE_CONTROLNET, SUFFIX, UNET, VAE, family_of_keys, is_controlnet
+from plait_serving.diffusion.sources.file_kinds import (
+    SINGLE_CONTROLNET,
+    SUFFIX,
+    UNET,
+    VAE,
+    family_of_keys,
+    is_controlnet,
+)
 from plait_serving.diffusion.sources.scheduler import EDM
 from plait_serving.diffusion.sources.staging import copy_parts, locked, new_folder
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES

@@ -36,7 +36,7 @@ def accepted_id(scope: Scope) -> str:
     return given if ACCEPTED.fullmatch(given) is not None else f"req_{secrets.token_hex(12)}"
 
 
-def settle_id(headers: list[tuple[bytes, bytes]]) -> None:
+def set_id(headers: list[tuple[bytes, bytes]]) -> None:
     """Put a request's `accepted_id` into its headers: else whoever reads a malformed one makes one of his own."""
     accepted = accepted_id({"headers": headers})
     headers[:] = [*(pair for pair in headers if pair[0] != _ID), (_ID, accepted.encode("ascii"))]

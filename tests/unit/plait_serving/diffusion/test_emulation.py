@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from plait.precision import settled
+from plait.precision import with_dtype
 from plait_serving.diffusion import emulation
 from plait_serving.diffusion.emulation import warn_of_emulation
 from plait_serving.images.config import ImagesSection
@@ -42,6 +42,6 @@ def test_a_command_says_it_before_it_starts(
 ) -> None:
     """Of a dtype that was asked for; one that was left out is never bfloat16 there."""
     monkeypatch.setattr(emulation, "has_bfloat16", lambda: False)
-    found = settled(ImagesSection(device="cpu", dtype=dtype), native=lambda: False)
+    found = with_dtype(ImagesSection(device="cpu", dtype=dtype), native=lambda: False)
     assert found.dtype == ("float32" if dtype == "auto" else dtype)
     assert len(caplog.records) == lines

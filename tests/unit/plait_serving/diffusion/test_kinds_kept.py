@@ -11,7 +11,7 @@ import torch
 
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.denoisers.factors import FactorStore
-from plait_serving.diffusion.lora.formats import LoadedLora, LoraFormat
+from plait_serving.diffusion.lora.parse import LoadedLora, LoraFormat
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast, _Charges
 from plait_serving.diffusion.queue.policy import GroupKey

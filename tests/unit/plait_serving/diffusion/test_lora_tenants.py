@@ -15,7 +15,7 @@ import pytest
 from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, Overloaded
 from plait_serving.diffusion.lora.cache import LoraCache
-from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.values import Failed, Finished, LoraRef, Progress, Tenant

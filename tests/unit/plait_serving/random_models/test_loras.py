@@ -7,7 +7,7 @@ import torch
 from diffusers import DiffusionPipeline
 
 from plait_serving.diffusion.errors import LoraError, ModelError
-from plait_serving.diffusion.lora.formats import parse
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.random_models.loras import write_lora

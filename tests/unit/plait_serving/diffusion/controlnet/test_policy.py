@@ -318,7 +318,7 @@ def test_close_places_are_tried_with_sessions_of_users(caplog: pytest.LogCapture
             client.start([_call(session)]).wait()
     assert [len(place.opened) for place in places.values()] == [1, 1]
     assert "runs" not in caplog.text
-    assert client.settle() is Placement.LOCAL
+    assert client.place() is Placement.LOCAL
     assert client.times == StepTimes(local_s=1.0, remote_s=2.0)
     assert caplog.text.count("edges runs local: measured 1000.0 ms local, 2000.0 ms remote") == 1
     _open(client)
@@ -355,10 +355,10 @@ def test_auto_survives_a_measurement_that_fails_and_tries_again() -> None:
         )
 
     client = placed()
-    assert [client.settle() for _ in range(4)] == [Placement.LOCAL] * 2 + [Placement.REMOTE] * 2
+    assert [client.place() for _ in range(4)] == [Placement.LOCAL] * 2 + [Placement.REMOTE] * 2
     outcomes[:] = [None] * 4
     client = placed()
-    assert [client.settle() for _ in range(5)] == [Placement.LOCAL] * 5
+    assert [client.place() for _ in range(5)] == [Placement.LOCAL] * 5
     assert len(outcomes) == 1
 
 

@@ -10,7 +10,7 @@ from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.denoisers import factors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
 from plait_serving.diffusion.denoisers.factors import FactorStore
-from plait_serving.diffusion.lora.formats import LoadedLora
+from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.kinds import (
     MAX_ROW_RANK,
     AnyFactor,
@@ -20,7 +20,7 @@ from plait_serving.diffusion.lora.kinds import (
     HadamardFactor,
     KroneckerFactor,
 )
-from plait_serving.diffusion.lora.layouts import LoraFormat
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import ModuleRef
 from plait_serving.diffusion.protocols import Conditioning
 

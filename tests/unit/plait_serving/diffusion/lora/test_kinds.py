@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.formats import parse
 from plait_serving.diffusion.lora.kinds import merged_in_turn
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.values import LoraRef
 from support.loras import TwoLayers, lycoris_tensors, peft_metadata, snapshot, write

@@ -11,8 +11,8 @@ from torch import nn
 from fakes.engine import FakeWeights
 from plait_serving.diffusion.errors import LoraError, OutOfMemory
 from plait_serving.diffusion.lora import merge as merge_module
-from plait_serving.diffusion.lora.formats import LoadedLora
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.values import LoraRef, LoraSet
 from support.loras import TinyFactor, TwoLayers, delta, factors, loaded, shapes_of, snapshot
 
@@ -380,7 +380,7 @@ def test_switch_cost_is_measured_per_byte(tmp_path):
 
 def test_text_encoder_and_unet_are_merged_together(tmp_path):
     """A set acts on every component that its files name."""
-    from plait_serving.diffusion.lora.formats import parse
+    from plait_serving.diffusion.lora.parse import parse
     from plait_serving.diffusion.lora.targets import LoraTargets
     from support.loras import kohya_tensors, write
 

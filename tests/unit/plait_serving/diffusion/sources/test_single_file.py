@@ -18,7 +18,7 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.sources import single_file
-from plait_serving.diffusion.sources.layout import family_of_keys
+from plait_serving.diffusion.sources.file_kinds import family_of_keys
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName

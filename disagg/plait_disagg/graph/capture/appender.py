@@ -8,12 +8,12 @@ from typing import Any, Protocol
 
 import torch
 
+from plait_disagg.graph.capture.lower import Lowered, why_unknown
+from plait_disagg.graph.capture.traced import RowsLayout, Traced, as_fact, side_of
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, Node, Ref
 from plait_disagg.graph.rows import Fact, MixesRows, OperatorCall
-from plait_disagg.graph.trace.lower import Lowered, why_unknown
-from plait_disagg.graph.trace.traced import Layout, Traced, as_fact, side_of
 
 __all__ = ["Appender", "Making"]
 
@@ -42,7 +42,7 @@ class Appender:
     where: str
 
     def append(
-        self, op: str, arguments: Mapping[str, Any], given: frozenset[str], layout: Layout, dtype: str
+        self, op: str, arguments: Mapping[str, Any], given: frozenset[str], layout: RowsLayout, dtype: str
     ) -> Traced:
         """Add one call; see `rows_first.Emitter`."""
         operator = VOCABULARY.get(op)
@@ -72,7 +72,7 @@ class Appender:
         schema = overload(op)._schema  # type: ignore[attr-defined]
         given = {schema.arguments[0].name: source, **others}
         defaults = {argument.name: argument.default_value for argument in schema.arguments}
-        layout = source.layout if shape is None else Layout(shape)
+        layout = source.layout if shape is None else RowsLayout(shape)
         return self.append(op, {**defaults, **given}, frozenset(given), layout, makes)
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:

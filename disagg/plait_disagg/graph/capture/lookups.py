@@ -8,13 +8,13 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from plait_disagg.graph.capture.appender import Appender, Making
+from plait_disagg.graph.capture.embeddings import BagCall
+from plait_disagg.graph.capture.traced import RowsLayout, Traced, side_of
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.program import LOOKUP, ROWS, Arg, Node, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact
-from plait_disagg.graph.trace.appender import Appender, Making
-from plait_disagg.graph.trace.embeddings import BagCall
-from plait_disagg.graph.trace.traced import Layout, Traced, side_of
 
 __all__ = ["Lookups"]
 
@@ -63,7 +63,7 @@ class Lookups:
         kwargs: dict[str, Arg] = {"table": table, "mode": "sum" if left is not None else call.mode}
         self.builder.nodes.append(Node(name=name, op=LOOKUP, args=args, kwargs=kwargs, shape=shape, rows=side))
         fact = Fact(shape, PER_ROW if pooled else ids.fact.counts)
-        layout = Layout(shape) if pooled else replace(ids.layout, sizes=(*ids.layout.sizes, weight.shape[1]))
+        layout = RowsLayout(shape) if pooled else replace(ids.layout, sizes=(*ids.layout.sizes, weight.shape[1]))
         rows = Traced(Ref(name), fact, side, "float32", layout)
         return rows if left is None or call.mode == "sum" else self._shared_out(rows, left)
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from plait_disagg.graph.capture.source_lines import source_line
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
 from plait_disagg.graph.rows import DROPS
-from plait_disagg.graph.trace.source_lines import source_line
 
 __all__ = [
     "ATEN_LONGEST",

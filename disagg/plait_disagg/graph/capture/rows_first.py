@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from plait_disagg.graph.capture.traced import RowsLayout, Traced, leaves
 from plait_disagg.graph.operators import VOCABULARY
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
-from plait_disagg.graph.trace.traced import Layout, Traced, leaves
 
 __all__ = ["MAKERS", "Emitter", "MovedCall", "Mover"]
 
@@ -40,7 +40,7 @@ class Emitter(Protocol):
     """What adds calls to the program."""
 
     def append(
-        self, op: str, arguments: Mapping[str, Any], given: frozenset[str], layout: Layout, dtype: str
+        self, op: str, arguments: Mapping[str, Any], given: frozenset[str], layout: RowsLayout, dtype: str
     ) -> Traced:
         """Add one call on the program's tensors; its result is stored as `layout` says. Raises
         `UnsupportedOperator`."""
@@ -56,7 +56,7 @@ class MovedCall:
     op: str
     arguments: Mapping[str, Any]
     given: frozenset[str]
-    out: Layout
+    out: RowsLayout
     factor: int
     dtype: str
 
@@ -132,7 +132,7 @@ class Mover:
         }
         place[layout.at] = tuple(range(1 + layout.at, 1 + layout.at + len(layout.inner)))
         dims = (0, *(stored for dim in order for stored in place[dim]))
-        made = Layout(call.out.sizes, order.index(layout.at), layout.before, layout.after)
+        made = RowsLayout(call.out.sizes, order.index(layout.at), layout.before, layout.after)
         if dims == tuple(range(len(dims))):
             return replace(source, layout=made)
         return self.emit.append(_PERMUTE, {"self": source, "dims": dims}, _PERMUTED, made, source.dtype)
@@ -141,14 +141,14 @@ class Mover:
         source: Traced = call.arguments["self"]
         return self._shaped(source, source.layout.reshaped(call.out.sizes, call.out.at, call.factor))
 
-    def _shaped(self, source: Traced, layout: Layout) -> Traced:
+    def _shaped(self, source: Traced, layout: RowsLayout) -> Traced:
         """Return the source's numbers, in their order, in another layout."""
         if layout.stored == source.layout.stored:
             return replace(source, layout=layout)
         made = {"self": source, "shape": layout.stored}
         return self.emit.append(_RESHAPE, made, frozenset(made), layout, source.dtype)
 
-    def _aligned(self, value: Any, layout: Layout, *, keep: int = 0) -> Any:
+    def _aligned(self, value: Any, layout: RowsLayout, *, keep: int = 0) -> Any:
         """Return an operand with as many dimensions as `layout`, and its rows where that has them.
 
         `keep`: how many last dimensions a constant may have and stay as it is.
@@ -169,7 +169,7 @@ class Mover:
         shape = (1, *sizes[: layout.at], *(1,) * len(layout.inner), *sizes[layout.at + 1 :])
         return self.emit.constant(value.reshape(shape))
 
-    def _like(self, call: MovedCall) -> Layout:
+    def _like(self, call: MovedCall) -> RowsLayout:
         """Return the layout of the result of an operator that leaves rows where they are."""
         first = next(value for value in leaves(call.arguments) if isinstance(value, Traced))
         for value in leaves(call.arguments):
@@ -217,7 +217,7 @@ class Mover:
                 raise MixesRows(f"it names no {name}, so it works over all rows at once")
             several = isinstance(dims, tuple | list)
             made[name] = tuple(layout.place(dim) for dim in dims) if several else layout.place(dims)
-        made_of = Layout(call.out.sizes, call.out.at, layout.before, layout.after)
+        made_of = RowsLayout(call.out.sizes, call.out.at, layout.before, layout.after)
         if removed < 0:
             raise MixesRows("it adds a dimension")
         return self.emit.append(call.op, made, call.given | (made.keys() & _DIMS), made_of, call.dtype)
@@ -235,7 +235,7 @@ class Mover:
         made = {"tensors": parts, "dim": layout.place(dim)}
         return self.emit.append("aten.cat.default", made, frozenset(made), layout, call.dtype)
 
-    def _widened(self, part: Any, layout: Layout, dim: int) -> Traced:
+    def _widened(self, part: Any, layout: RowsLayout, dim: int) -> Traced:
         if not isinstance(part, Traced):
             raise MixesRows("it joins something with one row per candidate to something without rows")
         sizes = (*layout.sizes[:dim], 1, *layout.sizes[dim + 1 :])
@@ -244,7 +244,7 @@ class Mover:
     def _last_dims(self, call: MovedCall) -> Traced:
         """Rewrite an operator over the last dimensions, such as linear and layer_norm."""
         source: Traced = call.arguments["input"]
-        layout = Layout(call.out.sizes, source.layout.at, source.layout.before, source.layout.after)
+        layout = RowsLayout(call.out.sizes, source.layout.at, source.layout.before, source.layout.after)
         used = len(call.arguments.get("normalized_shape", (0,)))
         if source.layout.at >= source.layout.ndim - used:
             raise MixesRows("it sums over the rows")
@@ -258,7 +258,7 @@ class Mover:
         channels, ndim = layout.place(1), len(layout.stored)
         order = (0, channels, *(dim for dim in range(1, ndim) if dim != channels))
         back = tuple(order.index(dim) for dim in range(ndim))
-        moved = Layout(tuple(layout.stored[dim] for dim in order))
+        moved = RowsLayout(tuple(layout.stored[dim] for dim in order))
         front = self.emit.append(_PERMUTE, {"self": source, "dims": order}, _PERMUTED, moved, source.dtype)
         made = self.emit.append(call.op, {**call.arguments, name: front}, call.given, moved, call.dtype)
         return self.emit.append(_PERMUTE, {"self": made, "dims": back}, _PERMUTED, layout, call.dtype)
@@ -274,7 +274,7 @@ class Mover:
         right = call.arguments.get("mat2", call.arguments.get("other"))
         return self._product(call.arguments["self"], right, call.out, call.factor, call.dtype)
 
-    def _product(self, left: Any, right: Any, out: Layout, factor: int, dtype: str) -> Traced:
+    def _product(self, left: Any, right: Any, out: RowsLayout, factor: int, dtype: str) -> Traced:
         """Return a matrix product whose result has the traced shape and rows of `out`."""
         wide = next(value for value in (left, right) if isinstance(value, Traced)).layout
         layout = replace(out, before=wide.before, after=wide.after)
@@ -290,7 +290,9 @@ class Mover:
         product = self.emit.append(_MATMUL, made, frozenset(made), layout, dtype)
         return self._shaped(product, replace(out, before=wide.before, after=wide.after))
 
-    def _row_by_row(self, left: Traced, right: torch.Tensor, layout: Layout) -> tuple[Traced, torch.Tensor, Layout]:
+    def _row_by_row(
+        self, left: Traced, right: torch.Tensor, layout: RowsLayout
+    ) -> tuple[Traced, torch.Tensor, RowsLayout]:
         """Return the operands and the layout of (.., rows, k) by a constant (.., k, n)."""
         if right.dim() == 2:
             return left, right, layout

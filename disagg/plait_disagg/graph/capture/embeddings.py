@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from plait_disagg.graph.capture.lower import bind
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.trace.lower import bind
 from plait_disagg.tables.values import Mode
 
 __all__ = ["BagCall", "bag_call", "is_lookup"]

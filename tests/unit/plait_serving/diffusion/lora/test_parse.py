@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.formats import LoadedLora, parse
-from plait_serving.diffusion.lora.layouts import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from support.loras import (
     TinyFactor,

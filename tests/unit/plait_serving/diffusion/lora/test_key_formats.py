@@ -17,9 +17,9 @@ from torch import nn
 from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.formats import LoadedLora, parse
-from plait_serving.diffusion.lora.layouts import LoraFormat, layout_of
+from plait_serving.diffusion.lora.key_formats import LoraFormat, format_of_keys
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
@@ -375,4 +375,4 @@ def test_unknown_keys_name_the_nearest_layout(stem, layout, tmp_path):
 )
 def test_a_loras_format_is_told_by_its_names(names, kind):
     """Listings tell layouts apart by the names alone; what is no LoRA is unknown."""
-    assert layout_of([*names, "__metadata__"]) == kind
+    assert format_of_keys([*names, "__metadata__"]) == kind

@@ -16,16 +16,16 @@ from types import MappingProxyType
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
+from plait_serving.diffusion.lora.key_formats import LoraFormat
 from plait_serving.diffusion.lora.keys import (
     TensorRole,
     adds,
     may_add_nothing,
     meaning,
-    nearest_layout,
+    nearest_format,
     reject_unsupported,
 )
 from plait_serving.diffusion.lora.kinds import AnyFactor
-from plait_serving.diffusion.lora.layouts import LoraFormat
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
@@ -114,7 +114,7 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
             raise LoraError(f"{roles[what.role]} and {key} both mean {what.ref}")
         roles[what.role] = key
     if len(formats) > 1:
-        titles = sorted((layout.title for layout in formats), key=str.casefold)
+        titles = sorted((form.title for form in formats), key=str.casefold)
         raise LoraError(f"the file mixes {' and '.join(titles)} keys")
     rules = config or AlphaRules.of(header.metadata)
     for ref, roles in parts.items():
@@ -139,7 +139,7 @@ def _unmatched(unmatched: Iterable[str], keys: Collection[str], targets: LoraTar
     unmatched = sorted(unmatched)
     return LoraError(
         f"{len(unmatched)} of {len(keys)} keys match nothing in this model (the nearest layout is that of "
-        f"{nearest_layout(unmatched, targets).title}): {listed(unmatched)}"
+        f"{nearest_format(unmatched, targets).title}): {listed(unmatched)}"
     )
 
 

@@ -15,12 +15,12 @@ from torch.export.graph_signature import InputKind
 from torch.fx.proxy import TracerBase
 from torch.utils import _pytree
 
+from plait_disagg.graph.capture.decomposed import decomposed
+from plait_disagg.graph.capture.source_lines import TORCH, source_line
+from plait_disagg.graph.capture.traced import RowsLayout
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
-from plait_disagg.graph.trace.decomposed import decomposed
-from plait_disagg.graph.trace.source_lines import TORCH, source_line
-from plait_disagg.graph.trace.traced import Layout
 
 __all__ = ["Exported", "example_tensors", "export"]
 
@@ -172,7 +172,7 @@ class Exported:
         """Return whether a symbolic number is the number of rows."""
         return str(number) in self._row_counts
 
-    def layout(self, node: fx.Node, op: str, where: str) -> tuple[Layout, int] | None:
+    def layout(self, node: fx.Node, op: str, where: str) -> tuple[RowsLayout, int] | None:
         """Return the traced shape of a node's result and how many numbers its dimension of rows has for each row.
 
         None if no dimension or more than one varies with the number of rows alone.
@@ -185,7 +185,7 @@ class Exported:
         if factor is None:
             return None
         at = varying[0]
-        return Layout(tuple(ROWS if dim == at else int(size) for dim, size in enumerate(made.shape)), at), factor
+        return RowsLayout(tuple(ROWS if dim == at else int(size) for dim, size in enumerate(made.shape)), at), factor
 
     def _rows_in(self, size: torch.SymInt) -> int | None:
         """Return how many times the number of rows a size is, if that is a number."""

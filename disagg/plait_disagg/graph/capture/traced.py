@@ -1,7 +1,7 @@
 """What capture knows about the values of a trace, and where in a traced tensor the rows are.
 
 A program has the rows in front of every tensor. A module may put them elsewhere: `nn.MultiheadAttention` works on
-(tokens, rows, features), and a layer over a history on (rows * tokens, features). A `Layout` says how a traced tensor
+(tokens, rows, features), and a layer over a history on (rows * tokens, features). A `RowsLayout` says how a traced tensor
 lies in the program, where only the other dimensions take part.
 """
 
@@ -17,11 +17,11 @@ import torch
 from plait_disagg.graph.program import ROWS, Ref, Rows
 from plait_disagg.graph.rows import Fact, MixesRows, RowCount
 
-__all__ = ["Layout", "Traced", "Unknown", "as_fact", "dtype_of", "leaves", "side_of", "varies"]
+__all__ = ["RowsLayout", "Traced", "Unknown", "as_fact", "dtype_of", "leaves", "side_of", "varies"]
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RowsLayout:
     """A traced shape: `sizes`, with `ROWS` at dimension `at`, which holds `before` * rows * `after` numbers.
 
     The rows of dimension `at` vary slower than its `after` and faster than its `before`. The program's tensor is
@@ -62,13 +62,13 @@ class Layout:
             raise MixesRows(f"it works along the rows (dim {dim})")
         return dim + 1 if dim < self.at else dim + len(self.inner)
 
-    def reshaped(self, sizes: tuple[int, ...], at: int, factor: int) -> Layout:
+    def reshaped(self, sizes: tuple[int, ...], at: int, factor: int) -> RowsLayout:
         """Return the layout after a reshape to `sizes`, where dimension `at` has `factor` numbers for each row."""
         left, right = prod(self.sizes[: self.at]) * self.before, prod(self.sizes[self.at + 1 :]) * self.after
         outer, behind = prod(sizes[:at]), prod(sizes[at + 1 :])
         if not outer or not behind or left % outer or right % behind or (left // outer) * (right // behind) != factor:
             raise MixesRows("it cuts rows into pieces that do not fit")
-        return Layout(sizes, at, left // outer, right // behind)
+        return RowsLayout(sizes, at, left // outer, right // behind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Traced:
     fact: Fact
     rows: Rows
     dtype: str
-    layout: Layout
+    layout: RowsLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,16 +15,16 @@ from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.export.exported_program import default_decompositions
 
-from plait_disagg.graph.operators import VOCABULARY
-from plait_disagg.graph.trace.embeddings import is_lookup
-from plait_disagg.graph.trace.lower import (
+from plait_disagg.graph.capture.embeddings import is_lookup
+from plait_disagg.graph.capture.lower import (
     ATEN_LONGEST,
     changes_what_is_seen,
     functional_base,
     has_lowered_parts,
     is_explained,
 )
-from plait_disagg.graph.trace.rows_first import MAKERS
+from plait_disagg.graph.capture.rows_first import MAKERS
+from plait_disagg.graph.operators import VOCABULARY
 
 __all__ = ["decomposed"]
 

@@ -1,4 +1,4 @@
-"""The layouts of LoRA files: how each tool spells the name of a module.
+"""The formats of LoRA files: how each tool spells the name of a module.
 
 diffusers, and PEFT with it, write the dotted path of the module. kohya's trainer writes it with underscores, or, for
 SDXL, with the block numbers of the original UNet. ComfyUI (`LoraSave`) and OneTrainer write the original UNet's dotted
@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 
 class LoraFormat(Enum):
-    """A layout; the value is its common name."""
+    """A format; the value is its common name."""
 
     PEFT = "peft"
     KOHYA = "kohya"
@@ -40,7 +40,7 @@ _TITLES: Mapping[LoraFormat, str] = MappingProxyType(
     }
 )
 
-# How keys begin that are not in diffusers' layout, and what a file of another kind has in none.
+# How keys begin that are not in diffusers' format, and what a file of another kind has in none.
 _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
     {
         LoraFormat.KOHYA: re.compile(r"lora_(unet|te\d?)_"),
@@ -84,10 +84,10 @@ _MID = re.compile(r"^mid_block\.(resnets|attentions)\.(\d+)\.(.+)$")
 _MID_NUMBER = {("resnets", 0): 0, ("attentions", 0): 1, ("resnets", 1): 2}
 
 
-def layout_of(keys: Iterable[str]) -> str:
-    """Return the layout that a file's keys look like, by its common name, or "unknown": they are of no LoRA."""
+def format_of_keys(keys: Iterable[str]) -> str:
+    """Return the format that a file's keys look like, by its common name, or "unknown": they are of no LoRA."""
     adding = [key for key in keys if _ADDS.search(key)]
-    found = (layout for layout, start in _STARTS.items() if any(start.match(key) for key in adding))
+    found = (form for form, start in _STARTS.items() if any(start.match(key) for key in adding))
     return next(found, LoraFormat.PEFT).value if adding else "unknown"
 
 

@@ -10,19 +10,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from plait_disagg.graph.capture.appender import Appender
+from plait_disagg.graph.capture.embeddings import bag_call
+from plait_disagg.graph.capture.exported import Exported
+from plait_disagg.graph.capture.lookups import Lookups
+from plait_disagg.graph.capture.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
+from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
+from plait_disagg.graph.capture.source_lines import module_hint, source_line
+from plait_disagg.graph.capture.traced import RowsLayout, Traced, Unknown, dtype_of, leaves, varies
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of, tensor_names
 from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
-from plait_disagg.graph.trace.appender import Appender
-from plait_disagg.graph.trace.embeddings import bag_call
-from plait_disagg.graph.trace.exported import Exported
-from plait_disagg.graph.trace.lookups import Lookups
-from plait_disagg.graph.trace.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
-from plait_disagg.graph.trace.rows_first import MAKERS, MovedCall, Mover
-from plait_disagg.graph.trace.source_lines import module_hint, source_line
-from plait_disagg.graph.trace.traced import Layout, Traced, Unknown, dtype_of, leaves, varies
 
 __all__ = ["Builder"]
 
@@ -83,7 +83,7 @@ class Builder:
             return
         port = self.ports[self.exported.input_name(node)]
         fact = Fact(port.shape, _counts(port, self.inputs))
-        self.values[node] = Traced(Ref(port.name), fact, port.rows, port.dtype, Layout(port.shape))
+        self.values[node] = Traced(Ref(port.name), fact, port.rows, port.dtype, RowsLayout(port.shape))
 
     def _add_call(self, node: fx.Node) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
@@ -139,7 +139,7 @@ class Builder:
             shape = self.exported.shape(node, lowered.op, where)
             try:
                 return appender.append(
-                    lowered.op, lowered.arguments, lowered.given, Layout(shape), dtype_of(node.meta["val"])
+                    lowered.op, lowered.arguments, lowered.given, RowsLayout(shape), dtype_of(node.meta["val"])
                 )
             except UnsupportedOperator as error:
                 refused = error

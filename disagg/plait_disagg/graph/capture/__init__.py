@@ -14,15 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from plait_disagg.graph.capture.builder import Builder
+from plait_disagg.graph.capture.exported import export
+from plait_disagg.graph.capture.traced import Traced, dtype_of
 from plait_disagg.graph.edit import lookups_of, simplify
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.fold import fold
 from plait_disagg.graph.inputs import Input, check_inputs
 from plait_disagg.graph.program import ROWS, USER_OF, Port, Program
 from plait_disagg.graph.rows import PER_ROW
-from plait_disagg.graph.trace.builder import Builder
-from plait_disagg.graph.trace.exported import export
-from plait_disagg.graph.trace.traced import Traced, dtype_of
 from plait_disagg.tables.values import Lookup
 
 __all__ = ["Captured", "capture", "obstacles"]

@@ -1,1 +1,0 @@
-"""From what `torch.export` traced to the operators of a program."""
