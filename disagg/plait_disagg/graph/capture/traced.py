@@ -1,8 +1,8 @@
 """What capture knows about the values of a trace, and where in a traced tensor the rows are.
 
 A program has the rows in front of every tensor. A module may put them elsewhere: `nn.MultiheadAttention` works on
-(tokens, rows, features), and a layer over a history on (rows * tokens, features). A `RowsLayout` says how a traced tensor
-lies in the program, where only the other dimensions take part.
+(tokens, rows, features), and a layer over a history on (rows * tokens, features). A `RowsLayout` says how a traced
+tensor lies in the program, where only the other dimensions take part.
 """
 
 from __future__ import annotations

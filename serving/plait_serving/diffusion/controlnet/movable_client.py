@@ -84,7 +84,7 @@ class MovableControlNetClient(ControlNetClient):
     def place(self) -> Placement:
         """Return where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
         wanted = self._wanted()
-        if self._chosen is not None and self._settled[0] is wanted:
+        if self._chosen is not None and self._chosen[0] is wanted:
             return self._chosen[1]
         times = self._measured(wanted)
         if wanted is Placement.AUTO and self._trial is not None:

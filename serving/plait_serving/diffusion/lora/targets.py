@@ -1,7 +1,7 @@
 """What LoRAs may change in a model family: weights and biases, with every name that files have for their modules.
 
-Instead of rewriting keys by pattern, all names of every module that exists are listed once (`key_formats`), and a key is
-looked up: what is not in the tables matches nothing.
+Instead of rewriting keys by pattern, all names of every module that exists are listed once (`key_formats`), and a key
+is looked up: what is not in the tables matches nothing.
 """
 
 from __future__ import annotations
