@@ -8,23 +8,11 @@ not added to every trial.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.records import Record
+from plait_autoconfig.jobs.spec import Reference
 from plait_autoconfig.values import TrialOutcome
-
-
-class Tolerances(Protocol):
-    """How much change is noise, and how much is too much (`spec.Reference`)."""
-
-    @property
-    def noise(self) -> float:
-        """Relative change that counts as noise."""
-
-    @property
-    def most_drift(self) -> float:
-        """Relative change that is too large to correct."""
 
 
 def reference_outcomes(records: Sequence[Record]) -> tuple[tuple[Record, TrialOutcome], ...]:
@@ -42,23 +30,23 @@ def ratios(first: TrialOutcome, later: TrialOutcome) -> dict[str, float]:
     }
 
 
-def drift_factors(records: Sequence[Record], tolerances: Tolerances) -> dict[str, float]:
+def drift_factors(records: Sequence[Record], reference: Reference) -> dict[str, float]:
     """Return, by metric, the divisor for a trial that ends now; metrics without drift beyond the noise are left out."""
     outcomes = [outcome for _, outcome in reference_outcomes(records)]
     if not outcomes:
         return {}
     found = ratios(outcomes[0], outcomes[-1])
-    return {name: ratio for name, ratio in found.items() if _change(ratio) > tolerances.noise}
+    return {name: ratio for name, ratio in found.items() if _change(ratio) > reference.noise}
 
 
-def drift_warnings(records: Sequence[Record], metrics: Sequence[str], tolerances: Tolerances) -> tuple[str, ...]:
+def drift_warnings(records: Sequence[Record], metrics: Sequence[str], reference: Reference) -> tuple[str, ...]:
     """Return a sentence for each of these metrics whose reference once drifted too far to be corrected."""
     outcomes = reference_outcomes(records)
     worst: dict[str, float] = {}
     for _, outcome in outcomes[1:]:
         for name, ratio in ratios(outcomes[0][1], outcome).items():
             worst[name] = max(ratio, worst.get(name, 1.0), key=_change)
-    return tuple(_warning(name, worst) for name in metrics if _change(worst.get(name, 1.0)) > tolerances.most_drift)
+    return tuple(_warning(name, worst) for name in metrics if _change(worst.get(name, 1.0)) > reference.most_drift)
 
 
 def _warning(name: str, worst: Mapping[str, float]) -> str:

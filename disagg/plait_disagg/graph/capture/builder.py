@@ -10,25 +10,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from plait_disagg.graph.capture.appender import Appender
-from plait_disagg.graph.capture.embeddings import bag_call
+from plait_disagg.graph.capture.appender import Appender, ProgramParts
+from plait_disagg.graph.capture.embeddings import BagCall, bag_call
 from plait_disagg.graph.capture.exported import Exported
-from plait_disagg.graph.capture.lookups import Lookups
 from plait_disagg.graph.capture.lower import Lowered, bind, functional_name, lower_part, lower_placement, why_unknown
 from plait_disagg.graph.capture.rows_first import MAKERS, MovedCall, Mover
 from plait_disagg.graph.capture.source_lines import module_hint, source_line
-from plait_disagg.graph.capture.traced import RowsLayout, Traced, Unknown, dtype_of, leaves, varies
+from plait_disagg.graph.capture.traced import RowsLayout, Traced, Unknown, dtype_of, leaves, side_of, varies
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input, ports_of, tensor_names
-from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
-from plait_disagg.graph.program import ROWS, USER_OF, Arg, Node, Port, Ref
+from plait_disagg.graph.operators import VOCABULARY, overload
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
 
 __all__ = ["Builder"]
 
 
 @dataclass
-class Builder:
+class Builder(ProgramParts):
     """A program in the making.
 
     `values` holds what each node of the trace became: a `Traced`, a constant tensor (or a tuple of them), a refusal
@@ -40,11 +39,7 @@ class Builder:
     lenient: bool = False  # go on behind what is refused
     met: list[UnsupportedOperator] = field(default_factory=list)
     values: dict[fx.Node, Any] = field(default_factory=dict)  # Traced, a constant tensor (or tuple of them), a number
-    nodes: list[Node] = field(default_factory=list)
-    constants: dict[str, torch.Tensor] = field(default_factory=dict)
     tables: dict[str, torch.Tensor] = field(default_factory=dict)
-    taken: dict[str, int] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)  # id of a constant tensor to its name
     refusals: list[UnsupportedOperator] = field(default_factory=list)
     moved: bool = False  # whether any operator was rewritten
 
@@ -94,7 +89,7 @@ class Builder:
         name = functional_name(node)
         call = bag_call(node)
         if call is not None and not isinstance(self.read(call.ids), torch.Tensor):
-            self.values[node] = Lookups(self, node, source_line(node)).add(call)
+            self.values[node] = _Lookups(self, node, source_line(node)).add(call)
             return None
         picked = _picked_by(node, self.exported)
         if picked is not None:
@@ -178,13 +173,6 @@ class Builder:
             return self.named(made, node.name)
         return [self.named(part, node.name) for part in made]
 
-    def named(self, made: Any, wanted: str) -> Any:
-        """Add a constant of our own, laid out as it will be after it has been stored and read back."""
-        if isinstance(made, torch.Tensor):
-            made = made.contiguous()
-            self.names.setdefault(id(made), self.name(wanted))
-        return made
-
     def read(self, node: fx.Node) -> Any:
         """Return what a node of the trace became. Raises `UnsupportedOperator` if that was refused."""
         value = self.values.get(node)
@@ -222,43 +210,6 @@ class Builder:
         if isinstance(value, tuple | list):
             return tuple(self._argument(part, where) for part in value)
         return value
-
-    def program_arguments(self, lowered: Lowered, shape: tuple[int, ...]) -> tuple[tuple[Arg, ...], dict[str, Arg]]:
-        """Return the arguments in the form that a program holds."""
-        anchor = next(
-            (v.ref for v in leaves(lowered.arguments) if isinstance(v, Traced) and v.fact.counts == PER_ROW), None
-        )
-        for value in lowered.arguments.values():
-            if isinstance(value, RowCount):  # in a list it is a size
-                raise UnsupportedOperator(lowered.op, "it uses the number of rows as a number")
-        plain = {key: self._plain(value, anchor, lowered.op) for key, value in lowered.arguments.items()}
-        return lowered.arrange(plain, shape)
-
-    def _plain(self, value: Any, anchor: Ref | None, op: str) -> Any:
-        if isinstance(value, Traced):
-            return value.ref
-        if isinstance(value, RowCount):
-            return self._row_count(anchor or Ref(USER_OF))
-        if isinstance(value, Unknown):
-            raise UnsupportedOperator(op, f"it uses a number that depends on the request ({value.text})")
-        if isinstance(value, torch.Tensor):
-            name = self.names[id(value)]
-            self.constants[name] = value
-            return Ref(name)
-        if isinstance(value, tuple | list):
-            return tuple(self._plain(part, anchor, op) for part in value)
-        return value
-
-    def _row_count(self, of: Ref) -> Ref:
-        name = f"{of.name}:rows"
-        if not any(node.name == name for node in self.nodes):
-            self.nodes.append(Node(name=name, op=SIZE, args=(of, 0), dtype="int"))
-        return Ref(name)
-
-    def name(self, wanted: str) -> str:
-        """Return `wanted`, with a number appended if the name is taken."""
-        self.taken[wanted] = self.taken.get(wanted, 0) + 1
-        return wanted if self.taken[wanted] == 1 else self.name(f"{wanted}_{self.taken[wanted]}")
 
 
 def _counts(port: Port, inputs: Sequence[Input]) -> str:
@@ -320,3 +271,83 @@ class _StepGather:
             index = call("aten.expand.default", index, which.dtype, wide, size=wide)
         picked = call("aten.gather.default", values, values.dtype, wide, dim=1, index=index)
         return call("aten.squeeze.dim", picked, values.dtype, (ROWS, *behind), dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Lookups:
+    """Adds the lookup of one node of the trace."""
+
+    builder: Builder
+    node: fx.Node
+    where: str
+
+    def add(self, call: BagCall) -> Traced:
+        """Add one lookup and return its rows. Raises `UnsupportedOperator` if it cannot be served."""
+        where = self.where
+        weight = self.builder.values.get(call.table)
+        ids = self.builder.read(call.ids)
+        if not isinstance(weight, torch.Tensor) or not isinstance(ids, Traced):
+            raise UnsupportedOperator(call.op, "its table is not a parameter of the module", where)
+        call.check_table(weight, where)
+        offsets = self._offsets(call, ids, where)
+        weights = self._weights(call, ids, where)
+        left = self._counted(call, ids) if call.leaves_out(weight) else None
+        if left is not None:
+            weights = (
+                left if weights is None else self._appender.call("aten.mul.Tensor", left, "float32", other=weights)
+            )
+        table = self.builder.names[id(weight)].removesuffix(".weight")
+        self.builder.tables[table] = weight
+        pooled = call.mode != "rows"
+        shape = ((ROWS,) if pooled else ids.fact.shape) + (weight.shape[1],)
+        name = self.builder.name(table)
+        args: tuple[Arg, ...] = (ids.ref, offsets, weights.ref if weights is not None else None)
+        side = side_of({"ids": ids, "weights": weights})
+        kwargs: dict[str, Arg] = {"table": table, "mode": "sum" if left is not None else call.mode}
+        self.builder.nodes.append(Node(name=name, op=LOOKUP, args=args, kwargs=kwargs, shape=shape, rows=side))
+        fact = Fact(shape, PER_ROW if pooled else ids.fact.counts)
+        layout = RowsLayout(shape) if pooled else replace(ids.layout, sizes=(*ids.layout.sizes, weight.shape[1]))
+        rows = Traced(Ref(name), fact, side, "float32", layout)
+        return rows if left is None or call.mode == "sum" else self._shared_out(rows, left)
+
+    def _weights(self, call: BagCall, ids: Traced, where: str) -> Traced | None:
+        """Return the number that each id's row is multiplied with, in the shape of the ids; None for 1."""
+        if call.weights is None:
+            return None
+        made = self.builder.read(call.weights)
+        if not isinstance(made, Traced) or (made.fact, made.layout.is_plain) != (ids.fact, True):
+            how = "have the shape of the ids, and for a bag with offsets be computed from its own ids"
+            raise UnsupportedOperator(call.op, f"per_sample_weights must {how}", where)
+        return made
+
+    def _counted(self, call: BagCall, ids: Traced) -> Traced:
+        """Return 1.0 for every id that counts and 0.0 for padding."""
+        self.builder.moved = True
+        counts = self._appender.call("aten.ne.Scalar", ids, "bool", other=call.padding_idx)
+        return self._appender.call("aten.to.dtype", counts, "float32", dtype=torch.float32)
+
+    def _shared_out(self, rows: Traced, left: Traced) -> Traced:
+        """Return sums divided by the number of ids that count, or by 1 if there are none."""
+        call = self._appender.call
+        count = call("aten.sum.dim_IntList", left, "float32", (ROWS, 1), dim=(1,), keepdim=True)
+        return call("aten.div.Tensor", rows, "float32", other=call("aten.clamp_min.default", count, "float32", min=1))
+
+    @property
+    def _appender(self) -> Appender:
+        return Appender(self.builder, self.node.name, self.where)
+
+    def _offsets(self, call: BagCall, ids: Traced, where: str) -> Ref | None:
+        """Return the bag's own offsets, or None for ids in equal rows or ids that are not pooled."""
+        if call.mode == "rows" or call.equal_rows:
+            if not ids.layout.is_plain and call.mode != "rows":
+                raise UnsupportedOperator(call.op, "its ids must have one row per candidate", where)
+            if ids.fact.counts is None or (call.mode != "rows" and ids.fact.ndim != 2):
+                raise UnsupportedOperator(call.op, "its ids must have one row per candidate", where)
+            return None
+        value = self.builder.read(call.offsets) if call.offsets is not None else None
+        kind, _, bag = (ids.fact.counts or "").partition(":")
+        wanted = f"{'offsets' if call.include_last else 'starts'}:{bag}"
+        if kind != "ids" or not isinstance(value, Traced) or value.fact.counts != wanted:
+            how = "as they are (include_last_offset=True) or without the last (offsets[:-1])"
+            raise UnsupportedOperator(call.op, f"a bag must be looked up with its own offsets, {how}", where)
+        return Ref(bag + OFFSETS)

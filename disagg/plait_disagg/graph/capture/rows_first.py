@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from plait_disagg.graph.capture.appender import Appender
 from plait_disagg.graph.capture.traced import RowsLayout, Traced, leaves
 from plait_disagg.graph.operators import VOCABULARY
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
 
-__all__ = ["MAKERS", "Emitter", "MovedCall", "Mover"]
+__all__ = ["MAKERS", "MovedCall", "Mover"]
 
 MAKERS: Mapping[str, float | None] = {
     "aten.zeros.default": 0,
@@ -36,19 +37,6 @@ _RESHAPE, _PERMUTE, _MATMUL = "aten.reshape.default", "aten.permute.default", "a
 _PERMUTED = frozenset({"self", "dims"})
 
 
-class Emitter(Protocol):
-    """What adds calls to the program."""
-
-    def append(
-        self, op: str, arguments: Mapping[str, Any], given: frozenset[str], layout: RowsLayout, dtype: str
-    ) -> Traced:
-        """Add one call on the program's tensors; its result is stored as `layout` says. Raises
-        `UnsupportedOperator`."""
-
-    def constant(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a constant of the program with these numbers."""
-
-
 @dataclass(frozen=True, slots=True)
 class MovedCall:
     """A traced call. `out`: its shape and where its rows are; `factor`: how many numbers are there for each row."""
@@ -65,7 +53,7 @@ class MovedCall:
 class Mover:
     """Rewrites one call after the other."""
 
-    emit: Emitter
+    emit: Appender
 
     def lower(self, call: MovedCall) -> Traced:
         """Add calls that compute the operator. Raises `MixesRows` if there is no rewrite."""
