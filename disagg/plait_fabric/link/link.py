@@ -7,10 +7,9 @@ receiver has seen its completion; what `ib_send_lat` calls latency.
   1995) with o_s = post_s + doorbell_s, L = wire_s, G = small_s_per_byte, o_r = completion_s. f(n) = 0 while the payload
   travels inside the work request (n <= inline_bytes), otherwise fetch_s, which the NIC takes to read it from memory.
 - large, one-sided (WRITE with immediate): T(n) = alpha_s + n / bytes_per_s (Hockney, Parallel Computing 20, 1994).
-- READ: the request travels as an empty message does and costs the remote processor nothing; the answer as above.
 
-A message keeps the sender's port busy for max(gap_s, n / bytes_per_s), and later the receiver's: see `nic`. Between
-back-to-back small messages there is only that gap (LogfP: Hoefler et al., IPDPS 2006).
+A message keeps the sender's port busy for max(gap_s, n / bytes_per_s), and later the receiver's: see
+`LinkPort`. Between back-to-back small messages there is only that gap (LogfP: Hoefler et al., IPDPS 2006).
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ second where microseconds are usual, 8 Mbit/s to 80 Tbit/s."""
 class Link:
     """One kind of link; see the module docstring.
 
-    `queue_depth` work requests, of which at most `reads_in_flight` READs, may be outstanding on a queue pair. Raises
-    `BadLink`.
+    `queue_depth` work requests, of which at most `reads_in_flight` READs, may be outstanding on a queue pair of the
+    hardware; a modelled channel has its inner channel's window instead. Raises `BadLink`.
     """
 
     name: str
@@ -102,14 +101,6 @@ class Link:
         """Return the time from a message's start at the sender's port to its start at the receiver's: the rest of
         `one_way_s`."""
         return max(0.0, self.one_way_s(nbytes) - self.sender_s - self.busy_s(nbytes) - self.completion_s)
-
-    def read_s(self, nbytes: int) -> float:
-        """Return the time of a one-sided READ of `nbytes` between idle hosts, from post to completion on one side."""
-        return self.sender_s + self.wire_s + self.answer_s(nbytes) + self.busy_s(nbytes) + self.completion_s
-
-    def answer_s(self, nbytes: int) -> float:
-        """Return `flight_s` of the answer to a READ, which the remote NIC always has to read from memory first."""
-        return self.flight_s(nbytes) + (self.fetch_s if nbytes <= self.inline_bytes else 0.0)
 
     def with_values(self, name: str, **values: Any) -> Link:
         """Return a copy of this link with that name and those values. Raises `BadLink`."""

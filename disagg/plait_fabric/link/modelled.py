@@ -1,14 +1,14 @@
 """A simulated link: any channel, with messages held back until an RDMA link would have delivered them.
 
-The sender stamps a message with the times at which it was posted and at which its port took it (`nic`); the receiver
-computes when its own port would have delivered it and holds it until then. The time that the inner channel takes is
-part of that delay, so it does not show as long as it is shorter. Where it is longer, the message is late and marked
-as such: `Message.delivery` and `LinkStatistics`. Nothing is sped up.
+The sender stamps a message with the times at which it was posted and at which its port took it (`LinkPort`); the
+receiver computes when its own port would have delivered it and holds it until then. The time that the inner channel
+takes is part of that delay, so it does not show as long as it is shorter. Where it is longer, the message is late and
+marked as such: `Message.delivery` and `LinkStatistics`. Nothing is sped up.
 
-Both ends are wrapped, with the same link and clocks of the same epoch (on one host), each process with one `Nic` for
-all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. The
-time that this process spends inside the wrapper between a delivery and the next send (waking up late, releasing
-memory) is subtracted from the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
+Both ends are wrapped, with the same link and clocks of the same epoch (on one host), each process with one `LinkPort`
+for all channels that share a port. The credit window of the inner channel stands for the depth of the queue pair. The
+time that this process spends inside the wrapper between a delivery and the next send (waking up late, releasing memory)
+is subtracted from the next post, at most `_MAX_OWED_S`: an RDMA host does not spend it.
 
 In virtual time (`tests/suites/fabric_clocks.py`) a message costs exactly what `link` specifies, however long the host
 takes.
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple, Protocol, Self
 
 from plait_fabric.errors import BadHeader, ChannelClosed, FabricError, ProtocolViolation, RecvTimeout, SendTimeout
 from plait_fabric.link.link import Link
-from plait_fabric.link.nic import Nic
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.transport.base import Deadline
@@ -44,21 +43,30 @@ _MAX_OWED_S = 1e-3
 
 
 class LinkPort:
-    """A `Nic` that threads share: one for each port of a process."""
+    """One port of a process, for all channels that share it. Thread-safe. Times are seconds of any one clock.
+
+    Full duplex: each direction serves one message after the other, in the order of the calls. So k messages of n bytes
+    for one host that are posted at once are delivered at intervals of n / bytes_per_s: incast. The fabric between the
+    ports has room for all, and big messages are not interleaved packet by packet.
+    """
 
     def __init__(self) -> None:
-        self._nic = Nic()
+        self._sends_until_s = self._receives_until_s = float("-inf")
         self._lock = threading.Lock()
 
     def send(self, at_s: float, busy_s: float) -> float:
-        """Reserve the sending side under a lock, as `Nic.send`."""
+        """Reserve the sending side for `busy_s` from `at_s` on, or once it is free; return when that begins."""
         with self._lock:
-            return self._nic.send(at_s, busy_s)
+            begins_s = max(at_s, self._sends_until_s)
+            self._sends_until_s = begins_s + busy_s
+            return begins_s
 
     def receive(self, at_s: float, busy_s: float) -> float:
-        """Reserve the receiving side under a lock, as `Nic.receive`."""
+        """Reserve the receiving side in the same way."""
         with self._lock:
-            return self._nic.receive(at_s, busy_s)
+            begins_s = max(at_s, self._receives_until_s)
+            self._receives_until_s = begins_s + busy_s
+            return begins_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

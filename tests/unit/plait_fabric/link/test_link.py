@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 
 from plait_fabric.link.link import PARAMETERS, BadLink
 from plait_fabric.link.link_files import LINKS, BadLinkFile, links_document, parse_links, read_links
-from plait_fabric.link.nic import Nic, QueuePair
+from plait_fabric.link.modelled import LinkPort
 from support.fabric_links import shipped
 
 LINK = shipped().link
@@ -37,81 +35,15 @@ def test_every_shipped_value_has_a_source() -> None:
         assert all(len(one.sources[name]) > 10 for name in PARAMETERS)
 
 
-@given(SIZES, st.floats(0, 1e6))
-def test_an_idle_network_takes_what_the_formula_says(nbytes: int, at_s: float) -> None:
-    """One message over idle ports is delivered after T(n), a READ after its round trip, and neither queues."""
-    sent = QueuePair(LINK, Nic(), Nic()).post([nbytes], at_s)[0]
-    read = QueuePair(LINK, Nic(), Nic()).read(nbytes, at_s)
-    assert sent.delivered_s - at_s == pytest.approx(LINK.one_way_s(nbytes), abs=1e-9)
-    assert read.delivered_s - at_s == pytest.approx(LINK.read_s(nbytes), abs=1e-9)
-    assert sent.queued_s == pytest.approx(0, abs=1e-9)
-    assert sent.completed_s > sent.delivered_s
-    assert read.delivered_s - at_s > LINK.one_way_s(nbytes)
-
-
-def test_incast_is_served_one_after_the_other() -> None:
-    """k hosts that send n bytes to one at once: the last is delivered at alpha + k n / beta."""
-    target, nbytes, senders = Nic(), 1 << 20, 8
-    sent = [QueuePair(LINK, Nic(), target).post([nbytes], 0.0)[0] for _ in range(senders)]
-    assert sent[-1].delivered_s == pytest.approx(LINK.alpha_s + senders * nbytes / LINK.bytes_per_s)
-    assert sent[-1].queued_s == pytest.approx((senders - 1) * nbytes / LINK.bytes_per_s)
-
-
-def test_pairs_of_one_host_share_its_port() -> None:
-    """Two queue pairs of one host to two others take turns at its port; those of two hosts do not."""
-    shared = Nic()
-    nbytes = 1 << 20
-    ours = [QueuePair(LINK, shared, Nic()).post([nbytes], 0.0)[0] for _ in range(2)]
-    apart = [QueuePair(LINK, Nic(), Nic()).post([nbytes], 0.0)[0] for _ in range(2)]
-    assert ours[1].delivered_s - ours[0].delivered_s == pytest.approx(nbytes / LINK.bytes_per_s)
-    assert apart[1].delivered_s == apart[0].delivered_s
-
-
-def test_both_directions_are_free_of_each_other() -> None:
-    """What a host receives does not slow what it sends."""
-    one, other = Nic(), Nic()
-    there = QueuePair(LINK, one, other).post([1 << 20], 0.0)[0]
-    back = QueuePair(LINK, other, one).post([1 << 20], 0.0)[0]
-    assert there.delivered_s == back.delivered_s
-
-
-def test_small_messages_in_a_row_pay_the_gap_only() -> None:
-    """Posted together, small messages share a doorbell and follow each other by the post, not by their latency."""
-    sent = QueuePair(LINK, Nic(), Nic()).post([32] * 10, 0.0)
-    gaps_s = [after.delivered_s - before.delivered_s for before, after in pairwise(sent)]
-    assert gaps_s == pytest.approx([max(LINK.gap_s, LINK.post_s)] * 9)
-    one_by_one = QueuePair(LINK, Nic(), Nic())
-    rung = [one_by_one.post([32], n * LINK.sender_s)[0] for n in range(10)]
-    assert rung[-1].delivered_s > sent[-1].delivered_s
-
-
-def test_a_full_queue_pair_waits_for_completions() -> None:
-    """With room for one work request, the second starts when the first is acknowledged; the same for READs."""
-    tight = replace(LINK, queue_depth=1)
-    first, second = QueuePair(tight, Nic(), Nic()).post([32, 32], 0.0)
-    assert second.delivered_s >= first.completed_s + LINK.wire_s
-    pair = QueuePair(replace(LINK, reads_in_flight=1), Nic(), Nic())
-    reads = [pair.read(64, 0.0) for _ in range(3)]
-    assert [read.delivered_s for read in reads] == pytest.approx([n * LINK.read_s(64) for n in (1, 2, 3)])
-
-
-@given(st.lists(st.tuples(SIZES, st.floats(0, 1e-3), st.integers(0, 1), st.integers(0, 1)), max_size=30))
-def test_no_port_carries_more_than_its_line(posts: list[tuple[int, float, int, int]]) -> None:
-    """Whatever is posted when: a pair keeps order, nothing beats its idle time, and bytes never beat the line."""
-    sources, targets = [Nic(), Nic()], [Nic(), Nic()]
-    pairs = {(s, t): QueuePair(LINK, sources[s], targets[t]) for s in (0, 1) for t in (0, 1)}
-    delivered: dict[tuple[int, int], list[float]] = {key: [] for key in pairs}
-    into: dict[int, list[tuple[int, float]]] = {0: [], 1: []}
-    for nbytes, at_s, s, t in sorted(posts, key=lambda post: post[1]):
-        sent = pairs[s, t].post([nbytes], at_s)[0]
-        assert sent.delivered_s - at_s >= LINK.one_way_s(nbytes) - 1e-12
-        delivered[s, t].append(sent.delivered_s)
-        into[t].append((nbytes, sent.delivered_s))
-    for moments in delivered.values():
-        assert moments == sorted(moments)
-    for arrivals in into.values():
-        for (_, before_s), (nbytes, after_s) in pairwise(arrivals):
-            assert after_s - before_s >= LINK.busy_s(nbytes) - 1e-12
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 1 << 24), st.floats(0, 1e-3)), max_size=30))
+def test_no_port_carries_more_than_its_line(messages: list[tuple[bool, int, float]]) -> None:
+    """Whatever is posted when: a direction keeps order, never has two messages at once, and is free of the other."""
+    port, until_s = LinkPort(), {True: 0.0, False: 0.0}
+    for sends, nbytes, at_s in messages:
+        busy_s = LINK.busy_s(nbytes)
+        begins_s = (port.send if sends else port.receive)(at_s, busy_s)
+        assert begins_s == max(at_s, until_s[sends])
+        until_s[sends] = begins_s + busy_s
 
 
 def _document(**said: Any) -> str:
