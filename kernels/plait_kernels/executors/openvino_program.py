@@ -6,7 +6,7 @@ for each shape that recurs, compiled in the background; for large ones the memor
 numbers of rows; a call of another number is filled up with rows of zeros. While there is none for its own, it takes the
 model for somewhat more rows, or one for fewer in turns. Rows are divided among streams (`openvino_compiled`).
 
-Factors of a set that recurs, and that all rows share, are merged into the weights of such a model (`merged_constants`):
+Factors of a set that recurs, and that all rows share, are merged into the weights of such a model (`fixed_shapes`):
 at this size factors take about as long as the layers. It is used only if it answers the call that it is made for as the
 dynamic model does.
 
