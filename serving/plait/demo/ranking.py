@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from plait.errors import ServeError
+from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
 
 if TYPE_CHECKING:
     import httpx2
@@ -35,9 +36,6 @@ class Person:
 
     def features(self) -> dict[str, Any]:
         """Return the model's inputs as ids. No film has been seen yet, so only the likes express the taste."""
-        from plait_serving.starter.ranking.catalog import GENRES
-        from plait_serving.starter.ranking.generate import AGE_BANDS, DAYPARTS
-
         return {
             "age_band": AGE_BANDS.index(self.age),
             "liked_genres": [GENRES.index(genre) for genre in self.likes],

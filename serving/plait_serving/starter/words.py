@@ -8,7 +8,14 @@ from typing import Any
 
 from plait_serving.starter.manifest import WEIGHTS
 
-__all__ = ["image_words", "ranking_words"]
+__all__ = ["AGE_BANDS", "DAYPARTS", "GENRES", "image_words", "ranking_words"]
+
+AGE_BANDS = ("under 18", "18-24", "25-34", "35-44", "45-54", "55-64", "65 and over")
+DAYPARTS = ("morning", "afternoon", "evening", "night")
+GENRES = (
+    "action", "adventure", "children", "comedy", "crime", "documentary", "drama", "horror", "music", "romance",
+    "science fiction", "western",
+)  # fmt: skip
 
 
 def image_words() -> Mapping[str, Any]:
@@ -18,7 +25,4 @@ def image_words() -> Mapping[str, Any]:
 
 def ranking_words() -> Mapping[str, Any]:
     """Return `inputs`: for user-side inputs of `picks` whose numbers stand for words, the words by number."""
-    from plait_serving.starter.ranking.catalog import GENRES
-    from plait_serving.starter.ranking.generate import AGE_BANDS, DAYPARTS
-
     return {"inputs": {"age_band": AGE_BANDS, "liked_genres": GENRES, "daypart": DAYPARTS}}

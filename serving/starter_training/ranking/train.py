@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from plait_disagg.package import Items, PackageOptions, write_package
-from plait_serving.starter.ranking.catalog import FilmCatalog, make_catalog
-from plait_serving.starter.ranking.generate import Clicks, make_clicks
 from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE, Picks, build, item_names, items
 from starter_training.ranking.auc import auc
+from starter_training.ranking.clicks import Clicks, make_clicks
+from starter_training.ranking.films import FilmCatalog, make_catalog
 
 __all__ = ["PicksAuc", "PicksRecipe", "as_bag", "item_arrays", "package_picks", "score", "train", "train_picks"]
 

@@ -18,15 +18,15 @@ from torch import nn
 
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_serving.starter.manifest import WEIGHTS
-from plait_serving.starter.ranking.catalog import GENRES
-from plait_serving.starter.ranking.generate import AGE_BANDS, DAYPARTS, LONGEST_HISTORY
 from plait_serving.starter.ranking.match import Match
+from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
 
-__all__ = ["FOLDER", "INPUTS", "ITEMS", "STATE", "Picks", "build", "item_names", "items"]
+__all__ = ["FOLDER", "INPUTS", "ITEMS", "LONGEST_HISTORY", "STATE", "Picks", "build", "item_names", "items"]
 
 FOLDER = WEIGHTS / "recommend"
 STATE = "picks.safetensors"
 ITEMS = "items.safetensors"
+LONGEST_HISTORY = 30
 DIM = 16
 FILMS = 2000
 

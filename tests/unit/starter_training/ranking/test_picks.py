@@ -17,10 +17,11 @@ from plait_disagg.package import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.ranking import build, item_names, items
-from plait_serving.starter.ranking.catalog import GENRES, make_catalog
-from plait_serving.starter.ranking.generate import LONGEST_HISTORY, make_clicks
-from plait_serving.starter.ranking.picks import FILMS, FOLDER, INPUTS, ITEMS, STATE
+from plait_serving.starter.ranking.picks import FILMS, FOLDER, INPUTS, ITEMS, LONGEST_HISTORY, STATE
+from plait_serving.starter.words import GENRES
 from starter_training.ranking.auc import auc
+from starter_training.ranking.clicks import make_clicks
+from starter_training.ranking.films import make_catalog
 from starter_training.ranking.train import PicksRecipe, as_bag, judge, train_picks
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GENRES", "FilmCatalog", "make_catalog"]
+from plait_serving.starter.words import GENRES
+
+__all__ = ["FilmCatalog", "make_catalog"]
 
 NOUNS = {
     "action": "Chase Strike Bullet Escape Convoy Blast Pursuit Hostage Raid Countdown Heist Ambush",
@@ -26,7 +28,6 @@ NOUNS = {
     "science fiction": "Android Orbit Nebula Clone Starship Signal Colony Paradox Satellite Robot Comet Wormhole",
     "western": "Canyon Saddle Sheriff Outlaw Stagecoach Ranch Gunslinger Saloon Mustang Frontier Prairie Duel",
 }
-GENRES = tuple(NOUNS)
 
 ADJECTIVES = (
     "Silent Crimson Last Hidden Broken Golden Midnight Distant Forgotten Restless Burning Hollow Secret Velvet Iron "

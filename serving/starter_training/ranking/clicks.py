@@ -18,13 +18,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_serving.starter.ranking.catalog import GENRES, FilmCatalog
+from plait_serving.starter.ranking.picks import LONGEST_HISTORY
+from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
+from starter_training.ranking.films import FilmCatalog
 
-__all__ = ["AGE_BANDS", "DAYPARTS", "LONGEST_HISTORY", "Clicks", "make_clicks"]
-
-AGE_BANDS = ("under 18", "18-24", "25-34", "35-44", "45-54", "55-64", "65 and over")
-DAYPARTS = ("morning", "afternoon", "evening", "night")
-LONGEST_HISTORY = 30
+__all__ = ["Clicks", "make_clicks"]
 
 _STYLES = 4
 _STYLE = 0.4
