@@ -10,8 +10,6 @@ from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.values import Value, cells_of
 
-__all__ = ["draft_job"]
-
 
 def draft_job(run: LibraryRun, *, app: str, scenario: str, library: str, only_measured: bool) -> dict[str, Any]:
     """Return the settings of a job on the service of a past run, which learns from the library that holds it.

@@ -23,8 +23,6 @@ from plait_autoconfig.errors import LibraryError, TunerError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, Value
 
-__all__ = ["CsvMap", "read_csv", "read_map"]
-
 _STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 

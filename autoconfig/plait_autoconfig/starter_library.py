@@ -13,8 +13,6 @@ from importlib import resources
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import load_lines
 
-__all__ = ["starter_runs"]
-
 
 @cache
 def starter_runs() -> tuple[LibraryRun, ...]:

@@ -20,8 +20,6 @@ from numpy.typing import NDArray
 
 from plait_autoconfig.objective import Goal
 
-__all__ = ["Look", "LookPlan", "best_look", "expected_rate", "look_for_capacity", "next_look", "surely_loses"]
-
 _FAR, _NEAR = 2.0, 1.25  # the step to another rate, without and with an expectation
 _BACK = 0.95  # of what an overloaded server answered
 _MIN_STEP = 1.1

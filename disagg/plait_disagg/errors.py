@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["BadInput", "Busy", "DeadlinePassed", "RankError", "UnknownModel", "WorkerUnavailable"]
-
 
 class RankError(Exception):
     """Base class of all ranking errors; raised on its own, it means a bug or a broken worker. `retry_after_s`: when the

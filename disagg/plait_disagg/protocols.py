@@ -11,8 +11,6 @@ from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 if TYPE_CHECKING:
     import torch  # see `values`
 
-__all__ = ["DenseHalf", "ItemStore", "Ranker", "RowSource", "SparseHalf"]
-
 
 class Ranker(Protocol):
     """Ranks candidates with one model. All methods may be called concurrently from many tasks of one event loop."""

@@ -12,8 +12,6 @@ from plait_disagg.graph.inputs import Input, tensor_names
 if TYPE_CHECKING:
     import torch  # takes two seconds, and who only passes requests on needs none of it
 
-__all__ = ["ModelCard", "RankAnswer", "RankRequest", "RankTimings"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:

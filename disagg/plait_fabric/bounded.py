@@ -10,8 +10,6 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
-__all__ = ["MAX_DIGITS", "load_json", "product"]
-
 MAX_DIGITS = 19
 """Of an integer: 2^63 has as many. Every size and offset of a file fits."""
 

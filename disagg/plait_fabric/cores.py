@@ -11,8 +11,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["has_bfloat16", "instruction_set", "quota_cores", "usable_cores"]
-
 _CGROUPS = Path("/sys/fs/cgroup")
 _SETS = {
     "amx_bf16": {"amx_bf16"},

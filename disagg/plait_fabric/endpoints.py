@@ -8,8 +8,6 @@ from plait_fabric.transport import inproc, nixl, rendezvous, tcp
 from plait_fabric.transport.base import Deadline
 from plait_fabric.values import Address, FabricOptions, check_secret
 
-__all__ = ["connect", "listen"]
-
 
 def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: FabricOptions | None = None) -> Channel:
     """Connect to the listener at `address` and authenticate both ways, within `timeout_s` seconds.

@@ -27,30 +27,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AcceptTimeout",
-    "AddressInUse",
-    "AuthFailed",
-    "BadAddress",
-    "BadHeader",
-    "BadTensor",
-    "ChannelClosed",
-    "ConnectTimeout",
-    "FabricError",
-    "FabricTimeout",
-    "FrameTooLarge",
-    "LeaseMisuse",
-    "PeerClosed",
-    "PeerLost",
-    "PoolExhausted",
-    "ProtocolViolation",
-    "RecvTimeout",
-    "SendTimeout",
-    "Unreachable",
-    "Unsupported",
-    "WeakSecret",
-]
-
 
 class FabricError(Exception):
     """Base class of all fabric errors.

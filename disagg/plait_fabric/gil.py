@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["shorten_gil_interval"]
-
 _TURN_S = 5e-4
 
 

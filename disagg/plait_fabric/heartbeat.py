@@ -11,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["Stuck", "ThreadHeartbeat", "limit_s"]
-
 _MIN_LIMIT_S = 90.0
 """A step of milliseconds may once wait for a disk, for memory, for an update of its model, or behind everything else
 on a busy host."""

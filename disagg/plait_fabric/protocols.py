@@ -8,8 +8,6 @@ from typing import Any, Protocol, Self
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.values import ChannelStatistics, Message
 
-__all__ = ["Buffer", "Channel", "Header", "Listener"]
-
 Header = Mapping[str, Any]
 """A small JSON object. Keys that begin with an underscore are reserved for the fabric."""
 

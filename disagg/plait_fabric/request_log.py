@@ -12,8 +12,6 @@ from contextvars import ContextVar
 from itertools import islice
 from typing import TypeAlias
 
-__all__ = ["MAX_REQUESTS", "add_requests", "on_behalf_of", "requests_at_hand", "work_for"]
-
 MAX_REQUESTS = 32
 """The most that are named at once: a batch may be of thousands, and one that fails is tried again one by one."""
 

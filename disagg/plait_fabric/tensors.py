@@ -24,8 +24,6 @@ from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.values import Message
 
-__all__ = ["DTYPES", "TensorMessage", "lease_tensor", "pack_tensors", "recv_tensors", "send_tensors", "tensors_of"]
-
 KEY = "_tensors"
 MAX_DIMENSIONS = 16
 MAX_SIZE = 1 << 48

@@ -9,19 +9,6 @@ from typing import Any, Literal, Self
 
 from plait_fabric.errors import BadAddress, FrameTooLarge, LeaseMisuse, WeakSecret
 
-__all__ = [
-    "MEASURED",
-    "Address",
-    "ChannelStatistics",
-    "Delivery",
-    "FabricOptions",
-    "Message",
-    "MessageLimits",
-    "PoolStatistics",
-    "Scheme",
-    "check_secret",
-]
-
 Scheme = Literal["inproc", "shm", "tcp", "nixl"]
 
 MIN_SECRET_BYTES = 16

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["is_device_lost", "is_out_of_memory"]
-
 _OUT_OF_MEMORY = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "out of memory")
 _LOST = (
     "illegal memory access",

@@ -18,8 +18,6 @@ from plait_loadtest.session import FinishedRun, finished
 from plait_loadtest.thresholds import parse_all
 from plait_loadtest.values import Echo, RunResult
 
-__all__ = ["merged"]
-
 MAX_GAP_S = 1.0
 """Between the hosts' starts; beyond it the load was not the one that the scenario describes."""
 

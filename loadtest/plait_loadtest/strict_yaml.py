@@ -6,8 +6,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["NotYaml", "parse"]
-
 
 class NotYaml(ValueError):
     """Invalid YAML, in one sentence: the source, the line if known, and the problem; `where` lacks the source."""

@@ -19,8 +19,6 @@ from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.sources.file_kinds import UNET
 from plait_serving.images.config import BaseSource, ImagesSection
 
-__all__ = ["with_dtype"]
-
 _PAYS_FROM_BYTES = 250_000_000
 """The UNet's files from which on bfloat16 is taken: Stable Diffusion 1.5's have 1.7 GB, and `plait bench images` has
 recorded 0.114 images/s there and 0.080 in float32 (`sd15-bf16-single`, `sd15-single`). The starter's have 12 MB."""

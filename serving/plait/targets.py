@@ -12,8 +12,6 @@ from typing import Any
 
 from plait.errors import PlaitError
 
-__all__ = ["load_target"]
-
 
 def load_target(text: str) -> Callable[[], Any]:
     """Import the module and return the function: this runs the user's code. Modules and files are resolved from the

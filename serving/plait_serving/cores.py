@@ -18,8 +18,6 @@ from typing import Annotated
 
 from pydantic import Field
 
-__all__ = ["CoreBudget", "HostCores", "declare_threads", "thread_cap", "threads_of_host"]
-
 CoreBudget = Annotated[
     float | None,
     Field(gt=0, le=1024, description="cores of a replica, for Ray's placement and the tuner's price; unset: small"),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["HEALTH_TIMEOUT_S", "Health"]
-
 HEALTH_TIMEOUT_S = 1.5
 """A replica that takes longer than this to report that it is healthy counts as unhealthy: load balancers wait for a
 second or two."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["return_memory"]
-
 
 def return_memory() -> None:
     """Have glibc return to the system what was freed: it keeps it for later, in arenas of its threads, between blocks

@@ -22,8 +22,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-__all__ = ["REPLICA", "TENANT_PREFIX", "Account", "ReplicaMetrics", "exposition", "family", "labelled", "this_process"]
-
 TENANT_PREFIX = "plait_tenant_"
 """Counters of this name with the label `tenant` are the account of what each tenant used."""
 

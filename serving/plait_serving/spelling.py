@@ -11,8 +11,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["choice_hint", "fields_at", "hint"]
-
 _MAX_CHARS = 64  # of names that are compared: the work grows with their square
 _MAX_COMPARED = 64  # each takes some 20 microseconds, on the event loop
 _QUOTED = re.compile(r"'([^']*)'")

@@ -18,8 +18,6 @@ from plait_autoconfig.jobs.state import PromisedRate
 from plait_autoconfig.objective import GOODPUT_PER_S
 from plait_autoconfig.values import Config
 
-__all__ = ["SLO_MET", "CheckedRate", "held_rate", "holds", "is_wanted", "next_check", "next_rate"]
-
 SLO_MET = "slo_met"
 """1 where a load at a given rate kept the scenario's SLO, else 0."""
 

@@ -11,17 +11,6 @@ from typing import Annotated, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 
-__all__ = [
-    "CpuGroup",
-    "DeploySection",
-    "Folder",
-    "GpuGroup",
-    "IncrementalUpgrade",
-    "NetworkAccess",
-    "Volumes",
-    "WorkerGroup",
-]
-
 _DIGEST = re.compile(r"[^@\s]+@sha256:[0-9a-f]{64}")
 
 DnsLabel = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]

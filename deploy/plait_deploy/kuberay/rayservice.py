@@ -13,19 +13,6 @@ from typing import Any
 
 from plait_deploy.kuberay.options import DeploySection, GpuGroup, WorkerGroup
 
-__all__ = [
-    "CPU_NODE",
-    "DASHBOARD_PORT",
-    "GPU_NODE",
-    "METRICS_PORT",
-    "NODE_LABEL",
-    "SERVICE_LABEL",
-    "SHARD_NODE",
-    "Pods",
-    "Timing",
-    "rayservice",
-]
-
 NODE_LABEL, CPU_NODE, GPU_NODE, SHARD_NODE = "plait-node", "cn", "hn", "shard"
 """The label of a Ray node, and its values: a CN has cores and memory, an HN GPUs, a shard above all memory."""
 SERVICE_LABEL = "plait-service"

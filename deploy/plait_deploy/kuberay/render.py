@@ -17,8 +17,6 @@ from plait_deploy.kuberay.sizing import Reservation, pods_for
 from plait_deploy.kuberay.volumes_and_policies import disruption_budgets, network_policy, pod_monitor, volume_claims
 from plait_deploy.serve import ServeApplication, render_serve
 
-__all__ = ["render_kuberay"]
-
 
 def render_kuberay(
     application: ServeApplication,

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from plait_deploy.errors import DeployError
 
-__all__ = ["Reservation", "pods_for"]
-
 _ROUNDING = 1e-9
 
 

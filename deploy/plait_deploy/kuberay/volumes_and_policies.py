@@ -7,8 +7,6 @@ from typing import Any
 from plait_deploy.kuberay.options import DeploySection
 from plait_deploy.kuberay.rayservice import DASHBOARD_PORT, METRICS_PORT, SERVICE_LABEL, Pods
 
-__all__ = ["disruption_budgets", "network_policy", "pod_monitor", "volume_claims"]
-
 _GROUP, _HEAD_GROUP = "ray.io/group", "headgroup"
 """The label that KubeRay gives pods, and its value for the head."""
 _NAMESPACE = "kubernetes.io/metadata.name"

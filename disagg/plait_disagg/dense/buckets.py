@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from plait_kernels.executors.row_counts import fewest, filled_up
 
-__all__ = ["Bucket", "bucket_of", "pays_from"]
-
 _MARGIN = 0.95
 """A program must take at most so much of torch's time: what differs by less is not told apart by a trial."""
 

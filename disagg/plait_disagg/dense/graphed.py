@@ -14,8 +14,6 @@ from plait_disagg.graph.execute import Compiled
 from plait_kernels.executors.graphs import Capture, GraphProgram
 from plait_kernels.executors.row_counts import filled_up
 
-__all__ = ["DenseGraphs"]
-
 
 class DenseGraphs:
     """Graphs of `compiled`, whose constants are on `device`. Threads take turns."""

@@ -28,8 +28,6 @@ from plait_fabric.threads import lower_priority, set_threads
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background
 from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
 
-__all__ = ["DensePrograms", "Trust"]
-
 _log = logging.getLogger(__name__)
 
 _CALLS_BEFORE_TRYING = 3

@@ -14,8 +14,6 @@ from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import TILE, USER_OF, Arg, Node, Port, Ref
 
-__all__ = ["PROVEN", "unproven"]
-
 _DIVISIONS = frozenset({"aten.div.Tensor", "aten.div.Scalar"})
 _INDEX = "aten.index.Tensor"
 _RESHAPES = frozenset({"aten.view.default", "aten.reshape.default"})

@@ -12,8 +12,6 @@ import torch
 from plait_disagg.dense.buckets import Bucket
 from plait_disagg.graph.program import USER_OF, Port
 
-__all__ = ["TOLERANCE", "Given", "difference", "medians", "noise_like", "resized", "sizes"]
-
 TOLERANCE = 5e-6
 """The largest difference of a number to torch's, as a share of torch's if that is more than 1. Scores must stay within
 1e-5 of the whole model's, and cutting it moves them by 1e-6."""

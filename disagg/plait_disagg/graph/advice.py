@@ -9,8 +9,6 @@ from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.program import LOOKUP, TILE, USER_OF, Node, Port, Program, Ref, Rows
 
-__all__ = ["advice"]
-
 
 def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> tuple[str, ...]:
     """Return sentences about the CN half of a model, for one request of `candidates`; none if there is nothing odd.

@@ -25,8 +25,6 @@ from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.small_tables import is_bound
 from plait_disagg.tables.protocols import Tables
 
-__all__ = ["LINK_BYTES_PER_S", "HnModel", "cut_problem", "measure_seconds", "value_bytes"]
-
 LINK_BYTES_PER_S = 12.4e9
 """The bandwidth of a 100 Gbit/s RDMA link in one direction (as perftest measures it; the simulator's link has the
 same rate). Modelled."""

@@ -22,8 +22,6 @@ from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import Program
 from plait_disagg.graph.small_tables import is_bound
 
-__all__ = ["Cost", "CutProblem", "Cutter", "check_cut", "cost_of", "crossing_values"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class CutProblem:

@@ -9,7 +9,5 @@ from plait_disagg.graph.cut import Cutter
 from plait_disagg.graph.mincut import MinCut
 from plait_disagg.graph.prism import PrismColouring
 
-__all__ = ["CUTTERS"]
-
 CUTTERS: Mapping[str, Cutter] = MappingProxyType({cutter.name: cutter for cutter in (MinCut(), PrismColouring())})
 """The cutters by name: `mincut` (exact) and `prism` (the baseline)."""

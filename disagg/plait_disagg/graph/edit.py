@@ -11,8 +11,6 @@ from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Program, Ref
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["flat_values", "is_loose", "live", "lookups_of", "map_refs", "reads", "simplify"]
-
 _IDENTITIES = frozenset(
     {"aten.alias.default", "aten.detach.default", "aten.dropout.default", "aten.lift_fresh_copy.default"}
 )

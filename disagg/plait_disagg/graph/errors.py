@@ -8,8 +8,6 @@ GraphError
 
 from __future__ import annotations
 
-__all__ = ["BadCut", "BadProgram", "GraphError", "UnsupportedOperator"]
-
 
 class GraphError(Exception):
     """Base class of all errors of this package."""

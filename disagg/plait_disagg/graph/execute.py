@@ -21,8 +21,6 @@ from plait_disagg.graph.program import LOOKUP, TILE, Arg, DType, Node, Program, 
 from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables, TablesOfBags
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Compiled", "compile_program", "resolve", "stages", "tile_rows"]
-
 _DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
     "aten.bmm.default": torch.bmm,

@@ -23,8 +23,6 @@ import torch
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.program import TILE, USER_OF, Arg, Node, Port, Program, Ref, Rows
 
-__all__ = ["factor_linears"]
-
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 
 

@@ -28,8 +28,6 @@ from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.graph.reference import run_nodes
 
-__all__ = ["fold", "rows_side"]
-
 _CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
 _UNSQUEEZE = "aten.unsqueeze.default"
 _SELECT, _RESHAPE, _EXPAND = "aten.select.int", "aten.reshape.default", "aten.expand.default"

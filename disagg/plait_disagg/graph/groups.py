@@ -13,8 +13,6 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, TILE, Node, Port, Program, Ref, Rows
 
-__all__ = ["Place", "ValueGroup", "grouped", "shortened"]
-
 Place = Literal["cn", "hn"]
 
 _IN_MLP = frozenset({"linear", "relu", "prelu", "sigmoid", "tanh", "gelu", "silu", "leaky_relu", "elu", "squeeze"})

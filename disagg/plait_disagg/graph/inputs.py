@@ -23,23 +23,6 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from plait_disagg.graph.program import ROWS, Port
 
-__all__ = [
-    "OFFSETS",
-    "WEIGHTS",
-    "Bag",
-    "Dense",
-    "Ids",
-    "Input",
-    "Side",
-    "check_inputs",
-    "input_from_json",
-    "input_to_json",
-    "ports_of",
-    "range_of",
-    "range_text",
-    "tensor_names",
-]
-
 Side = Literal["user", "item"]
 
 OFFSETS = "_offsets"

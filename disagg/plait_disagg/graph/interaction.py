@@ -18,8 +18,6 @@ import torch
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.program import ROWS, TILE, USER_OF, Arg, Node, Port, Program, Ref, Rows
 
-__all__ = ["split_interactions"]
-
 _CAT, _LINEAR, _STACK = "aten.cat.default", "aten.linear.default", "aten.stack.default"
 _BMM, _TRANSPOSE, _INDEX = "aten.bmm.default", "aten.transpose.int", "aten.index.Tensor"
 _FLATTEN = "aten.flatten.using_ints"

@@ -20,8 +20,6 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
 from plait_disagg.graph.program import LOOKUP, ROWS, TILE, Node, Port, Program, Ref
 
-__all__ = ["MAX_BYTES", "check_memory"]
-
 MAX_BYTES = 16 << 30
 """Of everything that one request keeps at the same time: a hundred times what models of today keep for 10,000 rows."""
 

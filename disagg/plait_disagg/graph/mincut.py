@@ -21,8 +21,6 @@ from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.small_tables import is_bound
 
-__all__ = ["MinCut"]
-
 _SOURCE, _SINK = ("end", "cn"), ("end", "hn")
 
 

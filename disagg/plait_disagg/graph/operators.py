@@ -19,8 +19,6 @@ from plait_disagg.graph import rows
 from plait_disagg.graph.program import LOOKUP, TILE
 from plait_disagg.graph.rows import Rule
 
-__all__ = ["SIZE", "VOCABULARY", "Kind", "Operator", "kind_of", "overload"]
-
 Kind = Literal["gemm", "attention", "elementwise", "reduction", "layout", "lookup", "tile", "size"]
 """gemm and attention are what a GPU is for; lookup is what a CPU with a lot of memory is for."""
 

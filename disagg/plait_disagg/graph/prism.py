@@ -16,8 +16,6 @@ from plait_disagg.graph.edit import reads
 from plait_disagg.graph.operators import kind_of
 from plait_disagg.graph.program import LOOKUP
 
-__all__ = ["PrismColouring"]
-
 
 class PrismColouring:
     """A cutter by colouring that considers bytes, never seconds."""

@@ -24,8 +24,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["LOOKUP", "ROWS", "TILE", "USER_OF", "Arg", "DType", "Node", "Port", "Program", "Ref", "Rows"]
-
 LOOKUP = "plait.lookup"
 TILE = "plait.tile"
 

@@ -13,8 +13,6 @@ from plait_disagg.graph.program import LOOKUP, TILE, DType, Node, Program, Ref
 from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["Watch", "run_nodes", "run_reference"]
-
 Watch: TypeAlias = "Callable[[Node, Callable[[], Any]], Any]"
 """Receives a node and the function that computes it; returns the node's value."""
 

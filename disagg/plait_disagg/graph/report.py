@@ -11,8 +11,6 @@ from plait_disagg.graph.cut import crossing_values
 from plait_disagg.graph.groups import ValueGroup, grouped, shortened
 from plait_disagg.graph.program import ROWS, Node, Port, Program, Rows
 
-__all__ = ["CANDIDATES", "CrossingValues", "CutReport", "cut_report", "human_bytes"]
-
 CANDIDATES = (1, 64, 512)
 """The request sizes (candidates) that every report shows."""
 

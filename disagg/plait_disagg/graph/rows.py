@@ -20,8 +20,6 @@ from typing import Any, TypeAlias
 
 from plait_disagg.graph.program import ROWS
 
-__all__ = ["DROPS", "PER_ROW", "Fact", "MixesRows", "OperatorCall", "RowCount", "Rule"]
-
 PER_ROW = "rows"
 
 _IN_TRAINING = (

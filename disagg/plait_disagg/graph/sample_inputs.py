@@ -11,8 +11,6 @@ from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import LOOKUP, USER_OF, Node, Program, Ref
 
-__all__ = ["Draw", "bags_of", "collate", "for_module", "id_bounds", "sample", "uniform"]
-
 Draw = Callable[[int, int, torch.Generator], torch.Tensor]
 """Draws ids: (count, rows, generator) to (count,) int64 in 0..rows - 1."""
 

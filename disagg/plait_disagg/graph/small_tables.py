@@ -14,8 +14,6 @@ from typing import Any
 from plait_disagg.graph.edit import flat_values, live
 from plait_disagg.graph.program import LOOKUP, DType, Node, Port, Program, Ref
 
-__all__ = ["SMALL_BYTES", "is_bound", "offer", "placed", "rows_name"]
-
 SMALL_BYTES = 1 << 20
 """The max bytes of a table's rows in float32 that each HN holds, and copies when they are updated."""
 

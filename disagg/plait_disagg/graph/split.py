@@ -11,8 +11,6 @@ from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import USER_OF, Port, Program, Ref
 from plait_disagg.graph.small_tables import placed
 
-__all__ = ["Halves", "split"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Halves:

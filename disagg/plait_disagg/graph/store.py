@@ -19,8 +19,6 @@ from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import LOOKUP, ROWS, TILE, Arg, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.tables.values import Mode
 
-__all__ = ["VERSION", "dump_program", "load_program", "program_from_json", "program_to_json"]
-
 VERSION = 1
 
 _DTYPES = frozenset({"float32", "float16", "bfloat16", "float64", "int64", "int32", "int16", "int8", "uint8", "bool"})

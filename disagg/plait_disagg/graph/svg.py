@@ -11,8 +11,6 @@ from html import escape
 from plait_disagg.graph.groups import ValueGroup, shortened
 from plait_disagg.graph.report import CrossingValues, CutReport, human_bytes, shape_text
 
-__all__ = ["cut_svg"]
-
 _BOX_WIDTH, _BOX_HEIGHT, _STEP, _TOP = 330, 46, 66, 118
 _CN_X, _HN_X, _WIDTH = 40, 690, 1080
 """Positions in pixels. The boxes of each side are stacked in execution order."""

@@ -17,8 +17,6 @@ from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE
 from plait_disagg.graph.program import LOOKUP, TILE, USER_OF, Arg, Node, Program, Ref, Rows
 
-__all__ = ["keeps_bits", "tile"]
-
 
 def tile(program: Program, *, exact: bool = False) -> Program:
     """Return `program` (as captured) for user-side inputs with one row per user and `USER_OF`.

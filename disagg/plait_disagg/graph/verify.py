@@ -17,8 +17,6 @@ from plait_disagg.graph.sample_inputs import bags_of, collate, for_module, sampl
 from plait_disagg.graph.split import Halves
 from plait_disagg.tables.protocols import Tables
 
-__all__ = ["BatchCheck", "ReturnsNan", "Verification", "module_outputs", "verify_halves"]
-
 _EPS = torch.finfo(torch.float32).eps
 
 _MAX_ROUNDING = 1e-3

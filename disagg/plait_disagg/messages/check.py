@@ -18,8 +18,6 @@ from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, range_text, tensor_names
 from plait_disagg.values import ModelCard, RankRequest
 
-__all__ = ["check_request"]
-
 _LARGE = 4_096
 """The number of ids above which copying them costs more than a separate call."""
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from plait_fabric.rpc.fields import Header, WireError
 
-__all__ = ["Flow", "due_of", "flow_field", "parse_flow", "parse_queued_s"]
-
 _MAX_S = 1e6
 
 

@@ -27,8 +27,6 @@ from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, 
 from plait_disagg.tables.values import Table, row_bytes
 from plait_fabric.rpc.fields import WireError
 
-__all__ = ["MAX_BYTES", "HotRows", "RowReceiver", "RowSavings", "RowSender", "can_merge"]
-
 MAX_BYTES = 1 << 30
 """The max bytes of one channel's slots, and of the rows that one batch stands for: as large as a message of the
 fabric can be (`plait_fabric.values.MessageLimits`)."""

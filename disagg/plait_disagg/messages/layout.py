@@ -32,24 +32,6 @@ from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
 from plait_fabric.rpc.fields import WireError
 
-__all__ = [
-    "LEASE_FROM_BYTES",
-    "MAX_LAYOUT_CHARS",
-    "BufferSection",
-    "LayoutError",
-    "MessageLayout",
-    "Part",
-    "RowCounts",
-    "bytes_of",
-    "decode",
-    "describe",
-    "describe_shapes",
-    "encode",
-    "layout_of_inputs",
-    "numbers_of",
-    "parse_layout",
-]
-
 _DTYPES: dict[str, torch.dtype] = {
     "i8": torch.int64,
     "i4": torch.int32,

@@ -32,8 +32,6 @@ from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Buffer, Lease, Pool
 from plait_fabric.memory.pool import copy_bytes
 
-__all__ = ["PackPlan", "pack", "plan_of", "unpack"]
-
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlan:

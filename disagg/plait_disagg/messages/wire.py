@@ -41,31 +41,6 @@ from plait_fabric.request_log import MAX_REQUESTS, requests_at_hand
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
 
-__all__ = [
-    "SEND_S",
-    "VERSION",
-    "DenseAsk",
-    "Role",
-    "answers_message",
-    "cancel_header",
-    "card_payload",
-    "check_role",
-    "dense_message",
-    "done_message",
-    "failed_header",
-    "own_buffers",
-    "parse_answers",
-    "parse_card",
-    "parse_dense",
-    "parse_done",
-    "parse_number",
-    "parse_rank",
-    "parse_version",
-    "rank_message",
-    "role_payload",
-    "version_header",
-]
-
 VERSION = 3
 """The version of everything defined here; both sides of a channel must have the same."""
 

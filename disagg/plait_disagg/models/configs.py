@@ -20,8 +20,6 @@ from plait_disagg.models.hstu import Hstu
 from plait_disagg.models.layers import Sparse
 from plait_disagg.models.two_tower import TwoTower
 
-__all__ = ["CONFIGS", "Config", "build", "ids_per_bag"]
-
 # fmt: off
 # facebookresearch/dlrm, Criteo Kaggle Display Advertising Challenge: distinct values of the 26 categorical features.
 _KAGGLE_ROWS = (

@@ -15,8 +15,6 @@ from torch import nn
 from plait_disagg.models.dlrm import embedded
 from plait_disagg.models.layers import Sparse, mlp, tables_of
 
-__all__ = ["Dcn", "LowRankCross"]
-
 
 class LowRankCross(nn.Module):
     """A stack of `layers` cross layers of width `width` through `rank`."""

@@ -17,8 +17,6 @@ from torch import nn
 
 from plait_disagg.models.layers import filled, mlp
 
-__all__ = ["Din"]
-
 
 class Din(nn.Module):
     """DIN. `rows`: sizes of the item, category and user tables. Item id 0 is padding."""

@@ -18,8 +18,6 @@ from torch import nn
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.models.layers import Sparse, mlp, tables_of
 
-__all__ = ["Dlrm", "Interaction", "embedded"]
-
 Interaction = Literal["dot", "cat"]
 
 

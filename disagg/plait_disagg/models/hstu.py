@@ -19,8 +19,6 @@ from torch import nn
 
 from plait_disagg.models.layers import filled, mlp
 
-__all__ = ["Hstu"]
-
 
 class _Layer(nn.Module):
     """One layer, of `heads` heads, over the history and over a candidate."""

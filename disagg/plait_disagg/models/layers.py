@@ -11,8 +11,6 @@ from torch import nn
 
 from plait_disagg.graph.inputs import Bag, Ids, Input, Side
 
-__all__ = ["Sparse", "filled", "mlp", "tables_of"]
-
 _BLOCK_ROWS = 65_536
 
 

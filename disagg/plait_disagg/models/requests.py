@@ -11,8 +11,6 @@ from plait_disagg.graph.inputs import Input
 from plait_disagg.graph.sample_inputs import Draw, sample
 from plait_disagg.values import RankRequest
 
-__all__ = ["random_request", "zipf"]
-
 _SCRAMBLE = 2_654_435_761
 """A prime (Knuth's multiplicative hash) that spreads the popular ids over the table; products stay below 2**63 for
 up to 2**31 rows."""

@@ -13,8 +13,6 @@ from torch import nn
 from plait_disagg.models.dlrm import embedded
 from plait_disagg.models.layers import Sparse, mlp, tables_of
 
-__all__ = ["TwoTower"]
-
 
 class TwoTower(nn.Module):
     """A two-tower model. `tower`: widths after the concatenated embeddings and numbers of a side."""

@@ -14,8 +14,6 @@ from plait_disagg.graph.reference import run_reference
 from plait_disagg.package.items import first_bad
 from plait_disagg.tables.values import OutOfRange
 
-__all__ = ["check_items", "reject_from"]
-
 _KEEPS_IDS = frozenset(
     {
         "aten.to.dtype",

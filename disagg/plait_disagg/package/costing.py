@@ -18,8 +18,6 @@ from plait_disagg.graph.small_tables import offer
 from plait_disagg.graph.tile import tile
 from plait_disagg.tables.protocols import Tables
 
-__all__ = ["Cuttable", "cut_problem", "cuttable", "offered"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Cuttable:

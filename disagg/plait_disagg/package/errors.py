@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PackageError"]
-
 
 class PackageError(Exception):
     """The folder is not a packaged model that can be served; the message names the file and what is wrong with it."""

@@ -22,8 +22,6 @@ from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
 from plait_kernels.executors.cuda_capture import CudaCapture
 
-__all__ = ["BareRows", "CompiledDense", "CompiledSparse", "RowsByTable"]
-
 RowsByTable: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By table: ids (k,) int64 and their rows (k, D) float32."""
 

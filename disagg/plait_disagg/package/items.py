@@ -15,8 +15,6 @@ from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.tensor_files import save_tensors
 
-__all__ = ["Items", "StoredItems", "first_bad", "read_items", "write_items"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Items:

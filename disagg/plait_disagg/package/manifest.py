@@ -27,8 +27,6 @@ from typing import Any
 from plait_disagg.graph.inputs import Input, check_inputs, input_from_json, input_to_json
 from plait_disagg.package.errors import PackageError
 
-__all__ = ["MANIFEST", "CutFacts", "Manifest", "read_manifest", "sha256_of", "write_manifest"]
-
 MANIFEST = "package.json"
 WHOLE, CN, HN = "whole.json", "cn.json", "hn.json"
 CONSTANTS, TABLES = "constants.safetensors", "tables.safetensors"

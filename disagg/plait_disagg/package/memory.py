@@ -10,8 +10,6 @@ from plait_disagg.graph.memory import check_memory
 from plait_disagg.graph.program import ROWS, USER_OF, Node, Port, Program
 from plait_disagg.package.manifest import Manifest
 
-__all__ = ["check_cn", "check_hn"]
-
 _MIN_ROWS = 4_096
 """A batch of several requests has so many rows by default, however few one of them may have."""
 

@@ -38,8 +38,6 @@ from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.storage import TableSet, open_tables
 from plait_disagg.values import ModelCard
 
-__all__ = ["Package", "open_package"]
-
 _NOT_HASHED = (TABLES,)
 """Files that are not hashed: tables may be terabytes, and are mapped rather than read; their header is checked when
 they are opened."""

@@ -14,8 +14,6 @@ from plait_disagg.graph.verify import ReturnsNan, module_outputs
 from plait_disagg.package.costing import Cuttable
 from plait_disagg.package.errors import PackageError
 
-__all__ = ["blamed", "check_samples"]
-
 _SAMPLES = 8
 
 _SHOWN = 8

@@ -20,8 +20,6 @@ from plait_disagg.tables.protocols import ShardTables
 from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
 
-__all__ = ["Sharding", "held_pieces", "identity", "plan_of", "remote_tables"]
-
 _IDS_PER_BAG = 20
 """As many as random requests have where nothing else is known (`plait models package`)."""
 

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-__all__ = ["save_tensors"]
-
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
     """Write a safetensors file with the mode that the umask gives a new file; the library makes it its owner's own."""

@@ -47,8 +47,6 @@ from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.tables.values import Lookup, OutOfRange, RowFormat
 
-__all__ = ["PackageOptions", "write_package"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PackageOptions:

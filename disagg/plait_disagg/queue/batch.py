@@ -18,8 +18,6 @@ import torch
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Input
 from plait_disagg.values import RankRequest
 
-__all__ = ["RankBatch", "cut", "join", "user_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankBatch:

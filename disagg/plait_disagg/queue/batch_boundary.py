@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.tables.errors import OtherVersion
 
-__all__ = ["BatchBoundary", "run_agreed"]
-
 _LOOK_S = 0.01
 
 _AGREE_S = 5.0

@@ -18,8 +18,6 @@ from plait_disagg.tables.protocols import BadId
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 from plait_fabric import FabricError
 
-__all__ = ["Core", "Outcome", "RankJob", "Sink", "as_rank_error", "deliver_all"]
-
 _log = logging.getLogger(__name__)
 
 Outcome: TypeAlias = RankAnswer | RankError

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["CachePolicy", "Order", "WireFormat", "WorkerKnobs"]
-
 WireFormat = Literal["float32", "float16", "int8"]
 """How float32 tensors cross from the CN to the HN. int8: with one scale and one bias per row."""
 

@@ -16,8 +16,6 @@ from plait_disagg.errors import Busy, DeadlinePassed, RankError
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.pace import Pace
 
-__all__ = ["MAX_ITEMS", "PATIENCE_S", "Downstream", "Item", "TakenBatch", "WaitQueue", "too_late"]
-
 MAX_ITEMS = 1_024
 """The max items of one batch, so that the numbers describing it fit into a message's header."""
 

@@ -7,8 +7,6 @@ fitted by least squares with forgetting: a batch's weight shrinks by `_FORGET` w
 
 from __future__ import annotations
 
-__all__ = ["MIN_MARGIN", "Pace"]
-
 _FORGET = 31 / 32
 """The weight that a batch keeps with each later one. The last 22 batches hold half of the total weight: some tens of
 milliseconds under load."""

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-__all__ = ["Gauge", "ScaleState", "Scaling", "cn_pressure", "decide", "hn_pressure"]
-
 _QUEUE_S: Final = 0.02
 """The wait at a CN that counts as pressure 1: most of what a request of some tens of milliseconds may take (Prism)."""
 

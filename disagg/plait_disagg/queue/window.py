@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["Window"]
-
 _TARGET: Final = 1.5
 """How long batches may wait at the HN, as a multiple of their compute time. One batch is always on its way to keep
 the HN busy; lined up behind others it waits for about one computation."""

@@ -14,8 +14,6 @@ from plait_disagg.tables.formats import LAYOUTS, decode_rows, encode_rows
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import RowFormat, Table, TableGroup
 
-__all__ = ["RowWrites", "check_constants", "check_names", "decoded_rows", "stored_rows"]
-
 RowWrites = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By group: the rows of its matrix, (k,) int64, ascending, and their new contents, (k, columns)."""
 

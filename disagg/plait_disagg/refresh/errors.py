@@ -7,8 +7,6 @@ RefreshError
 
 from __future__ import annotations
 
-__all__ = ["BadUpdate", "NotPublished", "RefreshError"]
-
 
 class RefreshError(Exception):
     """Base class of both."""

@@ -26,8 +26,6 @@ from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.update import read_update
 from plait_disagg.tables.container import map_container
 
-__all__ = ["fold_updates"]
-
 
 def fold_updates(folder: Path, out: Path) -> Manifest:
     """Write the package at `folder` with all updates of its journal into the new folder `out`.

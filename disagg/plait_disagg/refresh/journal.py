@@ -25,8 +25,6 @@ from plait_disagg.package.manifest import NAME
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_disagg.refresh.update import MANIFEST, read_update_manifest
 
-__all__ = ["UPDATES", "Journal"]
-
 UPDATES = "updates"
 FORMAT = 1
 _APPLIED = "applied.json"

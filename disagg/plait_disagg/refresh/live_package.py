@@ -22,8 +22,6 @@ from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.sharded import ShardedTables
 from plait_disagg.values import ModelCard
 
-__all__ = ["LivePackage", "checked", "open_live"]
-
 
 class LivePackage:
     """A package with the updates applied so far. Not thread-safe.

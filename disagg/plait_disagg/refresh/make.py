@@ -19,8 +19,6 @@ from plait_disagg.refresh.live_package import checked, open_live
 from plait_disagg.refresh.update import Update, UpdatedRows, read_update
 from plait_disagg.tables.formats import encode_rows
 
-__all__ = ["make_update"]
-
 
 def make_update(folder: Path, module: nn.Module, *, version: str) -> Update:
     """Return the update from the newest version of the package at `folder` to `module` (in evaluation mode).

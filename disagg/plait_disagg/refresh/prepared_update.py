@@ -10,8 +10,6 @@ import torch
 
 from plait_disagg.protocols import DenseHalf, SparseHalf
 
-__all__ = ["KEPT", "PreparedUpdate", "Refreshable", "RowWrite"]
-
 KEPT = 2
 """The number of dense versions that an HN holds, besides one that is being prepared: CNs switch one after another."""
 

@@ -22,8 +22,6 @@ from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live_package import checked
 from plait_disagg.refresh.update import read_update, read_update_manifest
 
-__all__ = ["RoleWorkers", "publish"]
-
 
 class RoleWorkers(Protocol):
     """All workers of one role. Outcomes are by worker: None, or the error of that worker."""

@@ -27,18 +27,6 @@ from safetensors.torch import load, save
 from plait_disagg.package.manifest import NAME
 from plait_disagg.refresh.errors import BadUpdate
 
-__all__ = [
-    "CONSTANTS",
-    "MANIFEST",
-    "ROWS",
-    "Update",
-    "UpdateManifest",
-    "UpdatedRows",
-    "read_update",
-    "read_update_manifest",
-    "write_update",
-]  # fmt: skip
-
 MANIFEST = "update.json"
 ROWS, CONSTANTS = "rows.safetensors", "constants.safetensors"
 

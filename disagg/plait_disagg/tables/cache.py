@@ -27,8 +27,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["CacheCounters", "CachePolicy", "CachedRows", "Fetch", "OutOfStep", "ReceiverCache", "SenderCache"]
-
 CachePolicy = Literal["static", "lru"]
 
 Fetch = Callable[[torch.Tensor], torch.Tensor]

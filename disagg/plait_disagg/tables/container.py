@@ -27,8 +27,6 @@ import torch
 from plait_disagg.tables.errors import BadTableFile
 from plait_fabric.bounded import load_json, product
 
-__all__ = ["Container", "TensorEntry", "map_container", "write_container"]
-
 _PAGE_BYTES = 4096
 """The alignment of the data, so that rows whose size is a power of two do not straddle pages."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["BadTableFile", "OtherVersion", "ShardLost", "ShardRefused"]
-
 
 class BadTableFile(Exception):
     """A file is not one of our table files, or not a complete one; `field` names the part of it that is wrong."""

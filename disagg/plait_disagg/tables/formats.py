@@ -17,8 +17,6 @@ import torch
 
 from plait_disagg.tables.values import RowFormat
 
-__all__ = ["LAYOUTS", "RowLayout", "decode_rows", "encode_rows", "int8_error_bound"]
-
 _SCALE_AND_BIAS_BYTES = 8
 
 

@@ -22,8 +22,6 @@ from plait_disagg.tables.protocols import LookupBags, LookupRequest
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import Lookup, Mode, Table, TableGroup
 
-__all__ = ["FusedTables"]
-
 Ids = NDArray[np.int64]
 
 _MAX_PLANS = 64

@@ -8,8 +8,6 @@ from numpy.typing import NDArray
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.tables.values import Table
 
-__all__ = ["hash_ids", "ids_in_range"]
-
 Ids = NDArray[np.int64]
 
 

@@ -18,8 +18,6 @@ from plait_disagg.tables.protocols import BadId, LookupRequest
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import GroupSlice, RowFormat, Table, TableGroup
 
-__all__ = ["HeldPieces"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PiecePlace:

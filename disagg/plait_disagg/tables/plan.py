@@ -22,8 +22,6 @@ from itertools import product
 
 from plait_disagg.tables.values import RowFormat, Table, row_bytes
 
-__all__ = ["ShardPlan", "TablePiece", "cut_table", "plan_shards"]
-
 LINE_BYTES = 64
 """The unit of a memory read (a cache line of x86 and of most Arm servers): a row costs whole lines."""
 

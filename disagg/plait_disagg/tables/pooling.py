@@ -12,8 +12,6 @@ from plait_disagg.tables.values import Mode, RowFormat
 from plait_kernels.int8_lookup import Int8LookupOp
 from plait_kernels.registry import load
 
-__all__ = ["MODES", "pool", "take"]
-
 MODES: dict[Mode, int] = {"sum": 0, "mean": 1, "max": 2}
 """Pooling modes and their numbers in ATen."""
 

@@ -10,8 +10,6 @@ import torch
 
 from plait_disagg.tables.values import Lookup
 
-__all__ = ["BadId", "LookupBags", "LookupRequest", "PendingLookup", "ShardTables", "Tables", "TablesOfBags"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupRequest:

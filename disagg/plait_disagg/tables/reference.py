@@ -11,8 +11,6 @@ from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.values import OutOfRange, Table
 
-__all__ = ["SeparateTables"]
-
 
 class SeparateTables:
     """The `Tables` over separate tensors. `weights`: (rows, D) float32 by table name."""

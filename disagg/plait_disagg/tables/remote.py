@@ -27,8 +27,6 @@ from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLo
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.threads import set_threads
 
-__all__ = ["RemoteShard", "shards_metrics", "wait_for_shards"]
-
 _log = logging.getLogger(__name__)
 
 _SEND_S = 1.0

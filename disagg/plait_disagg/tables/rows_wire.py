@@ -29,22 +29,6 @@ from plait_fabric.memory.pool import release_all
 from plait_fabric.rpc.fields import Header, WireError, entries, integer, text
 from plait_fabric.tensors import DTYPES
 
-__all__ = [
-    "WIRE_VERSION",
-    "Found",
-    "Other",
-    "Refusal",
-    "RowsRequest",
-    "ShardIdentity",
-    "failed_header",
-    "identity_of",
-    "other_header",
-    "pack_found",
-    "pack_requests",
-    "parse_answer",
-    "parse_requests",
-]
-
 WIRE_VERSION = 2
 """The version of what is defined here; both sides must have the same."""
 

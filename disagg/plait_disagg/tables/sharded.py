@@ -22,8 +22,6 @@ from plait_disagg.tables.pooling import pool
 from plait_disagg.tables.protocols import LookupRequest, PendingLookup, ShardTables
 from plait_disagg.tables.values import Lookup, Mode, RowFormat, Table
 
-__all__ = ["ShardedTables"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Part:

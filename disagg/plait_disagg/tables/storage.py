@@ -21,8 +21,6 @@ from plait_disagg.tables.errors import BadTableFile
 from plait_disagg.tables.formats import LAYOUTS, encode_rows
 from plait_disagg.tables.values import GroupSlice, OutOfRange, RowFormat, Table, TableGroup, row_bytes
 
-__all__ = ["TableSet", "ZeroRows", "group_tables", "open_tables", "pack_tables", "write_tables"]
-
 _KEY = "plait.tables"
 _VERSION = 1
 _CHUNK_BYTES = 64 << 20

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["GroupSlice", "Lookup", "Mode", "OutOfRange", "RowFormat", "Table", "TableGroup", "row_bytes"]
-
 RowFormat = Literal["float32", "float16", "int8"]
 """How a row is stored. int8: D unsigned bytes, then float32 scale and bias (Fused8BitRowwise of Caffe2 and PyTorch):
 D + 8 bytes."""

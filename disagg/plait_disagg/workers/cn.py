@@ -38,8 +38,6 @@ from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLo
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.threads import set_threads
 
-__all__ = ["CnCore"]
-
 _SenderKey: TypeAlias = tuple[Pool, int, str, str]
 """The channel and the knobs that a cache belongs to."""
 

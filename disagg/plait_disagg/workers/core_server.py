@@ -28,8 +28,6 @@ from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.threads import set_threads
 
-__all__ = ["CoreServer"]
-
 _log = logging.getLogger(__name__)
 
 _LAST_SENDS_S = 0.2

@@ -40,8 +40,6 @@ from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.threads import set_threads
 
-__all__ = ["HnWorker"]
-
 _CATCH_UP_S = 1.0
 """The min interval between two searches for a version that is not loaded."""
 

@@ -11,8 +11,6 @@ from plait_disagg.errors import DeadlinePassed, RankError
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
-__all__ = ["CoreRanker"]
-
 
 class CoreRanker:
     """A `Ranker` around any core, which it owns."""

@@ -15,8 +15,6 @@ from plait_disagg.refresh.prepared_update import PreparedUpdate, Refreshable
 from plait_disagg.refresh.update import read_update_manifest
 from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
 
-__all__ = ["Refresher"]
-
 _log = logging.getLogger(__name__)
 
 

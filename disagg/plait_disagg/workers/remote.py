@@ -31,8 +31,6 @@ from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLo
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.threads import set_threads
 
-__all__ = ["RemoteCore", "RemoteRanker"]
-
 _LOOK_S = 0.02
 
 _MAX_WAY = 0.25

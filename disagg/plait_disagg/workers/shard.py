@@ -34,8 +34,6 @@ from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.threads import set_threads
 
-__all__ = ["ShardWorker"]
-
 _log = logging.getLogger(__name__)
 
 _SEND_S = 1.0

@@ -17,8 +17,6 @@ from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_disagg.workers.ranker import CoreRanker
 
-__all__ = ["WholeCore", "WholeRanker"]
-
 
 class WholeCore:
     """A core that computes both halves on its only thread."""

@@ -24,8 +24,6 @@ import numpy as np
 from plait_fabric.link.link import PARAMETERS, Link
 from plait_fabric.link.link_files import SourcedLink
 
-__all__ = ["BadMeasurement", "LinkSample", "Measurements", "calibrate", "fit_error", "parse_measurements"]
-
 _MIB = 0x100000
 """perftest's MB (perftest_parameters.c: FORMAT_MB 0x100000)."""
 _MAX_ERROR = 0.5

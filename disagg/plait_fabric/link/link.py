@@ -18,8 +18,6 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-__all__ = ["PARAMETERS", "WHOLE", "BadLink", "Link"]
-
 
 class BadLink(ValueError):
     """A parameter of a link is missing or invalid; `field` names it."""

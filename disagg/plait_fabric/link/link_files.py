@@ -19,8 +19,6 @@ from typing import Any
 
 from plait_fabric.link.link import PARAMETERS, BadLink, Link
 
-__all__ = ["LINKS", "BadLinkFile", "SourcedLink", "links_document", "parse_links", "read_links"]
-
 LINKS = Path(__file__).with_name("links.json")
 
 _FORMAT, _VERSION = "plait.links", 1

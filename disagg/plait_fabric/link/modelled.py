@@ -34,8 +34,6 @@ from plait_fabric.protocols import Buffer, Channel, Header
 from plait_fabric.transport.base import Deadline
 from plait_fabric.values import ChannelStatistics, Delivery, Message
 
-__all__ = ["LinkPort", "LinkStatistics", "ModelledChannel", "modelled"]
-
 KEY = "_link"
 
 _MAX_OWED_S = 1e-3

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-__all__ = ["ALIGNMENT_BYTES", "Extents", "size_class"]
-
 ALIGNMENT_BYTES = 64
 """The size of a cache line, which is also the alignment that SIMD loads prefer."""
 

@@ -21,8 +21,6 @@ from plait_fabric.errors import FabricError, LeaseMisuse, PoolExhausted
 from plait_fabric.memory.extents import Extents
 from plait_fabric.values import PoolStatistics
 
-__all__ = ["ConditionGate", "Gate", "Lease", "Pool", "anonymous_memory", "copy_bytes", "release_all"]
-
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE (asm-generic/mman.h; Python 3.11's `mmap` lacks it): unused address space is not accounted."""
 _NUMPY_FROM_BYTES = 16_384

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 
 from plait_fabric.errors import ProtocolViolation
 
-__all__ = ["RingReader", "RingWriter", "ring_bytes"]
-
 _PAGE = mmap.PAGESIZE
 _WRITTEN, _TAKEN, _SLEEPING, _GOODBYE, _SIZE = 0, 8, 16, 24, 32
 """The positions of the control words, in 8-byte words: 8 of them fill a cache line."""

@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from plait_fabric.errors import ProtocolViolation, Unsupported
 
-__all__ = ["MAX_SEGMENT_BYTES", "Segment", "close_descriptors", "require_linux"]
-
 MAX_SEGMENT_BYTES = 1 << 40
 """The max address space that a peer may make us map; pages cost nothing until the peer uses them."""
 

@@ -17,8 +17,6 @@ from plait_fabric.rpc.handshake import HANDSHAKE_S
 from plait_fabric.rpc.outages import Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
-__all__ = ["Client", "Connect"]
-
 _log = logging.getLogger(__name__)
 
 Connect: TypeAlias = Callable[[frozenset[str]], ReplicaLink]

@@ -23,8 +23,6 @@ from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.values import Message
 
-__all__ = ["ClientProtocol", "Connection", "ConnectionLost", "Pack", "Packed", "bare"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Mapping, Set
 from typing import Any, TypeAlias
 
-__all__ = ["MAX_INTEGER", "Header", "WireError", "boolean", "entries", "integer", "integers", "number", "only", "text"]
-
 Header: TypeAlias = Mapping[str, Any]
 
 MAX_INTEGER = 2**53 - 1

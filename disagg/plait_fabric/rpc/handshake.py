@@ -6,8 +6,6 @@ from typing import Any, Literal
 
 from plait_fabric.rpc.fields import Header, WireError
 
-__all__ = ["HANDSHAKE_S", "greeting", "read_greeting"]
-
 HANDSHAKE_S = 10.0
 """How long a client may take to send its greeting, or a server to answer it; a separate thread handles this,
 whatever the process is computing."""

@@ -16,8 +16,6 @@ from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLo
 from plait_fabric.rpc.outages import Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
-__all__ = ["Losses", "OnDemand"]
-
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")

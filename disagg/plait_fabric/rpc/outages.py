@@ -6,8 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Outages"]
-
 _MIN_OUTAGE_S = 1.0
 """No process starts within this time: who is found sooner is another replica, or was not away."""
 _MIN_WAIT_S = 1.0

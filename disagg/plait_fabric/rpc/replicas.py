@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from plait_fabric import Channel, FabricError
 
-__all__ = ["NoReplica", "Replica", "ReplicaLink", "connect_to_one", "in_order", "worth_moving"]
-
 
 class NoReplica(Exception):
     """No replica can be reached; the message gives the reason for each."""

@@ -23,8 +23,6 @@ from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
 from plait_fabric.values import Message
 
-__all__ = ["Peer", "Server", "ServerProtocol", "start_accepting"]
-
 _log = logging.getLogger(__name__)
 
 

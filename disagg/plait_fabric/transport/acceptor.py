@@ -21,8 +21,6 @@ from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError
 from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions
 
-__all__ = ["Arrival", "SocketListener"]
-
 log = logging.getLogger(__name__)
 
 _PAUSE_S = 0.05

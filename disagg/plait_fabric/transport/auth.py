@@ -24,17 +24,6 @@ from collections.abc import Callable
 from plait_fabric.errors import AuthFailed, ProtocolViolation
 from plait_fabric.values import check_secret
 
-__all__ = [
-    "CHALLENGE_BYTES",
-    "PROOF_BYTES",
-    "REFUSED",
-    "RESPONSE_BYTES",
-    "ClientHandshake",
-    "ServerHandshake",
-    "new_secret",
-    "same_secret",
-]
-
 _MAGIC = b"PLTFAB\x00\x01"
 _NONCE_BYTES = 32
 _TAG_BYTES = 32

@@ -22,8 +22,6 @@ from plait_fabric.transport.frames import encode_header
 from plait_fabric.transport.staging import Part, leases_of, take_over
 from plait_fabric.values import ChannelStatistics, Message, MessageLimits
 
-__all__ = ["GONE", "ChannelBase", "Deadline"]
-
 log = logging.getLogger(__name__)
 
 GONE = "is gone without a goodbye: it was killed, probably for memory, unless its log says otherwise"

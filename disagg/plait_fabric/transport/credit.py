@@ -19,8 +19,6 @@ from plait_fabric.memory.pool import Lease, release_all
 from plait_fabric.transport.base import GONE, Deadline
 from plait_fabric.transport.waiting import POLL_IN, Waiter
 
-__all__ = ["CreditLine"]
-
 _GOODBYE = 0
 _ID = struct.Struct("!Q")
 

@@ -23,22 +23,6 @@ import orjson
 from plait_fabric.errors import BadHeader, FrameTooLarge, ProtocolViolation
 from plait_fabric.values import MessageLimits
 
-__all__ = [
-    "PREFIX_BYTES",
-    "FrameKind",
-    "Prefix",
-    "decode_header",
-    "encode_header",
-    "pack_head",
-    "pack_lengths",
-    "pack_one",
-    "pack_places",
-    "unpack_lengths",
-    "unpack_one",
-    "unpack_places",
-    "unpack_prefix",
-]
-
 _MAGIC = b"PLT1"
 _PREFIX = struct.Struct("!4sBBHIIQ")
 PREFIX_BYTES = _PREFIX.size

@@ -31,8 +31,6 @@ from plait_fabric.transport.frames import decode_header
 from plait_fabric.transport.staging import Part, Staged, stage
 from plait_fabric.values import Address, FabricOptions, Message, check_secret
 
-__all__ = ["InprocChannel", "InprocListener", "connect", "pair"]
-
 
 @dataclass(frozen=True)
 class _Parcel:

@@ -32,8 +32,6 @@ from plait_fabric.transport.tcp import TcpArrival, TcpChannel, dial, listen_with
 from plait_fabric.transport.waiting import finish_connect, has_hung_up, recv_exactly
 from plait_fabric.values import Address, FabricOptions
 
-__all__ = ["NixlChannel", "connect", "listen"]
-
 _NOTE = struct.Struct("!cQ")
 _WRITTEN, _RELEASED = b"w", b"r"
 _BUSY_POLLS = 200

@@ -28,8 +28,6 @@ import numpy as np
 from plait_fabric.errors import PeerLost, ProtocolViolation, Unsupported
 from plait_fabric.memory.pool import anonymous_memory
 
-__all__ = ["DESCRIPTION_HEAD_BYTES", "MAX_DESCRIPTION_BYTES", "NixlEndpoint", "description_bytes", "load_nixl"]
-
 _MODULE = "nixl_cu12._api"
 _MAGIC = b"PLTNXL\x00\x01"
 _HEAD = struct.Struct("!8sIQQ")

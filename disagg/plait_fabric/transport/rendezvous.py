@@ -43,8 +43,6 @@ from plait_fabric.transport.shm import ShmChannel, create_segment
 from plait_fabric.transport.waiting import finish_connect
 from plait_fabric.values import Address, FabricOptions
 
-__all__ = ["connect", "listen"]
-
 _LONGEST_PATH_BYTES = 107
 """sockaddr_un holds 108 bytes including the final zero (unix(7))."""
 _REGISTER = b"PLTSEG\x00\x02"

@@ -48,8 +48,6 @@ from plait_fabric.transport.staging import Part, align, leases_of, part_view, st
 from plait_fabric.transport.waiting import POLL_IN, Waiter
 from plait_fabric.values import MAX_INLINE_BYTES, FabricOptions, Message, MessageLimits
 
-__all__ = ["ShmChannel", "create_segment"]
-
 _SOCKET_BUFFER_BYTES = 1 << 20
 _WAKE = b"!"
 _LOOK_S = 1.0

@@ -10,8 +10,6 @@ from plait_fabric.memory.extents import ALIGNMENT_BYTES
 from plait_fabric.memory.pool import Lease, Pool, release_all
 from plait_fabric.protocols import Buffer
 
-__all__ = ["Part", "Staged", "align", "leases_of", "part_view", "stage", "take_over"]
-
 Part = Lease | memoryview
 """A piece of payload that the channel owns (a lease) or may read until `send` returns (a flat view)."""
 

@@ -11,8 +11,6 @@ from plait_fabric.transport.frames import PREFIX_BYTES, FrameKind, Prefix, unpac
 from plait_fabric.transport.staging import align
 from plait_fabric.values import MessageLimits
 
-__all__ = ["FrameReader", "StreamFrame"]
-
 
 class StreamFrame(NamedTuple):
     """A frame that has arrived. SHARED: its payload has not, and `table` says where it will be."""

@@ -47,8 +47,6 @@ from plait_fabric.transport.stream import FrameReader, StreamFrame
 from plait_fabric.transport.waiting import POLL_IN, POLL_OUT, Waiter, finish_connect, recv_exactly
 from plait_fabric.values import Address, FabricOptions, Message, Scheme
 
-__all__ = ["TcpArrival", "TcpChannel", "connect", "dial", "listen", "listen_with"]
-
 _GATHER = 512
 """Max buffers per `sendmsg`; IOV_MAX is 1024 on Linux."""
 _SURELY_FITS = 8_192

@@ -13,8 +13,6 @@ from typing import TypeVar
 from plait_fabric.errors import ConnectTimeout, PeerLost
 from plait_fabric.transport.base import Deadline
 
-__all__ = ["POLL_IN", "POLL_OUT", "Waiter", "finish_connect", "has_hung_up", "recv_exactly"]
-
 T = TypeVar("T")
 
 POLL_IN = select.POLLIN

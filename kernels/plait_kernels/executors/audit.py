@@ -27,8 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from plait_kernels.executors import AdaptedLayer, PreparedProgram, RowFactors, background
 
-__all__ = ["AuditPlan", "AuditStatistics", "AuditedProgram", "Auditor"]
-
 _log = logging.getLogger(__name__)
 
 _KNOWN_KEYS = 1024

@@ -20,8 +20,6 @@ import openvino as ov
 
 from plait_kernels.executors.openvino_core import core
 
-__all__ = ["CompiledCache", "inline_integers"]
-
 _log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32

@@ -17,8 +17,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from plait_kernels.executors.graphs import Call
 
-__all__ = ["CudaCapture"]
-
 _log = logging.getLogger(__name__)
 
 _PREFERRED: dict[str, list[SDPBackend]] = {

@@ -18,8 +18,6 @@ from torch import nn
 from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors
 
-__all__ = ["Capture", "GraphProgram", "Recording"]
-
 _log = logging.getLogger(__name__)
 
 _KEPT = 64

@@ -18,8 +18,6 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors
 from plait_kernels.executors.adapters import flat_factors
 from plait_kernels.executors.openvino_core import core
 
-__all__ = ["MAX_STREAMS", "CompiledModel", "compile_model", "streams_for"]
-
 MAX_STREAMS = 4
 """Each holds generated code of its own."""
 

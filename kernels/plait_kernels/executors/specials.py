@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Seen", "Shapes", "Special", "needless_share", "with_rows"]
-
 _SAVED_BY_ONE_CALL = 0.1
 """The share of a call that is computed in turns, a few rows each, which its own model would save. At the starter's size
 a thread takes 1.8 ms for half a UNet of one row, 1.65 for each of 4 and 1.45 for each of 16 (2.2 on the dynamic model,

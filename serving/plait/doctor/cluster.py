@@ -12,8 +12,6 @@ from plait.errors import PlaitError
 from plait.server.attach import attached
 from plait_deploy.on_ray.names import LABEL, split_name
 
-__all__ = ["COMPARED", "NodeFacts", "check_cluster", "node_findings", "placement_findings", "serve_findings"]
-
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
 """What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""
 _ANSWER_S = 60.0

@@ -9,8 +9,6 @@ from plait.config import PlaitConfig
 from plait.doctor import machine, models, sockets
 from plait.doctor.findings import CheckResult
 
-__all__ = ["examine"]
-
 
 def examine(
     environ: Mapping[str, str], *, host: str, port: int, starter: Path, config: PlaitConfig, cluster: bool

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["CheckResult", "CheckStatus", "finding", "warning"]
-
 
 class CheckStatus(StrEnum):
     """OK; WARN: plait runs, with a caveat; FAIL: it will not run."""

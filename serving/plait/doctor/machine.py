@@ -15,18 +15,6 @@ from pathlib import Path
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
 
-__all__ = [
-    "available_memory_bytes",
-    "check_caches",
-    "check_cpu",
-    "check_files",
-    "check_home",
-    "check_machine",
-    "check_packages",
-    "check_port",
-    "check_python",
-]
-
 GIB = 1 << 30
 # The starter model's server, measured: Ray and Serve 1.1 GiB, ingress 0.2, base replica 0.6, two ControlNets 0.5 each.
 NEEDED_MEMORY_BYTES = 3 * GIB

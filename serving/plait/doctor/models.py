@@ -10,8 +10,6 @@ from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import ShardsSection
 
-__all__ = ["check_models", "check_starter"]
-
 _PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
 """The folders of a diffusers model that hold weights."""
 

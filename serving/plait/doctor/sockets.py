@@ -10,8 +10,6 @@ from typing import Any
 
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 
-__all__ = ["RaySocket", "check_sockets", "ray_listeners", "sockets_findings"]
-
 _PROGRAMS = ("gcs_server", "raylet", "ray/dashboard", "ray::", "ray/_private", "ray-dashboard")
 
 

@@ -16,8 +16,6 @@ from plait_loadtest.report.markup import html_page, section
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Drift", "drifts", "page"]
-
 _SHOWN_EDGE = 256
 _FACTS = ("program", "date", "share_of_tolerance", "tolerance")
 _STYLE = """

@@ -22,8 +22,6 @@ from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import Tables
 from plait_disagg.tables.reference import SeparateTables
 
-__all__ = ["SHOWN", "Cut", "CutQuestion", "DealtShard", "dealt_tables", "inspect_cut"]
-
 SHOWN = 64
 """The number of candidates in the request whose bytes the drawing shows."""
 

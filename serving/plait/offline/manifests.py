@@ -24,8 +24,6 @@ from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSec
 from plait_serving.ranking.config import WORKER_CPUS, HnSection, ShardsSection, WholeSection
 from plait_serving.sections import INGRESS_CPUS
 
-__all__ = ["kuberay_manifests", "reservations", "serve_application", "spare_cpus", "surge_percent"]
-
 
 def kuberay_manifests(config: PlaitConfig) -> str:
     """Return the YAML of all objects. Raises `ConfigError` for what contradicts itself or fits no pod."""

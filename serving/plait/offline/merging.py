@@ -15,8 +15,6 @@ from plait_serving.diffusion.sources.names import composed
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.spelling import hint
 
-__all__ = ["merge"]
-
 
 def merge(images: ImagesSection, base: str, loras: Mapping[str, float], out: Path) -> Sequence[MergedPart]:
     """Merge LoRAs into a base model, in the order given. Raises `PlaitError` or `EngineError`.

@@ -20,8 +20,6 @@ from plait_disagg.package.items import Items
 from plait_disagg.package.manifest import CN, Manifest
 from plait_disagg.package.write import PackageOptions, write_package
 
-__all__ = ["UserModel", "advised", "explain", "make", "package"]
-
 _RETURNS = "must return (module, inputs) or (module, inputs, items)"
 
 

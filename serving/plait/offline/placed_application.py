@@ -20,8 +20,6 @@ from plait_deploy.serve import ServeApplication
 from plait_serving.deployments.scaling import autoscaling
 from plait_serving.sections import Replicas, Replicated
 
-__all__ = ["placed_application"]
-
 
 def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     """Return the application as Serve's config file has it, placed on the classes of nodes that a file describes: its

@@ -11,8 +11,6 @@ from plait_serving.random_models.loras import write_lora
 from plait_serving.random_models.names import DtypeName, LoraSpelling
 from plait_serving.random_models.write import Report, write_model
 
-__all__ = ["RandomLora", "write"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RandomLora:

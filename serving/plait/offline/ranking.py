@@ -16,8 +16,6 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 
-__all__ = ["recommend"]
-
 
 def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the response of POST /v1/recommend for the model in `folder`. Raises `PlaitError` with the server's

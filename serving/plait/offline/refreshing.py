@@ -18,8 +18,6 @@ from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.make import make_update
 from plait_disagg.refresh.update import UpdateManifest, write_update
 
-__all__ = ["fold", "publish_over_http", "update"]
-
 _TIMEOUT_S = 900.0
 """Longer than the server's own max wait for its workers."""
 

@@ -13,8 +13,6 @@ from typing import Any
 from plait.errors import ServeError
 from plait.server.environment import prepare_environment
 
-__all__ = ["attached"]
-
 _CONNECT_S = 5.0
 
 

@@ -18,8 +18,6 @@ from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
 
-__all__ = ["RAY_ENVIRONMENT", "patient_start", "prepare_environment", "prepare_proxies"]
-
 _NODE_POLL_S = 0.1
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 _UNTOLD = "dashboard_agent_listen_port"

@@ -14,8 +14,6 @@ from plait.errors import ServeError, StateError
 from plait.server import processes
 from plait.server.state import PortState, RunRecord, read_record, scratch_root
 
-__all__ = ["clean_up", "clean_up_others", "end_recorded", "end_with_us", "remove_ray_folder", "remove_sockets"]
-
 _WATCH = 'read -r _; exec "$@"'
 """Nothing is ever written. A shell waits, which takes less memory than Python."""
 

@@ -13,8 +13,6 @@ from urllib.parse import urlsplit
 
 from plait.errors import ServeError
 
-__all__ = ["check_port", "free_port", "health", "hold_port", "with_port"]
-
 
 def free_port(host: str) -> int:
     """Return a port that is free now and lies below the kernel's ephemeral range. Raises `ServeError`.

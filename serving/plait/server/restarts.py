@@ -18,8 +18,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-__all__ = ["DeploymentPlan", "Effect", "bound_deployments", "effects", "pin", "plans"]
-
 _COUNTS = ("num_replicas", "autoscaling_config")
 _UNBOUND = {"version", "user_configured_option_names"}
 

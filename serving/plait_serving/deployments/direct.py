@@ -18,8 +18,6 @@ from starlette.types import ASGIApp
 
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 
-__all__ = ["Direct", "DirectListener"]
-
 _log = logging.getLogger(__name__)
 
 _KEEP_ALIVE_S = 75

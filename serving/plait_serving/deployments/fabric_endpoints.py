@@ -23,18 +23,6 @@ from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one
 from plait_serving.cores import declare_threads
 
-__all__ = [
-    "FABRIC",
-    "ServeReplicas",
-    "cpu_threads",
-    "declare_thread_cap",
-    "dial",
-    "host_id",
-    "open_listeners",
-    "remove_stale_sockets",
-    "socket_folder",
-]
-
 _log = logging.getLogger(__name__)
 
 FABRIC = FabricOptions(pool_bytes=1 << 30, limits=MessageLimits(message_bytes=1 << 30), inline_bytes=32_768)

@@ -21,8 +21,6 @@ from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
 from plait_serving.ranking.config import OmpWait
 
-__all__ = ["LazyControlNet", "LazyEngine", "LazyRankWorker", "LazyReplica"]
-
 
 class LazyReplica:
     """Stands for another class: imports it in the replica, makes one, and forwards every method of the protocol.

@@ -14,8 +14,6 @@ from prometheus_client import Metric
 
 from plait_serving.replica_metrics import ReplicaMetrics, labelled
 
-__all__ = ["AllReplicas", "families_of", "replicas_of"]
-
 _log = logging.getLogger(__name__)
 
 ANSWER_S = 0.7

@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["PlacedHandle"]
-
 _log = logging.getLogger(__name__)
 
 _LOOK_S = 1.0

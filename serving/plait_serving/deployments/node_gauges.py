@@ -16,8 +16,6 @@ from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_deploy.on_ray.replica_location import CPUS, GPUS
 from plait_deploy.placement.demands import Demand, task_of
 
-__all__ = ["NodeGauges"]
-
 _log = logging.getLogger(__name__)
 
 _KEPT_S = 5.0

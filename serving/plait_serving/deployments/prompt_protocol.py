@@ -15,8 +15,6 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.request_id import accepted_id, set_id
 
-__all__ = ["PromptHttpProtocol"]
-
 _HEAD_S = 10.0
 """From the connection, or the first byte of a further request, to the end of its head. nginx waits for 60 s and HAProxy
 recommends 5 s; a head is one packet."""

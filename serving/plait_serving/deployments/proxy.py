@@ -23,15 +23,6 @@ from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.repeating import RepeatMiddleware
 from plait_serving.http.edge.request_id import accepted_id
 
-__all__ = [
-    "CALLBACK_VARIABLE",
-    "HOSTS_VARIABLE",
-    "AnsweringMiddleware",
-    "OwnRoutesMiddleware",
-    "configure_proxy",
-    "proxy_environment",
-]
-
 _log = logging.getLogger(__name__)
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"

@@ -14,8 +14,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.http.edge.body_limit import declared_bytes
 
-__all__ = ["GatheringMiddleware", "PacedQueue"]
-
 _PIECE_BYTES = 64 << 10
 """What uvicorn holds of a body before it stops reading, so that a piece costs no more memory than it does already."""
 

@@ -14,8 +14,6 @@ from plait_disagg.queue.scale import ScaleState, Scaling, decide
 if TYPE_CHECKING:
     from plait_serving.sections import Replicas
 
-__all__ = ["PRESSURE", "ScaleByPressure", "autoscaling"]
-
 PRESSURE = "pressure"
 """The metric's name on its way from the replicas to the controller."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-__all__ = ["estimate_s", "seconds_to_start"]
-
 _NOTICED_S = 2.0
 """Until Serve has noticed the loss of a replica and Ray has begun to start a process."""
 _imported_s = time.monotonic()

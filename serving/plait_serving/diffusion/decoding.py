@@ -19,8 +19,6 @@ from plait_serving.diffusion.queue.costs import MAX_KINDS
 from plait_serving.diffusion.queue.turns import TurnQueue
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["LONG_DECODE_S", "DecodeQueue", "Decoder", "decodes_here", "to_rgb"]
-
 LONG_DECODE_S = 0.1
 """From here on a decode gains more from all cores than steps gain from running beside it: Stable Diffusion 1.5 decodes
 256x256 in 2.6 to 3 s on two cores; the starter model takes 5 ms on one."""

@@ -11,8 +11,6 @@ from torch import nn
 
 from plait_fabric.cores import has_bfloat16, instruction_set
 
-__all__ = ["warn_of_emulation"]
-
 _log = logging.getLogger(__name__)
 
 _CHANNELS, _EDGE = 128, 16

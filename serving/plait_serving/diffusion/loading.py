@@ -29,8 +29,6 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.memory import gigabytes
 from plait_serving.diffusion.weight_files import WeightFiles
 
-__all__ = ["load_module", "on_meta", "outline_module", "translate"]
-
 _log = logging.getLogger(__name__)
 
 _READERS = 4

@@ -15,17 +15,6 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
 from plait_serving.heap import return_memory
 
-__all__ = [
-    "MemoryNeed",
-    "MemoryReader",
-    "available_bytes",
-    "cgroup_bytes",
-    "check_memory",
-    "gigabytes",
-    "memory_of",
-    "pixels_that_fit",
-]
-
 _log = logging.getLogger(__name__)
 
 PROCESS_BYTES = 500_000_000

@@ -14,8 +14,6 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.preparation import Preparer, behind
 from plait_serving.diffusion.resident_weights import ResidentWeights
 
-__all__ = ["ProgramSwitch"]
-
 
 class ProgramSwitch:
     """Of one base model's folder. Made before the model is loaded: of what has programs, the weights are mapped."""

@@ -19,8 +19,6 @@ from types import MappingProxyType
 
 from plait_serving.diffusion.errors import RequestError
 
-__all__ = ["Span", "hint_of", "parse", "take_loras"]
-
 _FACTORS = MappingProxyType({"(": 1.1, "[": 1 / 1.1})
 _MAX_OPEN = 32
 _MAX_MARKS = 2_048

@@ -16,8 +16,6 @@ from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt_syntax import Span, parse
 from plait_serving.diffusion.values import ImageRequest, PromptSize, PromptSyntax
 
-__all__ = ["Chunk", "PromptTokens", "Tokens", "chunks_of", "word_ids"]
-
 
 class Chunk(NamedTuple):
     """The ids of one text encoder call, with begin, end and padding. `weights`, if any is not 1: one for each id."""

@@ -17,8 +17,6 @@ import torch
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
 
-__all__ = ["MAX_FILE_BYTES", "WeightFiles", "find_weights"]
-
 _STEMS = ("diffusion_pytorch_model", "model")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}

@@ -13,8 +13,6 @@ from plait_serving.http.edge.auth import is_open
 from plait_serving.http.edge.errors import V2
 from plait_serving.http.edge.schemas import ErrorBody
 
-__all__ = ["complete"]
-
 _METHODS = ("get", "post", "put", "patch", "delete")
 
 _MEANINGS = {

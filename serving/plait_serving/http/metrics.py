@@ -18,8 +18,6 @@ from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.http.edge.repeating import PACED_PATHS
 from plait_serving.replica_metrics import TENANT_PREFIX, ReplicaMetrics, exposition, family, labelled, this_process
 
-__all__ = ["Gathered", "gather", "own_metrics", "router"]
-
 router = APIRouter(tags=["operations"])
 
 T = TypeVar("T")

@@ -15,8 +15,6 @@ from plait_serving.http.context import ContextDep, installed_version
 from plait_serving.http.metrics import gather
 from plait_serving.replica_metrics import REPLICA
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", tags=["operations"])
 
 

@@ -11,8 +11,6 @@ from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.http.metrics import gather
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", tags=["operations"])
 
 

@@ -18,8 +18,6 @@ from typing import Any
 
 from plait_serving.images.codec import OutputFormat
 
-__all__ = ["ResultStore", "ResultsSettings", "StoreFailed", "StoreFull", "StoredResult"]
-
 _NAME = re.compile(r"(?P<ends>[0-9a-f]{9})-[A-Za-z0-9_-]{32}\.(?P<format>png|jpeg|webp)")
 _TOKEN_BYTES = 24
 _COUNTED_FOR_S = 10.0

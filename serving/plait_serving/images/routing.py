@@ -12,8 +12,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ReplicaState", "SentRequests", "begins_in_s"]
-
 _THERE_AND_BACK = 2.0
 _UNKNOWN_LOAD_S = 1.0
 _LORA_S = 0.2

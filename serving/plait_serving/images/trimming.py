@@ -17,8 +17,6 @@ from typing import Literal
 
 from plait_serving.diffusion.errors import RequestError
 
-__all__ = ["MAX_CHUNKS", "MAX_SCANS", "trimmed"]
-
 MAX_SCANS = 32
 """Encoders write at most a dozen. With each bit plane of three components on its own there would be 32."""
 

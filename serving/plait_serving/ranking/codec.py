@@ -26,18 +26,6 @@ import orjson
 from plait_disagg.errors import BadInput
 from plait_serving import spelling
 
-__all__ = [
-    "DTYPES",
-    "HEADER_LENGTH",
-    "Array",
-    "InferBody",
-    "TooLarge",
-    "array_of",
-    "encode_answer",
-    "hint",
-    "parse_infer",
-]
-
 Array: TypeAlias = npt.NDArray[Any]
 
 HEADER_LENGTH = "inference-header-content-length"

@@ -14,24 +14,6 @@ from plait_serving.cores import CoreBudget, thread_cap
 from plait_serving.sections import MAX_REPLICAS, FolderPath, Name, Replicas, Replicated, Section
 from plait_serving.starter.manifest import WEIGHTS
 
-__all__ = [
-    "STARTER_RANKING_MODEL",
-    "WORKER_CPUS",
-    "BetweenHosts",
-    "CnKnobs",
-    "CnSection",
-    "HnKnobs",
-    "HnSection",
-    "OmpWait",
-    "RankExecutor",
-    "RankModelSection",
-    "RankRole",
-    "RankingSection",
-    "ShardsSection",
-    "WholeSection",
-    "shard_role",
-]
-
 STARTER_RANKING_MODEL = "picks"
 """The model that ships with plait."""
 

@@ -9,8 +9,6 @@ from prometheus_client import Metric
 
 from plait_serving.replica_metrics import family
 
-__all__ = ["rank_families"]
-
 _NO_NAME = re.compile(r"[^a-zA-Z0-9_]")
 
 _SAID = {

@@ -24,8 +24,6 @@ from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Ids, Input, tensor_names
 from plait_serving.ranking.codec import Array, hint
 
-__all__ = ["LENGTHS", "Binder"]
-
 LENGTHS = "_lengths"
 """The suffix that turns a bag's name into the name of its rows' lengths, which may be sent instead of offsets."""
 

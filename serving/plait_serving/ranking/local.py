@@ -15,8 +15,6 @@ from plait_serving.ranking.counted import rank_families
 from plait_serving.ranking.inputs import Binder
 from plait_serving.ranking.service import BoundModel, Refreshes, ServedRanker, why_not_ready
 
-__all__ = ["LocalRankingService"]
-
 
 class LocalRankingService:
     """The models by name. The mapping may change while it is used.

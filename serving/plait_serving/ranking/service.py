@@ -21,8 +21,6 @@ from plait_serving.health import Health
 if TYPE_CHECKING:
     from plait_serving.ranking.inputs import Binder  # holds tensors
 
-__all__ = ["BoundModel", "RankingService", "Refreshes", "ServedRanker", "why_not_ready"]
-
 
 class Refreshes(Protocol):
     """Publishes updates of a model to whatever serves it."""

@@ -8,8 +8,6 @@ from typing import Any
 
 from plait_serving.starter.manifest import WEIGHTS
 
-__all__ = ["AGE_BANDS", "DAYPARTS", "GENRES", "image_words", "ranking_words"]
-
 AGE_BANDS = ("under 18", "18-24", "25-34", "35-44", "45-54", "55-64", "65 and over")
 DAYPARTS = ("morning", "afternoon", "evening", "night")
 GENRES = (

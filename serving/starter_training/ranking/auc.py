@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike
 
-__all__ = ["auc"]
-
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
     """Return the probability that a positive scores above a negative, ties counted half (Mann-Whitney U over the number

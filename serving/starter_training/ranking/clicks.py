@@ -22,8 +22,6 @@ from plait_serving.starter.ranking.picks import LONGEST_HISTORY
 from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
 from starter_training.ranking.films import FilmCatalog
 
-__all__ = ["Clicks", "make_clicks"]
-
 _STYLES = 4
 _STYLE = 0.4
 _BIAS = -3.2

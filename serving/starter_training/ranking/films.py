@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from plait_serving.starter.words import GENRES
 
-__all__ = ["FilmCatalog", "make_catalog"]
-
 NOUNS = {
     "action": "Chase Strike Bullet Escape Convoy Blast Pursuit Hostage Raid Countdown Heist Ambush",
     "adventure": "Expedition Island Compass Treasure Voyage Jungle Summit Caravan Map River Lagoon Relic",

@@ -15,8 +15,6 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["AGES", "BadArchive", "MovieLens", "RatingSession", "read_movielens"]
-
 AGES = (18, 25, 35, 45, 50, 56)
 """The lower bounds of the age bands, as in MovieLens-1M; below the first is a separate band."""
 

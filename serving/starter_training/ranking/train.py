@@ -27,8 +27,6 @@ from starter_training.ranking.auc import auc
 from starter_training.ranking.clicks import Clicks, make_clicks
 from starter_training.ranking.films import FilmCatalog, make_catalog
 
-__all__ = ["PicksAuc", "PicksRecipe", "as_bag", "item_arrays", "package_picks", "score", "train", "train_picks"]
-
 REPORT = "picks.json"
 
 

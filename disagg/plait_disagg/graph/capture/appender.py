@@ -15,8 +15,6 @@ from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, USER_OF, Arg, Node, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, OperatorCall, RowCount
 
-__all__ = ["Appender", "ProgramParts"]
-
 
 @dataclass(kw_only=True)
 class ProgramParts:

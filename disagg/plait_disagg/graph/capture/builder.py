@@ -23,8 +23,6 @@ from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Port, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
 
-__all__ = ["Builder"]
-
 
 @dataclass
 class Builder(ProgramParts):

@@ -26,8 +26,6 @@ from plait_disagg.graph.capture.lower import (
 from plait_disagg.graph.capture.rows_first import MAKERS
 from plait_disagg.graph.operators import VOCABULARY
 
-__all__ = ["decomposed"]
-
 _RECURRENT = frozenset({"aten.gru.input", "aten.lstm.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"})
 """Layers over a history, unrolled: its length is a number in the trace."""
 

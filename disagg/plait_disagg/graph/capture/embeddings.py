@@ -12,8 +12,6 @@ from plait_disagg.graph.capture.lower import bind
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.tables.values import Mode
 
-__all__ = ["BagCall", "bag_call", "is_lookup"]
-
 _MODES: tuple[Mode, ...] = ("sum", "mean", "max")
 _EMBEDDING = "aten.embedding.default"
 _BAGS = ("aten.embedding_bag.padding_idx", "aten.embedding_bag.default")

@@ -22,8 +22,6 @@ from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
 
-__all__ = ["Exported", "example_tensors", "export"]
-
 _ROWS = 41
 """The number of rows of the traced example. The trace keeps sizes symbolic; a prime that is no model's width makes
 it obvious if one was fixed."""

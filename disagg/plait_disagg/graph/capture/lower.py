@@ -15,20 +15,6 @@ from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, Arg, DType
 from plait_disagg.graph.rows import DROPS
 
-__all__ = [
-    "ATEN_LONGEST",
-    "Lowered",
-    "bind",
-    "changes_what_is_seen",
-    "functional_base",
-    "functional_name",
-    "has_lowered_parts",
-    "is_explained",
-    "lower_part",
-    "lower_placement",
-    "why_unknown",
-]
-
 ATEN_LONGEST = 2**62
 """From here on the end of a slice means: to the end."""
 

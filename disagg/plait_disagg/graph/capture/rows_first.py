@@ -18,8 +18,6 @@ from plait_disagg.graph.operators import VOCABULARY
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
 
-__all__ = ["MAKERS", "MovedCall", "Mover"]
-
 MAKERS: Mapping[str, float | None] = {
     "aten.zeros.default": 0,
     "aten.ones.default": 1,

@@ -9,8 +9,6 @@ from pathlib import Path
 import torch
 from torch import fx
 
-__all__ = ["TORCH", "module_hint", "source_line"]
-
 _BATCH_FIRST = "give it batch_first=True: its rows are taken for tokens"
 _INSTEAD: Mapping[str, str] = dict.fromkeys(
     ("MultiheadAttention", "TransformerEncoderLayer", "GRU", "LSTM", "RNN"), _BATCH_FIRST

@@ -17,8 +17,6 @@ import torch
 from plait_disagg.graph.program import ROWS, Ref, Rows
 from plait_disagg.graph.rows import Fact, MixesRows, RowCount
 
-__all__ = ["RowsLayout", "Traced", "Unknown", "as_fact", "dtype_of", "leaves", "side_of", "varies"]
-
 
 @dataclass(frozen=True, slots=True)
 class RowsLayout:

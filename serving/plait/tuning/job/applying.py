@@ -14,8 +14,6 @@ from plait.server.state import state_root
 from plait.tuning.job.yaml_edit import diff, with_settings
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
 
-__all__ = ["apply_to_file", "apply_to_server"]
-
 
 def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str:
     """Set the knobs in the file and return the diff. Raises `PlaitError` if it cannot; nothing is written then."""

@@ -26,8 +26,6 @@ from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.report.page import PageSource, report_page
 from plait_loadtest.host import tool_version
 
-__all__ = ["DEFAULT_OUT", "errors_as_messages", "open_state", "report_of", "run", "write_report"]
-
 DEFAULT_OUT = Path("out/tune")
 FACTORY = "plait.tuning.measure.measurer:open_measurer"
 

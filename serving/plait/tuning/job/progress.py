@@ -10,8 +10,6 @@ from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.state import JobState, MeasurementRow, Remaining
 from plait_loadtest.report.table import number
 
-__all__ = ["headline", "row_line", "shown", "time_breakdown"]
-
 Show = Callable[[JobEvent], None]
 
 

@@ -14,8 +14,6 @@ from plait.server.state import state_root
 from plait.tuning.measure.application import compose_of
 from plait.tuning.measure.live import LiveServer, left_notes, note_path
 
-__all__ = ["main", "recover_all"]
-
 _LIMIT_S = 180.0
 
 

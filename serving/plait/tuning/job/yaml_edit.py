@@ -14,8 +14,6 @@ import yaml
 
 from plait.errors import PlaitError
 
-__all__ = ["diff", "with_settings"]
-
 KeyPath = tuple[str, ...]
 
 

@@ -20,8 +20,6 @@ from plait.server.restarts import Effect, bound_deployments, effects, plans
 from plait.targets import load_target
 from plait.tuning.measure.usage import pss_bytes, replica_pids
 
-__all__ = ["Compose", "NotReady", "RefusedStart", "RunningApplication", "compose_of"]
-
 Compose = Callable[[PlaitConfig], Any]
 """Builds the Serve application of a configuration; called once Ray's environment is set."""
 

@@ -27,8 +27,6 @@ from plait_loadtest.measure import min_requests
 from plait_loadtest.scenario import InferClass, Scenario
 from plait_loadtest.session import at_rate
 
-__all__ = ["PreparedJob", "guard_of", "max_replicas_config", "prepare", "scenario_of", "target_config"]
-
 _GUARDED = ("p50_ms", "p95_ms", "p99_ms", "error_rate")
 METRICS = frozenset(
     {

@@ -27,8 +27,6 @@ from plait.server.state import PortState, RunRecord, scratch_root
 from plait.tuning.measure.application import Compose, RunningApplication
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
-__all__ = ["Clone"]
-
 _APP = "plait-trial"
 _HOST = "127.0.0.1"
 

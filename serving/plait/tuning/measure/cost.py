@@ -18,8 +18,6 @@ from plait_autoconfig.jobs.spec import JobSpec, Prices
 from plait_autoconfig.objective import COST_PER_HOUR
 from plait_serving.cores import HostCores
 
-__all__ = ["ReservedResources", "cost_metrics", "host_cores_of", "known_costs", "reserved"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedResources:

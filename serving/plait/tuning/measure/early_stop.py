@@ -13,8 +13,6 @@ from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import RunProgress
 
-__all__ = ["EarlyStop", "Guard", "GuardLimits", "SloTarget", "needs_of"]
-
 _WINDOW_S = 2.0
 _WINDOW_ANSWERS = 10
 """The pace of answers is measured over at least `_WINDOW_S` seconds and this many answers: fewer would be noise, and

@@ -10,8 +10,6 @@ from plait.tuning.measure.load import LoadResult
 from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
 from plait_autoconfig.values import FailureKind, TrialOutcome
 
-__all__ = ["Evidence", "of_load", "of_start"]
-
 _LOST = ("connect", "reset", "truncated")
 """Outcomes of requests whose server went away."""
 

@@ -19,8 +19,6 @@ from plait.errors import ConfigError, PlaitError
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
-__all__ = ["KnobPlace", "apply_knobs", "check_names", "check_values", "knob_places", "known_values", "settings_of"]
-
 KeyPath = tuple[str, ...]
 
 

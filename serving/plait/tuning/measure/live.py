@@ -25,8 +25,6 @@ from plait.server.restarts import Effect
 from plait.server.state import RunRecord
 from plait.tuning.measure.application import Compose, RunningApplication
 
-__all__ = ["LiveBusy", "LiveServer", "RollbackNote", "left_notes", "note_path", "running_config"]
-
 _APP = "plait"
 _ROLL_BACK_S = 120.0
 

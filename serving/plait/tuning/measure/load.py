@@ -26,8 +26,6 @@ from plait_loadtest.session import FinishedRun, at_rate, run_scenario
 from plait_loadtest.values import OnProgress, RunProgress, StopWhen
 from plait_loadtest.values import RequestOutcome as Ended
 
-__all__ = ["LoadResult", "Watch", "joined", "look_s", "metrics_of", "rate_of", "run_given", "run_search"]
-
 _OWN_FAULT = frozenset({"send_lag", "echo", "generator", "interrupted", "limit"})
 """Reasons why the numbers describe the load generator rather than the configuration."""
 _LOOK = 0.25

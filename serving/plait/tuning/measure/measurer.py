@@ -35,8 +35,6 @@ from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
 from plait_fabric.cores import usable_cores
 
-__all__ = ["PlaitMeasurer", "open_measurer"]
-
 _log = logging.getLogger(__name__)
 
 _SPARE_S = 5.0

@@ -26,8 +26,6 @@ from plait_loadtest.plan import make_plan
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import PreparedRequest
 
-__all__ = ["QUALITY_DRIFT", "NoAnswer", "quality_drift"]
-
 QUALITY_DRIFT = "quality_drift"
 """The metric's name."""
 

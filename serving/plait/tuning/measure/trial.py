@@ -25,8 +25,6 @@ from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import FinishedRun, at_rate
 from plait_loadtest.values import RunProgress, StopWhen
 
-__all__ = ["LoadPlan", "TrialMetrics", "run_loads", "with_address", "worst_metrics"]
-
 _GIB = 1 << 30
 _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment", SLO_MET})
 

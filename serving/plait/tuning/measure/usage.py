@@ -17,8 +17,6 @@ from typing import Self
 
 from plait.server import processes
 
-__all__ = ["ResourceUsage", "UsageSampler", "gpu_memory_bytes", "pss_bytes", "replica_pids"]
-
 _PROC = Path("/proc")
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PERIOD_S = 0.5

@@ -24,8 +24,6 @@ from plait.tuning.service.job_process import JobProcesses
 from plait.tuning.service.job_queue import JobLauncher, JobQueueSettings, TuningJobQueue
 from plait_serving.http.edge.errors import ApiError
 
-__all__ = ["ActorTuningService", "TuningActor"]
-
 _log = logging.getLogger(__name__)
 
 _NAMESPACE = "plait"

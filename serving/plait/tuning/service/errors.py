@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from plait.errors import PlaitError
 
-__all__ = ["Conflict", "InvalidJob", "JobQueueError", "NoSuchJob", "TooMany", "Unreadable"]
-
 
 class JobQueueError(PlaitError):
     """One sentence for the sender of the request. `param`: the part of the job that must change."""

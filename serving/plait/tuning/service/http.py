@@ -23,8 +23,6 @@ from plait_serving.http.edge.auth import Principal, require_admin
 from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.sse import EventStream
 
-__all__ = ["TuningService", "tuning_router"]
-
 MAX_JOB_BYTES = 1 << 20
 _TYPES = ("application/json", "application/yaml", "application/x-yaml", "text/yaml")
 """Content types that another site's web page cannot send without a preflight request."""

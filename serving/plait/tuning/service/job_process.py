@@ -20,8 +20,6 @@ from pathlib import Path
 from plait.tuning.service.job_view import write_progress
 from plait_autoconfig.jobs.measurer import MeasurerSource
 
-__all__ = ["JobProcesses", "main"]
-
 _RAYS_OWN = ("RAY_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
 """Variables that Ray set for the process that starts us, and that its own server must not inherit."""
 _KEPT = ("RAY_USAGE_STATS_ENABLED", "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S")

@@ -31,8 +31,6 @@ from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 
-__all__ = ["JobLauncher", "JobQueueSettings", "RunningJob", "TuningJobQueue"]
-
 MAX_WAITING = 20
 MAX_DEATHS = 3
 """The number of deaths in a row, without a finished measurement in between, after which a job is given up."""

@@ -11,8 +11,6 @@ from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.report.page import verdict
 
-__all__ = ["job_summary", "progress_of", "unreadable_summary", "write_progress"]
-
 _PROGRESS = "progress.json"
 
 

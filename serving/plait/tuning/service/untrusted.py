@@ -11,8 +11,6 @@ import yaml
 from plait.tuning.service.errors import InvalidJob
 from plait_loadtest.load import builtin_names, path_settings
 
-__all__ = ["check_untrusted"]
-
 _OPENING = (
     yaml.BlockMappingStartToken, yaml.BlockSequenceStartToken, yaml.FlowMappingStartToken, yaml.FlowSequenceStartToken
 )  # fmt: skip

@@ -53,8 +53,6 @@ from plait_serving.diffusion.preparation import auditor_for, default_prepared_fo
 from plait_serving.diffusion.queue.pressure import busy_share
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
-__all__ = ["ControlNetDeployment", "ControlNetKnobs", "ServeConnect"]
-
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

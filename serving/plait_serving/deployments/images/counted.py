@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.assemble import Assembled
     from plait_serving.diffusion.queue.usage import TenantUsage
 
-__all__ = ["audit_families", "engine_families", "host_families", "tenant_families"]
-
 _TENANT = {
     "image_requests_finished": ("finished", "Requests whose images were made"),
     "image_requests_failed": ("failed", "Requests that ended in an error"),

@@ -14,8 +14,6 @@ from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
 
-__all__ = ["ACCEPTED", "EngineSource", "HostedEngine", "ImagesSource"]
-
 ACCEPTED = Progress(step=0, steps=0)
 """The first event of every request that reached a replica: from then on it waits for its turn, not for a replica."""
 

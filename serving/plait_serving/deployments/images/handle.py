@@ -25,8 +25,6 @@ from plait_serving.diffusion.values import ControlRef, Edit, Event, Failed, Fini
 from plait_serving.health import HEALTH_TIMEOUT_S, Health
 from plait_serving.images.service import Catalog
 
-__all__ = ["HandleImageService", "translate"]
-
 _log = logging.getLogger(__name__)
 
 CATALOG_TIMEOUT_S = 120.0

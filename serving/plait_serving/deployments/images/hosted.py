@@ -31,8 +31,6 @@ from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService
 from plait_serving.starter.preprocess import PREPROCESSORS
 
-__all__ = ["HostedImages", "load_images", "open_images"]
-
 _log = logging.getLogger(__name__)
 
 _CONTROLNETS_TIMEOUT_S = 120.0

@@ -13,8 +13,6 @@ from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.source import FolderSource, LoraSource
 from plait_serving.images.service import LoraCard, PackedLoras
 
-__all__ = ["LoraCards"]
-
 _PERIOD_S = 1.0  # half of what a new file may take to be known
 _HEADERS_S = 0.1  # of every period: images are made on the same cores
 

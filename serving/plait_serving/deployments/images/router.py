@@ -13,8 +13,6 @@ from ray.serve._private.request_router.request_router import RequestRouter
 from plait_serving.diffusion.values import ImageRequest
 from plait_serving.images.routing import ReplicaState, SentRequests, begins_in_s
 
-__all__ = ["ModelRouter"]
-
 
 class ModelRouter(RequestRouter):  # type: ignore[misc]  # Serve has no types
     """Ranks the replicas by when a request would begin there; calls that are no image requests go to any."""

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from plait_disagg.tables.rows_wire import ShardIdentity
     from plait_disagg.values import ModelCard
 
-__all__ = ["OpenedPackage", "PackageSource", "RankModel", "RankSource", "ShardedModel"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedModel:

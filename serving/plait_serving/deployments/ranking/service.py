@@ -23,8 +23,6 @@ from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_r
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import RankingService, ServedRanker
 
-__all__ = ["remote_ranking_service"]
-
 
 def remote_ranking_service(models: Mapping[str, RankModel]) -> RankingService:
     """Return a service for the models, by the names that requests use; connecting continues in the background."""

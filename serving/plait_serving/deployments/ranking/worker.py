@@ -56,8 +56,6 @@ from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnK
 from plait_serving.ranking.counted import rank_families
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
-__all__ = ["RankWorker", "remote_ranker"]
-
 _log = logging.getLogger(__name__)
 
 _DRAIN_S = 5.0

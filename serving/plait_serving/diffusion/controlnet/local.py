@@ -17,8 +17,6 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["LocalControlNetClient"]
-
 
 @dataclass(slots=True, eq=False)
 class LocalSession:

@@ -33,8 +33,6 @@ from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.resident_weights import ResidentWeights
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["Constants", "ControlNetModelRunner", "ControlRows", "by_key", "check_image", "load_controlnet"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Constants:

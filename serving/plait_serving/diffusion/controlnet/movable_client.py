@@ -24,8 +24,6 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["MovableControlNetClient"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_TRIES = 3

@@ -19,16 +19,6 @@ from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient
 
-__all__ = [
-    "PlacementChoice",
-    "PlacementTrial",
-    "StepTimes",
-    "choose_placement",
-    "measure",
-    "probe_sizes",
-    "time_step_s",
-]
-
 Size = tuple[int, int]
 
 _MAX_REPEATS = 5

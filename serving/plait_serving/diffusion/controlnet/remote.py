@@ -38,8 +38,6 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = ["RemoteControlNetClient"]
-
 _log = logging.getLogger(__name__)
 
 _MOVE_EVERY_S = 30.0

@@ -42,8 +42,6 @@ from plait_serving.diffusion.controlnet.wire import (
 from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.protocols import Residuals
 
-__all__ = ["ControlNetService", "ServiceLimits", "ServiceStatistics"]
-
 _log = logging.getLogger(__name__)
 
 _MAX_BACKLOG = 64

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.errors import EngineError
 
-__all__ = ["SessionTable"]
-
 Held = Constants | EngineError
 """A session's constants, or why they could not be computed."""
 

@@ -28,29 +28,6 @@ from plait_serving.diffusion.errors import EngineError, ModelError, NotFound, Ou
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
 
-__all__ = [
-    "MAX_CALLS",
-    "UNKNOWN_SESSION",
-    "VERSION",
-    "Answer",
-    "Call",
-    "Close",
-    "Open",
-    "Reply",
-    "Request",
-    "Step",
-    "Tensors",
-    "close_header",
-    "error_of",
-    "open_message",
-    "parse_reply",
-    "parse_request",
-    "parse_welcome",
-    "reply_message",
-    "step_message",
-    "welcome_payload",
-]
-
 VERSION = 2
 """The version of everything defined here; both sides of a channel must have the same."""
 

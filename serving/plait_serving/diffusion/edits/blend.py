@@ -11,8 +11,6 @@ import torch
 from plait_serving.diffusion.protocols import RequestSampler
 from plait_serving.diffusion.values import Edit, RgbImage
 
-__all__ = ["Blend", "overlaid"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Blend:

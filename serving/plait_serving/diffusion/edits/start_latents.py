@@ -21,8 +21,6 @@ from plait_serving.diffusion.edits.blend import Blend
 from plait_serving.diffusion.protocols import EncodedImage, RequestSampler
 from plait_serving.diffusion.values import Edit, GreyImage, ImageRequest, RgbImage
 
-__all__ = ["EditSource", "EditStart", "to_pixels"]
-
 _EDITED_FROM = 128
 """diffusers' mask processor: a mask's value v / 255 is rounded up from 0.5 on."""
 

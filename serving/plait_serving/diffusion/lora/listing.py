@@ -17,8 +17,6 @@ from types import MappingProxyType
 from plait_serving.diffusion.sources.file_kinds import SUFFIX, is_pickle, stem_of
 from plait_serving.diffusion.sources.names import HIDDEN, NOWHERE, OUT, composed, shown, why_not
 
-__all__ = ["ADAPTER_FILE", "CONFIG_FILE", "DIFFUSERS_FILE", "Listing", "list_loras"]
-
 DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 """The file name that diffusers' `save_lora_weights` uses in its folder."""
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

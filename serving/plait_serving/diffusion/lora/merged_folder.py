@@ -26,8 +26,6 @@ from plait_serving.diffusion.sources.staging import copy_parts, new_folder, requ
 from plait_serving.diffusion.values import LoraRef
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
-__all__ = ["LoraFile", "MergedPart", "write_merged"]
-
 _CPU = torch.device("cpu")
 _CONFIG = "config.json"
 

@@ -15,8 +15,6 @@ from torch import nn
 
 from plait_serving.diffusion.published.architectures import Architecture, ModelPart, SchedulerPart
 
-__all__ = ["build_on_meta", "published_name", "write_configs"]
-
 
 def build_on_meta(part: ModelPart) -> nn.Module:
     """Return the module without memory for its weights."""

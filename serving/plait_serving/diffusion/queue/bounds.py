@@ -14,8 +14,6 @@ from heapq import heapify, heappop, heappush
 
 from plait_serving.diffusion.values import Tenant
 
-__all__ = ["QueueBounds", "QueuedWork", "wait_s"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueBounds:

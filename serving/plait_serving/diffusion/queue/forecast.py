@@ -29,8 +29,6 @@ from plait_serving.diffusion.queue.costs import MAX_KINDS, StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
 from plait_serving.diffusion.values import ImageRequest
 
-__all__ = ["StepKind", "WorkForecast"]
-
 _KEPT = 31
 """The newest charges of a kind; their median is the forecast, so one slow step in two does not move it."""
 _CONTROL_WORK = 0.4

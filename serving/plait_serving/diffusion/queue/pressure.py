@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["busy_share", "engine_pressure"]
-
 _QUEUED_S = 10.0
 """The compute-seconds that wait at a replica when it counts as used up: what a user waits for an image on a CPU."""
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from plait_serving.diffusion.values import Tenant
 
-__all__ = ["TenantShares", "Turn"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:

@@ -6,8 +6,6 @@ import threading
 from collections import deque
 from typing import Generic, TypeVar
 
-__all__ = ["TurnQueue"]
-
 T = TypeVar("T")
 
 

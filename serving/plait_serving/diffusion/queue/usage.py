@@ -5,8 +5,6 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, replace
 
-__all__ = ["TenantUsage", "UsageLedger"]
-
 
 @dataclass(slots=True, kw_only=True)
 class TenantUsage:

@@ -54,8 +54,6 @@ from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 
-__all__ = ["BaseModel", "EngineContext", "EngineSettings", "resolve_device", "resolve_dtype"]
-
 _log = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

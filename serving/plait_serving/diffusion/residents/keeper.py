@@ -15,8 +15,6 @@ from plait_serving.diffusion.residents.model import ModelParts, ServedModel
 from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch, surplus
 from plait_serving.diffusion.units import ImageJob
 
-__all__ = ["ResidencyStatistics", "Residents"]
-
 _log = logging.getLogger(__name__)
 
 _READ_BYTES_PER_S = 1e9

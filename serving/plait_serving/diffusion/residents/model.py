@@ -13,8 +13,6 @@ from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, SamplerChoice
 
-__all__ = ["ModelParts", "ServedModel"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ModelParts:

@@ -13,8 +13,6 @@ from types import MappingProxyType
 from plait_serving.diffusion.sources.file_kinds import is_pickle, stem_of
 from plait_serving.diffusion.sources.names import NOWHERE, OUT, LeftOut, composed, shown, why_not
 
-__all__ = ["FolderOfModels", "FoundModel"]
-
 _log = logging.getLogger(__name__)
 
 _INDEX = "model_index.json"

@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-__all__ = ["PATIENCE", "ModelDemand", "Switch", "next_switch", "surplus"]
-
 PATIENCE = 2.0
 """A compromise: less loads more often than it computes, more makes rare models wait."""
 

@@ -16,8 +16,6 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.residents.base_model import BaseModel
 from plait_serving.diffusion.residents.model_folder import FolderOfModels, FoundModel
 
-__all__ = ["ModelFactory", "Roster", "check_no_twin"]
-
 _log = logging.getLogger(__name__)
 
 _PERIOD_S = 1.0

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from plait_serving.diffusion.published.architectures import FamilyName
 
-__all__ = ["PICKLE", "SINGLE_CONTROLNET", "SUFFIX", "UNET", "VAE", "family_of_keys", "is_controlnet", "is_pickle",
-           "no_single_file", "stem_of"]  # fmt: skip
-
 SUFFIX = ".safetensors"
 PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
 SINGLE_CONTROLNET = (

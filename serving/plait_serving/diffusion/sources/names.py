@@ -12,8 +12,6 @@ import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["HIDDEN", "NOWHERE", "OUT", "RULE", "LeftOut", "composed", "is_name", "shown", "why_not"]
-
 _MAX_CHARS = 200
 RULE = (
     f"a name has 1 to {_MAX_CHARS} characters, none of them / \\ : < > or invisible, no space at its ends, and is not "

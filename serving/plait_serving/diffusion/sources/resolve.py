@@ -11,8 +11,6 @@ from plait_serving.diffusion.sources.file_kinds import PICKLE, is_pickle, stem_o
 from plait_serving.diffusion.sources.hub import fetch_from_hub
 from plait_serving.diffusion.sources.single_file import converted
 
-__all__ = ["cache_folder", "resolve_source"]
-
 
 def cache_folder() -> Path:
     """Return plait's folder in the user's cache."""

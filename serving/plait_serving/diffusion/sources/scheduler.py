@@ -21,8 +21,6 @@ import diffusers
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.model_config import Family
 
-__all__ = ["COSINE", "EDM", "EDM_READ", "OF_BETAS", "READ", "SchedulerConfig", "scheduler_config"]
-
 OF_BETAS = frozenset(
     f"{name}Scheduler"
     for name in ("PNDM", "DDIM", "DDPM", "EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "LMSDiscrete",

@@ -57,8 +57,6 @@ from plait_serving.diffusion.sources.scheduler import EDM
 from plait_serving.diffusion.sources.staging import copy_parts, locked, new_folder
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 
-__all__ = ["converted"]
-
 _log = logging.getLogger(__name__)
 
 _FORMAT = 2

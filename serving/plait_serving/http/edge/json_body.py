@@ -20,8 +20,6 @@ from starlette.responses import Response
 
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
-__all__ = ["JsonRoute", "parse_json", "read_bytes"]
-
 _LONGEST_NAME = 64
 _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed beside the event loop, one after the other: a parser holds the interpreter."""

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-__all__ = ["FIRST_TRIES", "HELD_S", "TRY_S", "RecentRefusals", "StandingRefusal"]
-
 T = TypeVar("T")
 
 HELD_S = 0.25

@@ -23,16 +23,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from plait_serving.http.edge.refusals import RecentRefusals, StandingRefusal
 from plait_serving.http.edge.request_id import accepted_id
 
-__all__ = [
-    "PACED_PATHS",
-    "REFUSED_HEADER",
-    "REPEATED_HEADER",
-    "RepeatMiddleware",
-    "RequestPace",
-    "repeated",
-    "without_repeated",
-]
-
 REFUSED_HEADER = "x-plait-refused"
 REPEATED_HEADER = "x-plait-repeated"
 _REFUSED, _REPEATED = REFUSED_HEADER.encode(), REPEATED_HEADER.encode()

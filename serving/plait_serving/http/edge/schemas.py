@@ -7,8 +7,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
-__all__ = ["MAX_DEADLINE_MS", "ErrorBody", "ErrorDetail", "StrictBody"]
-
 MAX_DEADLINE_MS = 24 * 3_600_000
 _MAX_UNKNOWN = 16
 

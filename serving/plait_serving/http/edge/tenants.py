@@ -16,8 +16,6 @@ from plait_serving.diffusion.values import Tenant
 from plait_serving.http.edge.auth import Principal
 from plait_serving.http.edge.errors import ApiError
 
-__all__ = ["RateMiddleware", "TenantLimits", "TokenBucket", "tenant_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TenantLimits:

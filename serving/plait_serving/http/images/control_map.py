@@ -20,8 +20,6 @@ from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import ControlNetBody, GenerationBody, Name, bool_or_name
 from plait_serving.images.codec import OutputFormat, encode_image
 
-__all__ = ["PATH", "ControlMapBody", "router"]
-
 PATH = "/v1/images/control_maps"
 
 router = APIRouter(tags=["images"], route_class=JsonRoute)

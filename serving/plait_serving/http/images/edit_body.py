@@ -25,8 +25,6 @@ from plait_serving.http.edge.errors import ApiError, BodyRefused
 from plait_serving.http.edge.json_body import parse_json
 from plait_serving.http.images.schemas import MAX_LIST, EditBody
 
-__all__ = ["EDIT_REQUEST", "read_edit"]
-
 _FORM = "multipart/form-data"
 _CHARSETS = frozenset({b"utf-8", b"utf8", b"us-ascii"})
 """Of a form. Python knows more than a hundred, and some of them (punycode) take time with the square of the text."""

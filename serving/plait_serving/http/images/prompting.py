@@ -12,8 +12,6 @@ from plait_serving.diffusion.prompt_syntax import hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
 from plait_serving.http.images.schemas import GenerationBody, LoraBody
 
-__all__ = ["Prompts", "hints", "prompts_of"]
-
 _TEXTS = ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2")
 _SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
 

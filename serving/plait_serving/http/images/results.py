@@ -19,8 +19,6 @@ from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import OutputFormat
 from plait_serving.images.results import StoreFailed, StoreFull
 
-__all__ = ["Keep", "keeper", "router"]
-
 router = APIRouter(tags=["images"])
 
 Keep: TypeAlias = Callable[[bytes, OutputFormat], str]

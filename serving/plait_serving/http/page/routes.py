@@ -17,8 +17,6 @@ from starlette.responses import Response
 from plait_serving.http.edge.auth import FILES_OF_THE_PAGE
 from plait_serving.http.edge.errors import ApiError
 
-__all__ = ["router"]
-
 router = APIRouter(include_in_schema=False)
 
 _SAME_FOR_BOTH = (

@@ -16,8 +16,6 @@ from plait_disagg.values import ModelCard
 if TYPE_CHECKING:
     import torch  # takes two seconds, and the lists of models need none of it
 
-__all__ = ["MAX_EXAMPLE", "example", "metadata"]
-
 PLATFORM = "plait"
 MAX_EXAMPLE = 1024
 """The number of candidates in the largest example: enough to show what a large request looks like."""

@@ -33,8 +33,6 @@ from plait_serving.ranking.codec import (
 )
 from plait_serving.ranking.service import BoundModel
 
-__all__ = ["Infer"]
-
 _INLINE_JSON_BYTES = 256 << 10
 """JSON of this size takes about 2 ms on the event loop; passing it to a thread and back takes some 0.1 ms, and adds
 one more thread that competes for the GIL."""

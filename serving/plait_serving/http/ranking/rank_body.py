@@ -18,8 +18,6 @@ from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
 from plait_serving.ranking.codec import Array, array_of, hint
 from plait_serving.ranking.inputs import LENGTHS
 
-__all__ = ["ALL", "RecommendBody", "RecommendResponse", "arrays_of", "item_ids", "ranking"]
-
 ALL = "all"
 
 

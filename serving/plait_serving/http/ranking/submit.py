@@ -12,8 +12,6 @@ from plait_serving.http.context import RouteContext
 from plait_serving.http.edge.schemas import MAX_DEADLINE_MS
 from plait_serving.ranking.service import BoundModel
 
-__all__ = ["deadline", "rank", "unique_id"]
-
 
 def deadline(parameters: Mapping[str, Any], now_s: float) -> float | None:
     """Return the moment set by `deadline_ms` (ours) or `timeout` (Triton's, in microseconds; 0 is none).

@@ -26,8 +26,6 @@ from plait_serving.http.ranking.infer import Infer
 from plait_serving.ranking.codec import DTYPES
 from plait_serving.ranking.service import why_not_ready
 
-__all__ = ["EXTENSIONS", "INFER_DOCUMENTATION", "infer_routes", "router"]
-
 router = APIRouter(prefix="/v2", tags=["ranking"], route_class=JsonRoute)
 
 EXTENSIONS = ("binary_tensor_data",)

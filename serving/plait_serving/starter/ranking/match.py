@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Match"]
-
 
 class Match(nn.Module):
     """A logit per row from the P * F dot products of person with film and the vectors themselves."""

@@ -21,8 +21,6 @@ from plait_serving.starter.manifest import WEIGHTS
 from plait_serving.starter.ranking.match import Match
 from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
 
-__all__ = ["FOLDER", "INPUTS", "ITEMS", "LONGEST_HISTORY", "STATE", "Picks", "build", "item_names", "items"]
-
 FOLDER = WEIGHTS / "recommend"
 STATE = "picks.safetensors"
 ITEMS = "items.safetensors"
