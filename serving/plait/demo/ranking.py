@@ -6,7 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from plait.errors import ServeError
 from plait_serving.starter.words import AGE_BANDS, DAYPARTS, GENRES
@@ -18,11 +18,8 @@ MODEL = "picks"
 BEST = 5
 
 
-class PostsRanking(Protocol):
-    """A callable that posts a body to `/v1/recommend` and returns the response's JSON."""
-
-    def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """Post the body and return the JSON. Raises `ServeError` if the response is an error."""
+PostBody: TypeAlias = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+"""Posts a body to one route and returns the response's JSON. Raises `ServeError` if the response is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +47,7 @@ PEOPLE = (
 )
 
 
-def rank_for_everybody(ask: PostsRanking, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
+def rank_for_everybody(ask: PostBody, *, say: Callable[[str], None]) -> list[Mapping[str, Any]]:
     """Request each person's best films out of all, report them and the time taken, and return the responses."""
     answers = []
     for person in PEOPLE:

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from plait.demo.ranking import offers_ranking, post_rank, rank_for_everybody
+from plait.demo.ranking import PostBody, offers_ranking, post_rank, rank_for_everybody
 from plait.errors import ServeError
 from plait.server import processes
 from plait_serving.images.config import STARTER_GUIDANCE, STARTER_MODEL
@@ -34,13 +34,6 @@ _THUMBNAIL_PX, _CAPTION_PX, _GAP_PX = 192, 34, 8
 
 SECOND, ITS_LORA = "sketchbook", "sketch"
 """The second base model: the starter with this LoRA in its weights."""
-
-
-class PostsImages(Protocol):
-    """A callable that posts a body to the image API and returns the response's JSON."""
-
-    def __call__(self, body: Mapping[str, Any], /) -> Mapping[str, Any]:
-        """Post the body and return the JSON. Raises `ServeError` if the response is an error."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +94,7 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
     started_s = time.monotonic()
     with own_server(folder) as url:
         say(f"server ready at {url} after {time.monotonic() - started_s:.1f} s")
-        images = play(lambda body: post(url, body), out, say=say)
+        images = make_scenes(lambda body: post(url, body), out, say=say)
         if ranks := offers_ranking(url):
             import httpx2
 
@@ -118,7 +111,7 @@ def run(out: Path, *, say: Callable[[str], None]) -> Path:
     return sheet
 
 
-def play(ask: PostsImages, out: Path, *, say: Callable[[str], None]) -> list[DemoImage]:
+def make_scenes(ask: PostBody, out: Path, *, say: Callable[[str], None]) -> list[DemoImage]:
     """Make the scenes one after the other, then the concurrent ones all at once."""
     images: list[DemoImage] = []
     for scene in ALONE:
@@ -133,7 +126,7 @@ def play(ask: PostsImages, out: Path, *, say: Callable[[str], None]) -> list[Dem
     return images + both
 
 
-def make(scene: Scene, ask: PostsImages, out: Path) -> DemoImage:
+def make(scene: Scene, ask: PostBody, out: Path) -> DemoImage:
     """Request one scene and write its image."""
     body: dict[str, Any] = {"prompt": scene.prompt, "seed": scene.seed}
     if scene.loras:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -60,13 +60,6 @@ _ENTRIES = {"loras": '{"name": "NAME", "scale": 1.0}', "controlnets": '{"name": 
 _NO_TELEMETRY: TelemetryConfig = {"tracing": False, "metrics": False, "logs": False}
 
 
-class Lifespan(Protocol):
-    """Starts and stops what the service needs."""
-
-    def __call__(self, app: FastAPI, /) -> AbstractAsyncContextManager[None]:
-        """Return a context that is entered at start-up and left at shutdown."""
-
-
 class _App(FastAPI):
     """A FastAPI application whose schema includes the hot route, which FastAPI does not see."""
 
@@ -89,7 +82,7 @@ def create_app(
     *,
     ranking: RankingService | None = None,
     routers: Sequence[APIRouter] = (),
-    lifespan: Lifespan | None = None,
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None,
     nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None,
 ) -> FastAPI:
@@ -100,7 +93,10 @@ def create_app(
 
 
 def app_from_context(
-    context: RouteContext, *, routers: Sequence[APIRouter] = (), lifespan: Lifespan | None = None
+    context: RouteContext,
+    *,
+    routers: Sequence[APIRouter] = (),
+    lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
 ) -> FastAPI:
     """Build the application like `create_app`, for tests that fix the clock or the seeds."""
     app = _App(

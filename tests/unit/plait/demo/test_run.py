@@ -47,7 +47,7 @@ class Asked:
 def test_cli_demo_asks_in_words_that_the_server_understands(tmp_path):
     """Every body is valid for the image API, scenes with a ControlNet carry their guide's image."""
     ask, said = Asked(), []
-    images = demo.play(ask, tmp_path, say=said.append)
+    images = demo.make_scenes(ask, tmp_path, say=said.append)
     for body in ask.bodies:
         (EditBody if "image" in body else GenerationBody).model_validate_json(json.dumps(body))
     guide = base64.b64encode((tmp_path / "guide.png").read_bytes()).decode()
@@ -69,14 +69,14 @@ def test_cli_demo_shows_plain_controlnet_lora_both_and_two_at_once(tmp_path):
     kinds = {(bool(scene.loras), scene.control is not None) for scene in demo.ALONE}
     assert kinds == {(False, False), (True, False), (False, True), (True, True)}
     ask = Asked()
-    demo.play(ask, tmp_path, say=lambda _: None)
+    demo.make_scenes(ask, tmp_path, say=lambda _: None)
     assert ask.max_at_once == len(demo.TOGETHER) >= 2
 
 
 def test_cli_demo_asks_a_second_model(tmp_path, monkeypatch):
     """It is made anew by the command; it makes an image, and edits one."""
     ask, commands = Asked(), []
-    demo.play(ask, tmp_path, say=lambda _: None)
+    demo.make_scenes(ask, tmp_path, say=lambda _: None)
     assert ["image" in body for body in ask.bodies if body.get("model") == demo.SECOND] == [False, True]
     (tmp_path / demo.SECOND).mkdir()
     (tmp_path / demo.SECOND / "model_index.json").write_text("{}")
@@ -95,7 +95,7 @@ def test_cli_demo_asks_a_second_model(tmp_path, monkeypatch):
 
 def test_cli_demo_contact_sheet_shows_every_picture(tmp_path):
     """Each image's colour is on the sheet."""
-    images = demo.play(Asked(), tmp_path, say=lambda _: None)
+    images = demo.make_scenes(Asked(), tmp_path, say=lambda _: None)
     sheet = demo.contact_sheet(images)
     colours = {colour for _, colour in sheet.getcolors(maxcolors=1 << 20)}
     for image in images:
