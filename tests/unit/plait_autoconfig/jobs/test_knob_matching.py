@@ -13,7 +13,7 @@ from plait_autoconfig.space import Space
 from plait_autoconfig.starter_library import starter_runs
 from support.autoconfig import measured, run_of
 
-EXAMPLES = Path(__file__).parents[3] / "serving/plait/tuning/examples"
+EXAMPLES = Path(__file__).parents[4] / "serving/plait/tuning/examples"
 
 
 def test_knobs_with_other_names_meet():
