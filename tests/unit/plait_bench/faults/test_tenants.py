@@ -24,8 +24,8 @@ from plait_bench.faults.attacks import (
 )
 from plait_bench.faults.tenants import FirstImage, ManyFiles, ManyModels, Neighbour, Refusals, Share
 from plait_serving.diffusion.lora.container import inspect
-from plait_serving.diffusion.lora.formats import MAX_FILE_BYTES
-from plait_serving.diffusion.lora.layouts import layout_of
+from plait_serving.diffusion.lora.key_formats import format_of_keys
+from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
 from plait_serving.http.images.schemas import MAX_PROMPT_CHARS, GenerationBody
 from plait_serving.images.codec import DecodeLimits
 
@@ -82,7 +82,7 @@ def test_the_cache_has_room_for_one_set(tmp_path):
     for names in LORA_SETS:
         assert sum(files[name].stat().st_size for name in names) == config["images"]["knobs"]["host_lora_bytes"]
     assert len({path.read_bytes() for path in files.values()}) == len(files)
-    assert isinstance(layout_of(inspect(files["neighbour"], max_bytes=MAX_FILE_BYTES).tensors), str)
+    assert isinstance(format_of_keys(inspect(files["neighbour"], max_bytes=MAX_FILE_BYTES).tensors), str)
 
 
 @pytest.mark.parametrize("workload", [Share("share"), Refusals("refusals", 100, 1.0), ManyModels("m"), ManyFiles("f")])
