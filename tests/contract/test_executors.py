@@ -12,6 +12,7 @@ from plait_kernels.executors.openvino_executor import available
 from plait_kernels.executors.torch_program import TorchProgram
 from support.executors import (
     LAYERS,
+    CallClock,
     SmallBlock,
     by_hand,
     openvino_at,
@@ -47,7 +48,7 @@ def prepare(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """`prepare(block)`: its program by the executor under test."""
     if request.param == "torch":
         return lambda block: TorchProgram(small_computation(block))
-    executor = openvino_at(tmp_path_factory.mktemp("prepared"))
+    executor = openvino_at(tmp_path_factory.mktemp("prepared"), clock=CallClock())
     return lambda block: executor.prepare(f"{block.conv_in.weight.dtype}", lambda: small_computation(block))
 
 
@@ -173,22 +174,20 @@ def test_the_inputs_are_not_written(case):
     assert all(torch.equal(a, b) for a, b in zip(before, given, strict=True))
 
 
-def test_shapes_that_recur_give_the_same(case, monkeypatch):
+def test_shapes_that_recur_give_the_same(case):
     """Called again and again, with and without factors, while copies for single shapes are compiled and after; five and
     seven rows are filled up to six and eight there."""
     block, program = case
-    if available():
-        monkeypatch.setattr("plait_kernels.executors.openvino_program._SHARE_OF_COMPILING", 0.0)
     calls = [(small_inputs(3, 4, 4), small_factors(MIXED[1:4])), (small_inputs(3, 4, 4), None),
              (small_inputs(5, 4, 4), small_factors(MIXED)), (small_inputs(7, 4, 4), None),
              (small_inputs(5, 4, 4), RowFactors(rows=5, by_path=small_factors(MIXED[2:3]).by_path)),
              (small_inputs(1, 3, 6), small_factors([{"point": 2}]))]  # fmt: skip
     for done, (inputs, factors) in enumerate(calls):
         wanted = by_hand(block, inputs, factors)
-        before = len(getattr(program, "_special", ()))
+        before = len(getattr(program, "specials", ()))
         for _ in range(3):
             assert_close(program.run(inputs, factors), wanted)
-        if hasattr(program, "_special"):
+        if hasattr(program, "specials"):
             wait_compiled(program, max(before, done + 1))
         assert_close(program.run(inputs, factors), wanted)
         again = small_factors([{"point": 2}], seed=5) if done == 5 else factors

@@ -29,8 +29,6 @@ from plait_kernels.executors import AdaptedLayer, PreparedProgram, RowFactors, b
 
 _log = logging.getLogger(__name__)
 
-_KNOWN_KEYS = 1024
-"""The shapes that are remembered; a program that drifts at so many is trusted with none."""
 _POLL_S = 0.2
 
 
@@ -38,14 +36,16 @@ _POLL_S = 0.2
 class AuditPlan:
     """What is audited. `every`: one call in so many, beside the first of each shape; 0: no audit at all.
 
-    `pending_bytes` bounds the calls that wait for an idle moment; `kept` the files of drifts in `folder`. Nothing is
-    computed before the process was idle for `quiet_s`.
+    `pending_bytes` bounds the calls that wait for an idle moment; `kept` the files of drifts in `folder`;
+    `known_shapes` what is remembered of a program: one that drifts at so many is trusted with none. Nothing is computed
+    before the process was idle for `quiet_s`.
     """
 
     every: int = 10_000
     folder: Path | None = None
     pending_bytes: int = 256 << 20
     kept: int = 16
+    known_shapes: int = 1024
     quiet_s: float = 1.0
 
 
@@ -90,7 +90,7 @@ class Auditor:
     ) -> None:
         """Take `idle`, which returns whether nothing else is to be computed now, and `on_thread`, what the auditing
         thread calls first, to leave the cores to others."""
-        self._plan = plan
+        self.plan = plan
         self._idle = idle
         self._on_thread = on_thread
         self._clock = clock
@@ -107,14 +107,9 @@ class Auditor:
     ) -> PreparedProgram:
         """Return the program, audited. `reference` makes what defines it, once it is needed; `tolerance` is the largest
         difference as a share of an output's largest number."""
-        if not self._plan.every:
+        if not self.plan.every:
             return program
         return AuditedProgram(name, program, reference, tolerance=tolerance, auditor=self)
-
-    @property
-    def every(self) -> int:
-        """One call in so many is audited."""
-        return self._plan.every
 
     def statistics(self) -> AuditStatistics:
         """Return the counts as they are now."""
@@ -128,7 +123,7 @@ class Auditor:
     def add(self, sample: _Sample) -> None:
         """Let a call wait for an idle moment, if there is room."""
         with self._lock:
-            if self._pending_bytes + sample.nbytes > self._plan.pending_bytes:
+            if self._pending_bytes + sample.nbytes > self.plan.pending_bytes:
                 self._statistics.skipped += 1
                 return
             self._pending.append(sample)
@@ -179,11 +174,11 @@ class Auditor:
 
     def _is_quiet(self) -> bool:
         """Return whether the process is idle, and still is after `quiet_s`."""
-        until_s = self._clock() + self._plan.quiet_s
+        until_s = self._clock() + self.plan.quiet_s
         while self._idle():
             if self._clock() >= until_s or background.is_ending():
                 return True
-            time.sleep(min(_POLL_S, self._plan.quiet_s))
+            time.sleep(min(_POLL_S, self.plan.quiet_s))
         return False
 
     def _wait_idle(self, program: AuditedProgram) -> None:
@@ -214,8 +209,8 @@ class Auditor:
 
     def _keep(self, sample: _Sample, wanted: Sequence[torch.Tensor], share: float) -> Path | None:
         """Write both answers to a file; return its path, or None if there is no folder, or enough files."""
-        folder = self._plan.folder
-        if folder is None or self._written >= self._plan.kept:
+        folder = self.plan.folder
+        if folder is None or self._written >= self.plan.kept:
             return None
         self._written += 1
         tensors = {f"input.{i}": value for i, value in enumerate(sample.inputs)}
@@ -321,7 +316,7 @@ class AuditedProgram:
     ) -> tuple[torch.Tensor, ...]:
         """Compute the outputs."""
         shapes = (*(tuple(value.shape) for value in inputs), self._factor_key(factors))
-        if shapes in self._off or len(self._off) >= _KNOWN_KEYS:
+        if shapes in self._off or len(self._off) >= self._auditor.plan.known_shapes:
             return self.reference().run(inputs, factors)
         self._calls += 1
         # Whether this call is audited must be known before it: what it is given may be overwritten by its answer.
@@ -334,16 +329,16 @@ class AuditedProgram:
         return outputs
 
     def _may_sample(self, is_new: bool) -> bool:
-        return is_new or self._calls % self._auditor.every == 0
+        return is_new or self._calls % self._auditor.plan.every == 0
 
     def _wants(self, key: Hashable) -> bool:
         """Return whether a call is the first of its key, or one in so many."""
         with self._sampling:
             if key in self._known:
                 self._known.move_to_end(key)
-                return self._calls % self._auditor.every == 0
+                return self._calls % self._auditor.plan.every == 0
             self._known[key] = None
-            if len(self._known) > _KNOWN_KEYS:
+            if len(self._known) > self._auditor.plan.known_shapes:
                 self._known.popitem(last=False)
             return True
 

@@ -20,9 +20,6 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors
 
 _log = logging.getLogger(__name__)
 
-_KEPT = 64
-"""The max graphs of a program, and shapes without one; the least recently used go first."""
-
 Call: TypeAlias = Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
 _Key: TypeAlias = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
@@ -47,11 +44,13 @@ class GraphProgram:
     One thread only, and on one stream: graphs share their working memory.
     """
 
-    def __init__(self, module: nn.Module, capture: Capture, *, name: str) -> None:
-        """Take a module that returns a tuple of tensors. `name` is for the log."""
+    def __init__(self, module: nn.Module, capture: Capture, *, name: str, kept: int = 64) -> None:
+        """Take a module that returns a tuple of tensors. `name` is for the log. `kept`: the most graphs, and the most
+        shapes without one; the least recently used go first."""
         self._module = module
         self._capture = capture
         self._name = name
+        self._kept = kept
         self._recordings: OrderedDict[_Key, Recording | None] = OrderedDict()  # None: not captured yet
         self._refused: dict[_Key, None] = {}
         self._settled = True
@@ -96,7 +95,7 @@ class GraphProgram:
             return None
         if key not in self._recordings:
             self._recordings[key] = None
-            if len(self._recordings) > _KEPT:
+            if len(self._recordings) > self._kept:
                 self._recordings.popitem(last=False)
             return None
         self._recordings.move_to_end(key)
@@ -114,7 +113,7 @@ class GraphProgram:
             _log.warning("%s at %s runs eagerly: %s", self._name, list(key[0][0]), " ".join(str(error).split())[:300])
             del self._recordings[key]
             self._refused[key] = None
-            if len(self._refused) > _KEPT:
+            if len(self._refused) > self._kept:
                 del self._refused[next(iter(self._refused))]
             return None
         self._recordings[key] = recording

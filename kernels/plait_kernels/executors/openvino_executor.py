@@ -55,7 +55,7 @@ class OpenVinoSettings:
     """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
 
     `aside` calls what converts, and returns once that is done: where it gives way to what computes meanwhile.
-    `specialise_bytes` and `free_bytes`: `OpenVinoProgram`.
+    `specialise_bytes`, `free_bytes` and `clock`: `OpenVinoProgram`.
     """
 
     precision: str = "float32"
@@ -63,6 +63,7 @@ class OpenVinoSettings:
     aside: Callable[[Callable[[], None]], None] = lambda work: work()
     specialise_bytes: int = 1 << 30
     free_bytes: Callable[[], int] = lambda: sys.maxsize
+    clock: Callable[[], float] = time.perf_counter
 
     def options(self) -> dict[str, Any]:
         """Return the options of `compile_model`."""
@@ -152,6 +153,7 @@ class OpenVinoExecutor:
             options=self._settings.options,
             specialise_bytes=self._settings.specialise_bytes,
             free_bytes=self._settings.free_bytes,
+            clock=self._settings.clock,
             probe=probe,
             cache=CompiledCache(entry, (entry / _MODEL).with_suffix(".bin")),
         )

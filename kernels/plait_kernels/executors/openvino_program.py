@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -48,11 +47,12 @@ _TIMES_TO_REPLACE = 6
 _MIN_SAVED = 0.01
 """The share of a program's time that a model for one shape must save: without it each shape that was ever asked for
 would have one after hours, and all their memory be taken."""
-# What a stream of a model for one shape holds beside weights and factors: generated code and its graph, by far the most
-# of it. Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to
-# 31 MiB without factors (2 and 8 rows; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows, 41 to 64 MiB
-# with own factors of 7 to 79 MiB.
-_HELD_BY_A_STREAM_BYTES = 24 << 20
+HELD_BY_A_STREAM_BYTES = 24 << 20
+"""What a stream of a model for one shape holds beside weights and factors, twice that if it takes factors: generated
+code and its graph, by far the most of it."""
+# Measured at the starter's size, for half a UNet (10 to 14 MiB of weights), without weights and factors: 20 to 31 MiB
+# without factors (2 and 8 rows; 45 to 50 with 32 rows), 52 to 84 MiB with one set for all rows, 41 to 64 MiB with own
+# factors of 7 to 79 MiB.
 _TIMES_WITH_FACTORS = 2
 _MAX_GROWTH = 1.5
 """How much larger a model that a call is filled up to may be: there it takes as long as on the dynamic model."""
@@ -90,7 +90,8 @@ class Probe:
 
 class OpenVinoProgram:
     """A `PreparedProgram` over a converted model. `specialise_bytes` bounds what copies for single shapes hold, and
-    `free_bytes` returns how much memory another one may take now."""
+    `free_bytes` returns how much memory another one may take now. `clock` returns seconds: by them a copy pays or not.
+    """
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class OpenVinoProgram:
         options: Callable[[], dict[str, Any]],
         specialise_bytes: int,
         free_bytes: Callable[[], int],
+        clock: Callable[[], float],
         probe: Probe,
         cache: CompiledCache,
     ) -> None:
@@ -115,6 +117,7 @@ class OpenVinoProgram:
         self._weight_bytes = _constant_bytes(model)
         self._specialise_bytes = specialise_bytes
         self._free_bytes = free_bytes
+        self._clock = clock
         self._special: OrderedDict[Special, CompiledModel] = OrderedDict()
         self._seen: OrderedDict[Special, Seen] = OrderedDict()
         self._last: tuple[list[torch.Size], int, RowFactors | None, list[Special]] = [], 0, None, []
@@ -135,6 +138,17 @@ class OpenVinoProgram:
     def settled(self) -> bool:
         """Whether the last run's shapes have a model of their own, or will never have one."""
         return self._settled
+
+    @property
+    def specials(self) -> list[Special]:
+        """What has a model of its own, or was found to need none; what was used longest ago first."""
+        with self._lock:
+            return list(self._special)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a model for one shape is being compiled."""
+        return self._worker is not None
 
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
@@ -160,9 +174,9 @@ class OpenVinoProgram:
     ) -> tuple[torch.Tensor, ...]:
         wide = [value.detach().to(torch.float32) for value in inputs]
         compiled, accounts, due = self._for_call(wide, rows, factors)
-        started_s = time.perf_counter()
+        started_s = self._clock()
         outputs = compiled.infer(wide, factors)
-        seconds = time.perf_counter() - started_s
+        seconds = self._clock() - started_s
         self._busy_s += seconds
         needless = 1.0  # of a call on the dynamic model
         if compiled.rows:
@@ -224,7 +238,7 @@ class OpenVinoProgram:
             accounts = {special: self._count(special) for special in better if special not in self._special}
             self._settled = found is not None or all(seen.calls > _CALLS_TO_WAIT for seen in accounts.values())
             due = next((special for special, seen in accounts.items() if self._pays(special, seen)), None)
-            due = due if self._worker is None else None
+            due = None if self.is_compiling else due
         behind = _SAVED_BY_MERGING if of is not None and of.merged is None else 0.0
         shares = [(seen, behind if special.merged is not None else 0.0) for special, seen in accounts.items()]
         return found or self._dynamic, shares, due
@@ -339,19 +353,19 @@ class OpenVinoProgram:
         widths = (layer.width_in + layer.width_out for layer in self._layers)
         factor_bytes = 4 * given * sum(width * rank for width, rank in zip(widths, ranks, strict=True))
         times = self._streams(shapes[0][0]) * (_TIMES_WITH_FACTORS if any(ranks) else 1)
-        return _HELD_BY_A_STREAM_BYTES * times + self._weight_bytes + factor_bytes
+        return HELD_BY_A_STREAM_BYTES * times + self._weight_bytes + factor_bytes
 
     def _specialise(self, special: Special, probe: Probe | None) -> None:
         """Compile a copy; the worker's thread. `probe`: the call that a copy with merged factors must answer."""
-        options, started_s = self._compiled_with, time.perf_counter()
+        options, started_s = self._compiled_with, self._clock()
         try:
             compiled = self._compile(special.shapes, probe.factors if probe is not None else None)
-            compile_s = time.perf_counter() - started_s
+            compile_s = self._clock() - started_s
             if probe is not None:
                 probe.check(compiled.infer(probe.inputs, None))
         except Exception as error:
             _log.info("one shape stays with the dynamic model: %s", " ".join(str(error).split())[:200])
-            compiled, compile_s = self._dynamic, time.perf_counter() - started_s
+            compiled, compile_s = self._dynamic, self._clock() - started_s
         with self._lock:
             self._worker = None
             if options is not self._compiled_with:
@@ -364,7 +378,10 @@ class OpenVinoProgram:
             self._special[special] = compiled
             mib = [held >> 20 for held in (sum(one.nbytes for one in self._special.values()), self._specialise_bytes)]
         if compiled is not self._dynamic:
-            _log.info("compiled for %s in %.1f s; copies hold about %d of %d MiB", special.shapes[0], compile_s, *mib)
+            _log.info(
+                "compiled for %s in %.1f s; %d copies hold about %d of %d MiB", special.shapes[0], compile_s,
+                len(self.specials), *mib,
+            )  # fmt: skip
 
     def _compile(self, shapes: Shapes, merged: RowFactors | None) -> CompiledModel:
         """Return a model for one shape."""

@@ -98,7 +98,8 @@ LAYERS = st.sampled_from(
     [
         (nn.Linear(5, 3), (5,)), (nn.Linear(4, 7, bias=False), (6, 4)), (nn.Conv2d(3, 5, 1), (3, 4, 5)),
         (nn.Conv2d(2, 3, 3, padding=1), (2, 5, 4)), (nn.Conv2d(2, 4, 3, stride=2, padding=1), (2, 7, 6)),
-        (nn.Conv2d(3, 2, (1, 2), stride=(2, 1)), (3, 5, 5)),
+        (nn.Conv2d(3, 2, (1, 2), stride=(2, 1)), (3, 5, 5)), (nn.Conv2d(2, 3, 1, padding=1), (2, 5, 4)),
+        (nn.Conv2d(2, 3, (3, 1), padding=(1, 0)), (2, 6, 5)), (nn.Conv2d(2, 3, 5, stride=3, padding=2), (2, 9, 8)),
     ]
 )  # fmt: skip
 

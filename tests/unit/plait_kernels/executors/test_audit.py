@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from plait_kernels.executors import Computation, InputSpec, RowFactors, audit
+from plait_kernels.executors import Computation, InputSpec, RowFactors
 from plait_kernels.executors.audit import AuditedProgram, Auditor, AuditPlan
 from plait_kernels.executors.openvino_executor import available
 from plait_kernels.executors.torch_program import TorchProgram
@@ -83,16 +83,15 @@ def test_a_program_that_is_wrong_once_in_a_hundred_shapes_is_found(tmp_path, cap
     assert float((kept["answer.0"] - kept["torch.0"]).mean()) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_a_program_that_drifts_at_many_shapes_is_trusted_with_none(monkeypatch):
+def test_a_program_that_drifts_at_many_shapes_is_trusted_with_none():
     """So what is remembered of it is bounded, whatever shapes a client asks for."""
-    monkeypatch.setattr(audit, "_KNOWN_KEYS", 3)
     program = WrongSomewhere(lambda inputs: True)
-    watch = auditor_in()
+    watch = auditor_in(known_shapes=3)
     audited = watched(watch, program)
     for size in range(1, 9):
         audited.run(small_inputs(1, size, size))
         watch.wait()
-    assert len(audited._off) == 3
+    assert watch.statistics().drifted == 3
     assert program.calls == 3
     inputs = small_inputs(1, 9, 9)
     assert torch.equal(audited.run(inputs)[0], reference().run(inputs)[0])

@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from plait_kernels.executors import ExecutorError, RowFactors, graphs
+from plait_kernels.executors import ExecutorError, RowFactors
 from plait_kernels.executors.graphs import GraphProgram
 from support.executors import SmallBlock, by_hand, small_block, small_factors, small_inputs
 from support.graphs import FakeCapture
@@ -111,24 +111,21 @@ def test_a_lost_device_is_not_run_eagerly(block):
         program.run(inputs)
 
 
-def test_few_shapes_that_cannot_be_captured_are_remembered(block, monkeypatch):
+def test_few_shapes_that_cannot_be_captured_are_remembered(block):
     """A client chooses the shapes. One that was forgotten is tried again, and answered as before."""
-    monkeypatch.setattr(graphs, "_KEPT", 2)
     capture = FakeCapture(fails=True)
-    program = GraphProgram(block, capture, name="block")
+    program = GraphProgram(block, capture, name="block", kept=2)
     for rows in (1, 2, 3, 4, 3, 1):
         for _ in range(3):
             inputs = small_inputs(rows, 4, 4)
             assert close(program.run(inputs), by_hand(block, inputs))
-            assert len(program._refused) <= 2
     assert capture.tried == 5  # of three rows once
 
 
-def test_the_graphs_that_were_used_last_are_kept(block, monkeypatch):
+def test_the_graphs_that_were_used_last_are_kept(block):
     """Of more shapes than are kept, the one that was not used for longest goes."""
-    monkeypatch.setattr(graphs, "_KEPT", 2)
     capture = FakeCapture()
-    program = GraphProgram(block, capture, name="block")
+    program = GraphProgram(block, capture, name="block", kept=2)
     for rows in (1, 2):
         for _ in range(2):
             program.run(small_inputs(rows, 4, 4))

@@ -11,9 +11,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ from plait_kernels.executors import Computation, ExecutorError, InputSpec, RowFa
 from support.cluster import TESTS
 from support.executors import (
     LAYERS,
+    CallClock,
     SmallBlock,
     by_hand,
     openvino_at,
@@ -44,7 +43,8 @@ from plait_kernels.executors import (  # after the skip
     openvino_core,
     openvino_program,
 )
-from plait_kernels.executors.openvino_program import OpenVinoProgram
+from plait_kernels.executors.openvino_compiled import CompiledModel
+from plait_kernels.executors.openvino_program import HELD_BY_A_STREAM_BYTES, OpenVinoProgram
 
 
 def entries(folder) -> list[str]:
@@ -214,50 +214,50 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
     assert len({key, changed, executor.key(model)}) == 3
 
 
-def test_copies_for_single_shapes_stay_within_their_bytes(converted, block, monkeypatch):
+def room_for_one(block: SmallBlock) -> int:
+    """Bytes for one copy with few factors. Two without do not fit in."""
+    return 2 * HELD_BY_A_STREAM_BYTES + int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
+
+
+def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
     """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    one_copy = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
-    program = openvino_at(converted, specialise_bytes=one_copy).open("k")
+    room = room_for_one(block)
+    program = openvino_at(converted, specialise_bytes=room, clock=CallClock()).open("k")
     for rows in (1, 2, 3):
         inputs, factors = small_inputs(rows, 4, 4), small_factors([{"point": 2}] * rows)
         for _ in range(3):
             found = program.run(inputs, factors)
         wait_compiled(program, 1)
-        ((special, _),) = program._special.items()
-        assert special.shapes[0][0] == rows
+        assert [special.rows for special in program.specials] == [rows]
         for got in (found, program.run(inputs, factors)):
             assert float((got[0] - by_hand(block, inputs, factors)[0]).abs().max()) < 1e-4
-    tight = openvino_at(converted, specialise_bytes=100).open("k")
+    tight = openvino_at(converted, specialise_bytes=100, clock=CallClock()).open("k")
     for _ in range(4):
         tight.run(inputs, factors)
-    assert not tight._special
-    assert tight._worker is None
+    assert not tight.specials
+    assert not tight.is_compiling
 
 
-def test_a_copy_counts_more_than_its_weights(converted, monkeypatch):
+def test_a_copy_counts_more_than_its_weights(converted):
     """Most of what a small model's copy holds is generated code: room for two, however small the weights are."""
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    program = openvino_at(converted, specialise_bytes=50 << 20).open("k")
+    program = openvino_at(converted, specialise_bytes=50 << 20, clock=CallClock()).open("k")
     for done, rows in enumerate((1, 2, 3, 4)):
         for _ in range(3):
             program.run(small_inputs(rows, 4, 4))
         wait_compiled(program, min(2, done + 1))
-    assert len(program._special) == 2
-    assert list(program._special)[-1].rows == 4
+    assert len(program.specials) == 2
+    assert program.specials[-1].rows == 4
 
 
-def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted, monkeypatch):
+def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted):
     """The dynamic model answers meanwhile; where memory comes free, shapes that recur get theirs."""
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     free = [10 << 20]
-    program = openvino_at(converted, free_bytes=lambda: free[0]).open("k")
+    program = openvino_at(converted, free_bytes=lambda: free[0], clock=CallClock()).open("k")
     inputs = small_inputs(2, 4, 4)
     for _ in range(6):
         expected = program.run(inputs)
-        assert program._worker is None
-    assert not program._special
+        assert not program.is_compiling
+    assert not program.specials
     free[0] = 1 << 30
     for _ in range(3):
         program.run(inputs)
@@ -265,36 +265,25 @@ def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted, mon
     assert float((program.run(inputs)[0] - expected[0]).abs().max()) < 1e-4
 
 
-def test_a_copy_is_made_only_where_it_saves_a_share_of_the_time(converted, monkeypatch):
+def test_a_copy_is_made_only_where_it_saves_a_share_of_the_time(converted):
     """Calls take one second, and compiling forty: one call in 50 pays for a copy, one in 200 never does."""
-    seconds = {"main": 0.0, "other": 0.0}
-
-    def now():
-        whose = "main" if threading.current_thread() is threading.main_thread() else "other"
-        seconds[whose] += 1.0 if whose == "main" else 40.0
-        return seconds[whose]
-
-    monkeypatch.setattr(openvino_program, "time", SimpleNamespace(perf_counter=now))
-    program = openvino_at(converted).open("k")
+    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
     for number in range(6_000):
         rows = 3 if number % 200 == 199 else 2 if number % 50 == 49 else 1
         program.run(small_inputs(rows, 4, 4), small_factors([{"point": 2}] * rows))
-        if (worker := program._worker) is not None:
-            worker.join()
-    assert sorted(special.shapes[0][0] for special in program._special) == [1, 2]
+        wait_compiled(program, 0)
+    assert sorted(special.rows for special in program.specials) == [1, 2]
 
 
-def test_factors_count_as_what_copies_hold(converted, block, monkeypatch):
+def test_factors_count_as_what_copies_hold(converted, block):
     """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
-    program = openvino_at(converted, specialise_bytes=room).open("k")
+    room = room_for_one(block)
+    program = openvino_at(converted, specialise_bytes=room, clock=CallClock()).open("k")
     inputs, own = small_inputs(24, 4, 4), small_factors([dict.fromkeys(LAYERS, 16)] * 24)
     for _ in range(4):
         program.run(inputs, own)
-    assert not program._special
-    assert program._worker is None
+    assert not program.specials
+    assert not program.is_compiling
     shared = small_factors([dict.fromkeys(LAYERS, 1)])
     for _ in range(4):
         program.run(inputs, RowFactors(rows=24, by_path=shared.by_path))
@@ -314,35 +303,31 @@ def differs(program: OpenVinoProgram, block: SmallBlock, rows: int, factors: Row
     return max(float((got - wanted).abs().max()) for got, wanted in pairs)
 
 
-def test_a_set_that_recurs_is_merged_into_the_weights(converted, block, monkeypatch):
+def test_a_set_that_recurs_is_merged_into_the_weights(converted, block):
     """A copy without factors answers for the set that it was made for, in a batch that is built anew and one that is
     filled up, and for no other one."""
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    program = openvino_at(converted).open("k")
+    program = openvino_at(converted, clock=CallClock()).open("k")
     for _ in range(3):
         assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
     wait_compiled(program, 1)
-    first = next(iter(program._special))
+    first = program.specials[0]
     assert first.merged == "a"
-    assert not program._special[first].layers
+    assert not first.takes_factors
     for rows, name, seed in ((3, "a", 3), (3, "b", 4), (2, "a", 3), (3, "a", 3)):
         assert differs(program, block, rows, set_of(rows, name, seed=seed)) < 1e-4
     assert differs(program, block, 3, None) < 1e-4
 
 
-def test_sets_in_turns_do_not_take_each_others_place(converted, block, monkeypatch):
+def test_sets_in_turns_do_not_take_each_others_place(converted, block):
     """With room for one it stays while it is asked for, however often another is; when it no longer is, that has it."""
-    monkeypatch.setattr(openvino_program, "_HELD_BY_A_STREAM_BYTES", 0)
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    room = int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
-    program = openvino_at(converted, specialise_bytes=room).open("k")
+    room = room_for_one(block)
+    program = openvino_at(converted, specialise_bytes=room, clock=CallClock()).open("k")
 
     def merged(*names: str) -> list[object]:
         for name in names:
             assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
-            if program._worker is not None:
-                program._worker.join()
-        return [special.merged for special in program._special]
+            wait_compiled(program, 0)
+        return [special.merged for special in program.specials]
 
     assert merged("a", "a", "a") == ["a"]
     assert merged(*"bababa") == ["a"]
@@ -351,33 +336,30 @@ def test_sets_in_turns_do_not_take_each_others_place(converted, block, monkeypat
 
 def test_an_answer_in_the_programs_memory_lasts_until_the_next_call(converted, monkeypatch):
     """Whatever is compiled and checked behind it: the halves of a UNet hand their outputs on without a copy."""
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    program = openvino_at(converted).open("k")
+    program = openvino_at(converted, clock=CallClock()).open("k")
     merged = set_of(3, "a", seed=3)
     checked = threading.Event()
-    compile_one = program._compile
+    compile_model = openvino_program.compile_model
 
-    def compile_later(*of):
+    def compile_later(*of, **how):
         assert checked.wait(20)
-        return compile_one(*of)
+        return compile_model(*of, **how)
 
-    monkeypatch.setattr(program, "_compile", compile_later)
-    while program._worker is None:
+    monkeypatch.setattr(openvino_program, "compile_model", compile_later)
+    while not program.is_compiling:
         program.run(small_inputs(3, 5, 4), merged, copy=False)
     held = program.run([2.0 * value for value in small_inputs(3, 5, 4)], merged, copy=False)
     kept = [output.clone() for output in held]
-    worker = program._worker
     checked.set()
-    worker.join(20)
+    wait_compiled(program, 1)
     assert all(torch.equal(output, was) for output, was in zip(held, kept, strict=True))
-    assert next(iter(program._special)).merged == "a"
+    assert program.specials[0].merged == "a"
 
 
 def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatch):
     """It is compared with the dynamic model on the call that it was made for."""
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
     monkeypatch.setattr(fixed_shapes, "merge", lambda *_: None)
-    program = openvino_at(converted).open("k")
+    program = openvino_at(converted, clock=CallClock()).open("k")
     for _ in range(3):
         assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
     wait_compiled(program, 1)
@@ -385,11 +367,25 @@ def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatc
         assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
 
 
+@pytest.fixture
+def models(monkeypatch) -> list[CompiledModel]:
+    """The models that compute, call by call; that for any shape has 0 `rows`."""
+    found = []
+    infer = CompiledModel.infer
+
+    def note(model, *of):
+        found.append(model)
+        return infer(model, *of)
+
+    monkeypatch.setattr(CompiledModel, "infer", note)
+    return found
+
+
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_call_takes_the_model_for_somewhat_more_rows(converted, block, monkeypatch, shared):
+def test_a_call_takes_the_model_for_somewhat_more_rows(converted, block, models, shared):
     """While there is none for its own rows: filled up to them, with the right answer, and only what it computes in
     vain counts for a model of its own. Many more rows, or other ranks, run on the dynamic model."""
-    program = openvino_at(converted).open("k")
+    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
 
     def run(rows: int, rank: int = 2) -> None:
         inputs = small_inputs(rows, 4, 4)
@@ -402,64 +398,54 @@ def test_a_call_takes_the_model_for_somewhat_more_rows(converted, block, monkeyp
     for _ in range(2):
         run(32)
     wait_compiled(program, 1)
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 1e9)
-    (larger,) = program._special.values()
-    started_s = time.perf_counter()
-    run(23)
-    assert (larger.bound_rows, program.settled) == (32, True)
-    assert 0 < next(reversed(program._seen.values())).seconds < (time.perf_counter() - started_s) / 4
-    larger.bound_rows = -1
     for rows, rank in ((12, 2), (23, 9)):
         run(rows, rank)
-        assert (larger.bound_rows, program.settled) == (-1, False)
-    program._compile_s = 0.0
+        assert (models[-1].rows, program.settled) == (0, False)
+    for _ in range(80):  # a quarter of a second each is in vain, and half of 40 s has to be
+        run(23)
+        assert (models[-1].rows, program.settled) == (32, True)
+        assert not program.is_compiling
     run(24)
     wait_compiled(program, 2)
 
 
 @pytest.mark.parametrize("name", [None, "a"])
-def test_a_call_takes_the_model_for_fewer_rows_in_turns(converted, block, monkeypatch, name):
+def test_a_call_takes_the_model_for_fewer_rows_in_turns(converted, block, models, name):
     """Where it has none of its own, whatever is left over at the end, and with a set that is merged into the model."""
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 0.0)
-    program = openvino_at(converted).open("k")
-    for _ in range(3):
+    program = openvino_at(converted, clock=CallClock(compile_s=1e9)).open("k")
+    for _ in range(2):
         differs(program, block, 4, name and set_of(4, name, seed=3))
     wait_compiled(program, 1)
-    monkeypatch.setattr(openvino_program, "_SHARE_OF_COMPILING", 1e9)
-    monkeypatch.setattr(program._dynamic, "infer", None)
-    for rows in (8, 11, 23, 4):
+    for rows, computed in ((8, 8), (11, 12), (23, 24), (4, 4)):
         assert differs(program, block, rows, name and set_of(rows, name, seed=3)) < 1e-4
         assert program.settled
-    ((special, compiled),) = program._special.items()
-    assert (special.rows, special.merged) == (4, name)
-    assert [compiled.computed(rows) for rows in (1, 4, 5, 11)] == [4, 4, 8, 12]
+        assert (models[-1].rows, models[-1].computed(rows)) == (4, computed)
+    assert [(special.rows, special.merged) for special in program.specials] == [(4, name)]
 
 
 @pytest.mark.parametrize(("names", "merged"), [("abcd", "a"), ("abcdefghijkl", None)])
-def test_factors_of_a_set_become_inputs_where_many_sets_come_in_turns(converted, block, monkeypatch, names, merged):
+def test_factors_of_a_set_become_inputs_where_many_sets_come_in_turns(converted, block, names, merged):
     """A handful is merged, each on its own. A call takes a second, and compiling forty."""
-    monkeypatch.setattr(openvino_program, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
-    program = openvino_at(converted).open("k")
-    program._compile_s = 40.0
+    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
+    for _ in range(2):
+        program.run(small_inputs(1, 9, 9))
+    wait_compiled(program, 1)  # the first, after which it is known how long one takes
     for name in itertools.cycle(names):
         assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
-        if program._worker is not None:
+        if program.is_compiling:
             break
-    wait_compiled(program, 1)
-    assert [special.merged for special in program._special] == [merged]
+    wait_compiled(program, 2)
+    assert program.specials[-1].merged == merged
 
 
 def test_shapes_that_hardly_recur_are_not_compiled(converted):
-    """What their calls took must first be worth a compilation; then one is made."""
-    program = openvino_at(converted).open("k")
-    program._compile_s, inputs = 1000.0, small_inputs(4, 4, 4)
-    for _ in range(5):
-        program.run(inputs)
-    assert program._worker is None
-    assert not program._special
-    program._compile_s = 1e-6
-    program.run(inputs)
-    wait_compiled(program, 1)
+    """What their calls took must first be worth half a compilation; then one is made."""
+    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
+    for done, calls in enumerate((2, 21)):
+        for _ in range(calls):
+            assert not program.is_compiling
+            program.run(small_inputs(4, 7 + done, 4))
+        wait_compiled(program, done + 1)
 
 
 class SelfAttention(torch.nn.Module):
@@ -503,7 +489,7 @@ from support.executors import openvino_at, small_inputs
 program = openvino_at(Path(sys.argv[1])).open("k")
 for _ in range(2):
     program.run(small_inputs(1, 9, 9))
-assert program._worker is not None
+assert program.is_compiling
 """
     assert run_in_another_process(code, converted) == ""
 

@@ -50,15 +50,6 @@ def test_lookup_is_the_formula(int8_lookup, width, weighted):
     assert not found[[0, 3, 6]].any()
 
 
-@pytest.mark.parametrize("sizes", [[], [0], [0, 0, 0]], ids=str)
-def test_nothing_to_look_up_is_zeros(int8_lookup, sizes):
-    """No bags, and only empty ones."""
-    table, ids, offsets, _ = case(4, 5, sizes, weighted=False)
-    found = int8_lookup(table, ids, offsets)
-    assert found.shape == (len(sizes), 5)
-    assert not found.any()
-
-
 def test_a_row_of_equal_values_and_the_ends_of_a_range_are_kept(int8_lookup):
     """Scale 0 is a row of its bias; q = 0 and q = 255 are its smallest and largest value."""
     values = torch.tensor([[2.5, 2.5, 2.5], [-1.0, 4.0, 0.0]])
