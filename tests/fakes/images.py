@@ -108,14 +108,14 @@ class FakeImageService:
         self.steps_run = 0
         self._images = Counter[tuple[str, ...]]()
         self.state = health or Health(ready=True, warmup_s=0.25)
-        self._catalog = catalog
+        self.offers = catalog
         self._failures = dict(failures or {})
         self._fail_at_step = fail_at_step
-        self._step_s = step_s
+        self.step_s = step_s
 
     async def catalog(self) -> Catalog:
         """Return the fixed catalog."""
-        return self._catalog
+        return self.offers
 
     async def rest(self, model: str, *, asleep: bool) -> None:
         """Record it in `asleep`."""
@@ -127,7 +127,7 @@ class FakeImageService:
 
     async def metric_families(self) -> list[Metric]:
         """Return the number of steps, the models, and each tenant's images."""
-        models = {(model.name,): 1.0 for model in self._catalog.models}
+        models = {(model.name,): 1.0 for model in self.offers.models}
         return [
             family("fake_steps_total", "Steps that were run", self.steps_run),
             family("plait_model_resident", "1: the base model is in memory", models, "model"),
@@ -154,7 +154,7 @@ class FakeImageService:
             if error is not None and step == self._fail_at_step:
                 yield Failed(error=error)
                 return
-            await asyncio.sleep(self._step_s)
+            await asyncio.sleep(self.step_s)
             self.steps_run += 1
             yield Progress(step=step + 1, steps=request.run_steps)
             if step + 1 in previews:

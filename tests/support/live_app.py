@@ -35,7 +35,7 @@ class KnobbedHosted(FakeHosted):
         if knobs.largest_batch == REFUSED_BATCH:
             raise ValueError("a batch of 14 is not to be had")
         super().reconfigure(knobs)
-        self.service._step_s = STEP_S + knobs.batch_wait_ms / 1e3
+        self.service.step_s = STEP_S + knobs.batch_wait_ms / 1e3
         if knobs.largest_batch == CRASHING_BATCH:
             self.service.generate = lambda request: os._exit(1)  # type: ignore[method-assign]
         _log.info("knobs: threads=%s batch=%s wait=%s", knobs.threads, knobs.largest_batch, knobs.batch_wait_ms)

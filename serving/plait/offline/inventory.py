@@ -61,7 +61,7 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
         ModelEntry(
             name=name,
             kind="controlnet",
-            family=_family(_json(section.folder / "config.json")),
+            family=family_of_config(_json(section.folder / "config.json")),
             folder=str(section.folder),
             format="diffusers",
         )
@@ -79,7 +79,7 @@ def _base(name: str, base: BaseSource) -> ModelEntry:
         found = family_of_keys(safetensors_header(Path(base.folder)))
         family = "unknown" if found is None else _FAMILIES[found]
         return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="single file")
-    family = _family(_json(Path(base.folder) / "unet" / "config.json"))
+    family = family_of_config(_json(Path(base.folder) / "unet" / "config.json"))
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 
 
@@ -109,7 +109,7 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     ]
 
 
-def _family(config: Mapping[str, Any]) -> str:
+def family_of_config(config: Mapping[str, Any]) -> str:
     """Mirror `plait_serving.diffusion.bundle.family_of`, whose module needs torch; a test keeps the two in
     agreement."""
     if config.get("addition_embed_type") == "text_time":

@@ -13,14 +13,20 @@ from urllib.parse import urlsplit
 
 from plait.errors import ServeError
 
+QUIET_PORTS = range(20_000, 32_768)
+"""Above the ports of Ray's workers (up to 19,999), below Linux's own default range for connections."""
 
-def free_port(host: str) -> int:
-    """Return a port that is free now and lies below the kernel's ephemeral range. Raises `ServeError`.
+_TRIES = 50
+
+
+def free_port(host: str, *, among: range = QUIET_PORTS) -> int:
+    """Return a port that is free now: one of some tens of `among` below the kernel's ephemeral range, or any. Raises
+    `ServeError`.
 
     Ray Serve binds it only seconds later, and would occasionally find a port of that range taken by then.
     """
-    first, below = _QUIET_PORTS.start, min(_QUIET_PORTS.stop, _first_given())
-    for port in random.SystemRandom().sample(range(first, below), k=_TRIES) if below - first >= _TRIES else ():
+    quiet = range(among.start, min(among.stop, _first_given()))
+    for port in random.SystemRandom().sample(quiet, k=min(_TRIES, len(quiet))):
         try:
             _listener(host, port).close()
             return port
@@ -34,18 +40,12 @@ def free_port(host: str) -> int:
         raise _not_to_be_had(host, 0, "--port", error) from error
 
 
-_QUIET_PORTS = range(20_000, 32_768)
-"""Above the ports of Ray's workers (up to 19,999), below Linux's own default range for connections."""
-
-_TRIES = 50
-
-
 def _first_given() -> int:
     """Return the first port of the kernel's ephemeral range."""
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return _QUIET_PORTS.stop
+        return QUIET_PORTS.stop
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> None:

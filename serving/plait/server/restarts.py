@@ -62,6 +62,11 @@ def bound_deployments(application: Any) -> Iterator[Any]:
             scanner.clear()
 
 
+def surge_percents(application: Any) -> dict[str, int]:
+    """Return how many new replicas of a deployment start before old ones stop, in percent of its number, by name."""
+    return {it.name: it._deployment_config.max_surge_percent for it in bound_deployments(application)}
+
+
 def plans(application: Any) -> dict[str, DeploymentPlan]:
     """Return the plans of all deployments of a bound application by name."""
     return {deployment.name: _plan(deployment) for deployment in bound_deployments(application)}

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -208,6 +208,24 @@ class PortState:
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
+
+
+class Keeping:
+    """Calls what writes to a state folder. A full disk ends no server: one warning, and the next write is tried."""
+
+    def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._say = say
+        self._cannot_write = False
+
+    def __call__(self, write: Callable[[], None]) -> None:
+        """Write, if that is possible."""
+        try:
+            write()
+        except OSError as error:
+            if not self._cannot_write:
+                self._say(f"plait: WARNING: {self._folder} cannot be written: {error.strerror}")
+            self._cannot_write = True
 
 
 def read_record(folder: Path) -> RunRecord | None:

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
@@ -25,7 +25,7 @@ from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
-from plait.server.state import PortState, RunRecord, scratch_root, state_root
+from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class _Run:
         self._config = config
         self._state = state
         self._console = console
+        self._keep = Keeping(state.folder, console.progress)
         self._port = port
         self._drained = drained
         self._app_name = app_name
@@ -129,7 +130,6 @@ class _Run:
         self._cluster: Cluster | None = None
         self._watcher: subprocess.Popen[bytes] | None = None
         self._serving = False
-        self._cannot_write = False
 
     def go(self, compose: Callable[[PlaitConfig], Any], num_cpus: int, started_s: float) -> int:
         """Run from start to stop and return the exit code, as `serve` does."""
@@ -289,17 +289,8 @@ class _Run:
         )
 
     def _warn(self, server: ServerSection) -> None:
-        results = None if self._config.images is None else self._config.images.results
-        if results is not None and results.public_url is None and not server.answered_hosts:
-            self._console.progress(
-                "plait: any host name is answered to, and URLs of kept images begin with the one that a request says; "
-                "images.results.public_url names the server's"
-            )
-        if server.is_open:
-            self._console.progress(
-                f"plait: WARNING: {server.host} can be reached from outside and no API keys are set; the routes of "
-                "admins are closed"
-            )
+        for line in warning_lines(self._config, server):
+            self._console.progress(line)
 
     def _note_processes(self) -> frozenset[processes.ProcessId]:
         """Return the current processes of the run and record them on disk. Empty if we only attached: none there are
@@ -310,14 +301,20 @@ class _Run:
         self._keep(lambda: self._state.note_processes(found))
         return found
 
-    def _keep(self, write: Callable[[], None]) -> None:
-        """Write to the state folder. A full disk ends no server: one warning, and the next write is tried."""
-        try:
-            write()
-        except OSError as error:
-            if not self._cannot_write:
-                self._console.progress(f"plait: WARNING: {self._state.folder} cannot be written: {error.strerror}")
-            self._cannot_write = True
+
+def warning_lines(config: PlaitConfig, server: ServerSection) -> Iterator[str]:
+    """Yield what the owner of a server that listens as `server` says should know before it answers anybody."""
+    results = None if config.images is None else config.images.results
+    if results is not None and results.public_url is None and not server.answered_hosts:
+        yield (
+            "plait: any host name is answered to, and URLs of kept images begin with the one that a request says; "
+            "images.results.public_url names the server's"
+        )
+    if server.is_open:
+        yield (
+            f"plait: WARNING: {server.host} can be reached from outside and no API keys are set; the routes of "
+            "admins are closed"
+        )
 
 
 def start_line(names: Iterable[str], refused: Mapping[str, str], url: str, seconds: float) -> str:

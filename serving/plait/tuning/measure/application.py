@@ -16,7 +16,7 @@ from plait.doctor.machine import available_memory_bytes
 from plait.errors import PlaitError
 from plait.server.cluster import Cluster, no_room_for
 from plait.server.ports import health, with_port
-from plait.server.restarts import Effect, bound_deployments, effects, plans
+from plait.server.restarts import Effect, effects, plans, surge_percents
 from plait.targets import load_target
 from plait.tuning.measure.usage import pss_bytes, replica_pids
 
@@ -104,7 +104,7 @@ class RunningApplication:
     def _is_short_of_memory(self, there: Mapping[int, str], after: Any, found: Mapping[str, Effect]) -> bool:
         """Return whether the new replicas that are to start before old ones stop, one of each deployment, do not fit
         into this machine's memory beside these."""
-        surging = {it.name for it in bound_deployments(after) if it._deployment_config.max_surge_percent}
+        surging = {name for name, percent in surge_percents(after).items() if percent}
         restarted = {name: pid for pid, name in there.items() if found.get(name) is Effect.RESTARTED}
         beside = {name: pid for name, pid in restarted.items() if name in surging}
         if not beside or sum(map(pss_bytes, beside.values())) <= available_memory_bytes():

@@ -90,14 +90,10 @@ def gpu_memory_bytes(pids: Iterable[int]) -> int:
         said = subprocess.run([command, *query], capture_output=True, text=True, timeout=10, check=False).stdout
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return _parse_gpu(said, frozenset(pids))
-
-
-def _parse_gpu(said: str, pids: frozenset[int]) -> int:
-    """Sum the `pid, MiB` lines of these processes, in bytes."""
+    ours = frozenset(pids)
     rows = [line.split(",") for line in said.splitlines() if line.count(",") == 1]
     return sum(
-        int(mib) << 20 for pid, mib in rows if pid.strip().isdigit() and int(pid) in pids and mib.strip().isdigit()
+        int(mib) << 20 for pid, mib in rows if pid.strip().isdigit() and int(pid) in ours and mib.strip().isdigit()
     )
 
 

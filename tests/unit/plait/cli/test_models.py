@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from plait.cli.main import main
-from plait.cli.models import table
 from plait.offline.inventory import safetensors_header
 
 
@@ -156,21 +155,16 @@ def test_a_file_that_is_no_safetensors_has_no_tensors(tmp_path, raw):
     assert safetensors_header(path) == {}
 
 
-def test_a_table_lines_its_columns_up():
-    """Cells are padded to their column, without blanks at the end of a line."""
-    assert table([("a", "b"), ("long", "c")]) == "a     b\nlong  c"
-
-
 def test_families_are_told_as_the_engine_tells_them():
     """The list's own rule, which needs no torch, agrees with the engine's."""
-    from plait.offline.inventory import _family
+    from plait.offline.inventory import family_of_config
     from plait_serving.diffusion.model_config import family_of
 
     for config in (
         {}, {"cross_attention_dim": 768}, {"cross_attention_dim": 1024}, {"cross_attention_dim": 2048},
         {"addition_embed_type": "text_time", "cross_attention_dim": 2048}, {"addition_embed_type": None},
     ):  # fmt: skip
-        assert _family(config) == family_of(config).value
+        assert family_of_config(config) == family_of(config).value
 
 
 def test_all_base_models_are_listed_by_their_names(config, tmp_path, capsys):

@@ -67,20 +67,17 @@ def test_demands_are_what_the_deployments_ask_ray_for(files):
 
 def test_demands_are_those_of_the_application(files):
     """The application that Serve runs has these deployments, with these resources."""
+    from ray.serve._private.build_app import build_app
+
     from plait.app import application
 
     config = load_config(files[0], overrides=["recommend=null"])
     wanted = {each.name: (each.task.cpu_milli, each.task.total_milli, each.replicas) for each in demands_of(config)}
     found = {}
-    todo = [application(config)]
-    while todo:
-        bound = todo.pop()._bound_deployment
-        options = bound.ray_actor_options or {}
+    for deployment in build_app(application(config), name="app").deployments:
+        options = deployment.ray_actor_options or {}
         cpus, gpus = options.get("num_cpus", 1), options.get("num_gpus", 0) or 0
-        found[bound.name] = (round(1000 * cpus), round(1000 * gpus), bound.num_replicas)
-        values = [*bound.init_args, *bound.init_kwargs.values()]
-        values += [each for value in values if isinstance(value, dict) for each in value.values()]
-        todo += [value for value in values if hasattr(value, "_bound_deployment")]
+        found[deployment.name] = (round(1000 * cpus), round(1000 * gpus), deployment.num_replicas)
     assert found == wanted
 
 

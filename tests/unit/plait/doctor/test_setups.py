@@ -48,13 +48,6 @@ def test_a_healthy_set_up_passes(doctor):
     assert doctor() == (0, [])
 
 
-def test_a_harmed_starter_is_found(doctor, tmp_path):
-    """A changed file of the weights."""
-    (tmp_path / "starter" / "a").write_bytes(b"other")
-    code, (found,) = doctor()
-    assert (code, found["name"]) == (1, "starter")
-
-
 def test_an_unusable_state_folder_is_found(doctor, monkeypatch):
     """An explicit folder that is nobody's."""
     monkeypatch.setenv("PLAIT_STATE_DIR", "/proc/nothing")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import os
@@ -24,7 +25,7 @@ from plait.config import INGRESS, PlaitConfig, ServerSection
 from plait.errors import ServeError
 from plait.server import cluster
 from plait.server.cluster import Cluster, DeploymentState
-from plait.server.restarts import bound_deployments
+from plait.server.restarts import surge_percents
 from plait_deploy.on_ray.names import name_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection
@@ -40,27 +41,34 @@ def proxies(monkeypatch: pytest.MonkeyPatch, states: Iterator[Mapping[str, str]]
 
     monkeypatch.setattr(serve, "start", start)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(proxies=next(states)))
-    monkeypatch.setattr(cluster, "_PROXY_POLL_S", 0.001)
+    monkeypatch.setattr(cluster, "time", Clock())
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    for prepared in ("prepare_environment", "prepare_proxies", "patient_start"):
+        monkeypatch.setattr(cluster, prepared, lambda _: contextlib.nullcontext())
     return started
 
 
-def test_the_next_proxy_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def start(config: PlaitConfig, folder: Path) -> Cluster:
+    """Ray of its own, on port 8123."""
+    return Cluster.start_local(config, port=8123, num_cpus=1, folder=folder / "ray", token_path=folder / "token")
+
+
+def test_the_next_proxy_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve starts another by itself: starting it again would start nothing."""
     states: list[Mapping[str, str]] = [{}, {"node": "STARTING"}, {"node": "UNHEALTHY"}, {"node": "HEALTHY"}]
     left = iter(states)
     started = proxies(monkeypatch, left)
-    Cluster._start_serve(PlaitConfig(), 8123)
+    assert start(PlaitConfig(), tmp_path).url == "http://127.0.0.1:8123"
     assert list(left) == []
     (options,) = started
     assert options["http_options"]["port"] == 8123
 
 
-def test_a_proxy_that_never_comes_is_told_with_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_that_never_comes_is_told_with_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After as long as a start may take."""
     proxies(monkeypatch, iter(lambda: {"node": "STARTING"}, None))
-    config = PlaitConfig(server=ServerSection(ready_timeout_s=0.05))
-    with pytest.raises(ServeError, match=r"HTTP proxy was not ready after 0\.05 s \(starting\)"):
-        Cluster._start_serve(config, 8123)
+    with pytest.raises(ServeError, match=r"HTTP proxy was not ready after 60 s \(starting\)"):
+        start(PlaitConfig(server=ServerSection(ready_timeout_s=60.0)), tmp_path)
 
 
 def started() -> Cluster:
@@ -128,8 +136,7 @@ def test_an_update_without_room_goes_on_in_place_and_says_so(monkeypatch: pytest
     clock, handed_s, said = Clock(), list[tuple[float, set[int]]](), list[str]()
 
     def hand_over(targets: Any, **_: Any) -> None:
-        percents = {it.name: it._deployment_config.max_surge_percent for it in bound_deployments(targets[0].target)}
-        handed_s.append((clock.now_s - 100.0, set(percents.values())))
+        handed_s.append((clock.now_s - 100.0, set(surge_percents(targets[0].target).values())))
 
     def status() -> Any:
         clock.sleep(0.02)
@@ -186,14 +193,14 @@ def test_a_signal_handler_outlives_rays_shutdown(monkeypatch: pytest.MonkeyPatch
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("SigCgt"))
         return bool(int(line.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
-    def shut_down(_: Cluster) -> None:
+    def shut_down() -> None:
         ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
         until_s = time.monotonic() + 30
         while not is_caught() and time.monotonic() < until_s:
             time.sleep(0.001)
         found.append(is_caught())
 
-    monkeypatch.setattr(Cluster, "_stop", shut_down)
+    monkeypatch.setattr(ray, "shutdown", shut_down)
     before = signal.getsignal(signal.SIGTERM)
     try:
         install()
@@ -207,43 +214,56 @@ def test_a_signal_handler_outlives_rays_shutdown(monkeypatch: pytest.MonkeyPatch
 
 
 def on_node(
-    monkeypatch: pytest.MonkeyPatch, here: str, *, proxies: tuple[str, ...] = (), jobs: Sequence[Mapping[str, Any]] = ()
+    monkeypatch: pytest.MonkeyPatch,
+    here: str,
+    *,
+    proxies: tuple[str, ...] = (),
+    host: str = "127.0.0.1",
+    jobs: Sequence[Mapping[str, Any]] = (),
+    running: Mapping[str, Any] | None = None,
 ) -> None:
-    """This process is on one of three nodes; the first is the head."""
+    """This process is on one of three nodes; the first is the head. What Serve there has, and where it listens."""
     addresses = {"head": "10.0.0.1", "beside": "10.0.0.1", "worker": "10.0.0.2"}
     nodes = [
         {
             "NodeID": name,
             "Alive": True,
             "NodeManagerAddress": address,
-            "Resources": {cluster._HEAD: 1.0} if name == "head" else {},
+            "Resources": {"node:__internal_head__": 1.0} if name == "head" else {},
         }
         for name, address in addresses.items()
     ]
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     context = SimpleNamespace(get_node_id=lambda: here, get_job_id=lambda: "02")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(serve, "start", lambda **_: None)
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(proxies=dict.fromkeys(proxies)))
-    monkeypatch.setattr(ray._private.state, "jobs", lambda: list(jobs))
+    http = SimpleNamespace(host=host, port=8000)
+    client = SimpleNamespace(http_config=http, get_serve_details=lambda: {"applications": running or {}})
+    monkeypatch.setattr(serve.context, "_get_global_client", lambda: client)
+    monkeypatch.setattr("ray._private.state.jobs", lambda: list(jobs))
 
 
 @pytest.mark.parametrize(
     ("here", "proxies", "host", "at"),
     [
-        ("head", (), "127.0.0.1", None),
-        ("beside", ("head",), "127.0.0.1", None),
+        ("head", (), "127.0.0.1", "127.0.0.1"),
+        ("beside", ("head",), "127.0.0.1", "127.0.0.1"),
         ("worker", (), "0.0.0.0", "10.0.0.1"),
         ("worker", ("head",), "::", "10.0.0.1"),
         ("worker", ("head",), "10.0.0.1", "10.0.0.1"),
-        ("worker", ("head", "worker"), "127.0.0.1", None),
+        ("worker", ("head", "worker"), "127.0.0.1", "127.0.0.1"),
     ],
 )
 def test_the_proxy_is_asked_where_it_is(
-    monkeypatch: pytest.MonkeyPatch, here: str, proxies: tuple[str, ...], host: str, at: str | None
+    monkeypatch: pytest.MonkeyPatch, here: str, proxies: tuple[str, ...], host: str, at: str
 ) -> None:
     """On the head, or wherever Serve has one already; a node reaches what listens on all of another one's addresses."""
-    on_node(monkeypatch, here, proxies=proxies)
-    assert cluster._reached_at(ServerSection(host=host)) == at
+    on_node(monkeypatch, here, proxies=proxies, host=host)
+    attached = Cluster.attach(PlaitConfig(server=ServerSection(host=host)), port=8000)
+    assert attached.url == f"http://{at}:8000"
 
 
 @pytest.mark.parametrize("proxies", [(), ("head",)])
@@ -252,8 +272,9 @@ def test_a_proxy_on_another_nodes_loopback_is_told_at_once(
 ) -> None:
     """Nothing was started or deployed by then."""
     on_node(monkeypatch, "worker", proxies=proxies)
+    monkeypatch.setattr(serve, "start", pytest.fail)
     with pytest.raises(ServeError, match=r"on 10\.0\.0\.1 and listens on 127\.0\.0\.1 there, out of this node's reach"):
-        cluster._reached_at(ServerSection())
+        Cluster.attach(PlaitConfig(), port=8000)
 
 
 JOB = {"JobID": "01", "DriverIPAddress": "10.0.0.1", "DriverPid": 7}
@@ -275,11 +296,9 @@ def test_an_application_that_somebody_runs_is_left_to_him(
     monkeypatch: pytest.MonkeyPatch, noted: bytes | None, dead: bool, source: str | None, holder: str | None
 ) -> None:
     """A `plait serve` that lives, or what `serve deploy` gave; what a dead one left is taken over, and noted."""
-    on_node(monkeypatch, "worker", jobs=[{**JOB, "IsDead": dead}])
-    kept = {b"plait serve app": noted} if noted else {}
     running = {"app": {"source": source}} if source else {}
-    client = SimpleNamespace(get_serve_details=lambda: {"applications": running})
-    monkeypatch.setattr(serve.context, "_get_global_client", lambda: client)
+    on_node(monkeypatch, "worker", jobs=[{**JOB, "IsDead": dead}], running=running)
+    kept = {b"plait serve app": noted} if noted else {}
     monkeypatch.setattr(internal_kv, "_internal_kv_get", kept.get)
     monkeypatch.setattr(internal_kv, "_internal_kv_put", kept.__setitem__)
     asking = Cluster(local=False, started_serve=False, host="127.0.0.1", port=1)

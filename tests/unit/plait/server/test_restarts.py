@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray import serve
 from ray.serve._private.build_app import build_app
 from ray.serve._private.version import DeploymentVersion
+from ray.serve.handle import DeploymentHandle
 
 from plait.app import application
 from plait.config import PlaitConfig, parse_config
 from plait.errors import PlaitError
 from plait.offline.manifests import reservations
-from plait.server.restarts import effects, pin
+from plait.server.restarts import effects, pin, surge_percents
 
 KEY = {"sha256": "0" * 64, "tenant": "ops", "role": "admin"}
 TENANT = {"requests_per_s": 2.0, "max_pixels": 9, "max_steps": 9, "max_images": 2, "queued_s": 9.0}
@@ -133,8 +133,8 @@ def changed(base: Mapping[str, Any], path: tuple[Any, ...]) -> PlaitConfig | Non
 
 def is_same(one: Any, other: Any) -> bool:
     """Whether two bound values are alike; a deployment among them is its handle, which knows a name."""
-    if isinstance(one, serve.Application) or type(one) is not type(other):
-        return type(one) is type(other) and one._bound_deployment.name == other._bound_deployment.name
+    if isinstance(one, DeploymentHandle) or type(one) is not type(other):
+        return type(one) is type(other) and one.deployment_name == other.deployment_name
     if isinstance(one, functools.partial):
         return is_same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
     if isinstance(one, Mapping):
@@ -157,7 +157,8 @@ def differing(before: Any, after: Any) -> dict[str, str]:
             DeploymentVersion(code, it._deployment_config, it.ray_actor_options)
             for code, it in (("one", old), ("one" if alike else "another", new))
         ]
-        counts = [(it._deployment_config.num_replicas, it._deployment_config.autoscaling_config) for it in (old, new)]
+        configs = [version.deployment_config for version in versions]
+        counts = [(each.num_replicas, each.autoscaling_config) for each in configs]
         if versions[0].requires_actor_restart(versions[1]):
             found[name] = "restarted"
         elif counts[0] != counts[1]:
@@ -168,25 +169,8 @@ def differing(before: Any, after: Any) -> dict[str, str]:
 
 
 def bound(app: Any) -> list[Any]:
-    """All deployments, from their arguments."""
-    found: dict[str, Any] = {}
-
-    def look(value: Any) -> None:
-        if isinstance(value, serve.Application):
-            it = value._bound_deployment
-            if it.name not in found:
-                found[it.name] = it
-                look((it.init_args, it.init_kwargs))
-        elif isinstance(value, Mapping):
-            look(list(value.values()))
-        elif isinstance(value, list | tuple):
-            for each in value:
-                look(each)
-        elif is_dataclass(value) and not isinstance(value, type):
-            look([getattr(value, field.name) for field in fields(value)])
-
-    look(app)
-    return list(found.values())
+    """All deployments, as Serve finds them."""
+    return build_app(app, name="app").deployments
 
 
 def test_what_is_announced_is_what_differs_in_what_is_bound() -> None:
@@ -277,7 +261,7 @@ def test_versions_are_the_same_in_every_process() -> None:
         f"import json, sys; from pathlib import Path; from plait.config import parse_config\n"
         "from plait.app import application; from plait.server.restarts import bound_deployments, pin\n"
         f"app = application(parse_config(json.loads({json.dumps(json.dumps(FULL))}), source='', folder=Path('/')))\n"
-        "pin(app, salt='a'); print(json.dumps({it.name: it._version for it in bound_deployments(app)}))"
+        "pin(app, salt='a'); print(json.dumps({it.name: it.version for it in bound_deployments(app)}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == versions(FULL, "a")
@@ -299,5 +283,5 @@ def test_an_update_starts_one_more_replica_first_where_no_gpu_is_needed() -> Non
     data["images"]["num_gpus"] = 1.0
     for wanted, expected in ((None, (0, 33, 100)), (True, (33, 33, 100)), (False, (0, 0, 0))):
         data["server"]["start_new_first"] = wanted
-        found = {it.name: it._deployment_config.max_surge_percent for it in bound(application(parsed(data)))}
+        found = surge_percents(application(parsed(data)))
         assert (found["engine"], found["hn-shop"], found["ingress"]) == expected

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import socket
@@ -13,13 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from plait.config import PlaitConfig
 from plait.errors import ServeError, StateError
-from plait.server import leftovers, ports, processes, supervise
+from plait.server import leftovers, ports, processes
 from plait.server.processes import ProcessId
-from plait.server.state import PortState, RunRecord, scratch_root, state_root
-from plait.server.supervise import Console
-from support import server
+from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root
 
 
 def record(**changes):
@@ -125,20 +121,19 @@ def test_a_full_disk_leaves_the_record_as_it_was(tmp_path):
     again.release()
 
 
-def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_path, monkeypatch):
+def test_a_server_whose_state_cannot_be_written_serves_on_and_says_so_once(tmp_path):
     """Its list of processes is for the next start; a full disk is no reason to stop (finding 5)."""
-    state, err = PortState.claim(tmp_path, 1), io.StringIO()
+    state, said = PortState.claim(tmp_path, 1), []
     state.write(record())
-    run = supervise._Run(PlaitConfig(), state, Console(io.StringIO(), err), port=1, drained=(), app_name="x")
-    run._ray_folder = tmp_path
-    monkeypatch.setattr(processes, "members", lambda *_: frozenset())
+    keeping = Keeping(state.folder, said.append)
+    found = frozenset({ProcessId(3, 4)})
     for _ in range(2):
         (state.folder / "run.json.new").symlink_to("/dev/full")
-        state._record = record(processes=(ProcessId(3, 4),))
-        assert run._note_processes() == frozenset()
-    assert err.getvalue() == f"plait: WARNING: {state.folder} cannot be written: No space left on device\n"
-    assert run._note_processes() == frozenset()
+        keeping(lambda: state.note_processes(found))
+    assert said == [f"plait: WARNING: {state.folder} cannot be written: No space left on device"]
     assert state.record.processes == ()
+    keeping(lambda: state.note_processes(found))
+    assert state.record.processes == (ProcessId(3, 4),)
     state.release()
 
 
@@ -300,7 +295,7 @@ def test_serve_busy_port_is_one_sentence():
     ports.check_port("127.0.0.1", ports.free_port("127.0.0.1"))
 
 
-def test_a_free_port_is_none_that_connections_are_given(monkeypatch):
+def test_a_free_port_is_none_that_connections_are_given():
     """Ray makes connections by the hundred before Serve listens; where no other port is free, one of theirs will do."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     found = {ports.free_port("127.0.0.1") for _ in range(20)}
@@ -308,18 +303,8 @@ def test_a_free_port_is_none_that_connections_are_given(monkeypatch):
     assert all(20_000 <= port < first for port in found)
     taken = sorted(found)[0]
     with socket.create_server(("127.0.0.1", taken)):
-        monkeypatch.setattr(ports, "_QUIET_PORTS", range(taken, taken + 1))
-        monkeypatch.setattr(ports, "_TRIES", 1)
-        assert ports.free_port("127.0.0.1") >= first
-    assert ports.free_port("127.0.0.1") == taken
-
-
-def test_ports_that_tests_ask_for_differ(monkeypatch):
-    """Ray's head takes six of them at once and listens later: none may come twice."""
-    found = iter([20_001, 20_001, 20_001, 20_002])
-    monkeypatch.setattr(server, "_GIVEN", set())
-    monkeypatch.setattr(ports, "free_port", lambda host: next(found))
-    assert [server.free_port(), server.free_port()] == [20_001, 20_002]
+        assert ports.free_port("127.0.0.1", among=range(taken, taken + 1)) >= first
+    assert ports.free_port("127.0.0.1", among=range(taken, taken + 1)) == taken
 
 
 def test_serve_a_host_that_is_not_ours_is_told():

@@ -69,7 +69,7 @@ def test_a_trial_measures_the_arguments_that_it_names(monkeypatch: pytest.Monkey
     versions = []
     for app in (deployed[0]["app"], compose_of()(config(4))):
         pin(app, salt=deployed[0].get("salt", ""))
-        versions.append({it.name: it._version for it in bound_deployments(app)})
+        versions.append({it.name: it.version for it in bound_deployments(app)})
     assert {name for name, version in versions[0].items() if version != versions[1][name]} == {"hn-picks"}
 
 

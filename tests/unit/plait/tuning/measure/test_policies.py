@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from plait.tuning.measure.early_stop import EarlyStop, Guard, GuardLimits, SloTa
 from plait.tuning.measure.failures import Evidence, of_load, of_start
 from plait.tuning.measure.load import LoadResult
 from plait.tuning.measure.trial import worst_metrics
-from plait.tuning.measure.usage import _parse_gpu
+from plait.tuning.measure.usage import gpu_memory_bytes
 from plait_autoconfig.values import FailureKind
 from plait_loadtest.values import RunProgress
 
@@ -158,7 +159,11 @@ def test_of_several_scenarios_the_worst_counts() -> None:
     assert worst_metrics([]) == {}
 
 
-def test_gpu_memory_is_that_of_our_processes() -> None:
-    """Lines of nvidia-smi; other people's processes and lines that are none do not count."""
-    said = "12, 100\n13, 50\nNo devices\n14, [N/A]\n"
-    assert _parse_gpu(said, frozenset({12, 14})) == 100 << 20
+def test_gpu_memory_is_that_of_our_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines of nvidia-smi; other people's processes and lines that are none do not count. Without it there is none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_memory_bytes([12, 14]) == 0
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\necho '12, 100\n13, 50\nNo devices\n14, [N/A]'\n")
+    command.chmod(0o755)
+    assert gpu_memory_bytes([12, 14]) == 100 << 20

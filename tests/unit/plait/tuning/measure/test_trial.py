@@ -126,7 +126,7 @@ def test_a_rate_that_is_offered_replaces_the_scenarios_and_is_held_or_missed(
 ) -> None:
     """One whole run, no search; a run that was ended early has missed."""
     loads = Loads(monkeypatch, {"goodput_per_s": 70.0})
-    monkeypatch.setattr(module, "_written", lambda sessions, folder: ())
+    monkeypatch.setattr(module.Outputs, "write_files", lambda *_: None)
 
     def run_given(scenario: Scenario, _watch: object) -> LoadResult:
         loads.given.append(scenario)
