@@ -11,10 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from plait_serving.diffusion.lora.cache_policy import (
     MAX_OVERTAKEN,
-    NEXT,
     Admission,
     CachePolicy,
-    EntryEvent,
     EntryState,
     Key,
 )
@@ -188,25 +186,6 @@ TestShelf = ShelfMachine.TestCase
 TestShelf.settings = settings(max_examples=60, stateful_step_count=40)
 
 A, B, C, D = (Key(name, "0") for name in "abcd")
-
-
-@pytest.mark.parametrize(("state", "event"), [(s, e) for s in EntryState for e in EntryEvent if (s, e) not in NEXT])
-def test_what_the_table_does_not_allow_changes_nothing(state, event):
-    """An illegal event raises (KeyError for an entry that is not there) and leaves the shelf as it was."""
-    shelf: CachePolicy[int] = CachePolicy(5)
-    if state is not EntryState.ABSENT:
-        admit(shelf, 1, {A: 1})
-    if state is EntryState.READY:
-        shelf.loaded(A, 1)
-    provoke = {
-        EntryEvent.LOADED: lambda: shelf.loaded(A, 1),
-        EntryEvent.FAILED: lambda: shelf.failed(A),
-        EntryEvent.EVICTED: lambda: shelf._evict([A]),
-    }[event]
-    with pytest.raises((ValueError, KeyError)):
-        provoke()
-    assert shelf.state(A) is state
-    assert shelf.reserved_bytes == (0 if state is EntryState.ABSENT else 1)
 
 
 def admit(shelf: CachePolicy[int], ticket: int, wanted: dict[Key, int]) -> Admission | None:

@@ -55,6 +55,13 @@ class Virtual:
             assert time.monotonic() < until_s
             time.sleep(0.001)
 
+    def wait_until_idle(self, timeout_s):
+        """Return when no request is open."""
+        until_s = time.monotonic() + timeout_s
+        while not self.rig.engine.is_idle:
+            assert time.monotonic() < until_s
+            time.sleep(0.001)
+
     def ask(self, name, tenant, **more):
         """Submit; return what will hold the seconds until its last step."""
         asked_s, times = self.now_s, {}

@@ -21,7 +21,7 @@ PROCESS_BYTES = 500_000_000
 """torch, diffusers and transformers once imported: 0.45 GB were measured."""
 
 CGROUPS = Path("/sys/fs/cgroup")
-_OWN_CGROUPS = Path("/proc/self/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60
 """A cgroup of version 1 without a limit reports a number near 2**63."""
 _STATM = Path("/proc/self/statm")
@@ -79,7 +79,7 @@ def available_bytes(device: torch.device) -> int:
     share = _monitored_share()
     host = psutil.virtual_memory()
     left = max(0, int(host.available - (1 - share) * host.total))
-    return min(left, cgroup_bytes(CGROUPS, _OWN_CGROUPS.read_text() if _OWN_CGROUPS.is_file() else "", share=share))
+    return min(left, cgroup_bytes(CGROUPS, OWN_CGROUPS.read_text() if OWN_CGROUPS.is_file() else "", share=share))
 
 
 def _monitored_share() -> float:

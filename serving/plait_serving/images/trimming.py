@@ -38,7 +38,8 @@ _XMP = re.compile(rb"tiff:Orientation(?:=\"|>)([1-8])")
 _TIFF = re.compile(rb"II\*\0|MM\0\*")
 
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])", re.DOTALL)
-_SEARCHED_BYTES = 64 << 10
+SEARCHED_BYTES = 64 << 10
+"""Of a JPEG's coded data, at a time."""
 _BARE = frozenset({_EOI, b"\xd8", b"\x01"})
 """Markers of no length, beside those within a scan."""
 
@@ -103,8 +104,8 @@ def _jpeg_chunks(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 def _next_marker(raw: bytes, at: int) -> re.Match[bytes] | None:
     """Search in pieces: other threads wait for the whole of each."""
-    ends = range(at + _SEARCHED_BYTES, len(raw) + _SEARCHED_BYTES, _SEARCHED_BYTES)
-    return next(filter(None, (_MARKER.search(raw, end - _SEARCHED_BYTES, end + 1) for end in ends)), None)
+    ends = range(at + SEARCHED_BYTES, len(raw) + SEARCHED_BYTES, SEARCHED_BYTES)
+    return next(filter(None, (_MARKER.search(raw, end - SEARCHED_BYTES, end + 1) for end in ends)), None)
 
 
 _WALKS = {b"\x89PNG\r\n\x1a\n": _png_chunks, b"\xff\xd8\xff": _jpeg_chunks, b"RIFF": _webp_chunks}

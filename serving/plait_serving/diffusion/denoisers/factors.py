@@ -35,7 +35,8 @@ Ranks: TypeAlias = Mapping[str, int]
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
 _MAX_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape of earlier ones
 _KEPT_BATCHES, _KEPT_SETS, _KEPT_FILES = 4, 64, 1024
-_KEPT_BYTES = 256 << 20  # of all but the latest: sixteen images of sets of their own can hold more
+KEPT_BYTES = 256 << 20
+"""Of all batches, or sets, but the latest: sixteen images of sets of their own can hold more."""
 _COMPONENT = "unet"
 
 _V = TypeVar("_V")
@@ -44,14 +45,17 @@ _V = TypeVar("_V")
 class _Kept(Generic[_V]):
     """The latest values by key: so many at most, and so many bytes of all but the newest."""
 
-    def __init__(self, max_count: int) -> None:
+    def __init__(self, max_count: int, max_bytes: int) -> None:
         self._max_count = max_count
+        self._max_bytes = max_bytes
         self._found: OrderedDict[tuple[object, ...], tuple[_V, int]] = OrderedDict()
 
     def get(self, key: tuple[object, ...], make: Callable[[], tuple[_V, int]]) -> _V:
         """Return the value of a key; `make` returns it with its bytes."""
         if key not in self._found:
-            while len(self._found) >= self._max_count or sum(size for _, size in self._found.values()) > _KEPT_BYTES:
+            while (
+                len(self._found) >= self._max_count or sum(size for _, size in self._found.values()) > self._max_bytes
+            ):
                 self._found.popitem(last=False)
             self._found[key] = make()
         self._found.move_to_end(key)
@@ -61,14 +65,14 @@ class _Kept(Generic[_V]):
 class FactorStore:
     """Builds the factors of a batch and remembers the latest ones. Compute thread only."""
 
-    def __init__(self, *programs: Sequence[AdaptedLayer]) -> None:
+    def __init__(self, *programs: Sequence[AdaptedLayer], kept_bytes: int = KEPT_BYTES) -> None:
         """Take each program's adapted layers; their paths are those of `ModuleRef`s as text."""
         self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
         self._layers = {layer.path: layer for layers in programs for layer in layers}
-        self._taken: _Kept[bool] = _Kept(_KEPT_FILES)
+        self._taken: _Kept[bool] = _Kept(_KEPT_FILES, kept_bytes)
         self._widest: Ranks = {}
-        self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES)
-        self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS)
+        self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES, kept_bytes)
+        self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS, kept_bytes)
 
     def takes(self, weights: LoraWeights) -> bool:
         """Return whether every UNet layer that a file changes is adapted, by factors that can be inputs."""

@@ -323,14 +323,15 @@ def split_output(
     return results
 
 
-_KEPT_ROWS = 1024
+KEPT_ROWS = 1024
 """Time embeddings that are kept: 5 MB of Stable Diffusion 1.5, whose schedules have up to 1,000 timesteps."""
 
 
 class StepConstants:
     """Remembers them while the weights that make them do not change. Compute thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, kept_rows: int = KEPT_ROWS) -> None:
+        self._kept_rows = kept_rows
         self._conditionings: list[Conditioning] = []
         self._text = torch.empty(0)
         self._rows: OrderedDict[float, torch.Tensor] = OrderedDict()
@@ -357,6 +358,6 @@ class StepConstants:
         if found is None:
             found = compute(timestep.reshape(1))
         self._rows[key] = found
-        if len(self._rows) > _KEPT_ROWS:
+        if len(self._rows) > self._kept_rows:
             self._rows.popitem(last=False)
         return found

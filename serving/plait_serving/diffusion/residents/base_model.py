@@ -133,7 +133,7 @@ class BaseModel:
         costs = StepCosts() if costs is None else costs
         self.served = ServedModel(
             name=name,
-            limits=_limits(self.outline, settings.limits, around.free_bytes),
+            limits=image_limits(self.outline, settings.limits, around.free_bytes),
             loras=around.loras(
                 LoraTargets.of(components_of(self.outline.unet, self.outline.text_encoders)), settings.lora_source
             ),
@@ -319,7 +319,7 @@ def _times_at(
     return StepTimes(local_s=step_s(local), remote_s=step_s(remote))
 
 
-def _limits(outline: Bundle, wanted: ImageLimits, free_bytes: int | None) -> ImageLimits:
+def image_limits(outline: Bundle, wanted: ImageLimits, free_bytes: int | None) -> ImageLimits:
     """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the free
     memory can hold."""
     limits = replace(wanted, size_multiple=outline.size_multiple, min_edge_px=outline.size_multiple)

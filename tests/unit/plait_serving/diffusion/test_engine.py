@@ -21,7 +21,6 @@ from plait_serving.diffusion.errors import (
     RequestError,
 )
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.units import NEXT, ImageJob, RequestPhase, SpentSeconds
 from plait_serving.diffusion.values import (
     Finished,
     LoraPolicy,
@@ -461,20 +460,3 @@ def test_bad_requests_are_refused_and_name_the_field(rig, change, param, kind):
         built.ask(**change)
     assert refused.value.param == param
     assert built.engine.statistics().accepted == 0
-
-
-def test_illegal_phase_changes_raise_and_change_nothing():
-    """The table decides: a finished job cannot fail, a failed one cannot finish."""
-    for start in RequestPhase:
-        for target in RequestPhase:
-            job = ImageJob(
-                request=request(), sink=print, spent=SpentSeconds(accepted_at_s=0), loras=None, deadline_at_s=None
-            )
-            job.phase = start
-            if target in NEXT[start]:
-                job.advance(target)
-                assert job.phase is target
-            else:
-                with pytest.raises(ValueError, match="cannot become"):
-                    job.advance(target)
-                assert job.phase is start

@@ -13,9 +13,9 @@ from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.lora.parse import LoadedLora, LoraFormat
 from plait_serving.diffusion.queue.costs import StepCosts
-from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast, _Charges
+from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
-from plait_serving.diffusion.values import ImageRequest
+from plait_serving.diffusion.values import Edit, ImageRequest
 from support.engine import Rig, request, rigs
 
 KEPT = 1_024
@@ -30,44 +30,52 @@ def key_of(width: int, height: int) -> GroupKey:
     return GroupKey(width, height, uses_cfg=True, loras=())
 
 
-def test_of_three_thousand_sizes_a_thousand_are_kept() -> None:
-    """Of steps, decodes and edits' images. Those that are used stay; those of before are forgotten."""
+@pytest.mark.parametrize("what", ["steps", "decodes", "sources"])
+def test_of_three_thousand_sizes_a_thousand_are_kept(what: str) -> None:
+    """Those that are used stay; of those of before the nearest is scaled, here to less."""
+    forecast = WorkForecast(StepCosts())
+    edit = Edit(image=np.zeros((8, 8, 3), np.uint8)) if what == "sources" else None
+    asked = [request(width=8 * (i + 1), height=8, steps=1, edit=edit) for i in range(3 * KEPT)]
+    for one in asked:
+        for each in (one, asked[0]):  # which is used all the time
+            pixels = each.width * each.height
+            if what == "steps":
+                forecast.charged_step(StepKind.of(each), 1.0)
+            elif what == "decodes":
+                forecast.charged_decode(pixels, 1.0)
+            else:
+                forecast.charged_source(pixels, 1.0)
+    told_s = [forecast.work_s(one, 1) for one in asked]
+    assert [i for i, seconds in enumerate(told_s) if seconds == 1.0] == [0, *range(2 * KEPT + 1, 3 * KEPT)]
+    assert min(told_s) > 0.0
+
+
+def test_of_three_thousand_kinds_of_groups_a_thousand_costs_are_kept() -> None:
+    """As of sizes."""
     costs = StepCosts()
-    forecast = WorkForecast(costs)
-    for i in range(3 * KEPT):
-        pixels = 64 * (i + 1)
-        for kind in (pixels, 64):  # the first one is used all the time
-            forecast.charged_step(StepKind(kind, uses_cfg=True, controls=0), 1.0)
-            forecast.charged_decode(kind, 1.0)
-            forecast.charged_source(kind, 1.0)
+    for width in range(8, 8 * (3 * KEPT + 1), 8):
+        for each in (width, 8):
             for _ in range(3):
-                costs.record(key_of(kind // 8, 8), 1, 1.0)
-    assert len(costs._kinds) == KEPT
-    for charges in (forecast._steps, forecast._decodes, forecast._sources):
-        assert len(charges._kinds) == len(charges._by_work) == KEPT
-    assert costs.measured_s(key_of(8, 8), 1) == 1.0
-    assert costs.measured_s(key_of(24 * KEPT, 8), 1) == 1.0
-    assert costs.measured_s(key_of(16, 8), 1) is None
+                costs.record(key_of(each, 8), 1, 1.0)
+    known = [width for width in range(8, 8 * (3 * KEPT + 1), 8) if costs.measured_s(key_of(width, 8), 1) is not None]
+    assert known == [8, *range(8 * (2 * KEPT + 2), 8 * (3 * KEPT + 1), 8)]
 
 
-def test_a_forecast_looks_at_few_kinds() -> None:
+def test_a_forecast_looks_at_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     """At none but its own where that is known; else at what a search by work meets, of a thousand."""
-    looked_at = []
-
-    def work(kind: int) -> float:
-        looked_at.append(kind)
-        return float(kind)
-
-    charges = _Charges(work)
-    for kind in range(1, 3_001):
-        charges.add(kind, 1.0)
+    looked_at, work = [], StepKind.work.fget
+    monkeypatch.setattr(StepKind, "work", property(lambda kind: looked_at.append(kind) or work(kind)))
+    forecast = WorkForecast(StepCosts())
+    asked = [request(width=8 * (i + 1), height=8, steps=1) for i in range(3_000)]
+    for one in asked:
+        forecast.charged_step(StepKind.of(one), 1.0)
     looked_at.clear()
-    assert charges.expected(3_000) == 1.0
+    assert forecast.work_s(asked[-1], 1) == 1.0
     assert looked_at == []
-    assert charges.expected(5) == 5 / 1_977
+    assert forecast.work_s(asked[4], 1) == 5 / 1_977
     assert len(looked_at) <= 2 * math.log2(KEPT)
     looked_at.clear()
-    charges.add(4, 1.0)
+    forecast.charged_step(StepKind.of(asked[3]), 1.0)
     assert len(looked_at) <= 3 * math.log2(KEPT)
 
 
@@ -108,19 +116,37 @@ def test_what_waits_is_looked_at_by_its_own_kind(rig: Callable[..., Rig], monkey
 
 
 def test_decodes_of_a_thousand_sizes_are_remembered() -> None:
-    """By which the next one of that size is put on a thread."""
+    """By which the next one of that size is put on a thread, beside the steps; an unknown one is decoded here."""
     queue = DecodeQueue(set_threads=lambda _: None, clock=lambda: 0.0)
-    for i in range(3 * KEPT):
-        queue.submit("a", torch.zeros(i + 1), lambda _: True)
-        assert queue.run_next(stepping=False)
+
+    def is_decoded_here(numbers: int) -> bool:
+        queue.submit("a", torch.zeros(numbers), lambda _: True)
+        return queue.run_next(stepping=True)
+
+    assert all(is_decoded_here(numbers) for numbers in range(1, 3 * KEPT + 1))
+    assert not any(is_decoded_here(numbers) for numbers in range(2 * KEPT + 1, 3 * KEPT + 1))
+    assert is_decoded_here(2 * KEPT)
     queue.close()
-    assert len(queue._seconds) == KEPT
-    assert 3 * KEPT in queue._seconds
 
 
 def test_files_that_were_loaded_are_not_remembered_for_ever() -> None:
     """Each load of a LoRA makes a token of its own, and a small cache loads the same ones all day."""
-    store = FactorStore()
-    for _ in range(3 * KEPT):
-        assert store.takes(LoadedLora(name="a", format=LoraFormat.PEFT, factors={}, nbytes=0))
-    assert len(store._taken._found) == KEPT
+    looks = 0
+
+    class Layer:
+        """One that no program has."""
+
+        component = "unet"
+
+        def __str__(self) -> str:
+            nonlocal looks
+            looks += 1
+            return "layer"
+
+    def file() -> LoadedLora:
+        return LoadedLora(name="a", format=LoraFormat.PEFT, factors={Layer(): None}, nbytes=0)
+
+    store, first = FactorStore(), file()
+    for one in (first, first, *(file() for _ in range(KEPT)), first):
+        assert not store.takes(one)
+    assert looks == KEPT + 2

@@ -83,11 +83,11 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     assert bundle.decoding_bytes_per_pixel == per_pixel
     monkeypatch.setattr(base_model, "available_bytes", lambda _: 5000 * per_pixel)
     with caplog.at_level(logging.INFO):
-        assert base_model._limits(bundle, ImageLimits(), None).max_pixels == 5000
+        assert base_model.image_limits(bundle, ImageLimits(), None).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
     monkeypatch.setattr(base_model, "available_bytes", lambda _: 1 << 50)
-    assert base_model._limits(bundle, ImageLimits(), None).max_pixels == ImageLimits().max_pixels
-    assert base_model._limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
+    assert base_model.image_limits(bundle, ImageLimits(), None).max_pixels == ImageLimits().max_pixels
+    assert base_model.image_limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
 
 
 def test_this_host_has_some_memory():
@@ -149,7 +149,7 @@ def test_what_is_available_ends_where_rays_memory_monitor_acts(monkeypatch, tmp_
     host = SimpleNamespace(total=10 * GB, available=4 * GB)
     monkeypatch.setattr(memory, "psutil", SimpleNamespace(virtual_memory=lambda: host))
     monkeypatch.setattr(memory, "CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(memory, "OWN_CGROUPS", tmp_path / "own")
     (tmp_path / "own").write_text("0::/a\n")
     assert available_bytes(CPU) == pytest.approx(4 * GB - (1 - share) * 10 * GB)
     limit(tmp_path / "a", version=2, most=2 * GB, used=1 * GB, cache=0)

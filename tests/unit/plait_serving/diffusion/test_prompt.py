@@ -116,13 +116,21 @@ def test_chunks_hold_every_token_once(case):
         assert set(chunks[1][2 + len(words) - 75 :]) == {tokenizer.pad_token_id}
 
 
-def test_what_is_remembered_follows_the_weights(case, monkeypatch):
-    """A chunk is encoded once while the text encoders stay, and anew after a merge wrote into one."""
+@pytest.fixture
+def calls(case):
+    """The calls of text encoders from now on."""
+    made = []
+    hooks = [each.register_forward_hook(lambda *call: made.append(call)) for each in case[0].text_encoders]
+    yield made
+    for hook in hooks:
+        hook.remove()
+
+
+def test_what_is_remembered_follows_the_weights(case, calls):
+    """A chunk is encoded once while the text encoders stay, and anew after a merge wrote into one. The newest are
+    remembered."""
     bundle, _, _ = case
     encoder = PromptEncoder(bundle)
-    calls = []
-    encode = encoder._encode
-    monkeypatch.setattr(encoder, "_encode", lambda *call: calls.append(call) or encode(*call))
     first = encoder.prepare(make_request(prompt="a cat"))
     made = len(calls)
     assert torch.equal(encoder.prepare(make_request(prompt="a cat")).text, first.text)
@@ -137,9 +145,16 @@ def test_what_is_remembered_follows_the_weights(case, monkeypatch):
     weight.copy_(pristine)
     assert not torch.equal(changed.text, first.text)
     assert torch.equal(encoder.prepare(make_request(prompt="a cat")).text, first.text)
-    for i in range(200):
-        encoder.prepare(make_request(prompt=f"cat {i}"))
-    assert len(encoder._known) == 128
+    encoders = len(bundle.text_encoders)
+    asked = [make_request(prompt=f"cat {i}", guidance_scale=1.0) for i in range(128 // encoders + 1)]
+    for one in asked:
+        encoder.prepare(one)
+    made = len(calls)
+    for one in asked[:0:-1]:
+        encoder.prepare(one)
+    assert len(calls) == made
+    encoder.prepare(asked[0])
+    assert len(calls) == made + encoders
 
 
 def test_a_long_prompt_is_encoded_a_call_at_a_time(case):

@@ -39,10 +39,10 @@ def test_there_is_room_when_a_refusal_says_so(table, steps):
             virtual.at[number + 20] = come
 
     virtual.ask("first", FLOOD, steps=3)
-    virtual.rig.engine._registry.wait_until_empty(WAIT_S)
+    virtual.wait_until_idle(WAIT_S)
     virtual.at[virtual.calls + 1] = come
     virtual.ask("second", FLOOD, steps=3)
-    assert virtual.rig.engine._registry.wait_until_empty(WAIT_S)
+    virtual.wait_until_idle(WAIT_S)
     virtual.rig.engine.stop(drain_s=0)
     assert len(ratios) > ASKED / 2
     right = sum(0.499 <= ratio <= 2.0 for ratio in ratios)

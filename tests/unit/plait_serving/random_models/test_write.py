@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -187,7 +187,7 @@ def test_what_is_there_is_not_overwritten(tmp_path):
 
 def test_a_full_disk_is_said_before_anything_is_written(tmp_path, monkeypatch):
     """What is needed and what is free, in one sentence."""
-    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 99, 1))
+    monkeypatch.setattr(staging.shutil, "disk_usage", lambda path: SimpleNamespace(total=100, used=99, free=1))
     with pytest.raises(ModelError, match=r"needs 0\.0 GiB, and 0\.0 GiB are free there"):
         write(FamilyName.SD15, tmp_path / "model")
     assert list(tmp_path.iterdir()) == []

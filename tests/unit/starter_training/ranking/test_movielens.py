@@ -19,7 +19,6 @@ from starter_training.ranking.movielens import (
     evaluate,
     fit,
     item_arrays,
-    request_tensors,
     scorer_of,
     train_movielens,
 )
@@ -96,22 +95,6 @@ def test_the_model_learns(wheel: Path):
     assert evaluate(data, scorer_of(model)) > 0.9
     again, _ = fit(data, recipe)
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), again.parameters(), strict=True))
-
-
-def test_a_scorer_repeats_the_user_as_forward_wants_it(wheel: Path):
-    """The scorer's answers are those of the module when every candidate brings the user's inputs."""
-    data = read_movielens(wheel)
-    model, _ = fit(data, MovieLensRecipe(epochs=1))
-    session = data.test[-1]
-    tensors = request_tensors(data, item_arrays(data), session)
-    rows = session.films.size
-    repeated = dict(tensors)
-    for name in ("age_band", "gender", "occupation", "habit"):
-        repeated[name] = tensors[name].expand(rows, *tensors[name].shape[1:])
-    for name in ("liked", "disliked"):
-        repeated[name] = tensors[name].repeat(rows)
-        repeated[f"{name}_offsets"] = torch.arange(rows + 1) * tensors[name].numel()
-    torch.testing.assert_close(scorer_of(model)(tensors), model(**repeated)["score"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("fault", ["no zip", "no tables", "a number is a word", "a person is missing", "empty"])

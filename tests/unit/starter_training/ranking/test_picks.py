@@ -12,17 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_disagg.graph.inputs import Bag, check_inputs, tensor_names
+from plait_disagg.graph.inputs import check_inputs, tensor_names
 from plait_disagg.package import open_package
 from plait_disagg.values import RankRequest
 from plait_serving.starter.manifest import manifest_problems
 from plait_serving.starter.ranking import build, item_names, items
-from plait_serving.starter.ranking.picks import FILMS, FOLDER, INPUTS, ITEMS, LONGEST_HISTORY, STATE
+from plait_serving.starter.ranking.picks import FILMS, FOLDER, ITEMS, STATE
 from plait_serving.starter.words import GENRES
 from starter_training.ranking.auc import auc
-from starter_training.ranking.clicks import make_clicks
 from starter_training.ranking.films import make_catalog
-from starter_training.ranking.train import PicksRecipe, as_bag, judge, train_picks
+from starter_training.ranking.train import PicksRecipe, judge, train_picks
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 4)), min_size=2, max_size=30))
@@ -46,43 +45,6 @@ def test_films_have_readable_names_of_their_own():
     assert catalog.names != make_catalog(FILMS, seed=1).names
     assert bool(catalog.genres[np.arange(FILMS), catalog.first_genre].all())
     assert catalog.genres.sum(1).max() <= 3
-
-
-def test_people_are_drawn_from_their_seed():
-    """The same seed gives the same clicks; another seed gives others by the same law."""
-    catalog = make_catalog(200)
-    one, again, other = (make_clicks(catalog, 300, seed=seed) for seed in (1, 1, 2))
-    assert np.array_equal(one.label, again.label)
-    assert np.array_equal(one.history, again.history)
-    assert not np.array_equal(one.label, other.label)
-    # Labels of one person hang together; 300 people each, so 0.06 is more than three standard errors.
-    assert abs(one.label.mean() - other.label.mean()) < 0.06
-
-
-def test_the_law_tells_clicks_from_others():
-    """The planted logits are the chances of clicks: they are calibrated, and rank far better than popularity."""
-    catalog = make_catalog(FILMS)
-    clicks = make_clicks(catalog, 2000, seed=5)
-    chance = 1 / (1 + np.exp(-clicks.law))
-    assert clicks.label.mean() == pytest.approx(chance.mean(), abs=0.006)  # 60,000 draws: three standard errors
-    assert auc(clicks.label, clicks.law) > auc(clicks.label, catalog.popularity[clicks.item]) + 0.1
-
-
-def test_histories_are_what_was_clicked():
-    """A history holds films, oldest first, with -1 only behind, and people with the same tastes do not share it."""
-    clicks = make_clicks(make_catalog(FILMS), 500, seed=3)
-    assert clicks.history.shape == (500, LONGEST_HISTORY)
-    there = clicks.history >= 0
-    assert bool((np.diff(there.astype(int), axis=1) <= 0).all())
-    assert clicks.history.max() < FILMS
-    assert 5 < there.sum(1).mean() < LONGEST_HISTORY
-
-
-def test_bags_leave_padding_out():
-    """Padded rows become flat ids and offsets; an empty row is an empty bag."""
-    ids, offsets = as_bag(np.array([[3, 1, -1], [-1, -1, -1], [2, -1, -1]]))
-    assert ids.tolist() == [3, 1, 2]
-    assert offsets.tolist() == [0, 2, 2, 3]
 
 
 SMALL = PicksRecipe(people=300, people_judged=200, rounds=1)
@@ -179,12 +141,3 @@ def test_the_shipped_model_comes_near_the_law():
     figures = judge(model, make_catalog(FILMS), PicksRecipe(people_judged=1000, seed=77))
     assert figures.auc - 0.5 > 0.75 * (figures.auc_of_the_law - 0.5)
     assert figures.auc > figures.auc_of_popularity + 0.1
-
-
-def test_bags_are_bounded():
-    """What a request may put into a bag is bounded by the declaration."""
-    assert {one.name: one.largest for one in INPUTS if isinstance(one, Bag)} == {
-        "liked_genres": 12,
-        "history": 120,
-        "genres": 12,
-    }

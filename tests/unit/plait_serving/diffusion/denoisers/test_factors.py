@@ -7,7 +7,6 @@ import torch
 
 from fakes.engine import FakeWeights
 from plait_kernels.executors import AdaptedLayer
-from plait_serving.diffusion.denoisers import factors
 from plait_serving.diffusion.denoisers.batch import BatchLayout
 from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.lora.key_formats import LoraFormat
@@ -167,9 +166,9 @@ def test_the_same_batch_gets_the_same_object(store):
     assert store.of(sets, layout(1, 2))[0] is not first, "only the latest are kept"
 
 
-def test_a_large_batch_is_not_kept_beside_others(store, monkeypatch):
+def test_a_large_batch_is_not_kept_beside_others():
     """It stays while it is the latest; the next that is built drops it, and none that is small."""
-    monkeypatch.setattr(factors, "_KEPT_BYTES", 10_000)
+    store = FactorStore(FIRST, SECOND, kept_bytes=10_000)
     small, large = [((ONE, 1.0),), ((TWO, 1.0),)], [((ONE, 1.0),), ((ONE, 0.5),)]
     kept, big = store.of(small, layout(1, 1))[0], store.of(large, layout(1, 40))[0]
     assert store.of(large, layout(1, 40))[0] is big

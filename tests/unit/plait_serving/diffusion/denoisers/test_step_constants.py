@@ -57,10 +57,9 @@ def test_embeddings_are_those_of_each_row_and_are_computed_once():
     assert computed == [7.0, 3.5]
 
 
-def test_embeddings_are_kept_within_bounds(monkeypatch):
+def test_embeddings_are_kept_within_bounds():
     """The one that was not used for longest goes."""
-    monkeypatch.setattr("plait_serving.diffusion.denoisers.unet._KEPT_ROWS", 2)
-    constants, computed = StepConstants(), []
+    constants, computed = StepConstants(kept_rows=2), []
 
     def compute(timestep: torch.Tensor) -> torch.Tensor:
         computed.append(float(timestep))

@@ -36,13 +36,13 @@ def as_large_as_its_file(name: str, path: Path) -> LoadedLora:
 class Bench:
     """A folder of equally large LoRAs "a".."e", a source that can be held, and a cache."""
 
-    def __init__(self, folder: Path, budget_files: float = 100) -> None:
+    def __init__(self, folder: Path, budget_files: float = 100, parses=as_large_as_its_file, **options) -> None:
         self.folder = folder
         for seed, name in enumerate("abcde"):
             tiny_lora_file(folder, name, seed=seed)
         self.file_bytes = (folder / "a.safetensors").stat().st_size
         self.source = DelayedSource(FolderSource(folder))
-        self.cache = LoraCache(self.source, as_large_as_its_file, host_bytes=int(budget_files * self.file_bytes))
+        self.cache = LoraCache(self.source, parses, host_bytes=int(budget_files * self.file_bytes), **options)
 
     def acquire(self, names, tenant=ONE) -> Future[LoraLease]:
         """A set of a tenant, on its way."""
@@ -58,8 +58,8 @@ def make(tmp_path):
     """Benches that are closed afterwards."""
     benches: list[Bench] = []
 
-    def build(budget_files: float = 100) -> Bench:
-        benches.append(Bench(tmp_path / f"loras{len(benches)}", budget_files))
+    def build(*budget_files: float, **options) -> Bench:
+        benches.append(Bench(tmp_path / f"loras{len(benches)}", *budget_files, **options))
         return benches[-1]
 
     yield build
@@ -318,8 +318,7 @@ def test_a_file_that_is_replaced_while_it_loads(make):
 
 def test_a_bug_in_the_parser_is_an_error_of_that_set(make, caplog):
     """A loader thread survives whatever happens in it."""
-    bench = make()
-    bench.cache._parse = lambda *_: 1 / 0
+    bench = make(parses=lambda *_: 1 / 0)
     with pytest.raises(LoraError, match="ZeroDivisionError"):
         bench.acquire(["a"]).result(SOON_S)
     assert "could not be loaded" in caplog.text
@@ -458,8 +457,7 @@ def test_what_was_made_of_a_file_holds_when_it_comes_back(make):
 
 def test_files_of_tenants_are_loaded_in_turn(make):
     """However many files another has loaded, one's own is next."""
-    bench = make()
-    bench.cache._pool._max_workers = 1
+    bench = make(threads=1)
     bench.source.hold("a")
     flood = [bench.acquire([name]) for name in "abcd"]
     bench.source.wait_fetching(1)
@@ -523,14 +521,14 @@ def test_close_fails_what_is_under_way(make):
 
 def test_statistics_add_up(make):
     """Hits, misses, load time and bytes, from an injected clock."""
-    bench = make(2)
     ticks = threading.local()
 
     def clock():
+        """A second passes between two looks of one thread."""
         ticks.now_s = getattr(ticks, "now_s", 0.0) + 1.0
         return ticks.now_s
 
-    bench.cache._clock = clock  # a second between two looks of one thread
+    bench = make(2, clock=clock)
     bench.lease("a").release()
     lease = bench.lease("a", "b")
     seen = bench.cache.statistics()

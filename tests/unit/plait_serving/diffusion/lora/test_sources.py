@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import logging
 import multiprocessing
@@ -18,9 +19,8 @@ from types import SimpleNamespace
 import fsspec
 import pytest
 
-from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
-from plait_serving.diffusion.lora import listing, remote
+from plait_serving.diffusion.lora import listing
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource
 from plait_serving.diffusion.sources.staging import locked
@@ -467,14 +467,17 @@ def test_a_store_that_fails_is_a_clear_error_without_secrets(store):
 
 def test_an_endless_download_stops_at_the_pinned_size(store, monkeypatch):
     """A store that sends more than was declared cannot fill the disk."""
-    monkeypatch.setattr(remote, "_CHUNK_BYTES", 1000)
-    put(store.folder, "a.safetensors", CONTENT * 2)
-    written = []
-    real = remote.RemoteSource._next
-    monkeypatch.setattr(remote.RemoteSource, "_next", lambda self, file: written.append(1) or real(self, file))
+    sent_bytes = []
+
+    class Endless(io.BytesIO):
+        def read(self, nbytes: int) -> bytes:
+            sent_bytes.append(nbytes)
+            return bytes(nbytes)
+
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Endless())
     with pytest.raises(LoraError, match="more than"):
         store.source().fetch("a")
-    assert len(written) <= 2 * (len(CONTENT) // 1000 + 2)
+    assert sum(sent_bytes) <= 2 * (len(CONTENT) + max(sent_bytes))
 
 
 def test_left_overs_of_a_killed_process_are_removed(store):
@@ -531,17 +534,16 @@ def test_processes_download_an_entry_once(store, tmp_path):
 
 def test_closing_ends_a_running_download(store, monkeypatch):
     """Shut-down does not wait for gigabytes: the download fails at its next chunk."""
-    monkeypatch.setattr(remote, "_CHUNK_BYTES", 1000)
     source = store.source()
     began, go_on = threading.Event(), threading.Event()
-    real = remote.RemoteSource._next
 
-    def slow(self, file):
-        began.set()
-        assert go_on.wait(60)
-        return real(self, file)
+    class Slow(io.BytesIO):
+        def read(self, nbytes: int) -> bytes:
+            began.set()
+            assert go_on.wait(60)
+            return super().read(1000)
 
-    monkeypatch.setattr(remote.RemoteSource, "_next", slow)
+    monkeypatch.setattr(fsspec, "open", lambda *_, **__: Slow(CONTENT))
     with ThreadPoolExecutor(1) as pool:
         fetch = pool.submit(source.fetch, "a")
         assert began.wait(60)
@@ -577,36 +579,3 @@ def test_names_are_checked_when_they_are_configured(tmp_path):
     """An entry that nobody could ask for is a configuration error."""
     with pytest.raises(ValueError, match="no valid LoRA name"):
         RemoteSource("memory://x", {"../a": entry()}, cache_folder=tmp_path)
-
-
-# ---- the test source ------------------------------------------------------------------------------------------------
-
-
-def test_held_fetches_wait_until_let_go(tmp_path):
-    """`hold` stops a name and no other; `wait_fetching` sees it begin."""
-    put(tmp_path, "a.safetensors")
-    put(tmp_path, "b.safetensors")
-    source = DelayedSource(FolderSource(tmp_path))
-    source.hold("a")
-    with ThreadPoolExecutor(1) as pool:
-        held = pool.submit(source.fetch, "a")
-        source.wait_fetching(1)
-        source.fetch("b")
-        assert not held.done()
-        source.let_go("a")
-        assert held.result(60).name == "a.safetensors"
-    assert source.fetched == ["a", "b"]
-    with pytest.raises(TimeoutError):
-        source.wait_fetching(3, timeout_s=0.01)
-
-
-def test_closing_ends_held_fetches(tmp_path):
-    """Nothing hangs in a test that fails."""
-    put(tmp_path, "a.safetensors")
-    source = DelayedSource(FolderSource(tmp_path), delay_s=60.0)
-    with ThreadPoolExecutor(1) as pool:
-        fetch = pool.submit(source.fetch, "a")
-        source.wait_fetching(1)
-        source.close()
-        with pytest.raises(EngineStopped):
-            fetch.result(60)

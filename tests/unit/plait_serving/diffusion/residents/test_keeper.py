@@ -39,12 +39,11 @@ class Server:
     refused: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.woken = threading.Event()
         self.residents = Residents(
             [self.model(name) for name in self.names],
             budget_bytes=self.budget,
             clock=lambda: self.now_s,
-            wake=self.woken.set,
+            wake=lambda: None,
             open_models=lambda: {job.request.model for job in self.jobs} | self.decoding,
             memory=MemoryReader(
                 held_bytes=self.total, left_bytes=lambda: self.host - self.total(), give_back=self.give_back
@@ -81,11 +80,11 @@ class Server:
     def pass_second(self) -> None:
         """Tend the models, and run a step of the oldest request whose model is here."""
         self.now_s += 1.0
-        self.woken.clear()
         failed = self.residents.tend(self.jobs)
         assert not failed
-        if self.residents._is_loading:
-            assert self.woken.wait(WAIT_S)
+        for thread in threading.enumerate():
+            if thread.name == "plait-load-model":
+                thread.join(WAIT_S)
         job = next((job for job in self.jobs if self.residents.may_run(job)), None)
         if job is not None:
             name = job.request.model
@@ -204,7 +203,7 @@ def test_a_model_that_was_retired_is_forgotten_once_it_has_left():
     with pytest.raises(KeyError):
         server.residents.of("b")
     assert server.residents.may_add("b")
-    assert "b" not in {*server.residents._load_s, *server.residents._used_s, *server.residents._overtaken_s}
+    assert "b" not in server.residents.statistics().load_s
     server.residents.add(server.model("b"))
     server.ask("b", steps=1)
     server.run()
