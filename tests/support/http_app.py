@@ -72,7 +72,7 @@ class AsgiCall:
         self.status: int | None = None
         self._gone = asyncio.Event()
         self._arrived = asyncio.Event()
-        self._requests = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
+        self.requests = [] if body is None else [{"type": "http.request", "body": body, "more_body": False}]
         length = 1000 if body is None else len(body)
         headers = [(b"content-type", b"application/json"), (b"content-length", str(length).encode())]
         headers += [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
@@ -84,8 +84,8 @@ class AsgiCall:
         self.task = asyncio.create_task(app(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, object]:
-        if self._requests:
-            return self._requests.pop()
+        if self.requests:
+            return self.requests.pop()
         await self._gone.wait()
         return {"type": "http.disconnect"}
 

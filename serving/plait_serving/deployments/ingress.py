@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 5.0
+LOOK_S = 5.0
 """So long after a request what tenants used is asked for: what a replica counts after that is lost with it."""
 
 
@@ -101,7 +101,7 @@ class Ingress:
     def _look_soon(self) -> None:
         """Learn what tenants used, now that this may have changed or a replica that knew it may be going."""
         if self._context is not None and (self._looking is None or self._looking.done()):
-            wait_s = 0.0 if self._looking is None else _LOOK_S
+            wait_s = 0.0 if self._looking is None else LOOK_S
             self._looking = asyncio.get_running_loop().create_task(self._look(self._context, wait_s))
 
     async def _look(self, context: RouteContext, wait_s: float) -> None:

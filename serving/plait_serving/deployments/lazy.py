@@ -28,10 +28,11 @@ class LazyReplica:
     A subclass sets `target="module:Class"`, `methods=` to the protocol, and `streams` to the methods that stream.
     """
 
-    _target: ClassVar[str]
+    target: ClassVar[str]
+    """The class that it stands for, as `module:Class`."""
 
     def __init_subclass__(cls, *, target: str, methods: type, streams: tuple[str, ...] = ()) -> None:
-        cls._target = target
+        cls.target = target
         for name, method in inspect.getmembers(methods, inspect.isfunction):
             if not name.startswith("_"):
                 setattr(cls, name, _passed_on(name, method, is_stream=name in streams))
@@ -41,7 +42,7 @@ class LazyReplica:
         settled before the import, because it imports torch."""
         choose_omp_wait(os.environ, omp_wait)
         unset_ray_threads(os.environ)
-        module, _, name = self._target.partition(":")
+        module, _, name = self.target.partition(":")
         with importing():
             target = getattr(import_module(module), name)
         self._inner = target(*args, **kwargs)

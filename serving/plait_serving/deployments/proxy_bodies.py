@@ -70,7 +70,8 @@ class PacedQueue(MessageQueue):  # type: ignore[misc]  # Ray is untyped
     """The proxy's queue of what the ingress fetches, which makes the sender wait while it is full; those of several
     queues go on one after the other."""
 
-    _next_at_s = 0.0
+    next_at_s = 0.0
+    """When the sender that waits last goes on, by the event loop's clock: of all queues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +86,8 @@ class PacedQueue(MessageQueue):  # type: ignore[misc]  # Ray is untyped
             return
         now_s = asyncio.get_running_loop().time()
         passed_s = self._ahead_bytes / _LARGE_BYTES_PER_S
-        PacedQueue._next_at_s = max(now_s, PacedQueue._next_at_s) + passed_s
-        await asyncio.sleep(PacedQueue._next_at_s - now_s)
+        PacedQueue.next_at_s = max(now_s, PacedQueue.next_at_s) + passed_s
+        await asyncio.sleep(PacedQueue.next_at_s - now_s)
         while self._ahead_bytes >= _MAX_AHEAD_BYTES:
             self._fetched.clear()
             await self._fetched.wait()

@@ -22,7 +22,7 @@ router = APIRouter(tags=["operations"])
 
 T = TypeVar("T")
 
-_WAIT_S = 0.85
+WAIT_S = 0.85
 """Whatever is down, a scrape is answered within a second."""
 _MODELS = "plait_model_resident"
 _UP = "Whether the service's own metrics are in this answer; 0: it did not answer in time"
@@ -81,6 +81,6 @@ async def _in_time(asked: Awaitable[Sequence[T]] | None) -> Sequence[T] | None:
     if asked is None:
         return None
     try:
-        return await asyncio.wait_for(asked, _WAIT_S)
+        return await asyncio.wait_for(asked, WAIT_S)
     except (TimeoutError, EngineError, RankError):
         return None

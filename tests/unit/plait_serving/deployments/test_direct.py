@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import httpx2
 import pytest
+import uvicorn
 from pydantic import ValidationError
 from starlette.types import Receive, Scope, Send
 
@@ -91,29 +92,29 @@ async def test_the_next_replica_takes_over_without_a_gap() -> None:
     port = free_port("127.0.0.1")
     where = Direct(host="127.0.0.1", port=port, drain_s=1)
     async with client() as asking:
-        old = DirectListener(where)
-        async with old.answering(App("old")):
+        async with contextlib.AsyncExitStack() as old:
+            await old.enter_async_context(DirectListener(where).answering(App("old")))
             assert await _ask(asking, port) == "old"
-            new = DirectListener(where)
-            async with new.answering(App("new")):
-                old.refuse_new()
-                assert old._task is not None
-                await asyncio.wait([old._task])
+            async with DirectListener(where).answering(App("new")):
+                await old.aclose()
                 assert {await _ask(asking, port) for _ in range(5)} == {"new"}
                 assert signal.getsignal(signal.SIGINT) is on_ctrl_c
     assert signal.getsignal(signal.SIGINT) is on_ctrl_c
 
 
-async def test_a_listener_that_ended_by_itself_says_so() -> None:
+async def test_a_listener_that_ended_by_itself_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The replica's health check passes it on."""
+
+    async def serve(*_: object, **__: object) -> None:
+        raise OSError("the socket is gone")
+
+    monkeypatch.setattr(uvicorn.Server, "serve", serve)
     port = free_port("127.0.0.1")
     listener = DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
-    listener._socket.close()
-    with pytest.raises(OSError):
-        async with listener.answering(App("a")):
-            await until(lambda: listener.failure is not None)
-            assert f"port {port}" in str(listener.failure)
-            raise OSError("seen")
+    async with listener.answering(App("a")):
+        await until(lambda: listener.failure is not None)
+        assert f"port {port}" in str(listener.failure)
+        assert "the socket is gone" in str(listener.failure)
 
 
 def test_a_port_of_another_program_is_named() -> None:

@@ -5,138 +5,47 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
-from itertools import chain, cycle
+from collections.abc import Callable, Coroutine
+from itertools import chain, cycle, islice
 from typing import Any
 
 import pytest
 import uvicorn
 from ray.serve._private import proxy as ray_proxy
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from plait.server.ports import free_port
 from plait_serving.deployments import proxy
-from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
 from plait_serving.deployments.proxy import AnsweringMiddleware
 from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
 from plait_serving.http.edge.repeating import RepeatMiddleware
-from support.http_app import until
 
-WAIT_S = 30.0
 IN_EVERY_PROXY = [AnsweringMiddleware, GatheringMiddleware, RepeatMiddleware]
 HEAD = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 6\r\n"
 
 
 async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers with the body; the path /slow takes its time."""
+    """Answers with the body."""
     body, more = b"", True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
         body, more = body + message.get("body", b""), message.get("more_body", False)
-    if scope["path"] == "/slow":
-        await asyncio.sleep(0.6)
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
-@pytest.fixture
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seconds are too long for a test."""
-    monkeypatch.setattr(PromptHttpProtocol, "head_s", 0.3)
-    monkeypatch.setattr(PromptHttpProtocol, "body_s", 0.3)
+class Timer:
+    """What `call_later` returns."""
 
+    def __init__(self, at_s: float, call: Callable[[], None]) -> None:
+        self.at_s, self.call = at_s, call
 
-@asynccontextmanager
-async def listening() -> AsyncIterator[int]:
-    port = free_port("127.0.0.1")
-    listener = DirectListener(Direct(host="127.0.0.1", port=port, drain_s=1))
-    async with listener.answering(echo):
-        await until(lambda: listener._server is not None and listener._server.started)
-        yield port
-
-
-async def is_closed(reader: asyncio.StreamReader) -> bool:
-    """Whether the server ends the connection, with no other word than that a body was too slow."""
-    async with asyncio.timeout(WAIT_S):
-        try:
-            words = await reader.read()
-            return words == b"" or words.startswith(b"HTTP/1.1 408 ")
-        except ConnectionResetError:
-            return True
-
-
-async def answered(reader: asyncio.StreamReader, body: bytes) -> bool:
-    """Whether a 200 with that body comes."""
-    async with asyncio.timeout(WAIT_S):
-        head = await reader.readuntil(b"\r\n\r\n")
-        return head.startswith(b"HTTP/1.1 200") and await reader.readexactly(len(body)) == body
-
-
-@pytest.mark.parametrize("sent", [b"", b"G", b"\r\n\r\n", HEAD, HEAD + b"\r\nabc"], ids=repr)
-async def test_a_request_that_does_not_arrive_loses_its_connection(sent: bytes, impatient: None) -> None:
-    """Finding 12: of a hundred such connections none was ever closed."""
-    async with listening() as port:
-        pairs = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-        for _, writer in pairs:
-            writer.write(sent)
-        assert all(await asyncio.gather(*(is_closed(reader) for reader, _ in pairs)))
-
-
-@pytest.mark.parametrize(("start", "more"), [(b"GET / HTTP/1.1\r\nx: ", b"a"), (b"", b"\r\n")])
-async def test_dribbling_does_not_help(start: bytes, more: bytes, impatient: None) -> None:
-    """The time counts from the first byte, on a connection that has been answered before too (finding 12)."""
-    async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD + b"\r\nabcdef")
-        assert await answered(reader, b"abcdef")
-        closed = asyncio.create_task(is_closed(reader))
-        for byte in chain(start, cycle(more)):
-            writer.write(bytes([byte]))
-            await asyncio.sleep(0.02)
-            if closed.done():
-                break
-        assert await closed
-
-
-async def test_a_head_without_an_end_is_not_kept(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However fast it comes (finding 12)."""
-    monkeypatch.setattr(PromptHttpProtocol, "head_s", WAIT_S)
-    async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD + b"x: y\r\n" * 20_000)
-        assert await is_closed(reader)
-
-
-async def test_who_is_slow_but_not_silent_is_served(impatient: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A body at more than a trickle takes as long as it takes, and so does an answer."""
-    monkeypatch.setattr("plait_serving.deployments.prompt_protocol._MIN_BODY_BYTES", 1)
-    async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD.replace(b" / ", b" /slow ") + b"\r\n")
-        for byte in (b"a", b"b", b"c", b"d", b"e", b"f"):
-            await asyncio.sleep(0.1)
-            writer.write(byte)
-        assert await answered(reader, b"abcdef")
-        writer.write(HEAD + b"\r\nuvwxyz")
-        assert await answered(reader, b"uvwxyz")
-        writer.close()
-
-
-async def test_the_start_of_a_next_request_does_not_cost_the_answer_to_the_first(impatient: None) -> None:
-    """A client may send ahead; that connection is closed when it owes the only thing left."""
-    async with listening() as port:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(HEAD.replace(b" / ", b" /slow ") + b"\r\nabcdef")
-        await asyncio.sleep(0.05)
-        writer.write(b"POST / HT")
-        assert await answered(reader, b"abcdef")
-        assert await is_closed(reader)
+    def cancel(self) -> None:
+        self.call = lambda: None
 
 
 class HeldLoop:
@@ -144,23 +53,21 @@ class HeldLoop:
 
     def __init__(self) -> None:
         self._now_s = 0.0
-        self._timers: list[tuple[float, asyncio.TimerHandle]] = []
+        self._timers: list[Timer] = []
 
     def create_task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         return asyncio.get_running_loop().create_task(work)
 
-    def call_later(self, delay_s: float, call: Callable[[], None]) -> asyncio.TimerHandle:
-        timer = asyncio.TimerHandle(self._now_s + delay_s, call, (), asyncio.get_running_loop())
-        self._timers.append((self._now_s + delay_s, timer))
-        return timer
+    def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
+        self._timers.append(Timer(self._now_s + delay_s, call))
+        return self._timers[-1]
 
     async def pass_time(self, seconds: float) -> None:
         self._now_s += seconds
-        due = [timer for at_s, timer in self._timers if at_s <= self._now_s]
-        self._timers = [each for each in self._timers if each[0] > self._now_s]
+        due = [timer for timer in self._timers if timer.at_s <= self._now_s]
+        self._timers = [timer for timer in self._timers if timer.at_s > self._now_s]
         for timer in due:
-            if not timer.cancelled():
-                timer._run()
+            timer.call()
         await settled()
 
 
@@ -204,6 +111,92 @@ def connected(loop: HeldLoop, app: ASGIApp = echo) -> tuple[PromptHttpProtocol, 
 
 def post(length: int, path: str = "/v1/images/edits") -> bytes:
     return f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"\r\n\r\n", HEAD, HEAD + b"\r\nabc"], ids=repr)
+async def test_a_request_that_does_not_arrive_loses_its_connection(sent: bytes) -> None:
+    """Finding 12: of a hundred such connections none was ever closed. No other word is said than that a body was too
+    slow."""
+    loop = HeldLoop()
+    protocol, wire = connected(loop)
+    protocol.data_received(sent)
+    await loop.pass_time(9.0)
+    assert not wire.closed
+    await loop.pass_time(1.0)
+    assert wire.closed
+    assert wire.written.startswith(b"HTTP/1.1 408 ") if b"\r\n\r\nabc" in sent else not wire.written
+
+
+@pytest.mark.parametrize(("start", "more"), [(b"GET / HTTP/1.1\r\nx: ", b"a"), (b"", b"\r\n")])
+async def test_dribbling_does_not_help(start: bytes, more: bytes) -> None:
+    """The time counts from the first byte, on a connection that has been answered before too (finding 12)."""
+    loop = HeldLoop()
+    protocol, wire = connected(loop)
+    protocol.data_received(HEAD + b"\r\nabcdef")
+    await settled()
+    assert wire.written.endswith(b"abcdef")
+    for byte in islice(chain(start, cycle(more)), 10):
+        assert not wire.closed
+        protocol.data_received(bytes([byte]))
+        await loop.pass_time(1.0)
+    assert wire.closed
+
+
+async def test_a_head_without_an_end_is_not_kept() -> None:
+    """However fast it comes (finding 12)."""
+    protocol, wire = connected(HeldLoop())
+    protocol.data_received(HEAD + b"x: y\r\n" * 20_000)
+    assert wire.closed
+
+
+def held_back(go: asyncio.Event) -> ASGIApp:
+    """Answers with the body, once it may."""
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await go.wait()
+        await echo(scope, receive, send)
+
+    return app
+
+
+async def test_who_is_slow_but_not_silent_is_served() -> None:
+    """A body at more than a trickle takes minutes, and so does an answer."""
+    loop, go = HeldLoop(), asyncio.Event()
+
+    async def pondering(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_later(message: Message) -> None:
+            await go.wait()
+            await send(message)
+
+        await echo(scope, receive, send_later)
+
+    protocol, wire = connected(loop, pondering)
+    protocol.data_received(post(30 << 14))
+    for _ in range(16):
+        protocol.data_received(bytes(30 << 10))
+        await loop.pass_time(10.0)
+    await loop.pass_time(3_600.0)
+    assert not wire.closed
+    go.set()
+    await settled()
+    assert wire.written.startswith(b"HTTP/1.1 200 ")
+    protocol.data_received(HEAD + b"\r\nuvwxyz")
+    await settled()
+    assert wire.written.endswith(b"uvwxyz")
+
+
+async def test_the_start_of_a_next_request_does_not_cost_the_answer_to_the_first() -> None:
+    """A client may send ahead; that connection is closed when it owes the only thing left."""
+    loop, go = HeldLoop(), asyncio.Event()
+    protocol, wire = connected(loop, held_back(go))
+    protocol.data_received(HEAD + b"\r\nabcdef" + b"POST / HT")
+    await loop.pass_time(10.0)
+    assert not wire.closed
+    go.set()
+    await settled()
+    assert wire.written.endswith(b"abcdef")
+    await loop.pass_time(10.0)
+    assert wire.closed
 
 
 async def test_a_body_that_drips_is_a_408_and_its_connection_closes() -> None:
@@ -276,13 +269,9 @@ async def test_time_in_which_nobody_reads_does_not_count() -> None:
     """Then the server is the slow one."""
     loop, go = HeldLoop(), asyncio.Event()
 
-    async def late(scope: Scope, receive: Receive, send: Send) -> None:
-        await go.wait()
-        await echo(scope, receive, send)
-
-    protocol, wire = connected(loop, late)
+    protocol, wire = connected(loop, held_back(go))
     protocol.data_received(post(100_001) + bytes(100_000))
-    asking, other = connected(loop, late)
+    asking, other = connected(loop, held_back(go))
     asking.data_received(post(1).replace(b"host: x", b"host: x\r\nexpect: 100-continue"))
     assert wire.paused
     for _ in range(100):

@@ -157,7 +157,7 @@ async def test_large_bodies_go_on_at_a_pace_all_together(monkeypatch):
 
     monkeypatch.setattr(proxy_bodies, "asyncio", SimpleNamespace(
         Event=asyncio.Event, sleep=sleep, get_running_loop=lambda: SimpleNamespace(time=lambda: 100.0)))  # fmt: skip
-    monkeypatch.setattr(PacedQueue, "_next_at_s", 0.0)
+    monkeypatch.setattr(PacedQueue, "next_at_s", 0.0)
     queues = [PacedQueue() for _ in range(4)]
     for queue in queues:
         task = asyncio.create_task(queue(body(b"x" * AHEAD)))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -36,22 +37,34 @@ async def test_work_is_done_elsewhere_and_its_outcome_comes_back() -> None:
 
 
 async def test_a_thread_belongs_to_its_work_until_that_ends() -> None:
-    """A client that leaves frees nothing; who left before his work began costs nothing."""
-    threads, gate, ran = TurnThreads(1, "t"), Gate(), []
+    """A client that leaves frees nothing; who left before his work began costs nothing, and holds no body any more."""
+    threads, gate, ran, held = TurnThreads(1, "t"), Gate(), [], weakref.WeakSet()
     first = asyncio.create_task(threads.run("a", gate))
     await until(gate.began.is_set)
     first.cancel()
-    waiting = [asyncio.create_task(threads.run("a", lambda i=i: ran.append(i))) for i in range(20)]
+    *leaving, last = [asyncio.create_task(threads.run("a", work(ran, number, held))) for number in range(20)]
     await asyncio.sleep(0)
-    for task in waiting[:-1]:
+    for task in leaving:
         task.cancel()
-    await asyncio.gather(first, *waiting[:-1], return_exceptions=True)
+    await asyncio.gather(first, *leaving, return_exceptions=True)
     assert ran == []
-    assert len(threads._work) == 2  # what left holds no body any more
+    del leaving, task
+    await until(lambda: gc.collect() >= 0 and len(held) == 1)
     gate.go.set()
-    await waiting[-1]
+    await last
     assert ran == [19]
-    await until(lambda: not threads._work and not threads._waiting)
+    await until(lambda: not held)
+
+
+class Body:
+    """What a request holds."""
+
+
+def work(ran: list[int], number: int, held: weakref.WeakSet[Body]) -> Callable[[], None]:
+    """What notes its number, and a body that it holds."""
+    body = Body()
+    held.add(body)
+    return lambda body=body: ran.append(number)
 
 
 async def test_tenants_have_their_turns() -> None:
@@ -69,9 +82,6 @@ async def test_tenants_have_their_turns() -> None:
 
 async def test_an_error_does_not_keep_what_it_is_about() -> None:
     """Its frames hold the work, and with it a body: when it is done with, they go without a collection."""
-
-    class Body:
-        pass
 
     async def fail(threads: TurnThreads) -> weakref.ref[Body]:
         body = Body()

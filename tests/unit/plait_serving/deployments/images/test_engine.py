@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from fakes.images import FakeImageService
 from plait_fabric.heartbeat import Stuck
 from plait_serving.deployments.images.engine import EngineReplica, portable
 from plait_serving.deployments.images.engine_source import ACCEPTED
@@ -133,11 +132,6 @@ def test_serve_portable_keeps_engine_errors_and_hides_bugs():
     assert isinstance(hidden.error, EngineError)
     assert "secret" not in hidden.error.message
     assert "ValueError" in hidden.error.message
-
-
-async def test_serve_fake_service_is_what_the_replica_hosts():
-    """The fake that the process tests use is the HTTP side's own fake."""
-    assert isinstance(FakeHosted(0.0).service, FakeImageService)
 
 
 async def test_serve_replica_takes_its_threads_back_from_ray(monkeypatch):

@@ -3,51 +3,45 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
+import ray
+from ray import serve
 
+from fakes.ranking import FAKE_CARD
 from plait_fabric.heartbeat import Stuck, ThreadHeartbeat
+from plait_serving.deployments.ranking import worker as module
+from plait_serving.deployments.ranking.package_source import OpenedPackage
 from plait_serving.deployments.ranking.worker import RankWorker
 
 
-class Clock:
-    """A clock that a test moves."""
-
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def worker_with(heartbeat: ThreadHeartbeat) -> Any:
-    """A worker whose threads live; its constructor would need Ray."""
-    worker: Any = object.__new__(RankWorker)
-    worker._role = "cn"
-    worker._stopped = False
-    worker._worker = SimpleNamespace(alive=True, stop=lambda drain_s: None)
-    worker._core = SimpleNamespace(heartbeat=heartbeat)
-    worker._refresher = None
-    return worker
-
-
-def test_a_worker_whose_thread_hangs_is_unhealthy() -> None:
+async def test_a_worker_whose_thread_hangs_is_unhealthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Serve replaces it although all of its threads are alive (finding 9)."""
-    clock = Clock()
-    heartbeat = ThreadHeartbeat(clock)
-    worker = worker_with(heartbeat)
-    heartbeat.begin("a batch of 3 rows", 0.01)
+    now_s = [0.0]
+    heartbeat = ThreadHeartbeat(lambda: now_s[0])
+    threads = SimpleNamespace(alive=True, heartbeat=heartbeat, addresses=(), metrics=dict, stop=lambda drain_s: None)
+    replica = SimpleNamespace(replica_id=SimpleNamespace(to_full_id_str=lambda: "r"))
+    monkeypatch.setattr(serve, "get_replica_context", lambda: replica)
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(module, "given_knobs", dict)
+    monkeypatch.setattr(module, "open_listeners", lambda *_, **__: [])
+    monkeypatch.setattr(module, "HnWorker", lambda *_, **__: threads)
+    opened = OpenedPackage(card=FAKE_CARD, dense=SimpleNamespace())  # type: ignore[arg-type]
+    worker = RankWorker(name="m", source=SimpleNamespace(open=lambda _: opened), role="hn")  # type: ignore[arg-type]
 
     def check_for(seconds: int) -> None:
         for _ in range(0, seconds, 5):
-            clock.now_s += 5
+            now_s[0] += 5
             worker.check_health()
 
+    heartbeat.begin("a batch of 3 rows", 0.01)
     check_for(60)
     with pytest.raises(Stuck, match="3 rows"):
         check_for(60)
     heartbeat.rest()
     check_for(600)
-    worker._worker.alive = False
-    with pytest.raises(RuntimeError, match="the cn's threads have died"):
+    threads.alive = False
+    with pytest.raises(RuntimeError, match="the hn's threads have died"):
         worker.check_health()
+    await worker.drain(0.0)
+    worker.check_health()

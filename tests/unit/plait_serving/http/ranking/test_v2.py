@@ -362,7 +362,7 @@ async def test_a_client_that_goes_while_it_sends_hurts_nobody():
     ranker = FakeRanker()
     app = create_app(None, HttpSettings(), ranking=LocalRankingService(fake_rankers(ranker)))
     call = AsgiCall(app, b"", path=INFER)
-    call._requests[:] = [{"type": "http.request", "body": b"{", "more_body": True}]
+    call.requests[:] = [{"type": "http.request", "body": b"{", "more_body": True}]
     call.disconnect()
     await call.done()
     assert (call.status, ranker.ranked) == (499, [])
