@@ -13,13 +13,13 @@ from urllib.parse import urlsplit
 
 from plait.errors import ServeError
 
-QUIET_PORTS = range(20_000, 32_768)
+_QUIET_PORTS = range(20_000, 32_768)
 """Above the ports of Ray's workers (up to 19,999), below Linux's own default range for connections."""
 
 _TRIES = 50
 
 
-def free_port(host: str, *, among: range = QUIET_PORTS) -> int:
+def free_port(host: str, *, among: range = _QUIET_PORTS) -> int:
     """Return a port that is free now: one of some tens of `among` below the kernel's ephemeral range, or any. Raises
     `ServeError`.
 
@@ -45,7 +45,7 @@ def _first_given() -> int:
     try:
         return int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError, IndexError):
-        return QUIET_PORTS.stop
+        return _QUIET_PORTS.stop
 
 
 def check_port(host: str, port: int, *, option: str = "--port") -> None:

@@ -35,7 +35,7 @@ Ranks: TypeAlias = Mapping[str, int]
 _RANK_STEP = 8  # ranks are padded to multiples, so that few shapes occur
 _MAX_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape of earlier ones
 _KEPT_BATCHES, _KEPT_SETS, _KEPT_FILES = 4, 64, 1024
-KEPT_BYTES = 256 << 20
+_KEPT_BYTES = 256 << 20
 """Of all batches, or sets, but the latest: sixteen images of sets of their own can hold more."""
 _COMPONENT = "unet"
 
@@ -65,7 +65,7 @@ class _Kept(Generic[_V]):
 class FactorStore:
     """Builds the factors of a batch and remembers the latest ones. Compute thread only."""
 
-    def __init__(self, *programs: Sequence[AdaptedLayer], kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, *programs: Sequence[AdaptedLayer], kept_bytes: int = _KEPT_BYTES) -> None:
         """Take each program's adapted layers; their paths are those of `ModuleRef`s as text."""
         self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
         self._layers = {layer.path: layer for layers in programs for layer in layers}

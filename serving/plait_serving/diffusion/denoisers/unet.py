@@ -323,14 +323,14 @@ def split_output(
     return results
 
 
-KEPT_ROWS = 1024
+_KEPT_ROWS = 1024
 """Time embeddings that are kept: 5 MB of Stable Diffusion 1.5, whose schedules have up to 1,000 timesteps."""
 
 
 class StepConstants:
     """Remembers them while the weights that make them do not change. Compute thread only."""
 
-    def __init__(self, *, kept_rows: int = KEPT_ROWS) -> None:
+    def __init__(self, *, kept_rows: int = _KEPT_ROWS) -> None:
         self._kept_rows = kept_rows
         self._conditionings: list[Conditioning] = []
         self._text = torch.empty(0)
