@@ -15,7 +15,7 @@ help:
 	@echo "make serve   set up, then the server on 127.0.0.1:8000   [CONFIG=plait.yaml]"
 	@echo "make demo    set up, start, make images into out/demo, stop"
 	@echo "make test    set up, then the test suite                 [ARGS='-k lora']"
-	@echo "make test-slow  the tests that 'make test' leaves out, one at a time"
+	@echo "make test-slow  the tests that 'make test' leaves out"
 	@echo "make test-avx2  the equality of images once more, as a processor without AVX-512 computes them"
 	@echo "make check   ruff, mypy strict, import-linter, vulture"
 	@echo "make bench   the side-by-side benchmarks                 [ARGS='images --quick']"
@@ -46,7 +46,8 @@ test: setup
 
 # pytest ends with 5 where no test is slow.
 test-slow: setup
-	$(BIN)/python -m pytest --again --durations=20 -m slow $(ARGS) || [ $$? -eq 5 ]
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 --again --durations=20 \
+	  -m slow $(ARGS) || [ $$? -eq 5 ]
 
 test-avx2: setup
 	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(BIN)/python -m pytest -n 2 --dist loadfile \

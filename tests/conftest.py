@@ -62,12 +62,14 @@ _GIVE_WAY = 3
 
 
 class _Sharing(LoadFileScheduling):
-    """How `make test` shares the suite between processes: a file's tests stay together, for its fixtures. Files that
-    use the session's Ray are one group, those that start servers with Rays of their own another: two Rays at a time are
-    as many as two cores bear. (xdist's own groups do not work with pytest 9.)"""
+    """How the suite is shared between processes: a file's tests stay together, for its fixtures, and files that use the
+    session's Ray are one group. Two Rays at a time are as many as two cores bear, so where there are more processes
+    (`make test`) files that start servers with Rays of their own are a group, too. (xdist's own groups do not work with
+    pytest 9.)"""
 
     def _split_scope(self, nodeid: str) -> str:
-        return _group(super()._split_scope(nodeid))
+        group = _group(file := super()._split_scope(nodeid))
+        return file if group == _OWN_RAYS and self.numnodes <= 2 else group
 
 
 @cache
@@ -84,8 +86,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts Ray goes first, and before the rest of that the servers of their own: they take longest."""
-    items.sort(key=lambda item: (item.get_closest_marker("cluster") is None, "shared_serve" in item.fixturenames))
+    """What starts Ray goes first, and before the rest of that the servers of their own: they take longest. Then several
+    parts together; units, which are many and short, are last, so that all processes end at about the same time."""
+    integration = TESTS / "integration"
+    items.sort(
+        key=lambda item: (
+            item.get_closest_marker("cluster") is None,
+            "shared_serve" in item.fixturenames,
+            integration not in item.path.parents,
+        )
+    )
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from support.server import REPOSITORY, PlaitServer, free_port
+from support.server import REPOSITORY
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -116,33 +116,9 @@ def test_an_image_is_made_without_a_server(environment):
     assert (environment.root / "away" / "apple.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_server_starts_answers_and_stops(environment):
-    """`plait serve` on a free port, an image over HTTP, SIGTERM."""
-    port = free_port()
-    errors = (environment.root / "stderr.txt").open("w")
-    process = subprocess.Popen(
-        [environment.python.parent / "plait", "serve", "--port", str(port), "--set", "images.controlnets={}"],
-        stdout=subprocess.PIPE,
-        stderr=errors,
-        text=True,
-        cwd=environment.root / "away",
-        env=environment.environ,
-        start_new_session=True,
-    )
-    errors.close()
-    server = PlaitServer(process, port, environment.home / ".local/state/plait" / f"port-{port}")
-    try:
-        server.url = process.stdout.readline().strip()
-        assert server.url, (environment.root / "stderr.txt").read_text()[-3000:]
-        status, answer, _ = server.generate(prompt="red apple", num_inference_steps=2)
-        assert (status, len(answer["data"])) == (200, 1)
-    finally:
-        code = server.stop()
-    assert code == 0
-
-
 def test_the_demo_runs(environment):
-    """`plait demo`: a server, images, rankings, a load test, a tuning job."""
+    """`plait demo`: a server, images, rankings, a load test, a tuning job; and no server is left."""
     done = environment.run("plait", "demo", "--out", "demo", timeout_s=DEMO_S)
     assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]
     assert (environment.root / "away" / "demo" / "contact-sheet.png").stat().st_size > 10_000
+    assert list(environment.home.glob(".local/state/plait/port-*/run.json")) == []

@@ -33,6 +33,8 @@ from support.server import REPOSITORY, free_port
 pytestmark = pytest.mark.cluster
 
 READY_S = 300.0
+TWO = 39
+"""`max_steps` of the version that `two_of_each` deploys."""
 REFUSED = -1
 """An answer that says when to come back."""
 SMALL = """
@@ -146,9 +148,7 @@ def test_dashboards_and_alerts_read_metrics_that_are_there(cluster, capsys):
 @pytest.mark.slow
 def test_a_burst_spreads_over_the_replicas(cluster, capsys):
     """`deploy/burst.py` against two replicas of the engine: Ray's own counts say who had what."""
-    cluster.deploy(capsys, max_steps=39, replicas=2)
-    cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 39, "not ready")
-    cluster.wait(lambda: "UPDATING" not in cluster.head.serve("status"), "not upgraded")
+    two_of_each(cluster, capsys)
     cluster.image()
     command = [
         sys.executable,
@@ -169,14 +169,23 @@ def test_a_burst_spreads_over_the_replicas(cluster, capsys):
 def test_a_rolling_upgrade_loses_no_request(cluster, capsys):
     """Two ingresses, two engines, two CNs and one HN, a load that never stops, a second version: every request is
     answered, and none is asked to come back."""
-    cluster.deploy(capsys, max_steps=40, replicas=2, mode="split")
-    cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == 40, "not ready")
+    two_of_each(cluster, capsys)
     with loaded(cluster) as found:
-        time.sleep(2)
+        cluster.wait(lambda: found["image", 200] > 1 and found["ranking", 200] > 10, "no load")
         cluster.deploy(capsys, max_steps=41, replicas=2, mode="split")
         cluster.wait(lambda: "DEPLOYING" not in cluster.head.serve("status"), "not upgraded")
         cluster.wait(lambda: cluster.max_steps() == 41, "the old version answers")
         cluster.wait(lambda: found["image", 200] > 5 and found["ranking", 200] >= 390, "no load")
+
+
+def two_of_each(cluster, capsys) -> None:
+    """Two replicas of every role that scales serve, of a version that no test upgrades to; whichever test comes first
+    deploys them."""
+    if cluster.max_steps() == TWO:
+        return
+    cluster.deploy(capsys, max_steps=TWO, replicas=2, mode="split")
+    cluster.wait(lambda: cluster.ask("/health")[0] == 200 and cluster.max_steps() == TWO, "not ready")
+    cluster.wait(lambda: "UPDATING" not in cluster.head.serve("status"), "not upgraded")
 
 
 @pytest.mark.slow

@@ -63,13 +63,11 @@ except urllib.error.HTTPError as error:
 
 class DocumentShell:
     """Runs the blocks of one document in a folder, in one shell as far as PATH goes. ``url``: of the server that stands
-    for the usual address. ``finds_plait``: an earlier document has put ``.venv/bin`` into PATH. ``as_printed``: load
-    tests take as long as they say."""
+    for the usual address. ``finds_plait``: an earlier document has put ``.venv/bin`` into PATH."""
 
-    def __init__(self, folder: Path, *, finds_plait: bool = True, as_printed: bool = False) -> None:
+    def __init__(self, folder: Path, *, finds_plait: bool = True) -> None:
         self.folder = folder
         self.url = USUAL_URL
-        self._as_printed = as_printed
         self._bin, self._made = folder / ".bin", folder / ".venv" / "bin"
         self._bin.mkdir()
         self._made.mkdir(parents=True)
@@ -161,17 +159,14 @@ class DocumentShell:
         return main(arguments)
 
     def _load(self, arguments: list[str]) -> int:
-        """A load test. That this machine was late, or too busy for an SLO, is no fault of the document: it runs once
-        more; a short one, which other tests run beside, has shown enough if no request failed."""
-        code, told = _told(arguments if self._as_printed else _shortened(arguments))
-        if code and any(verdict in told for verdict in ("INVALID RUN", "SLO MISSED")):
-            if self._as_printed:
-                print(f"\n{told.splitlines()[0]}; once more, alone: {shlex.join(arguments)}", file=sys.__stderr__)
-                code, told = _told(arguments)
-            elif re.search(r"^errors( +0)+$", told, re.MULTILINE):
-                code = 0
-        print(told, end="")
-        return code
+        """A short load test. That this machine was late, or too busy for an SLO, is no fault of the document: it has
+        shown enough if no request failed."""
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            code = main(_shortened(arguments))
+        print(told := out.getvalue(), end="")
+        is_only_late = any(verdict in told for verdict in ("INVALID RUN", "SLO MISSED"))
+        return 0 if is_only_late and re.search(r"^errors( +0)+$", told, re.MULTILINE) else code
 
     def _write(self, name: str, text: str, folder: Path | None = None) -> None:
         path = (folder or self._bin) / name
@@ -187,13 +182,6 @@ def _shortened(arguments: list[str]) -> list[str]:
         at = kept.index("--threshold")
         del kept[at : at + 2]
     return [*kept, "--duration", "3", *([] if "--rate" in kept else ["--rate", "5"])]
-
-
-def _told(arguments: list[str]) -> tuple[int, str]:
-    """A command's exit code, and what it printed."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        return main(arguments), out.getvalue()
 
 
 def _in_checkout(path: str) -> Path:
