@@ -5,21 +5,22 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from diffusers import ControlNetModel
 
 from plait_fabric import ChannelClosed, PeerLost, recv_tensors, send_tensors
 from plait_fabric.heartbeat import Stuck
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.handshake import greeting
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
-from plait_serving.diffusion.controlnet.model import load_controlnet
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
@@ -29,6 +30,34 @@ from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlNetClient, Residuals
 from support import controlnet as kit
 from support.closeness import EQUAL, ulps
+
+
+@dataclass(eq=False)
+class ForwardGate:
+    """A runner's forward passes wait here while it is shut; ``batches`` holds the number of blocks of each."""
+
+    opened: threading.Event = field(default_factory=threading.Event)
+    entered: threading.Event = field(default_factory=threading.Event)
+    batches: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.opened.set()
+
+
+class GatedRunner(ControlNetModelRunner):
+    """A runner whose forward passes a test can hold."""
+
+    def __init__(self, model: ControlNetModel, gate: ForwardGate) -> None:
+        super().__init__(model)
+        self._gate = gate
+
+    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
+        self._gate.batches.append(len(blocks))
+        self._gate.entered.set()
+        if not self._gate.opened.wait(60):
+            raise TimeoutError("the test never opened the gate")
+        return super().residuals(blocks)
+
 
 WAIT_S = 60.0
 

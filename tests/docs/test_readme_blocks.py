@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -22,7 +25,22 @@ from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection,
 from support.app_server import wait_for
 from support.cluster import SharedServe
 from support.documents import GUIDES, CodeBlock, blocks_of, read
-from support.readme_commands import USUAL_URL, DocumentShell, run_python
+from support.readme_commands import USUAL_URL, DocumentShell
+
+
+def run_python(file: Path) -> None:
+    """Runs a file as a program would, in its folder and in this process."""
+    import runpy
+
+    before: dict[str, Any] = dict(sys.modules)
+    with contextlib.chdir(file.parent):
+        try:
+            runpy.run_path(str(file), run_name="__main__")
+        finally:
+            for name in set(sys.modules) - set(before):
+                if getattr(sys.modules[name], "__file__", None) == str(file):
+                    del sys.modules[name]
+
 
 pytestmark = pytest.mark.cluster
 

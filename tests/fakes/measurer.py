@@ -53,6 +53,12 @@ def fake_measurer(
     return FakeMeasurer(folder, seconds=seconds, noise=noise, drift=drift, fail=dict(fail or {}), knobs=knobs)
 
 
+def cloned_measurer(*, folder: Path, live: bool = False) -> FakeMeasurer:
+    """Return the same with the arguments that `plait tune` gives to plait's own."""
+    assert not live
+    return fake_measurer(folder=folder)
+
+
 class FakeMeasurer:
     """The measurer of `fake_measurer`. It appends a line to `measured.log` in the job's folder when a task begins and
     when it ends without a failure, warm-ups excepted."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from fakes.stub_server import server_process
 from plait_loadtest.measure import summarise
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import Scenario
-from support.stub_server import server_process
 
 RATE_PER_S, SECONDS, STALL_S, STALL_AT = 200, 4, 1.0, 200
 

@@ -8,9 +8,9 @@ from collections import Counter
 
 import pytest
 
+from fakes.bad_server import BEHAVIOURS, bad_server
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import run_scenario
-from support.bad_server import BEHAVIOURS, bad_server
 
 PARTIAL = (
     b'event: image_generation.partial_image\ndata: {"type": "image_generation.partial_image", "b64_json": "x"}\n\n'

@@ -22,7 +22,7 @@ from plait_loadtest.scenario import Slo
 from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import records, scenario, session
 
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
+TESTS = Path(__file__).resolve().parents[1]
 OTHERS = (
     "torch,ray,diffusers,transformers,fastapi,starlette,httpx2,uvicorn,plait,plait_serving,plait_bench,plait_disagg"
 )
@@ -31,7 +31,7 @@ OTHERS = (
 @pytest.fixture(scope="module")
 def url():
     """A running plain server."""
-    process = subprocess.Popen([sys.executable, str(SUPPORT / "plain_server.py")], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, TESTS / "fakes" / "plain_server.py"], stdout=subprocess.PIPE, text=True)
     try:
         yield process.stdout.readline().strip()
     finally:
@@ -42,7 +42,7 @@ def url():
 
 def alone(*arguments):
     """The command in a process of its own where the other packages cannot be imported."""
-    command = [sys.executable, str(SUPPORT / "loadtest_blocked.py"), OTHERS, *map(str, arguments)]
+    command = [sys.executable, str(TESTS / "support" / "loadtest_blocked.py"), OTHERS, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -7,10 +7,10 @@ from contextlib import closing
 
 import pytest
 
+from fakes.honest_server import BEHAVIOURS, HonestServer
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import run_scenario
 from plait_loadtest.values import RequestOutcome
-from support.honest_server import BEHAVIOURS, HonestServer
 
 
 def scenario_of(url, names, *, timeout_s=300.0, **settings):

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 
+from fakes.bad_server import bad_server
 from plait_loadtest.capacity import judge, observe
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.session import run_scenario
-from support.bad_server import bad_server
 
 
 @pytest.fixture(scope="module")

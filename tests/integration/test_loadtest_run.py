@@ -12,14 +12,27 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from plait_loadtest.errors import LoadtestError
+from fakes.bad_server import bad_server
+from fakes.stub_server import server_process
+from plait_loadtest.errors import LoadtestError, ScenarioError
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import RECORD, RequestOutcome
-from support.bad_server import bad_server
-from support.broken_mix import BrokenMix
-from support.stub_server import server_process
+
+
+class BrokenMix:
+    """Implements `Mix`, badly."""
+
+    kinds = ("broken",)
+
+    def kind(self, index):
+        """The only one."""
+        return 0
+
+    def build(self, index):
+        """Never works."""
+        raise ScenarioError("mix.0.controlnets.images: no such picture")
 
 
 def scenario_of(url, path="/ok", **settings):

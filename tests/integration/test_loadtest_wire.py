@@ -16,13 +16,13 @@ from itertools import pairwise
 import pytest
 import uvloop
 
+from fakes.bad_server import BadServer, bad_server
 from plait_loadtest.limits import DESCRIPTORS, MEMORY, PORTS, ROOM
 from plait_loadtest.scenario import LoadTarget
 from plait_loadtest.values import PreparedRequest, RequestOutcome
 from plait_loadtest.wire.dial import LOOKUP_S, Dialler, RequestWriter, place_of
 from plait_loadtest.wire.framing import HTTP2
 from plait_loadtest.wire.pool import ConnectionPool, Rules, SendJob
-from support.bad_server import BadServer, bad_server
 
 
 @dataclass

@@ -7,24 +7,53 @@ import os
 import re
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import yaml
 
 from plait.cli import main as root
-from plait_bench.placement.cluster import NodeSize, attached, deploy
+from plait.server.environment import patient_start
+from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_bench.placement.on_ray import PLAIT, SMALL, play
 from plait_deploy.on_ray.names import LABEL
-from support.cluster import TESTS
-from support.ray_nodes import local, ray_nodes, wait_for
+from support.cluster import TESTS, stop_shared
 from support.server import free_port
 
-__all__ = ["ray_nodes"]
-
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+_START_S = 240.0
+
+
+@contextmanager
+def local() -> Iterator[LocalNodes]:
+    """A head without resources. Tests add nodes (`add`), attach (`plait_bench.placement.cluster.attached`), and
+    kill nodes (`lose`). It takes ten seconds to start, and each node two or three."""
+    stop_shared()  # a process is attached to one Ray at a time
+    with patient_start(_START_S), local_nodes() as nodes:
+        yield nodes
+
+
+@pytest.fixture
+def ray_nodes() -> Iterator[LocalNodes]:
+    """The same for one test."""
+    with local() as nodes:
+        yield nodes
+
+
+def wait_for(done: Callable[[], bool], what: Callable[[], str], *, limit_s: float) -> None:
+    """Return when `done`. Raises `TimeoutError` that says `what` after `limit_s`."""
+    until_s = time.monotonic() + limit_s
+    while not done():
+        if time.monotonic() > until_s:
+            raise TimeoutError(what())
+        time.sleep(0.3)
+
 
 PATIENCE_S = 300.0
 PLACED = """
@@ -62,7 +91,7 @@ class Server:
         files = [str(self.folder / name) for name in ("plait.yaml", "cluster.yaml")]
         assert root.main(["deploy", "render", files[0], "--cluster", files[1]]) == 0
         (application,) = yaml.safe_load(self.capsys.readouterr().out)["applications"]
-        deploy(self.serve, {**application, "import_path": "support.placed_app:build"})
+        deploy(self.serve, {**application, "import_path": "fakes.placed_app:build"})
 
     def ask(self, path, body=None):
         """GET, or POST if there is a body: status and text; 0 where nothing answers."""

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from fakes.rank_source import TinySource
 from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
 from plait.server.ports import hold_port
@@ -34,7 +35,6 @@ from plait_serving.ranking.config import RankingSection, RankModelSection
 from support import ranking as kit
 from support import refresh as refresh_kit
 from support.cluster import SharedServe
-from support.rank_serve import TinySource
 
 pytestmark = pytest.mark.cluster
 

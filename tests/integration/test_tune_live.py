@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.tuned_app import COMPOSE, TARGET, write_job
 from plait.server import processes
 from plait.tuning.job import local_run as work
 from plait.tuning.job import recover
@@ -21,7 +22,6 @@ from plait.tuning.job.recover import recover_all
 from plait.tuning.measure.live import left_notes, note_path
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.values import FailureKind
-from support.live_app import COMPOSE, TARGET, write_job
 from support.server import REPOSITORY, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster
@@ -47,7 +47,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def server(environment: Path) -> Iterator[PlaitServer]:
     """A server that people might be on."""
     port = free_port()
-    started = PlaitServer.launch(("support.live_app",), [str(port)], port=port, root=environment)
+    started = PlaitServer.launch(("fakes.tuned_app",), [str(port)], port=port, root=environment)
     try:
         yield started.wait_ready()
     finally:
@@ -142,7 +142,7 @@ def test_what_a_killed_tuner_left_is_rolled_back(
     code = (
         "import os, signal; from pathlib import Path\n"
         "from plait.tuning.measure.knobs import apply_knobs; from plait.tuning.measure.live import LiveServer\n"
-        "from support.live_app import compose\n"
+        "from fakes.tuned_app import compose\n"
         f"live = LiveServer(compose, root=Path({str(root)!r}), port={server.port})\n"
         "live.apply(apply_knobs(live.original, {'engine.largest_batch': 5}), limit_s=60)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"

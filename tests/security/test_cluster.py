@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import pickle
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +21,7 @@ import pytest
 from ray.serve.generated.serve_pb2 import ASGIRequest
 from ray.serve.generated.serve_pb2_grpc import ASGIServiceStub
 
+from plait.doctor.sockets import ray_listeners
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster
@@ -165,3 +169,33 @@ def test_half_sent_requests_are_hung_up_on(server: PlaitServer) -> None:
         assert peer.recv(1) == b""
         peer.close()
     assert get(server.port, "/v1/models")[0] == 200
+
+
+def doctor(port: int, environ: dict[str, str], *arguments: str) -> tuple[int, list[dict[str, str]]]:
+    """Exit code and findings of `plait doctor --cluster`."""
+    command = [sys.executable, "-m", "plait.cli.main", "doctor", "--cluster", "--json", "--port", str(port), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=200, check=False)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_doctor_asks_the_cluster_of_a_server(server: PlaitServer, tmp_path: Path) -> None:
+    """It finds Ray and its token in the state folder; nodes, versions and Serve are fine, every socket of that Ray
+    wants the token, and those of its core are on loopback. Where there is no Ray, that is a failure with advice."""
+    environ = {**os.environ, "PLAIT_STATE_DIR": str(server.state_folder.parent)}
+    environ.pop("RAY_ADDRESS", None)
+    _, found = doctor(server.port, environ)
+    said = {it["name"]: it for it in found}
+    assert {name: said[name]["verdict"] for name in ("nodes", "versions", "serve", "port")} == dict.fromkeys(
+        ("nodes", "versions", "serve", "port"), "ok"
+    ), found
+    pids = {process.pid for process in server.members()}
+    ours = [it for it in ray_listeners() if it.pid in pids]
+    assert {it.program for it in ours} >= {"gcs_server", "raylet"}
+    assert [it for it in ours if not it.has_token] == []
+    # Serve's replicas listen for each other on all interfaces, whatever the address of the node.
+    assert [it for it in ours if not it.is_loopback and it.program != "ray::"] == []
+    code, found = doctor(free_port(), {**environ, "PLAIT_STATE_DIR": str(tmp_path)}, "--address", "127.0.0.1:1")
+    (ray,) = [it for it in found if it["name"] == "ray"]
+    assert (code, ray["verdict"]) == (1, "fail")
+    assert "RAY_AUTH_TOKEN" in ray["advice"]

@@ -16,8 +16,8 @@ from PIL import Image
 from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
+from fakes.trap import Trap
 from support.http_app import b64, make_client, png
-from support.trap import Trap
 
 URL = "/v1/images/generations"
 

@@ -6,7 +6,6 @@ import random
 import secrets
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +21,7 @@ from plait_fabric import Listener, PeerLost, connect, listen
 from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
 from plait_kernels.executors import AdaptedLayer, RowFactors
 from plait_kernels.executors.torch_program import TorchProgram
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
+from plait_serving.diffusion.controlnet.model import ControlNetModelRunner
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.protocols import (
@@ -147,33 +146,6 @@ def ulps(answer: Residuals | EngineError, expected: Residuals) -> float:
         raise answer
     ours, theirs = (torch.cat([each.flatten() for each in (*it.down, it.mid)]) for it in (answer, expected))
     return closeness.ulps(ours, theirs)
-
-
-@dataclass(eq=False)
-class ForwardGate:
-    """A runner's forward passes wait here while it is shut; ``batches`` holds the number of blocks of each."""
-
-    opened: threading.Event = field(default_factory=threading.Event)
-    entered: threading.Event = field(default_factory=threading.Event)
-    batches: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.opened.set()
-
-
-class GatedRunner(ControlNetModelRunner):
-    """A runner whose forward passes a test can hold."""
-
-    def __init__(self, model: ControlNetModel, gate: ForwardGate) -> None:
-        super().__init__(model)
-        self._gate = gate
-
-    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
-        self._gate.batches.append(len(blocks))
-        self._gate.entered.set()
-        if not self._gate.opened.wait(60):
-            raise TimeoutError("the test never opened the gate")
-        return super().residuals(blocks)
 
 
 class LooseProgram:
@@ -307,8 +279,6 @@ __all__ = [
     "ControlCall",
     "ControlCase",
     "ControlNetModelRunner",
-    "ForwardGate",
-    "GatedRunner",
     "Listener",
     "PeerLost",
     "ReplicaFleet",

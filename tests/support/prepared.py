@@ -99,11 +99,6 @@ PLAIN = asked("plain", n=2)
 CONTROLLED = asked("controlled", controlnets=CONTROL, loras=SETS["peft"])
 
 
-def mean_error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    """The mean over images of the root of the mean square difference."""
-    return float((found.float() - truth).square().flatten(1).mean(1).sqrt().mean())
-
-
 def unet_is_mapped(probe: Probe) -> bool:
     """Whether torch's copy of the UNet is the file's float16 bytes."""
     return next(probe.assembled.bundle.unet.down_blocks.parameters()).dtype is torch.float16

@@ -3,37 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
-
-from prometheus_client.parser import text_string_to_metric_families
+from collections.abc import Iterator
 
 Labels = frozenset[tuple[str, str]]
-
-
-@dataclass
-class Scrapes:
-    """A Prometheus that scrapes one target."""
-
-    series: dict[tuple[str, Labels], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-
-    def add(self, at_s: float, text: str) -> None:
-        """One scrape."""
-        for each in text_string_to_metric_families(text):
-            for sample in each.samples:
-                self.series[sample.name, frozenset(sample.labels.items())].append((at_s, sample.value))
-
-    def increases(self, name: str, from_s: float, to_s: float) -> Mapping[Labels, float]:
-        """By series what `increase` finds before it extrapolates: all that a counter rose, and all of it after a fall,
-        which is a restart. A series of one sample has none."""
-        found = {}
-        for (of, labels), samples in self.series.items():
-            values = [value for at_s, value in samples if from_s <= at_s <= to_s]
-            if of == name and len(values) > 1:
-                found[labels] = sum(now - before if now >= before else now for before, now in pairwise(values))
-        return found
 
 
 _UNITS = {

@@ -21,7 +21,6 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from plait.cli.main import main
 from plait_autoconfig.jobs.job_file import parse_job
@@ -187,17 +186,3 @@ def _shortened(arguments: list[str]) -> list[str]:
 def _in_checkout(path: str) -> Path:
     """A path that a document gives: of a file that its own blocks wrote, or from the root of a clone."""
     return Path(path) if Path(path).exists() else ROOT / path
-
-
-def run_python(file: Path) -> None:
-    """Runs a file as a program would, in its folder and in this process."""
-    import runpy
-
-    before: dict[str, Any] = dict(sys.modules)
-    with contextlib.chdir(file.parent):
-        try:
-            runpy.run_path(str(file), run_name="__main__")
-        finally:
-            for name in set(sys.modules) - set(before):
-                if getattr(sys.modules[name], "__file__", None) == str(file):
-                    del sys.modules[name]

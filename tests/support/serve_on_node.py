@@ -1,4 +1,4 @@
-"""`support.fake_serve` on a node with that address: ``python -m support.serve_on_node ADDRESS PORT [path=value ...]``.
+"""`fakes.serve` on a node with that address: ``python -m support.serve_on_node ADDRESS PORT [path=value ...]``.
 
 Ray takes any node whose process it finds for the one that it is on, the head first. On one machine with several nodes
 it finds them all.
@@ -11,7 +11,7 @@ from typing import Any
 
 from ray._private import services
 
-from support.fake_serve import main
+from fakes.serve import main
 
 if __name__ == "__main__":
     here = sys.argv.pop(1)

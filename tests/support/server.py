@@ -21,7 +21,7 @@ from plait.server.state import RunRecord
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 600.0  # what `server.ready_timeout_s` is
-REAL, FAKE = ("plait.cli.main", "serve"), ("support.fake_serve",)
+REAL, FAKE = ("plait.cli.main", "serve"), ("fakes.serve",)
 
 
 class PlaitServer:

@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
+from fakes import plait_command
 from plait_bench.benchmark import Benchmark
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.runner import RunPlan, run
 from plait_bench.tuning import JOBS, TunedJob, benchmark, promise_of
-from support import fake_plait
 
 
 def test_a_promise_is_held_below_it_and_not_above(monkeypatch: pytest.MonkeyPatch) -> None:
     """A server that does 1.05 times what was promised holds 0.9 of it in every round and 1.1 in none."""
-    monkeypatch.setenv("PYTHONPATH", str(fake_plait.__file__).rpartition("/support/")[0])
-    job = TunedJob("picks", "recommend", command=(sys.executable, "-m", "support.fake_plait"))
+    monkeypatch.setenv("PYTHONPATH", str(plait_command.__file__).rpartition("/fakes/")[0])
+    job = TunedJob("picks", "recommend", command=(sys.executable, "-m", "fakes.plait_command"))
     (result,) = run(Benchmark(name="tuning", workloads=(job,)), RunPlan(rounds=2, settles=False), say=lambda _: None)
     rows = {row.metric: row for row in result.rows}
     assert rows["held_at_0.9"].rounds == (1.0, 1.0)
@@ -24,7 +24,7 @@ def test_a_promise_is_held_below_it_and_not_above(monkeypatch: pytest.MonkeyPatc
     assert rows["attainment_at_1.1"].value == 0.4
     assert (rows["gain"].p20, rows["gain"].value, rows["gain"].p80) == (1.3, 1.4, 1.5)
     assert (rows["capacity_per_s"].p20, rows["capacity_per_s"].value) == (90.0, 105.0)
-    assert (rows["promised_per_s"].value, rows["promised_per_s"].unit) == (fake_plait.PROMISED_PER_S, "1/s")
+    assert (rows["promised_per_s"].value, rows["promised_per_s"].unit) == (plait_command.PROMISED_PER_S, "1/s")
     assert rows["beyond_load_s"].value == 1.5
 
 

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fakes.tuned_app import job_text, write_job
 from plait.cli import main as root
 from plait.tuning.job import local_run as work
-from support.fake_tuning import FACTORY
-from support.live_app import job_text, write_job
 from support.server import REPOSITORY
 
 CONFIG = """\
@@ -29,7 +28,7 @@ recommend: null
 def fake_factory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Jobs measure a made-up service."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(work, "FACTORY", FACTORY)
+        patch.setattr(work, "FACTORY", "fakes.measurer:cloned_measurer")
         patch.setenv("PYTHONPATH", os.pathsep.join([str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("PLAIT_STATE_DIR", str(tmp_path_factory.mktemp("state")))
         yield

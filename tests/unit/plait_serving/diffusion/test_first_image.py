@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from fakes.virtual_engine import TABLES, Virtual
 from plait_serving.diffusion.values import Tenant
 from support.engine import request
-from support.virtual_engine import TABLES, Virtual
 
 FLOOD, OTHER = Tenant(name="flood"), Tenant(name="other")
 QUEUED, STEPS, WAIT_S = 1000, 4, 300.0

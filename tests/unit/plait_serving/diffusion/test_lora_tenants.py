@@ -13,6 +13,7 @@ from collections import Counter
 import pytest
 
 from fakes.lora_source import DelayedSource
+from fakes.virtual_engine import Virtual
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, Overloaded
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.parse import parse
@@ -21,7 +22,6 @@ from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.values import Failed, Finished, LoraRef, Progress, Tenant
 from support.engine import WAIT_S, Gate, request
 from support.loras import TwoLayers, tiny_lora_file
-from support.virtual_engine import Virtual
 
 TARGETS = LoraTargets.of({"unet": TwoLayers()})
 BUDGET = 7

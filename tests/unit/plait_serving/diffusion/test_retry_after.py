@@ -6,9 +6,9 @@ import random
 
 import pytest
 
+from fakes.virtual_engine import TABLES, Virtual
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.diffusion.values import Tenant
-from support.virtual_engine import TABLES, Virtual
 
 FLOOD = Tenant(name="flood")
 LIMIT, ASKED, WAIT_S = 24, 50, 300.0

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
@@ -35,7 +38,31 @@ from support.http_app import AsgiCall, make_app, make_client, until
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
 from support.metrics import found, total
-from support.prometheus import Labels, Scrapes, lint
+from support.prometheus import Labels, lint
+
+
+@dataclass
+class Scrapes:
+    """A Prometheus that scrapes one target."""
+
+    series: dict[tuple[str, Labels], list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, at_s: float, text: str) -> None:
+        """One scrape."""
+        for each in text_string_to_metric_families(text):
+            for sample in each.samples:
+                self.series[sample.name, frozenset(sample.labels.items())].append((at_s, sample.value))
+
+    def increases(self, name: str, from_s: float, to_s: float) -> Mapping[Labels, float]:
+        """By series what `increase` finds before it extrapolates: all that a counter rose, and all of it after a fall,
+        which is a restart. A series of one sample has none."""
+        found = {}
+        for (of, labels), samples in self.series.items():
+            values = [value for at_s, value in samples if from_s <= at_s <= to_s]
+            if of == name and len(values) > 1:
+                found[labels] = sum(now - before if now >= before else now for before, now in pairwise(values))
+        return found
+
 
 URL = "/v1/images/generations"
 ALERTS = Path(__file__).resolve().parents[4] / "deploy" / "dashboards" / "alerts.yaml"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.tuned_app import job_text
 from plait.tuning.job.progress import headline, shown, time_breakdown
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.loop import JobEvent
@@ -17,7 +18,6 @@ from plait_autoconfig.jobs.records import Claim, Record
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.values import Config, TrialOutcome
-from support.live_app import job_text
 
 
 def record(number: int, kind: MeasurementKind, config: Config, goodput_per_cost: float) -> Record:

@@ -10,13 +10,13 @@ import pytest
 import yaml
 
 import plait.tuning
+from fakes.tuned_app import compose, job_text
 from plait.tuning.measure.checks import guard_of, max_replicas_config, prepare, target_config
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.jobs.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.spec import JobSpec
-from support.live_app import compose, job_text
 
 EXAMPLES = Path(plait.tuning.__file__).parent / "examples"
 
@@ -29,7 +29,7 @@ SCENARIO: dict[str, Any] = {
 
 
 def job(**changes: Any) -> JobSpec:
-    """The job of `support.live_app`, changed."""
+    """The job of `fakes.tuned_app`, changed."""
     return parse_job(job_text(**changes), folder=Path("/"))
 
 

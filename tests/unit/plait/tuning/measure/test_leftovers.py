@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes.tuned_app import compose
 from plait.config import PlaitConfig, dump_config, load_config
 from plait.server import processes
 from plait.server.cluster import Cluster
@@ -18,7 +19,6 @@ from plait.server.state import RunRecord
 from plait.tuning.job import recover
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.live import LiveBusy, LiveServer, RollbackNote, left_notes, note_path, running_config
-from support.live_app import compose
 
 GONE = ProcessId(pid=2**22 - 1, start_ticks=1)
 

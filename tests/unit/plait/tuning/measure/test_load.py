@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fakes.stub_server import server_process
 from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
 from plait_autoconfig.trial_load import Look, LookPlan
@@ -16,7 +17,6 @@ from plait_loadtest.measure import summarise
 from plait_loadtest.scenario import Scenario
 from plait_loadtest.values import RequestOutcome
 from support.loadtest_records import records, result, scenario, session
-from support.stub_server import server_process
 
 
 def test_metrics_are_those_of_the_rate_that_was_asked_for() -> None:

@@ -8,12 +8,71 @@ from torch import nn
 
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.errors import UnsupportedOperator
-from plait_disagg.graph.inputs import Bag, Dense, Ids
+from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import collate, for_module, id_bounds, sample
 from support.graph import OneByOne, model, table_rows
-from support.graph_models import Everyone
+
+
+class Everyone(nn.Module):
+    """Looks across rows: what must be refused."""
+
+    inputs: tuple[Input, ...] = (Dense("x", "item", (4,)),)
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, *, x):
+        return getattr(self, self.how)(x).sum(dim=1)
+
+    def mean_over_rows(self, x):
+        return x - x.mean(dim=0)
+
+    def softmax_over_rows(self, x):
+        return torch.softmax(x, dim=0)
+
+    def all_pairs(self, x):
+        return x @ x.transpose(0, 1) @ x
+
+    def neighbours(self, x):
+        return torch.cat([x[1:], x[:1]], dim=0)
+
+    def whole_sum(self, x):
+        return x / x.sum()
+
+    def noise(self, x):
+        return x + torch.rand_like(x)
+
+    def sorted_features(self, x):
+        return torch.sort(x, dim=1).values
+
+    def counted_rows(self, x):
+        return x * x.shape[0]
+
+    def numbered_rows(self, x):
+        return x + torch.arange(x.shape[0]).unsqueeze(1)
+
+    def where_positive(self, x):
+        return x[x.sum(1) > 0]
+
+    def written_in_place(self, x):
+        y = x + 1
+        z = y * 2
+        y.add_(1)
+        return y + z
+
+    def fixed_rows(self, x):
+        return x + torch.zeros(41, 4)
+
+    def folded_rows(self, x):
+        return x.reshape(-1, 2, 2).reshape(-1, 2).reshape(-1, 4)
+
+    def lookup_of_constant(self, x):
+        return self.weight[x.to(torch.int64).clamp(0, 3)[:, 0]]
 
 
 @pytest.mark.parametrize("name", ["small", "zoo"])

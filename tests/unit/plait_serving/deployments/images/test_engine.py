@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from fakes.serve import FakeHosted
 from plait_fabric.heartbeat import Stuck
 from plait_serving.deployments.images.engine import EngineReplica, portable
 from plait_serving.deployments.images.engine_source import ACCEPTED
@@ -18,7 +19,6 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
-from support.fake_serve import FakeHosted
 from support.metrics import total
 
 REQUEST = ImageRequest(

@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from fakes import bad_server
+from fakes.bad_server import BadServer, Behaviour, says
 from plait_loadtest.values import RequestOutcome as Ended
-from support import bad_server
-from support.bad_server import BadServer, Behaviour, says
 
 BIG_BYTES = 64 << 20
 """The largest answer that a scenario takes by default."""

@@ -1,6 +1,6 @@
 """A server of which every answer is known: none takes time, but request number K stops it for S seconds.
 
-``python -m support.stalling_server K S`` prints its port; when its standard input ends it prints how long the stall
+``python -m fakes.stalling_server K S`` prints its port; when its standard input ends it prints how long the stall
 really was. Connections are taken one at a time between answers: an event loop would first take all that came during
 the stall, and nobody could know the answers' times.
 """

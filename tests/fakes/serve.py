@@ -1,6 +1,6 @@
 """`plait serve` around the fake engine: the real ingress, handles, processes and signals, without torch.
 
-Run as ``python -m support.fake_serve PORT [--set path=value ...]``.
+Run as ``python -m fakes.serve PORT [--set path=value ...]``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A server that is not plait and speaks its APIs: images, infer, and anything else; every service time is known.
 
-``python -m support.stub_server [SERVICE_MS]`` prints its URL and serves until its standard input ends. Requests do not
+``python -m fakes.stub_server [SERVICE_MS]`` prints its URL and serves until its standard input ends. Requests do not
 wait for each other.
 """
 
@@ -75,7 +75,7 @@ def _json(value: Any, headers: dict[str, str] | None = None) -> Response:
 def server_process(module: str, *arguments: object) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A server of this folder as a process of its own, and the first line that it prints."""
     process = subprocess.Popen(
-        [sys.executable, "-m", f"support.{module}", *map(str, arguments)],
+        [sys.executable, "-m", f"fakes.{module}", *map(str, arguments)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,6 +1,6 @@
 """The fake engine as an application that is tuned: its knobs have effects, and `compose` is what a measurer calls.
 
-Run as ``python -m support.live_app PORT [--set path=value ...]`` it is a server to tune live.
+Run as ``python -m fakes.tuned_app PORT [--set path=value ...]`` it is a server to tune live.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 
 import yaml
 
+from fakes.serve import FakeHosted, FakeSource, main
 from plait.config import PlaitConfig
 from plait_serving.diffusion.knobs import EngineKnobs
-from support.fake_serve import FakeHosted, FakeSource, main
 
-COMPOSE = "support.live_app:compose"
+COMPOSE = "fakes.tuned_app:compose"
 TARGET = {"app": "images", "settings": {"images.controlnets": {}, "recommend": None}}
 CRASHING_BATCH, REFUSED_BATCH = 13, 14
 STEP_S = 0.01
@@ -96,6 +96,6 @@ def write_job(folder: Path, **changes: Any) -> Path:
 
 
 if __name__ == "__main__":
-    from support import live_app  # by the name that who tunes it knows: what is bound tells what restarts
+    from fakes import tuned_app  # by the name that who tunes it knows: what is bound tells what restarts
 
-    sys.exit(main(live_app.KnobbedSource()))
+    sys.exit(main(tuned_app.KnobbedSource()))

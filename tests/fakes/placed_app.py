@@ -3,8 +3,8 @@
 # No `from __future__ import annotations` here: Serve reads the class of `build`'s argument from its signature.
 from ray import serve
 
+from fakes.serve import FakeSource
 from plait.app import AppArgs, compose
-from support.fake_serve import FakeSource
 
 
 def build(args: AppArgs) -> serve.Application:
