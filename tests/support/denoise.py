@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,10 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from plait_kernels.executors.module_lock import MODULES
+from plait_serving.diffusion.bundle import Bundle
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
+from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 
 SCHEDULER_CLASSES = {
@@ -47,6 +51,80 @@ def make_request(**changes: Any) -> ImageRequest:
 def control_image(seed: int, side: int = 32) -> np.ndarray:
     """A random ``uint8 (side, side, 3)`` image."""
     return np.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=np.uint8)
+
+
+@dataclass
+class DenoisingRequest:
+    """A request between two steps."""
+
+    request: ImageRequest
+    sampler: Any
+    latents: torch.Tensor
+    conditioning: Any
+    controls: tuple[ActiveControl, ...]
+    step: int = 0
+    error: EngineError | None = None
+    trace: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        """Whether it has finished or failed."""
+        return self.error is not None or self.step >= len(self.sampler.timesteps)
+
+    def call(self) -> StepCall:
+        """Its part of the next denoiser call."""
+        refs = zip(self.controls, self.request.controlnets, strict=True)
+        return StepCall(
+            conditioning=self.conditioning,
+            sample=self.sampler.scale_input(self.latents, self.step),
+            timestep=self.sampler.timesteps[self.step],
+            guidance_scale=self.request.guidance_scale,
+            controls=tuple(control for control, ref in refs if ref.acts_in(self.step, self.request.steps)),
+        )
+
+    def advance(self, output: torch.Tensor | EngineError) -> None:
+        """Takes the model's output."""
+        if isinstance(output, EngineError):
+            self.error = output
+            return
+        self.latents = self.sampler.step(output, self.step, self.latents)
+        self.step += 1
+
+
+def start(
+    bundle: Bundle, denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
+) -> DenoisingRequest:
+    """A request before its first step."""
+    sampler = sampler_factory(bundle)(request, request.seeds, denoiser.latent_shape(request.width, request.height))
+    conditioning = denoiser.prepare(request)
+    controls = []
+    for ref in request.controlnets:
+        client = (clients or {})[ref.name]
+        session = client.open(image=ref.image, conditioning=conditioning, width=request.width, height=request.height)
+        controls.append(ActiveControl(client=client, session=session, scale=ref.scale))
+    return DenoisingRequest(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
+
+
+def run_requests(
+    bundle: Bundle,
+    denoiser: Denoiser,
+    requests: Sequence[ImageRequest],
+    clients: Mapping[str, ControlNetClient] | None = None,
+    *,
+    joins_at: Sequence[int] | None = None,
+) -> list[DenoisingRequest]:
+    """Runs all to the end, batched; request k joins before round ``joins_at[k]`` (default: all before the first)."""
+    running = [start(bundle, denoiser, request, clients) for request in requests]
+    joins = list(joins_at or [0] * len(running))
+    turn = 0
+    with torch.inference_mode():
+        while not all(one.done for one in running):
+            now = [one for one, join in zip(running, joins, strict=True) if join <= turn and not one.done]
+            turn += 1
+            if now:
+                for one, output in zip(now, denoiser.predict([one.call() for one in now]), strict=True):
+                    one.advance(output)
+    return running
 
 
 def reference_latents(
