@@ -245,9 +245,9 @@ def fleet() -> kit.ReplicaFleet:
     return kit.ReplicaFleet()
 
 
-def _gated(folder: Path) -> tuple[kit.GatedRunner, kit.ForwardGate]:
-    gate = kit.ForwardGate()
-    return kit.GatedRunner(load_controlnet(folder, dtype=torch.float32).model, gate), gate
+def _gated(folder: Path) -> tuple[GatedRunner, ForwardGate]:
+    gate = ForwardGate()
+    return GatedRunner(load_controlnet(folder, dtype=torch.float32).model, gate), gate
 
 
 @pytest.mark.parametrize("scheme", ["shm", "tcp"])

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.protocols import Ranker
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankAnswer
-from support import ranking as kit
 from support.rank_fabric import Rig, until
 
 KINDS = ("whole", "cn", "inproc whole", "inproc split", "shm whole", "shm split", "tcp split")

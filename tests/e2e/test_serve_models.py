@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
 from support.app_server import wait_for
@@ -85,7 +86,13 @@ def drawn(client, model: str, seed: int = 7) -> np.ndarray:
 
 def alone(root: Path, model: str, seed: int = 7, **loras: float) -> np.ndarray:
     """The image of an engine that has this model only."""
-    settings = EngineSettings(model=root / model, dtype="float32", lora_source=FolderSource(root / "loras"))
+    settings = EngineSettings(
+        model=root / model,
+        dtype="float32",
+        lora_source=FolderSource(root / "loras"),
+        knobs=EngineKnobs(threads=1),
+        converts=False,
+    )
     assembled = build_engine(settings)
     try:
         request = ImageRequest(

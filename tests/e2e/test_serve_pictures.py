@@ -11,19 +11,39 @@ import os
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from support.server import plait_server
+from plait.server import processes
+from support.server import REAL, PlaitServer, free_port, write_tiny_models
 
 pytestmark = pytest.mark.cluster
-__all__ = ["plait_server"]  # the module's fixture
-
 SIZE = 32
+
+
+@pytest.fixture(scope="module")
+def plait_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
+    """A file's one server: tiny models, ControlNets as services, and a home directory that does not exist."""
+    root = tmp_path_factory.mktemp("plait-server")
+    config = write_tiny_models(root)
+    port = free_port()
+    server = PlaitServer.launch(
+        REAL, [str(config), "--port", str(port)], port=port, root=root, environ={"HOME": str(root / "no-home")}
+    )
+    left: frozenset[processes.ProcessId] = frozenset()
+    try:
+        yield server.wait_ready()
+        left = server.members()
+    finally:
+        code = server.stop()
+    assert code == 0, server.errors()
+    assert processes.wait_until_gone(left, timeout_s=0) == []
 
 
 def image(encoded):
@@ -261,10 +281,11 @@ def test_serve_survives_kill_minus_9_of_a_controlnet_replica(plait_server):
     """Killed in mid-request: another replica finishes the request, and its batch mates never notice."""
     slow = {"prompt": "cat", "num_inference_steps": 150, "seed": 1}
     expected = made(plait_server, **slow, controlnets=[control("edges")])
+    steps = metric(plait_server, "plait_engine_steps_total")
     with ThreadPoolExecutor(3) as threads:
         controlled = threads.submit(plait_server.generate, **slow, controlnets=[control("edges")])
         mate = threads.submit(plait_server.generate, **slow)
-        time.sleep(0.5)
+        until_metric(plait_server, "plait_engine_steps_total", lambda now: now > steps)
         assert not controlled.done()
         for pid in plait_server.replica_pids("controlnet-edges")[:1]:
             os.kill(pid, signal.SIGKILL)
@@ -294,10 +315,11 @@ def test_serve_survives_kill_minus_9_of_the_engine_replica(plait_server):
     """The base replica dies in mid-request: the request is made again on the new one, and the server recovers."""
     body = {"prompt": "tree", "num_inference_steps": 200, "seed": 9}
     expected = made(plait_server, **body)
+    steps = metric(plait_server, "plait_engine_steps_total")
     answers = []
     thread = threading.Thread(target=lambda: answers.append(plait_server.generate(**body)))
     thread.start()
-    time.sleep(0.4)
+    until_metric(plait_server, "plait_engine_steps_total", lambda now: now > steps)
     kill_replica(plait_server, "engine")
     thread.join(120)
     status, answer, _ = answers[0]

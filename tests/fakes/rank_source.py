@@ -1,14 +1,14 @@
-"""The tiny model of `support.ranking` as a recipe that Serve can carry to its replicas."""
+"""The tiny model of `fakes.ranking_model` as a recipe that Serve can carry to its replicas."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fakes import ranking_model as kit
 from plait_disagg.package import Package
 from plait_disagg.protocols import ItemStore
 from plait_serving.deployments.ranking.package_source import OpenedPackage, ShardedModel
 from plait_serving.ranking.config import RankRole
-from support import ranking as kit
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 
 from plait_kernels.registry import load
-from support.kernels import (
+from suites.operators import (
     DTYPES,
     GEGLU_SHAPES,
     NORM_SHAPES,

@@ -1,4 +1,4 @@
-"""The engine on prepared programs against diffusers' pipelines: a model of real widths (160, 320, 640), float16 files.
+"""The engine on prepared programs against diffusers' pipelines: a model of real widths (160, 320), float16 files.
 
 LoRA sets are inputs here, so requests of different sets share calls; what programs cannot take is computed by torch.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,7 +29,21 @@ from support.prepared import (
     unet_is_mapped,
     write_models,
 )
-from support.tiny import mid_sd
+from support.tiny import tiny_sd
+
+
+def mid_sd(folder: Path) -> Path:
+    """Writes Stable Diffusion 1.x with two blocks of half its width (10 M parameters), float16 files as people have."""
+    return tiny_sd(
+        folder,
+        seed=3,
+        dtype=torch.float16,
+        block_out_channels=(160, 320),
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        attention_head_dim=8,
+        norm_num_groups=32,
+    )
 
 
 def mean_error(found: torch.Tensor, truth: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""An engine whose UNet and ControlNets run as graphs, against diffusers; captured without a GPU (`support.graphs`)."""
+"""An engine whose UNet and ControlNets run as graphs, against diffusers; captured without a GPU (`fakes.graphs`)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fakes.engine import EveryBatchPays
+from fakes.graphs import FakeCapture
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.denoisers.compiled import graphed_halves
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
@@ -16,7 +17,6 @@ from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Sc
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image, make_request
 from support.engine_probe import Probe, fused_reference
-from support.graphs import FakeCapture
 from support.tiny import tiny_lora
 
 LORAS = (LoraRef(name="one", scale=0.9), LoraRef(name="two", scale=-0.6))

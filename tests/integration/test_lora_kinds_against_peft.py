@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
@@ -223,7 +224,9 @@ def test_a_request_that_moves_biases(tmp_path, tiny_sd_folder):
 
 def images_of(folder: Path, source: FolderSource, sets: list[LoraSet]) -> list[RgbImage]:
     """An engine's images of one prompt, with each set in turn."""
-    assembled = build_engine(EngineSettings(model=folder, lora_source=source, converts=False))
+    assembled = build_engine(
+        EngineSettings(model=folder, lora_source=source, knobs=EngineKnobs(threads=1), converts=False)
+    )
     try:
         return [
             assembled.engine.generate(

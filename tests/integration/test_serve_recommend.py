@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from fakes.rank_source import TinySource
 from plait.app import AppArgs, compose
 from plait.config import INGRESS, ServerSection
@@ -32,7 +33,6 @@ from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.ranking.worker import remote_ranker
 from plait_serving.ranking.config import RankingSection, RankModelSection
-from support import ranking as kit
 from support import refresh as refresh_kit
 from support.cluster import SharedServe
 
@@ -229,7 +229,7 @@ def test_sockets_of_living_workers_are_there(deployed: Deployed) -> None:
 
 
 def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) -> None:
-    """Nothing restarts, and of 600 rankings each CN and each HN has at least two in five."""
+    """Nothing restarts, and once clients know of them each CN and each HN has at least two in five of 300 rankings."""
     request = kit.request(3, 4)
     inputs = [
         {
@@ -241,7 +241,21 @@ def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) ->
         for name, value in request.tensors.items()
     ]
     counters = {"cn-tiny": "requests_total", "hn-tiny": "rows_total"}
-    before = {name: deployed.counted(name, counter) for name, counter in counters.items()}
+
+    def counted() -> dict[str, dict[str, float]]:
+        return {name: deployed.counted(name, counter) for name, counter in counters.items()}
+
+    def rank(_: int = 0) -> int:
+        return deployed.get("/v2/models/tiny/infer", {"inputs": inputs})[0]
+
+    def all_serve() -> bool:
+        assert rank() == 200
+        grown = [
+            [it for it, count in now.items() if count > before[name].get(it, 0.0)] for name, now in counted().items()
+        ]
+        return [len(each) for each in grown] == [2, 2]
+
+    before = counted()
     old = {replica.pid for name in counters for replica in deployed.replicas(name)} | {*deployed.ingress_pids()}
     changed = deployed.args.model_dump()
     for role in ("cn", "hn"):
@@ -250,15 +264,13 @@ def test_replicas_that_are_added_in_place_get_their_share(deployed: Deployed) ->
     _wait_until(lambda: all(len(deployed.replicas(name)) == 2 for name in counters))
     found = {replica.pid for name in counters for replica in deployed.replicas(name)} | {*deployed.ingress_pids()}
     assert old <= found
-    time.sleep(1.0)  # clients look every half second
+    _wait_until(all_serve)
+    before = counted()
     with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda _: deployed.get("/v2/models/tiny/infer", {"inputs": inputs})[0], range(600)))
-    assert answers == [200] * 600
-    for name, counter in counters.items():
-        after = deployed.counted(name, counter)
-        shares = [count - before[name].get(replica, 0.0) for replica, count in after.items()]
-        assert len(shares) == 2
-        assert min(shares) >= 0.4 * (600 if name == "cn-tiny" else 600 * request.candidates), (name, shares)
+        assert list(threads.map(rank, range(300))) == [200] * 300
+    for name, after in counted().items():
+        shares = [count - before[name][replica] for replica, count in after.items()]
+        assert min(shares) >= 0.4 * (300 if name == "cn-tiny" else 300 * request.candidates), (name, shares)
     deployed.deploy(deployed.args)
 
 

@@ -10,6 +10,7 @@ import time
 import pytest
 from starlette.testclient import TestClient
 
+from fakes.tuning_desk import Threads
 from plait.config import TuningSection
 from plait.tuning.service.errors import NoSuchJob
 from plait.tuning.service.job_process import JobProcesses
@@ -19,7 +20,6 @@ from plait_autoconfig.jobs.store import JobStore
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from support.tune_jobs import fake_source, job, job_text
-from support.tuning_desk import Threads
 
 TRIALS = {"budget": {"trials": 4}, "confirm": {"best": 1, "times": 1}}
 

@@ -3,22 +3,105 @@
 from __future__ import annotations
 
 import json
+import os
+import random
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from support.tune_killer import KILLS, TRIALS
+from plait_autoconfig.jobs.loop import run_job
+from plait_autoconfig.jobs.reporting import read_state, state_to_json
+from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.store import JobStore
+from support.tune_jobs import fake_source, job, measured_lines, run_directly
 
-SCRIPT = Path(__file__).resolve().parents[1] / "support" / "tune_killer.py"
+KILLS = 5
+TRIALS = 14
+_SECONDS = 0.03
+_PATIENCE_S = 60.0
+
+
+def large_job() -> JobSpec:
+    """A job that five workers can die on before it ends."""
+    return job(
+        knobs={"replicas": {"kind": "int", "low": 1, "high": 8}, "batch": {"kind": "int", "low": 1, "high": 8}},
+        constraints=[],
+        budget={"trials": TRIALS},
+    )
+
+
+def forked(work: Callable[[], object]) -> int:
+    """The id of a process that does this work and ends."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Waits for something that other processes do."""
+    until = time.monotonic() + _PATIENCE_S
+    while not holds():
+        if time.monotonic() > until:
+            raise TimeoutError
+        time.sleep(0.005)
+
+
+def count(folder: Path, what: str) -> int:
+    """Lines of the measurer's log."""
+    return len(measured_lines(folder, what)) if (folder / "measured.log").exists() else 0
+
+
+def killed_five_times(folder: Path) -> dict[str, Any]:
+    """A job whose worker is killed at five random moments, each after some progress, and then runs to its end."""
+    spec, rng, known = large_job(), random.Random(7), []
+    for _ in range(KILLS):
+        before = count(folder, "end")
+        pid = forked(lambda: run_directly(folder, spec, seconds=_SECONDS))
+        wait_until(lambda before=before: count(folder, "end") > before)
+        time.sleep(rng.uniform(0.0, 3.0 * _SECONDS))
+        os.kill(pid, signal.SIGKILL)
+        assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        known.append([record.number for record in JobStore.open(folder).records() if record.status == "finished"])
+    state = run_directly(folder, spec, seconds=_SECONDS)
+    return {"known": known, "state": state_to_json(state), "ends": measured_lines(folder, "end")}
+
+
+def two_workers(folder: Path) -> dict[str, Any]:
+    """One job, two workers from its beginning to its end."""
+    spec = large_job()
+    JobStore.open_or_create(folder, spec)
+    for pid in [forked(lambda: run_directly(folder, spec, seconds=_SECONDS)) for _ in range(2)]:
+        assert os.waitpid(pid, 0)[1] == 0
+    return {"state": state_to_json(read_state(JobStore.open(folder))), "ends": measured_lines(folder, "end")}
+
+
+def orphaned(folder: Path) -> list[str]:
+    """What a measuring process does to a live service after its job was killed in the middle of a trial."""
+    spec = job(target={"live": {"guard": ["p99_ms <= 900"]}})
+    store = JobStore.open_or_create(folder, spec)
+    pid = forked(lambda: run_job(store, fake_source(fail={"batch=4": "hang"})))
+    wait_until(lambda: count(folder, "begin") > 0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    wait_until(lambda: "close" in (folder / "measured.log").read_text())
+    return (folder / "measured.log").read_text().splitlines()
 
 
 @pytest.fixture(scope="module")
 def happened(tmp_path_factory):
-    """What `support.tune_killer` did."""
+    """What this file did as a program, which imports everything once and forks each worker from there."""
     folder = tmp_path_factory.mktemp("jobs")
-    done = subprocess.run([sys.executable, SCRIPT, folder], capture_output=True, text=True, timeout=200, check=False)
+    done = subprocess.run([sys.executable, __file__, folder], capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -71,3 +154,13 @@ def test_a_live_service_is_put_back_when_the_job_is_killed(happened):
     """The measuring process notices that its job is gone, restores, closes and ends, in the middle of a trial."""
     assert happened["orphaned"][0].startswith("begin 0 reference")
     assert happened["orphaned"][1:] == ["restore", "close"]
+
+
+if __name__ == "__main__":
+    base = Path(sys.argv[1])
+    shown = {
+        "killed": killed_five_times(base / "killed"),
+        "two": two_workers(base / "two"),
+        "orphaned": orphaned(base / "orphaned"),
+    }
+    sys.stdout.write(json.dumps(shown))

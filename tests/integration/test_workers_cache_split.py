@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -12,41 +11,14 @@ import torch
 from plait_disagg.errors import BadInput
 from plait_disagg.models.configs import build
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
-from plait_disagg.package.halves import CompiledDense
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_disagg.values import RankAnswer, RankRequest
+from plait_disagg.values import RankAnswer
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import connect
 from support import rank_rows as kit
 from support.rank_fabric import QUICK, Rig, hello_header, until
-
-
-def expected(package: Package, asked: RankRequest) -> torch.Tensor:
-    """The scores of a request alone, both halves joined directly."""
-    outputs = package.dense().run(package.sparse().run([asked]), [asked.candidates])
-    return next(iter(outputs.values()))
-
-
-class GatedDense:
-    """A package's dense half; `gate` holds batches up while it is not set."""
-
-    def __init__(self, inner: CompiledDense) -> None:
-        self.inner = inner
-        self.batches: list[tuple[int, ...]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """See `DenseHalf`."""
-        self.gate.wait(60)
-        self.batches.append(tuple(candidates))
-        return self.inner.run(crossing, candidates)
-
-    def metrics(self) -> Mapping[str, float]:
-        """See `DenseHalf`."""
-        return self.inner.metrics()
 
 
 @pytest.fixture(scope="module")

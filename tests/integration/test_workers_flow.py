@@ -12,6 +12,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.wire import done_message, failed_header, parse_dense
 from plait_disagg.protocols import Ranker
@@ -20,7 +21,6 @@ from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, decide, hn_pres
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Channel, FabricError
-from support import ranking as kit
 from support.log_file import LogFile, log_file
 from support.rank_fabric import Rig, until, welcome_header
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import RankError
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric import Unreachable, connect, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
-from support import ranking as kit
 from support.rank_fabric import QUICK, until
 
 DEADLINE_S = 5.0
@@ -59,7 +59,7 @@ class Cluster:
         hns = [self.addresses["hn0"], self.addresses["hn1"]] if name.startswith("cn") else []
         arguments = [name[:2], self.addresses[name], self.secret.hex(), *hns]
         return subprocess.Popen(
-            [sys.executable, "-m", "support.rank_worker", *arguments],
+            [sys.executable, "-m", "fakes.ranking_worker", *arguments],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},

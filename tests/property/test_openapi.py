@@ -13,11 +13,11 @@ from hypothesis.errors import Unsatisfiable
 
 from fakes.images import FakeImageService
 from fakes.ranking import fake_rankers
+from fakes.tuning_desk import LocalTuningService, Threads, desk_in
 from plait.tuning.service.http import tuning_router
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
-from support.tuning_desk import LocalTuningService, Threads, desk_in
 
 MIN_CALLS = 500
 CALLS = 19

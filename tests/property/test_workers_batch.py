@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes import ranking_model as kit
 from plait_disagg.messages.layout import decode, describe, encode, layout_of_inputs, parse_layout
 from plait_disagg.messages.packing import pack, plan_of, unpack
 from plait_disagg.messages.wire import parse_rank, rank_message
@@ -14,7 +15,6 @@ from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Lease
 from plait_fabric.memory.pool import Pool
 from plait_fabric.transport.inproc import pair
-from support import ranking as kit
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 9)), min_size=1, max_size=6)
 

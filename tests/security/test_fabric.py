@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import AuthFailed, Channel, FabricError, RecvTimeout, connect, listen, new_secret
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_lengths
 from plait_fabric.values import Address
 from plait_serving.deployments.fabric_endpoints import open_listeners
-from support import ranking as kit
 
 ROOT = Path(__file__).resolve().parents[2]
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "zmq",

@@ -14,6 +14,7 @@ from starlette.testclient import TestClient
 from fakes.images import FakeImageService
 from fakes.ranking import fake_rankers
 from fakes.trap import Trap
+from fakes.tuning_desk import LocalTuningService, Threads, desk_in
 from plait.app import http_settings
 from plait.config import PlaitConfig, ServerSection
 from plait.tuning.service.http import tuning_router
@@ -29,7 +30,6 @@ from plait_serving.ranking.service import ServedRanker
 from support import refresh as kit
 from support.loras import tiny_lora_file
 from support.rank_fabric import Rig
-from support.tuning_desk import LocalTuningService, Threads, desk_in
 
 IMAGES = "/v1/images/generations"
 EDITS = "/v1/images/edits"

@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -141,12 +142,13 @@ def reference_latents(
 
 def reference_pipeline(
     folder: Path,
-    scheduler: Scheduler,
+    scheduler: Scheduler | None,
     controlnets: Sequence[Path] = (),
     dtype: torch.dtype = torch.float32,
     edits: str = "",
 ) -> Any:
-    """A stock pipeline with that scheduler and those ControlNets; ``edits``: "Img2Img" or "Inpaint"."""
+    """A stock pipeline with that scheduler (None: the folder's own) and those ControlNets; ``edits``: "Img2Img" or
+    "Inpaint"."""
     is_xl = (folder / "text_encoder_2").is_dir()
     name = f"StableDiffusion{'XL' if is_xl else ''}{'ControlNet' if controlnets else ''}{edits}Pipeline"
     extra: dict[str, Any] = {} if is_xl else {"safety_checker": None}
@@ -155,9 +157,19 @@ def reference_pipeline(
             nets = [ControlNetModel.from_pretrained(path, torch_dtype=dtype) for path in controlnets]
             extra["controlnet"] = nets if len(nets) > 1 else nets[0]
         pipeline = getattr(diffusers, name).from_pretrained(folder, torch_dtype=dtype, **extra)
-    pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(pipeline.scheduler.config)
+    if scheduler is not None:
+        pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(pipeline.scheduler.config)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+@contextmanager
+def scheduled(pipeline: Any, scheduler: Scheduler) -> Iterator[Any]:
+    """The pipeline with that scheduler, made of the configuration of its own, which it has again afterwards."""
+    own = pipeline.scheduler
+    pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(own.config)
+    yield pipeline
+    pipeline.scheduler = own
 
 
 def edits_of(request: ImageRequest) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from plait_serving.diffusion.assemble import Assembled
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from support.denoise import edits_of, reference_pipeline, run_pipeline
+from support.denoise import edits_of, reference_pipeline, run_pipeline, scheduled
 
 WAIT_S = 120.0
 
@@ -72,15 +72,22 @@ def fused_reference(
     loras: Path | None = None,
     controlnets: Mapping[str, Path] | None = None,
     dtype: torch.dtype = torch.float32,
+    kept: dict[Any, Any] | None = None,
 ) -> torch.Tensor:
-    """Latents of a fresh stock pipeline for the same request. LoRAs are fused: unfused branches round differently."""
-    nets = [(controlnets or {})[control.name] for control in request.controlnets]
-    pipe = reference_pipeline(folder, request.scheduler, nets, dtype, edits_of(request))
-    names = [lora.name for lora in request.loras]
-    for name in names:
-        pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
-    if names:
-        pipe.set_adapters(names, [lora.scale for lora in request.loras])
-        pipe.fuse_lora(adapter_names=names)
-    with torch.inference_mode():
+    """Latents of a stock pipeline for the same request. LoRAs are fused: unfused branches round differently.
+
+    `kept`: pipelines of this folder, for later calls with the same ControlNets, LoRAs and kind of edit.
+    """
+    kept = {} if kept is None else kept
+    nets = tuple((controlnets or {})[control.name] for control in request.controlnets)
+    key = nets, request.loras, edits_of(request)
+    if key not in kept:
+        kept[key] = pipe = reference_pipeline(folder, None, nets, dtype, edits_of(request))
+        names = [lora.name for lora in request.loras]
+        for name in names:
+            pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
+        if names:
+            pipe.set_adapters(names, [lora.scale for lora in request.loras])
+            pipe.fuse_lora(adapter_names=names)
+    with scheduled(kept[key], request.scheduler) as pipe, torch.inference_mode():
         return run_pipeline(pipe, request)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from itertools import chain, combinations
 
 import torch
 import torch.nn.functional as F
 from hypothesis import strategies as st
 
 from plait_disagg.graph.capture import Captured, capture
-from plait_disagg.graph.cut import CutProblem, cost_of
+from plait_disagg.graph.cut import CutProblem
 from plait_disagg.graph.edit import live
-from plait_disagg.graph.errors import BadCut
 from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Node, Port, Program, Ref
 from plait_disagg.models.configs import build
 from plait_disagg.tables.protocols import LookupRequest
@@ -101,15 +99,3 @@ def cut_problems(draw: st.DrawFn) -> CutProblem:
         hn_s={node.name: draw(micros) * 1e-6 for node in nodes},
         link_bytes_per_s=1e6,
     )
-
-
-def cheapest_s(problem: CutProblem) -> float:
-    """The naive twin of the exact cutter: the cost of the best of all sets of nodes."""
-    names = [node.name for node in problem.program.nodes]
-    best = float("inf")
-    for chosen in chain.from_iterable(combinations(names, count) for count in range(len(names) + 1)):
-        try:
-            best = min(best, cost_of(problem, frozenset(chosen)).total_s)
-        except BadCut:
-            continue
-    return best

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
-from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+from plait_serving.diffusion.lora.targets import LoraTargets
 
 KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_2": "lora_te2_"}
 
@@ -162,8 +162,3 @@ def snapshot(components: Mapping[str, nn.Module]) -> dict[str, torch.Tensor]:
         for component, root in components.items()
         for name, value in root.named_parameters()
     }
-
-
-def weight_key(ref: ModuleRef) -> str:
-    """The key of a module's weight in a `snapshot`."""
-    return f"{ref}.weight"

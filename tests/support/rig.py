@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from fakes.engine import EveryBatchPays
@@ -26,7 +28,8 @@ def rig_of(tmp_path_factory):
             model=folder, lora_source=FolderSource(loras), controlnets={"a": controlnet}, knobs=KNOBS, converts=False
         )
         probes.append(Probe(build_engine(settings, costs=EveryBatchPays())))
-        return probes[-1], lambda asked: fused_reference(folder, asked, loras=loras, controlnets={"a": controlnet})
+        theirs = partial(fused_reference, folder, loras=loras, controlnets={"a": controlnet}, kept={})
+        return probes[-1], theirs
 
     yield build
     for probe in probes:

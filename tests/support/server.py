@@ -10,11 +10,9 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from plait.server import processes
 from plait.server.state import RunRecord
@@ -212,22 +210,3 @@ def write_tiny_models(root: Path) -> Path:
     path = root / "plait.yaml"
     path.write_text(CONFIG)
     return path
-
-
-@pytest.fixture(scope="module")
-def plait_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
-    """A file's one server: tiny models, ControlNets as services, and a home directory that does not exist."""
-    root = tmp_path_factory.mktemp("plait-server")
-    config = write_tiny_models(root)
-    port = free_port()
-    server = PlaitServer.launch(
-        REAL, [str(config), "--port", str(port)], port=port, root=root, environ={"HOME": str(root / "no-home")}
-    )
-    left: frozenset[processes.ProcessId] = frozenset()
-    try:
-        yield server.wait_ready()
-        left = server.members()
-    finally:
-        code = server.stop()
-    assert code == 0, server.errors()
-    assert processes.wait_until_gone(left, timeout_s=0) == []

@@ -110,20 +110,6 @@ def tiny_sd(
     return _write_index(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
 
 
-def mid_sd(folder: Path) -> Path:
-    """Writes Stable Diffusion 1.x with blocks of half its width (50 M parameters), float16 files as people have."""
-    return tiny_sd(
-        folder,
-        seed=3,
-        dtype=torch.float16,
-        block_out_channels=(160, 320, 640),
-        down_block_types=("CrossAttnDownBlock2D", "CrossAttnDownBlock2D", "DownBlock2D"),
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D", "CrossAttnUpBlock2D"),
-        attention_head_dim=8,
-        norm_num_groups=32,
-    )
-
-
 def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
     """Writes a Stable Diffusion XL folder with both text encoders. ``unet`` overrides entries of the UNet's config."""
     tokenizer = tiny_tokenizer(folder / "tokenizer")

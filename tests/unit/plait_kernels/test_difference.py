@@ -23,7 +23,7 @@ from plait_kernels.int8_lookup.reference import int8_lookup
 from plait_kernels.lora_merge import MergeOp, Term
 from plait_kernels.lora_merge.reference import merged
 from plait_kernels.registry import IMPLS, load
-from support.kernels import ROUNDING, fuzz
+from suites.operators import ROUNDING, fuzz
 
 torch.set_num_threads(1)
 

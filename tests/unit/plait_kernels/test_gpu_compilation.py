@@ -47,7 +47,7 @@ JITFunction.run = run
 from plait_kernels.geglu import triton_impl as geglu
 from plait_kernels.group_norm_silu import triton_impl as norm
 from plait_kernels.residual_add import triton_impl as residual
-from support.kernels import geglu_input, norm_case, residual_case
+from suites.operators import geglu_input, norm_case, residual_case
 
 for shape, dtype in (((1, 2), torch.float32), ((4, 512), torch.bfloat16)):
     geglu.geglu(geglu_input(shape, dtype, "cpu"))

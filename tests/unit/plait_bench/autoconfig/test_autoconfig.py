@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fakes.bench import calm
 from plait_autoconfig.designers.random import RandomDesigner
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
@@ -21,7 +22,6 @@ from plait_bench.autoconfig.searching import Curve, Searching, play
 from plait_bench.autoconfig.services import Service, TuningTask, falcon_suite, recorded_runs, recorded_suites
 from plait_bench.errors import BenchError
 from plait_bench.runner import RunPlan, run
-from support.bench import calm
 
 SPACE = Space(
     (

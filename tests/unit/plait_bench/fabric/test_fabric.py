@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import pytest
 
+from fakes.bench import calm
 from plait_bench import fabric
 from plait_bench.benchmark import RATIO, Benchmark, Metric, Reading, Rounds, Workload
 from plait_bench.errors import BenchError
@@ -16,7 +17,6 @@ from plait_bench.fabric import links, round_trips, throughput, transports
 from plait_bench.fabric.peer import echo
 from plait_bench.runner import BenchResult, RunPlan, joined, run
 from plait_fabric import connect, listen, new_secret
-from support.bench import calm
 
 
 def measured(workload: Workload, rounds: int = 1) -> BenchResult:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fakes.bench import FakeFleet
 from plait.config import ServedConfig
 from plait_bench import images
 from plait_bench.images import SYSTEMS, benchmark, interpreter, write_missing
@@ -21,7 +22,6 @@ from plait_bench.images.orders import SIZES, ImageSpec, ModelFolder, Variety, co
 from plait_bench.images.ours import body_of, configuration, prepared_parts
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.http.images.schemas import GenerationBody
-from support.bench import FakeFleet
 
 
 def system(name, settings=None):

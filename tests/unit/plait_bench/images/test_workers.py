@@ -12,7 +12,7 @@ from plait_bench.images import evenly
 from plait_bench.images.fleet import ProcessLayout, System, WorkerFleet, sample, with_descendants
 
 
-def system(factory: str = "support.bench:echo") -> System:
+def system(factory: str = "fakes.bench:echo") -> System:
     """A system whose workers import this test's support module."""
     return System(
         name="echo",
@@ -98,9 +98,9 @@ def test_latencies_count_from_the_right_moment():
 @pytest.mark.parametrize(
     ("factory", "item", "error", "sentence"),
     [
-        ("support.bench:echo", {"fail": True}, SystemFailed, "echo: ValueError: no such thing"),
-        ("support.bench:echo", {"die": True}, SystemFailed, r"its process died \(exit code 3\)"),
-        ("support.bench:absent", {}, SystemUnavailable, "hello needs a library"),
+        ("fakes.bench:echo", {"fail": True}, SystemFailed, "echo: ValueError: no such thing"),
+        ("fakes.bench:echo", {"die": True}, SystemFailed, r"its process died \(exit code 3\)"),
+        ("fakes.bench:absent", {}, SystemUnavailable, "hello needs a library"),
     ],
 )
 def test_a_failure_is_one_sentence(factory, item, error, sentence):

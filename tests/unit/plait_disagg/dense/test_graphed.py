@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fakes.graphs import FakeCapture
 from plait_disagg.dense.graphed import DenseGraphs
 from plait_disagg.graph.execute import compile_program
 from plait_disagg.graph.program import USER_OF
@@ -15,7 +16,6 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.queue.batch import user_of
-from support.graphs import FakeCapture
 
 SCALES = {"rm1": 1e-4, "two-tower": 1e-3, "din": 1e-4}
 BATCHES = ((1,), (3,), (7,), (5, 1, 20), (64,), (30, 30, 3), (3,), (7,), (5, 2, 19))

@@ -33,7 +33,7 @@ pytest.importorskip("openvino", reason="needs openvino")
 from plait_kernels.executors import openvino_static  # after the skip
 
 SCALES = {"rm1": 1e-4, "rm2": 1e-4, "rm3": 1e-4, "criteo-kaggle": 1e-4, "mlperf-dcnv2": 1e-6, "two-tower": 1e-3}
-ROWS = (1, 3, 64, 512)
+ROWS = (1, 3, 100)
 CALLS = 4
 
 

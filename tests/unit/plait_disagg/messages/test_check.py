@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import Dense, Ids
 from plait_disagg.messages.check import check_request
 from plait_disagg.values import ModelCard
-from support import ranking as kit
 
 
 def _i64(*values: int) -> torch.Tensor:

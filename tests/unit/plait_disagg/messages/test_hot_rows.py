@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fakes.ranking_model import FakeSparse
 from plait_disagg.errors import RankError
 from plait_disagg.graph.program import LOOKUP, Node, Port, Program, Ref
 from plait_disagg.messages import hot_rows
@@ -24,7 +25,6 @@ from plait_disagg.tables.values import OutOfRange, Table
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
 from support import rank_rows as kit
-from support.ranking import FakeSparse
 
 POOL = Pool.anonymous(1 << 20)
 

@@ -11,10 +11,10 @@ from unittest.mock import patch
 
 import pytest
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import DeadlinePassed
 from plait_disagg.queue.jobs import RankJob
 from plait_disagg.workers.remote import Delay
-from support import ranking as kit
 from support.rank_fabric import Rig
 
 SLOW_S = 0.05

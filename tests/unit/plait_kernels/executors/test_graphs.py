@@ -7,10 +7,10 @@ import logging
 import pytest
 import torch
 
+from fakes.graphs import FakeCapture
 from plait_kernels.executors import ExecutorError, RowFactors
 from plait_kernels.executors.graphs import GraphProgram
 from support.executors import SmallBlock, by_hand, small_block, small_factors, small_inputs
-from support.graphs import FakeCapture
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from diffusers.models.activations import GEGLU
 from hypothesis import given
 
 from plait_kernels.registry import KernelError, load
-from support.kernels import DTYPES, GEGLU_SHAPES, check_geglu, fuzz, geglu_input, geglu_inputs
+from suites.operators import DTYPES, GEGLU_SHAPES, check_geglu, fuzz, geglu_input, geglu_inputs
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from torch.nn import functional
 
 from plait_kernels.registry import KernelError, load
-from support.kernels import DTYPES, NORM_SHAPES, check_norm, fuzz, norm_case, norm_cases
+from suites.operators import DTYPES, NORM_SHAPES, check_norm, fuzz, norm_case, norm_cases
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
 

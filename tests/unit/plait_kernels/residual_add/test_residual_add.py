@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_kernels.registry import KernelError, load
-from support.kernels import DTYPES, ROW_SHAPES, check_residuals, fuzz, residual_case
+from suites.operators import DTYPES, ROW_SHAPES, check_residuals, fuzz, residual_case
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
 

@@ -13,6 +13,7 @@ from fastapi import APIRouter
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
+from fakes.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in, never
 from plait.config import ServedConfig, ServerSection, TuningSection
 from plait.tuning.service.http import MAX_JOB_BYTES, tuning_router
 from plait.tuning.service.job_queue import MAX_DEATHS
@@ -23,7 +24,6 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from support.tune_jobs import JOB, job_text
-from support.tuning_desk import CONFIG, LocalTuningService, Threads, desk_in, never
 
 KEYS = (
     ApiKey.from_secret("boss", tenant="ops", role=Role.ADMIN),

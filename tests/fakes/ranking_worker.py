@@ -1,4 +1,4 @@
-"""A worker of the tiny model in a process of its own: ``python -m support.rank_worker cn|hn ADDRESS SECRET HN...``.
+"""A worker of the tiny model in a process of its own: ``python -m fakes.ranking_worker cn|hn ADDRESS SECRET HN...``.
 
 It says "ready" when it listens, a CN when all HNs are there too, and works until it is killed.
 """
@@ -9,13 +9,13 @@ import sys
 import threading
 import time
 
+from fakes import ranking_model as kit
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Unreachable, connect, listen
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
-from support import ranking as kit
 
 _QUICK = Backoff(first_s=0.05, max_s=0.2)
 
