@@ -15,10 +15,11 @@ import pytest
 import torch
 from diffusers import ControlNetModel
 
-from plait_fabric import ChannelClosed, PeerLost, recv_tensors, send_tensors
+from plait_fabric import ChannelClosed, Listener, PeerLost, connect, listen, recv_tensors, send_tensors
 from plait_fabric.heartbeat import Stuck
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.handshake import greeting
+from plait_fabric.rpc.replicas import ReplicaLink
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
@@ -27,7 +28,7 @@ from plait_serving.diffusion.controlnet.service import ControlNetService, Servic
 from plait_serving.diffusion.controlnet.wire import VERSION, Call, Open, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
 from plait_serving.diffusion.knobs import Placement
-from plait_serving.diffusion.protocols import ControlNetClient, Residuals
+from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Residuals
 from support import controlnet as kit
 from support.closeness import EQUAL, ulps
 
@@ -211,9 +212,7 @@ class TestConformance:
         """More calls than one message holds come back complete and in order."""
         ask = _ask(11, cfg=False)
         session = ask.open(client)
-        calls = [
-            kit.ControlCall(session=session, sample=ask.sample, timestep=ask.timestep, scale=i) for i in range(1, 41)
-        ]
+        calls = [ControlCall(session=session, sample=ask.sample, timestep=ask.timestep, scale=i) for i in range(1, 41)]
         answers = client.start(calls).wait()
         unit = expect([ask])[0].mid
         for i, answer in enumerate(answers, 1):
@@ -340,9 +339,9 @@ def test_lost_channel_to_the_only_replica_is_made_again(
 ) -> None:
     """If only the link broke and the replica lives, it is asked again rather than failing the request."""
     ask = _ask(1)
-    links: list[kit.ReplicaLink] = []
+    links: list[ReplicaLink] = []
 
-    def connect(left_out: frozenset[str]) -> kit.ReplicaLink:
+    def connect(left_out: frozenset[str]) -> ReplicaLink:
         links.append(fleet.connect(left_out))
         return links[-1]
 
@@ -410,7 +409,7 @@ def test_step_that_kills_every_replica_is_given_up(fleet: kit.ReplicaFleet, tmp_
 
     with ExitStack() as stack:
         for number in range(5):
-            listener = kit.listen(kit.new_address("inproc", tmp_path), secret=kit.SECRET)
+            listener = listen(kit.new_address("inproc", tmp_path), secret=kit.SECRET)
             stack.enter_context(listener)
             threading.Thread(target=_dies_in_its_first_step, args=(listener,), daemon=True).start()
             fleet.addresses[f"r{number}"] = listener.address
@@ -421,7 +420,7 @@ def test_step_that_kills_every_replica_is_given_up(fleet: kit.ReplicaFleet, tmp_
         assert sorted(fleet.asked[-1]) == ["r0", "r1"]
 
 
-def _dies_in_its_first_step(listener: kit.Listener) -> None:
+def _dies_in_its_first_step(listener: Listener) -> None:
     with suppress(ChannelClosed), listener.accept(30) as channel:
         for message in iter(lambda: recv_tensors(channel, 30), None):
             with message:
@@ -439,7 +438,7 @@ def test_replica_that_mixes_up_answers_is_left(
     ask = _ask(1)
     runner = load_controlnet(folder, dtype=torch.float32)
     with (
-        kit.listen(kit.new_address("inproc", tmp_path), secret=kit.SECRET) as listener,
+        listen(kit.new_address("inproc", tmp_path), secret=kit.SECRET) as listener,
         kit.serving(runner, kit.new_address("inproc", tmp_path)) as well,
     ):
         threading.Thread(target=_answers_wrongly, args=(listener, reply), daemon=True).start()
@@ -456,7 +455,7 @@ def test_replica_that_mixes_up_answers_is_left(
         client.shutdown()
 
 
-def _answers_wrongly(listener: kit.Listener, reply: str) -> None:
+def _answers_wrongly(listener: Listener, reply: str) -> None:
     error = ["invalid_model", "it is confused"]
     headers = {
         "twice": {"op": "residuals", "seq": 0, "errors": [error]},
@@ -601,7 +600,7 @@ def test_a_forward_pass_that_hangs_is_noticed(folder: Path, tmp_path: Path, flee
     runner, gate = _gated(folder)
     ahead = [0.0]
 
-    def checks_pass(service: kit.ControlNetService, seconds: float) -> None:
+    def checks_pass(service: ControlNetService, seconds: float) -> None:
         for _ in range(round(seconds / 5)):
             ahead[0] += 5.0
             service.check_progress()
@@ -636,7 +635,7 @@ def test_a_forward_pass_that_hangs_is_noticed(folder: Path, tmp_path: Path, flee
 def test_client_that_breaks_the_protocol_is_hung_up_on(folder: Path, tmp_path: Path, header: dict[str, object]) -> None:
     """Whoever does not begin with hello of our version loses its channel; the service goes on."""
     with kit.serving(load_controlnet(folder, dtype=torch.float32), kit.new_address("shm", tmp_path)) as service:
-        channel = kit.connect(service.addresses[0], secret=kit.SECRET)
+        channel = connect(service.addresses[0], secret=kit.SECRET)
         send_tensors(channel, header, {})
         with pytest.raises(PeerLost):
             channel.recv(WAIT_S)
@@ -650,7 +649,7 @@ def test_client_that_reads_nothing_is_dropped_and_others_are_served(
     address = kit.new_address("shm", tmp_path)
     runner = load_controlnet(folder, dtype=torch.float32)
     with kit.serving(runner, address, limits=ServiceLimits(send_timeout_s=0.5)) as service:
-        deaf = kit.connect(service.addresses[0], secret=kit.SECRET)
+        deaf = connect(service.addresses[0], secret=kit.SECRET)
         ask = _ask(1)
         send_tensors(deaf, greeting("hello", VERSION, {}), {})
         request = Open(session=0, image=ask.image, conditioning=ask.conditioning, width=32, height=32)

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 import weakref
+from functools import cache
 
 import numpy as np
 import pytest
@@ -60,6 +61,7 @@ def drawn(assembled, model: str):
     return assembled.engine.generate(asked(model), timeout_s=WAIT_S).images[0]
 
 
+@cache
 def alone(folder):
     """The image of an engine that has this model only."""
     assembled = build_engine(settings(folder))

@@ -7,6 +7,7 @@ import gc
 import shutil
 import threading
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -59,10 +60,12 @@ def folders(tmp_path_factory, tiny_sd_controlnets):
     }
 
 
-@pytest.fixture(autouse=True)
-def _only_weights_count(monkeypatch) -> None:
+@pytest.fixture(scope="module", autouse=True)
+def _only_weights_count() -> Iterator[None]:
     """What else a process of tests holds is more than these models do."""
-    monkeypatch.setattr(assemble, "memory_of", lambda *_, **__: MemoryReader())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "memory_of", lambda *_, **__: MemoryReader())
+        yield
 
 
 @pytest.fixture
@@ -79,16 +82,26 @@ def engine_of():
         assembled.engine.stop(drain_s=0)
 
 
-def alone(settings, request):
-    """The images of a request by an engine that has this model only."""
-    assembled = build_engine(settings)
-    try:
-        return assembled.engine.generate(request, timeout_s=WAIT_S).images
-    finally:
+@pytest.fixture(scope="module")
+def alone(folders):
+    """`alone(request)`: its images by an engine that has this model only."""
+    built = {}
+
+    def images(request):
+        if request.model not in built:
+            built[request.model] = build_engine(folders[request.model])
+        return built[request.model].engine.generate(request, timeout_s=WAIT_S).images
+
+    yield images
+    for assembled in built.values():
         assembled.engine.stop(drain_s=0)
 
 
-def bytes_of(assembled) -> dict[str, int]:
+@pytest.fixture(scope="module")
+def sizes(folders) -> dict[str, int]:
+    """The bytes of each model."""
+    assembled = build_engine_of(folders)
+    assembled.engine.stop(drain_s=0)
     return {name: model.served.nbytes for name, model in assembled.models.items()}
 
 
@@ -117,9 +130,9 @@ class Waiting:
         return self.last
 
 
-def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(folders, engine_of):
+def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(folders, engine_of, alone, sizes):
     """With memory for one of three, requests for all in turn get the images of three servers, bit for bit."""
-    several = engine_of(folders, memory_bytes=max(bytes_of(engine_of(folders)).values()))
+    several = engine_of(folders, memory_bytes=max(sizes.values()))
     lora, edges = (LoraRef(name="one", scale=0.7),), np.full((32, 32, 3), 90, np.uint8)
     for request in (
         asked("a", "red apple"),
@@ -129,16 +142,16 @@ def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(f
         asked("b", "the dog", controlnets=(ControlRef(name="edges", image=edges),)),
     ):
         images = several.engine.generate(request, timeout_s=WAIT_S).images
-        for ours, theirs in zip(images, alone(folders[request.model], request), strict=True):
+        for ours, theirs in zip(images, alone(request), strict=True):
             np.testing.assert_array_equal(ours, theirs)
     statistics = several.engine.residents.statistics()
     assert statistics.loads == 4
     assert statistics.nbytes <= statistics.budget_bytes
 
 
-def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of):
+def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of, alone, sizes):
     """Nobody starves where memory has room for one, and each image is of the model that was asked for."""
-    several = engine_of(folders, memory_bytes=max(bytes_of(engine_of(folders)).values()))
+    several = engine_of(folders, memory_bytes=max(sizes.values()))
     requests = [asked(name, f"{word} apple", seed=i) for i, word in enumerate(("red", "green")) for name in folders]
     waiting = Waiting(several.engine)
     for request in requests:
@@ -147,15 +160,17 @@ def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of):
     for request in requests:
         event = ended[request.request_id]
         assert isinstance(event, Finished), event
-        theirs = alone(folders[request.model], request)[0].astype(int)
+        theirs = alone(request)[0].astype(int)
         assert np.abs(event.result.images[0].astype(int) - theirs).max() <= 1
 
 
-def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(folders, engine_of, monkeypatch):
+def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
+    folders, engine_of, alone, sizes, monkeypatch
+):
     """A model leaves between two steps of a request; its image is the same as if it had stayed."""
     monkeypatch.setattr(policy, "PATIENCE", 0.001)
     two = {name: folders[name] for name in ("a", "b")}
-    several = engine_of(two, memory_bytes=max(bytes_of(engine_of(two)).values()))
+    several = engine_of(two, memory_bytes=max(sizes[name] for name in two))
     several.engine.generate(asked("a"), timeout_s=WAIT_S)  # so that it knows how long steps take
     image = np.full((32, 32, 3), 200, np.uint8)
     first = asked("b", "asked for first")
@@ -168,13 +183,12 @@ def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
     ended = waiting.all()
     assert list(ended) == [first.request_id, long.request_id]
     assert several.engine.residents.statistics().loads == 2
-    np.testing.assert_array_equal(ended[long.request_id].result.images[0], alone(folders["a"], long)[0])
+    np.testing.assert_array_equal(ended[long.request_id].result.images[0], alone(long)[0])
 
 
-def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of, monkeypatch):
+def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of, sizes, monkeypatch):
     """Of two that load equally fast, the third model takes the place of the one that was idle for longest."""
     monkeypatch.setattr(Residents, "load_s", lambda self, model: 1.0)
-    sizes = bytes_of(engine_of(folders))
     several = engine_of(folders, memory_bytes=sizes["xl"] + sizes["a"])
     engine = several.engine
     assert engine.residents.statistics().resident == ("a",)
@@ -225,9 +239,8 @@ def test_a_model_that_vanishes_fails_its_requests_alone(folders, engine_of, tmp_
     several.engine.generate(asked("b"), timeout_s=WAIT_S)
 
 
-def test_a_model_larger_than_the_budget_is_refused_by_name(folders, engine_of):
+def test_a_model_larger_than_the_budget_is_refused_by_name(folders, engine_of, sizes):
     """Nothing else is affected, and the sentence names the setting."""
-    sizes = bytes_of(engine_of(folders))
     several = engine_of(folders, memory_bytes=sizes["a"])
     with pytest.raises(ModelError, match=r"xl needs .*images\.memory_bytes"):
         several.engine.generate(asked("xl"), timeout_s=WAIT_S)

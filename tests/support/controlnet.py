@@ -17,7 +17,7 @@ import torch
 from diffusers import ControlNetModel
 from PIL import Image
 
-from plait_fabric import Listener, PeerLost, connect, listen
+from plait_fabric import connect, listen
 from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
 from plait_kernels.executors import AdaptedLayer, RowFactors
 from plait_kernels.executors.torch_program import TorchProgram
@@ -271,27 +271,3 @@ def service_process(folder: Path, address: str) -> AbstractContextManager[tuple[
 def hanging_process(address: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
     """A process that greets as a replica does, says "step" on stdout when it is asked one, and never answers it."""
     return _process(_HANGING, address)
-
-
-__all__ = [
-    "SECRET",
-    "SIZE",
-    "ControlCall",
-    "ControlCase",
-    "ControlNetModelRunner",
-    "Listener",
-    "PeerLost",
-    "ReplicaFleet",
-    "ReplicaLink",
-    "connect",
-    "hanging_process",
-    "listen",
-    "load_twin",
-    "make_ask",
-    "new_address",
-    "same_bits",
-    "service_process",
-    "serving",
-    "twin_answers",
-    "ulps",
-]

@@ -41,24 +41,6 @@ sys.stdout.write(out), sys.stderr.write(err)
 sys.exit(code)
 """
 
-_CURL = """#!{python} -SE
-import argparse, sys, urllib.error, urllib.request
-parser = argparse.ArgumentParser("curl")
-parser.add_argument("url")
-parser.add_argument("-s", "-f", "-S", "-sfS", action="store_true")
-parser.add_argument("-H", action="append", default=[])
-parser.add_argument("-d")
-asked = parser.parse_args()
-data = open(asked.d[1:], "rb").read() if (asked.d or "").startswith("@") else asked.d and asked.d.encode()
-headers = dict(each.split(": ", 1) for each in asked.H)
-try:
-    with urllib.request.urlopen(urllib.request.Request(asked.url, data=data, headers=headers)) as answer:
-        sys.stdout.buffer.write(answer.read())
-except urllib.error.HTTPError as error:
-    sys.exit(f"curl: (22) {{error}}")
-"""
-"""For machines without curl: the options that documents use."""
-
 
 class DocumentShell:
     """Runs the blocks of one document in a folder, in one shell as far as PATH goes. ``url``: of the server that stands
@@ -80,9 +62,6 @@ class DocumentShell:
         self._write("plait", _CLIENT.format(python=sys.executable, address=address), self._made)
         self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', self._made)
         self._write("generate.yaml", "images: {knobs: {threads: 1}}")  # two teams of threads on two cores spin
-        self._write("curl-twin", _CURL.format(python=sys.executable))
-        if shutil.which("curl") is None:
-            self._write("curl", _CURL.format(python=sys.executable))
         make = shutil.which("make") or "make"
         self._write("make", f'#!/bin/sh\nexec {make} --dry-run --directory {shlex.quote(str(ROOT))} "$@"\n')
 
