@@ -12,8 +12,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from support.app_server import AppServer
-from support.documents import FOLDERS, GUIDES, PAGES, ROOT, anchors, blocks_of, links, read
+from support.documents import FENCE, FOLDERS, GUIDES, PAGES, ROOT, blocks_of, read
 from support.readme_commands import USUAL_URL, DocumentShell
+
+HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
+
+
+LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+def anchors(text: str) -> frozenset[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in HEADING.findall(FENCE.sub("", text)))
+    return frozenset(re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in plain)
+
+
+def links(text: str) -> list[str]:
+    """Targets of the links and images outside of code."""
+    return [found["target"] for found in LINK.finditer(FENCE.sub("", text))]
+
 
 LINKED = sorted(
     str(path.relative_to(ROOT))

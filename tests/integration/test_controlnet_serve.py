@@ -26,8 +26,8 @@ from plait_serving.sections import Replicas
 from support import controlnet as kit
 from support.closeness import EQUAL
 from support.cluster import SharedServe
-from support.metrics import total
 from support.paused import pause
+from support.prometheus import total
 
 pytestmark = pytest.mark.cluster
 

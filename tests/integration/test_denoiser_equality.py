@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from plait_serving.diffusion.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.bundle import Bundle, load_bundle, load_controlnet
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser
 from plait_serving.diffusion.denoisers.whole import WholeControlNet, WholeUNetDenoiser
-from plait_serving.diffusion.values import ControlRef, Scheduler
+from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
+from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import (
     SCHEDULER_CLASSES,
+    DenoisingRequest,
     control_image,
     make_request,
     max_difference,
     reference_pipeline,
     run_pipeline,
-    run_requests,
+    start,
 )
+
+
+def run_requests(
+    bundle: Bundle,
+    denoiser: Denoiser,
+    requests: Sequence[ImageRequest],
+    clients: Mapping[str, ControlNetClient] | None = None,
+    *,
+    joins_at: Sequence[int] | None = None,
+) -> list[DenoisingRequest]:
+    """Runs all to the end, batched; request k joins before round ``joins_at[k]`` (default: all before the first)."""
+    running = [start(bundle, denoiser, request, clients) for request in requests]
+    joins = list(joins_at or [0] * len(running))
+    turn = 0
+    with torch.inference_mode():
+        while not all(one.done for one in running):
+            now = [one for one, join in zip(running, joins, strict=True) if join <= turn and not one.done]
+            turn += 1
+            if now:
+                for one, output in zip(now, denoiser.predict([one.call() for one in now]), strict=True):
+                    one.advance(output)
+    return running
+
 
 CONTROLS = (
     ControlRef(name="a", image=control_image(1), scale=0.8, end=0.8),

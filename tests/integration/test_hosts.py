@@ -367,7 +367,7 @@ def test_serve_on_another_node_than_the_head_serves_or_says_at_once_what_holds(t
 def _two_servers(rays: RayHosts, folder: Path) -> None:
     def serve(host: int, port: int, *settings: str) -> subprocess.Popen[str]:
         address = f"ray.address='{rays.address}'"
-        program = sys.executable, "-m", "support.serve_on_node", rays.hosts.address(host), str(port), address, *settings
+        program = sys.executable, "-m", "fakes.serve_on_node", rays.hosts.address(host), str(port), address, *settings
         return rays.run(host, "env", f"PLAIT_STATE_DIR={folder / str(host)}", *program, pipes=True)
 
     def url_of(server: subprocess.Popen[str], host: int) -> str:

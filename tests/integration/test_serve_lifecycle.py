@@ -18,7 +18,7 @@ import pytest
 
 from plait.server import processes
 from plait_serving.deployments.fabric_endpoints import socket_folder
-from support.metrics import total
+from support.prometheus import total
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from support.metrics import found, total
 from support.paused import pause
+from support.prometheus import found, total
 from support.server import FAKE, PlaitServer, free_port
 
 pytestmark = pytest.mark.cluster

@@ -27,7 +27,7 @@ from plait_serving.deployments.ranking.worker import remote_ranker
 from plait_serving.ranking.config import CnSection, RankingSection, RankModelSection
 from support import refresh as refresh_kit
 from support.cluster import SharedServe
-from support.metrics import found
+from support.prometheus import found
 
 pytestmark = pytest.mark.cluster
 

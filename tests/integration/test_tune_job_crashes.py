@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,14 @@ from plait_autoconfig.jobs.loop import run_job
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.store import JobStore
-from support.tune_jobs import fake_source, job, measured_lines, run_directly
+from support.tune_jobs import fake_source, job, run_directly
+
+
+def measured_lines(folder: Path, what: str) -> Sequence[str]:
+    """The lines of the fake measurer's log that begin with a word, without it."""
+    lines = (folder / "measured.log").read_text(encoding="utf-8").splitlines()
+    return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ")]
+
 
 KILLS = 5
 TRIALS = 14

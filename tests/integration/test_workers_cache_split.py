@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from plait_disagg.errors import BadInput
 from plait_disagg.models.configs import build
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
+from plait_disagg.package.halves import CompiledDense
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankAnswer
 from plait_disagg.workers.cn import CnCore
@@ -19,6 +21,26 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import connect
 from support import rank_rows as kit
 from support.rank_fabric import QUICK, Rig, hello_header, until
+
+
+class GatedDense:
+    """A package's dense half; `gate` holds batches up while it is not set."""
+
+    def __init__(self, inner: CompiledDense) -> None:
+        self.inner = inner
+        self.batches: list[tuple[int, ...]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
+        """See `DenseHalf`."""
+        self.gate.wait(60)
+        self.batches.append(tuple(candidates))
+        return self.inner.run(crossing, candidates)
+
+    def metrics(self) -> Mapping[str, float]:
+        """See `DenseHalf`."""
+        return self.inner.metrics()
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +65,9 @@ class Workers:
         self.rig, self.package = rig, package
         self.stops: list[Callable[[], None]] = []
 
-    def hn(self, name: str = "hn") -> tuple[HnWorker, kit.GatedDense]:
+    def hn(self, name: str = "hn") -> tuple[HnWorker, GatedDense]:
         """An HN that listens."""
-        dense = kit.GatedDense(self.package.dense())
+        dense = GatedDense(self.package.dense())
         worker = HnWorker(self.package.card(), dense, [self.rig.listen(name)])
         self.stops.append(lambda: worker.stop(drain_s=0.5))
         return worker, dense

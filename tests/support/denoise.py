@@ -106,28 +106,6 @@ def start(
     return DenoisingRequest(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
 
 
-def run_requests(
-    bundle: Bundle,
-    denoiser: Denoiser,
-    requests: Sequence[ImageRequest],
-    clients: Mapping[str, ControlNetClient] | None = None,
-    *,
-    joins_at: Sequence[int] | None = None,
-) -> list[DenoisingRequest]:
-    """Runs all to the end, batched; request k joins before round ``joins_at[k]`` (default: all before the first)."""
-    running = [start(bundle, denoiser, request, clients) for request in requests]
-    joins = list(joins_at or [0] * len(running))
-    turn = 0
-    with torch.inference_mode():
-        while not all(one.done for one in running):
-            now = [one for one, join in zip(running, joins, strict=True) if join <= turn and not one.done]
-            turn += 1
-            if now:
-                for one, output in zip(now, denoiser.predict([one.call() for one in now]), strict=True):
-                    one.advance(output)
-    return running
-
-
 def reference_latents(
     folder: Path,
     request: ImageRequest,

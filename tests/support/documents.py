@@ -15,10 +15,8 @@ PAGES = tuple(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("*/docs/*
 GUIDES = ("README.md", *(f"{folder}/README.md" for folder in FOLDERS), *PAGES, "CONTRIBUTING.md")
 """Those whose code runs."""
 
-_FENCE = re.compile(r"^```(?P<language>[a-z]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^```(?P<language>[a-z]*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 _NO_RUN = re.compile(r"<!-- no-run: (?P<reason>.+?) -->\n\Z", re.DOTALL)
-_HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
-_LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class CodeBlock:
 
 def blocks_of(document: str, text: str) -> Iterator[CodeBlock]:
     """The blocks of a document, from its beginning to its end."""
-    for fence in _FENCE.finditer(text):
+    for fence in FENCE.finditer(text):
         before = text[: fence.start()]
         no_run = _NO_RUN.search(before)
         yield CodeBlock(
@@ -61,14 +59,3 @@ def blocks_of(document: str, text: str) -> Iterator[CodeBlock]:
 def read(document: str) -> str:
     """The text of a document."""
     return (ROOT / document).read_text(encoding="utf-8")
-
-
-def anchors(text: str) -> frozenset[str]:
-    """The anchors of a document's headings, as GitHub makes them."""
-    plain = (re.sub(r"[`*]|\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in _HEADING.findall(_FENCE.sub("", text)))
-    return frozenset(re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in plain)
-
-
-def links(text: str) -> list[str]:
-    """Targets of the links and images outside of code."""
-    return [found["target"] for found in _LINK.finditer(_FENCE.sub("", text))]

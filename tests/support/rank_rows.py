@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +11,6 @@ from plait_disagg.graph.inputs import Ids, Input
 from plait_disagg.messages.check import check_request
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
-from plait_disagg.package.halves import CompiledDense
 from plait_disagg.tables.values import OutOfRange
 from plait_disagg.values import RankRequest
 
@@ -65,23 +62,3 @@ def expected(package: Package, asked: RankRequest) -> torch.Tensor:
     """The scores of a request alone, both halves joined directly."""
     outputs = package.dense().run(package.sparse().run([asked]), [asked.candidates])
     return next(iter(outputs.values()))
-
-
-class GatedDense:
-    """A package's dense half; `gate` holds batches up while it is not set."""
-
-    def __init__(self, inner: CompiledDense) -> None:
-        self.inner = inner
-        self.batches: list[tuple[int, ...]] = []
-        self.gate = threading.Event()
-        self.gate.set()
-
-    def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        """See `DenseHalf`."""
-        self.gate.wait(60)
-        self.batches.append(tuple(candidates))
-        return self.inner.run(crossing, candidates)
-
-    def metrics(self) -> Mapping[str, float]:
-        """See `DenseHalf`."""
-        return self.inner.metrics()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -61,7 +62,9 @@ class PlaitServer:
     def wait_ready(self, timeout_s: float = READY_TIMEOUT_S) -> PlaitServer:
         """Reads the address that it prints when it is ready; fails with its stderr if it ends before."""
         started_s = time.monotonic()
-        watchdog = _KillAfter(self.process, timeout_s)
+        watchdog = threading.Timer(timeout_s, self.process.kill)  # then reading its stdout ends, too
+        watchdog.daemon = True
+        watchdog.start()
         assert self.process.stdout is not None
         self.url = self.process.stdout.readline().strip()
         watchdog.cancel()
@@ -151,21 +154,6 @@ class PlaitServer:
         except urllib.error.HTTPError as error:
             with error:
                 return error.code, json.loads(error.read()), dict(error.headers.items())
-
-
-class _KillAfter:
-    """Ends a process that takes too long, so that reading its stdout ends too."""
-
-    def __init__(self, process: subprocess.Popen[str], timeout_s: float) -> None:
-        import threading
-
-        self._timer = threading.Timer(timeout_s, process.kill)
-        self._timer.daemon = True
-        self._timer.start()
-
-    def cancel(self) -> None:
-        """It was quick enough."""
-        self._timer.cancel()
 
 
 _GIVEN: set[int] = set()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,9 +110,3 @@ def record(
         return Record(number=number, claim=claim)
     ended = outcome or TrialOutcome(metrics=dict(metrics or {}))
     return Record(number=number, claim=claim, measured=Measured(outcome=ended, duration_s=duration_s))
-
-
-def measured_lines(folder: Path, what: str) -> Sequence[str]:
-    """The lines of the fake measurer's log that begin with a word, without it."""
-    lines = (folder / "measured.log").read_text(encoding="utf-8").splitlines()
-    return [line.removeprefix(f"{what} ") for line in lines if line.startswith(f"{what} ")]

@@ -8,8 +8,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.parser import text_string_to_metric_families
 
 from plait_serving.replica_metrics import Account, ReplicaMetrics, exposition, family, labelled, this_process
-from support.metrics import found, total
 from support.names import ODD_NAMES
+from support.prometheus import found, total
 
 
 def http_metrics(answers: int, seconds: float, in_flight: int) -> list[Metric]:

@@ -14,7 +14,7 @@ from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.metrics import AllReplicas, families_of
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
-from support.metrics import found, total
+from support.prometheus import found, total
 
 
 class Handle:

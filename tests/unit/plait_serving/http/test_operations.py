@@ -32,7 +32,7 @@ from support.http_app import AsgiCall, b64, make_app, make_client, png, until
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
 from support.log_file import log_file
-from support.metrics import found, total
+from support.prometheus import found, total
 
 __all__ = ["log_file"]
 

@@ -37,8 +37,7 @@ from plait_serving.replica_metrics import exposition
 from support.http_app import AsgiCall, make_app, make_client, until
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
-from support.metrics import found, total
-from support.prometheus import Labels, lint
+from support.prometheus import Labels, found, lint, total
 
 
 @dataclass

@@ -24,7 +24,7 @@ from plait_serving.replica_metrics import family, labelled
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays
 from support.http_rank import make_client as make_ranking_client
-from support.metrics import total
+from support.prometheus import total
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}

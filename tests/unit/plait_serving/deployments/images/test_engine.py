@@ -19,7 +19,7 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
-from support.metrics import total
+from support.prometheus import total
 
 REQUEST = ImageRequest(
     request_id="r",

@@ -29,7 +29,7 @@ from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Previ
 from plait_serving.health import Health
 from plait_serving.replica_metrics import ReplicaMetrics, family
 from support.http_app import until
-from support.metrics import total
+from support.prometheus import total
 
 REQUEST = ImageRequest(
     request_id="r",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from plait_fabric.cores import instruction_set
 from plait_serving.cores import HostCores
 from plait_serving.deployments.images.counted import host_families
-from support.metrics import total
+from support.prometheus import total
 
 
 def test_a_host_with_more_threads_than_cores_is_labelled_shared() -> None:

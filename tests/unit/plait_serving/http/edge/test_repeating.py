@@ -24,7 +24,7 @@ from plait_serving.http.edge.repeating import (
 from plait_serving.http.images import routes as images
 from plait_serving.http.images.routes import RefusingRoute
 from support.http_app import AsgiCall, make_app
-from support.metrics import total
+from support.prometheus import total
 
 URL = "/v1/images/generations"
 KEYS = tuple(ApiKey.from_secret(f"sk-{name}", tenant=name) for name in ("acme", "blue"))

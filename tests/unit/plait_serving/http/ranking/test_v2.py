@@ -24,7 +24,7 @@ from plait_serving.http.edge.errors import RANK_ANSWERS
 from plait_serving.ranking.local import LocalRankingService
 from support.http_app import AsgiCall
 from support.http_rank import HEADER, INFER, arrays, as_binary, as_json, make_client, outputs_of
-from support.metrics import total
+from support.prometheus import total
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""`fakes.serve` on a node with that address: ``python -m support.serve_on_node ADDRESS PORT [path=value ...]``.
+"""`fakes.serve` on a node with that address: ``python -m fakes.serve_on_node ADDRESS PORT [path=value ...]``.
 
 Ray takes any node whose process it finds for the one that it is on, the head first. On one machine with several nodes
 it finds them all.
