@@ -4,6 +4,8 @@ PIP_ARGS ?=
 CONFIG ?=
 ARGS ?=
 BIN := .venv/bin
+# Some containers set it. Every process that a test or a server starts would compile hundreds of our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup setup-kernels setup-nixl serve test test-slow test-avx2 demo check bench starter clean
 .DEFAULT_GOAL := help

@@ -51,6 +51,19 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return convert(write_models(folder, partial(tiny_sd, dtype=torch.float16)))
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Tiny models of which nothing is converted."""
+    return write_models(tmp_path_factory.mktemp("written"), tiny_sd)
+
+
+@pytest.fixture
+def fresh(written: Models, tmp_path: Path) -> Models:
+    """The same; what is converted goes to the test's folder."""
+    shutil.copytree(written.folder / "loras", tmp_path / "loras")
+    return replace(written, folder=tmp_path)
+
+
 def test_exact_always_gives_the_pipelines_bits(converted):
     """While programs are adopted too: plain, with a LoRA (merged then) and with a ControlNet. Then programs again."""
     probe = converted.build(exact=Exact.ALWAYS)
@@ -198,24 +211,23 @@ def test_openvino_by_name_needs_a_dtype_that_it_computes_in(converted):
     assert probe.assembled.prepared_parts() == frozenset()
 
 
-def test_a_conversion_that_is_not_equal_is_not_used(tmp_path, caplog, monkeypatch):
+def test_a_conversion_that_is_not_equal_is_not_used(fresh, caplog, monkeypatch):
     """One warning says that torch runs the model and why, torch serves its bits, and nothing is left in the store."""
-    models = write_models(tmp_path, tiny_sd)
     monkeypatch.setattr(openvino_executor, "TOLERANCE", {"float32": 0.0})
     with caplog.at_level(logging.WARNING):
-        probe = models.build(converts=True)
+        probe = fresh.build(converts=True)
         try:
             wait_threads("plait-prepare")
-            assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
+            assert torch.equal(probe.latents(PLAIN)[0], fresh.reference(PLAIN))
             probe.latents(CONTROLLED)
             wait_threads("plait-prepare")
-            assert ulps(probe.latents(CONTROLLED)[0], models.reference(CONTROLLED)) <= EQUAL
+            assert ulps(probe.latents(CONTROLLED)[0], fresh.reference(CONTROLLED)) <= EQUAL
         finally:
             probe.engine.stop(drain_s=0)
     said = [record.getMessage() for record in caplog.records if "runs on torch" in record.getMessage()]
     assert len(said) == 2
     assert all("it differs from torch by" in line for line in said)
-    assert not [path for path in (tmp_path / "prepared").iterdir() if path.is_dir()]
+    assert not [path for path in (fresh.folder / "prepared").iterdir() if path.is_dir()]
 
 
 @pytest.mark.parametrize(("lost", "left"), [("vae-decoder", {"unet"}), ("decoder", {"vae"}), ("encoder", {"vae"})])
@@ -252,15 +264,14 @@ def wait_threads(name: str) -> None:
             assert not thread.is_alive()
 
 
-def test_a_store_that_cannot_be_written_costs_no_image(tmp_path, caplog):
+def test_a_store_that_cannot_be_written_costs_no_image(fresh, caplog):
     """A file lies where the folder should be: torch serves, and the log says so."""
-    models = write_models(tmp_path, tiny_sd)
-    (tmp_path / "prepared").touch()
+    (fresh.folder / "prepared").touch()
     with caplog.at_level(logging.WARNING):
-        probe = models.build(converts=True)
+        probe = fresh.build(converts=True)
         wait_threads("plait-prepare")
         try:
-            assert torch.equal(probe.latents(PLAIN)[0], models.reference(PLAIN))
+            assert torch.equal(probe.latents(PLAIN)[0], fresh.reference(PLAIN))
         finally:
             probe.engine.stop(drain_s=0)
     assert "runs on torch" in caplog.text
@@ -277,15 +288,15 @@ def test_a_take_over_that_fails_costs_no_image(converted, monkeypatch):
         probe.engine.stop(drain_s=0)
 
 
-def test_two_first_starts_convert_once(tmp_path, monkeypatch):
+def test_two_first_starts_convert_once(fresh, monkeypatch):
     """Two engines of one folder start together: each part is converted by one of them, and both run on it."""
-    models, converted_parts, convert_part = write_models(tmp_path, tiny_sd), [], conversion.convert
+    converted_parts, convert_part = [], conversion.convert
     monkeypatch.setattr(conversion, "convert", lambda it: (converted_parts.append(1), convert_part(it))[1])
-    probes = [models.build(converts=True) for _ in range(2)]
+    probes = [fresh.build(converts=True) for _ in range(2)]
     try:
         for probe in probes:
             wait_prepared(probe, "unet", "vae")
-            assert 0 < max_difference(probe.latents(PLAIN)[0], models.reference(PLAIN)) < CLOSE
+            assert 0 < max_difference(probe.latents(PLAIN)[0], fresh.reference(PLAIN)) < CLOSE
     finally:
         for probe in probes:
             probe.engine.stop(drain_s=0)

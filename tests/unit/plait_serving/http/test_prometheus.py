@@ -37,7 +37,9 @@ from plait_serving.replica_metrics import exposition
 from support.http_app import AsgiCall, make_app, make_client, until
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
-from support.prometheus import Labels, found, lint, total
+from support.prometheus import found, lint, total
+
+Labels = frozenset[tuple[str, str]]
 
 
 @dataclass
