@@ -22,20 +22,7 @@ from plait_fabric.transport.inproc import pair
 from suites.fabric_channel import SECRET, WAIT_S, ChannelConformance
 from suites.fabric_clocks import VirtualClock
 from suites.fabric_tensors import TensorConformance
-from support.fabric_links import shipped
-
-
-def slow_link(*, alpha_s: float = 2e-3, bytes_per_s: float = 1e9) -> Link:
-    """A link that every host outruns."""
-    return shipped().link.with_values(
-        "slow",
-        alpha_s=alpha_s,
-        bytes_per_s=bytes_per_s,
-        small_bytes=0,
-        inline_bytes=0,
-        small_s_per_byte=1 / bytes_per_s,
-    )
-
+from support.fabric_links import shipped, slow_link
 
 LINK = shipped().link
 _numbers = itertools.count()

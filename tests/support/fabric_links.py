@@ -11,6 +11,18 @@ def shipped(name: str = "100g-same-switch") -> SourcedLink:
     return read_links(LINKS)[name]
 
 
+def slow_link(*, alpha_s: float = 2e-3, bytes_per_s: float = 1e9) -> Link:
+    """A link that every host outruns."""
+    return shipped().link.with_values(
+        "slow",
+        alpha_s=alpha_s,
+        bytes_per_s=bytes_per_s,
+        small_bytes=0,
+        inline_bytes=0,
+        small_s_per_byte=1 / bytes_per_s,
+    )
+
+
 def send_lat(link: Link, sizes: tuple[int, ...] = (2, 16, 64, 256, 1024, 4096, 16_384, 65_536, 1 << 20)) -> str:
     """What ib_send_lat prints for a link, to the two decimals that it prints."""
     lines = [
