@@ -25,6 +25,7 @@ from transformers import (
     CLIPTextModelWithProjection,
     CLIPTokenizer,
 )
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 IMAGE_SIZE = 32
 _WORDS = ("red", "green", "blue", "apple", "pear", "cat", "dog", "house", "tree", "face", "the", "and", "with", "photo")
@@ -45,7 +46,7 @@ def seeded(seed: int) -> Iterator[None]:
 def tiny_tokenizer(folder: Path, *, pad_token: str = "<|endoftext|>") -> CLIPTokenizer:
     """Writes a byte-level CLIP tokenizer whose only merges spell a few words; 77 tokens long as the real one."""
     folder.mkdir(parents=True, exist_ok=True)
-    symbols = list(_byte_symbols())
+    symbols = list(bytes_to_unicode().values())
     vocabulary = [*symbols, *(f"{symbol}</w>" for symbol in symbols)]
     merges: list[str] = []
     for word in _WORDS:
@@ -63,13 +64,6 @@ def tiny_tokenizer(folder: Path, *, pad_token: str = "<|endoftext|>") -> CLIPTok
     tokenizer = CLIPTokenizer.from_pretrained(folder, pad_token=pad_token, model_max_length=77)
     tokenizer.save_pretrained(folder)
     return tokenizer
-
-
-def _byte_symbols() -> list[str]:
-    """The 256 printable stand-ins that byte-level BPE gives to bytes (GPT-2's table)."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    extra = [chr(256 + i) for i in range(256 - len(plain))]
-    return [chr(b) for b in plain] + extra
 
 
 # ---- base models ----------------------------------------------------------------------------------------------------
