@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fakes import bench
+from fakes.bench import InProcessFleet, tiny_model_folder
 from plait_bench import images
 from plait_bench.host import host_facts
 from plait_bench.images.fleet import ItemList
 from plait_bench.images.orders import Variety, size_of, workload
 from plait_bench.records import document
 from plait_bench.runner import RunPlan
-from support import bench
-from support.bench import InProcessFleet, tiny_model_folder
 
 pytestmark = pytest.mark.slow  # a minute: every system makes the images of three workloads
 

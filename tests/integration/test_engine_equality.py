@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,8 +82,10 @@ def sdxl(tiny_sdxl_folder, tiny_sdxl_controlnets, loras, probe_of):
     names = dict(zip(("a", "b"), tiny_sdxl_controlnets, strict=True))
     probe = probe_of(model=tiny_sdxl_folder, lora_source=FolderSource(loras), controlnets=names)
 
+    kept: dict[Any, Any] = {}
+
     def reference(asked: ImageRequest) -> torch.Tensor:
-        return fused_reference(tiny_sdxl_folder, asked, loras=loras, controlnets=names)
+        return fused_reference(tiny_sdxl_folder, asked, loras=loras, controlnets=names, kept=kept)
 
     return probe, reference
 

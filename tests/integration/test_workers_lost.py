@@ -17,11 +17,11 @@ from typing import Literal
 import pytest
 import torch
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers import remote
 from plait_fabric import PeerLost, connect
-from support import ranking as kit
 from support.paused import pause
 from support.rank_fabric import Rig, hello_header, until
 from support.server import free_port
@@ -318,7 +318,7 @@ WORKER = textwrap.dedent(
     from plait_fabric import listen
     from plait_disagg.workers.core_server import CoreServer
     from plait_disagg.workers.whole import WholeCore
-    from support import ranking as kit
+    from fakes import ranking_model as kit
     secret = bytes.fromhex(sys.argv[2])
     sparse = kit.FakeSparse(slow_s=float(sys.argv[3]))
     front = CoreServer(WholeCore(kit.CARD, sparse, kit.FakeDense()), [listen(sys.argv[1], secret=secret)])

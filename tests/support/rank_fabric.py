@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from fakes import ranking_model as kit
 from fakes.fabric import CutListener
 from plait_disagg.messages.wire import VERSION, Role, card_payload, role_payload
 from plait_disagg.queue.jobs import Core
@@ -28,7 +29,6 @@ from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
-from support import ranking as kit
 
 Scheme = Literal["inproc", "shm", "tcp"]
 

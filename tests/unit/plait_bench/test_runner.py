@@ -9,13 +9,13 @@ from typing import ClassVar
 
 import pytest
 
+from fakes.bench import FakeFleet, fake_systems, fake_workload, measured, run_on_fleets
 from plait_bench.benchmark import RATIO, Benchmark, Metric, Reading, Rounds, Workload
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import ProcessLayout, System
 from plait_bench.images.measured import layouts, layouts_for
 from plait_bench.runner import RunPlan
-from support.bench import FakeFleet, fake_systems, fake_workload, measured, run_on_fleets
 
 
 def fleets(log, **seconds):

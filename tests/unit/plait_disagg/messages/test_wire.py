@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes import ranking_model as kit
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.messages.layout import (
     LayoutError,
@@ -44,7 +45,6 @@ from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.handshake import read_greeting
-from support import ranking as kit
 from support.rank_fabric import hello_header, welcome_header
 
 POOL = Pool.anonymous(1 << 22)

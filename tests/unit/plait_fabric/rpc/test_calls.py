@@ -10,22 +10,101 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from plait_fabric import FabricError, FrameTooLarge, PeerLost, Pool, PoolExhausted, connect
+from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, PeerLost, Pool, PoolExhausted, connect
+from plait_fabric.rpc import fields
 from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client
-from plait_fabric.rpc.connection import Connection, ConnectionLost, Packed, bare
+from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.handshake import greeting
 from plait_fabric.rpc.on_demand import Losses, OnDemand
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import rpc as kit
 from support.paused import pause
-from support.rpc import Fleet, Question, client_protocol, serving, until
+from support.rpc import SECRET, VERSION, WAIT_S, serving, until
+
+
+@dataclass(eq=False)
+class Question:
+    """A call that a test waits for: an answer, or why there is none."""
+
+    value: int
+    done: threading.Event = field(default_factory=threading.Event)
+    answers: list[int] = field(default_factory=list)
+    why_lost: str = ""
+
+    def wait(self) -> int:
+        """The answer."""
+        assert self.done.wait(WAIT_S), "neither answer nor loss"
+        assert not self.why_lost, self.why_lost
+        (answer,) = self.answers
+        return answer
+
+    def pack(self, number: int, _: Pool) -> tuple[Mapping[str, Any], list[Buffer]]:
+        """The message of the question."""
+        return {"number": number, "value": self.value}, []
+
+
+def client_protocol(
+    *,
+    service: str = "numbers",
+    version: int = VERSION,
+    answer_timeout_s: float | None = None,
+    send_timeout_s: float = 1.0,
+) -> ClientProtocol[Question]:
+    """Greets a service of that name; answers and losses reach the questions."""
+
+    def on_welcome(_: Connection[Question], payload: Mapping[str, Any]) -> None:
+        if fields.text(payload, "service") != service:
+            raise fields.WireError(f"it serves {payload['service']}")
+
+    def on_message(connection: Connection[Question], message: Message) -> None:
+        with message:
+            number, value = (fields.integer(message.header, name) for name in ("number", "value"))
+        question = connection.take(number)
+        if question is None:
+            raise fields.WireError(f"an answer to {number}, which was not asked")
+        question.answers.append(value)
+        question.done.set()
+
+    def on_lost(_: Connection[Question], lost: list[Question], why: str) -> None:
+        for question in lost:
+            question.why_lost = why
+            question.done.set()
+
+    return ClientProtocol(
+        version=version,
+        hello={"service": service},
+        on_welcome=on_welcome,
+        on_message=on_message,
+        on_lost=on_lost,
+        send_timeout_s=send_timeout_s,
+        answer_timeout_s=answer_timeout_s,
+    )
+
+
+@dataclass(eq=False)
+class Fleet:
+    """Replicas by name: where each listens. What is asked of it is kept."""
+
+    addresses: dict[str, str] = field(default_factory=dict)
+    asked: list[tuple[float, frozenset[str]]] = field(default_factory=list)
+
+    def connect(self, left_out: frozenset[str]) -> ReplicaLink:
+        """To the first that is not left out."""
+        self.asked.append((time.monotonic(), left_out))
+        for name, address in list(self.addresses.items()):
+            if name not in left_out:
+                return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=5))
+        raise NoReplica("there is no other")
+
 
 QUICK = Backoff(first_s=0.01, max_s=0.05)
 
