@@ -101,6 +101,12 @@ def test_the_blocks_of_a_document_run(document: str, server: StarterServer, tmp_
     _run_all(document, server, DocumentShell(tmp_path, finds_plait=document != FIRST))
 
 
+@pytest.mark.slow
+def test_the_first_document_runs_as_printed(server: StarterServer, tmp_path: Path) -> None:
+    """With its load test of a minute."""
+    _run_all(FIRST, server, DocumentShell(tmp_path, finds_plait=False, as_printed=True))
+
+
 def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> None:
     """Whoever has just cloned the repository has `plait` where make has put it, and nowhere else."""
     shell = DocumentShell(tmp_path, finds_plait=False)

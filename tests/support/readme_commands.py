@@ -44,11 +44,13 @@ sys.exit(code)
 
 class DocumentShell:
     """Runs the blocks of one document in a folder, in one shell as far as PATH goes. ``url``: of the server that stands
-    for the usual address. ``finds_plait``: an earlier document has put ``.venv/bin`` into PATH."""
+    for the usual address. ``finds_plait``: an earlier document has put ``.venv/bin`` into PATH. ``as_printed``: load
+    tests take as long as they say."""
 
-    def __init__(self, folder: Path, *, finds_plait: bool = True) -> None:
+    def __init__(self, folder: Path, *, finds_plait: bool = True, as_printed: bool = False) -> None:
         self.folder = folder
         self.url = USUAL_URL
+        self._as_printed = as_printed
         self._bin, self._made = folder / ".bin", folder / ".venv" / "bin"
         self._bin.mkdir()
         self._made.mkdir(parents=True)
@@ -137,11 +139,11 @@ class DocumentShell:
         return main(arguments)
 
     def _load(self, arguments: list[str]) -> int:
-        """A short load test. That this machine was late, or too busy for an SLO, is no fault of the document: it has
+        """A load test. That this machine was late, or too busy for an SLO, is no fault of the document: it has
         shown enough if no request failed."""
         out = io.StringIO()
         with contextlib.redirect_stdout(out):
-            code = main(_shortened(arguments))
+            code = main(arguments if self._as_printed else _shortened(arguments))
         print(told := out.getvalue(), end="")
         is_only_late = any(verdict in told for verdict in ("INVALID RUN", "SLO MISSED"))
         return 0 if is_only_late and re.search(r"^errors( +0)+$", told, re.MULTILINE) else code
