@@ -358,7 +358,7 @@ def test_an_answer_in_the_programs_memory_lasts_until_the_next_call(converted, m
 
 def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatch):
     """It is compared with the dynamic model on the call that it was made for."""
-    monkeypatch.setattr(fixed_shapes, "merge", lambda *_: None)
+    monkeypatch.setattr(fixed_shapes, "merge_factors", lambda *_: None)
     program = openvino_at(converted, clock=CallClock()).open("k")
     for _ in range(3):
         assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
