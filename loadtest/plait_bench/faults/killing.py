@@ -130,7 +130,7 @@ class Fault:
     def covers(self, reply: Reply) -> bool:
         """Return whether it was there at any time of a request, and left the proxy, or nobody, to answer."""
         is_over = self.over_s is not None and self.over_s < reply.began_s
-        return self.kind in ("ingress", "proxy") and self.at_s <= reply.ended_s and not is_over
+        return self.kind == "proxy" and self.at_s <= reply.ended_s and not is_over
 
 
 class Mixed(OnServer):

@@ -273,8 +273,8 @@ class Tally:
 
 
 def verdict_of(ask: Ask, reply: Reply, expected: Answer | None, *, in_our_stead: bool = False) -> Verdict:
-    """Return the end of a request. `expected` None: any whole answer is right. `in_our_stead`: whether the ingress or
-    Serve's proxy failed while it was in flight, so that the proxy, or nobody, had to answer."""
+    """Return the end of a request. `expected` None: any whole answer is right. `in_our_stead`: whether Serve's proxy
+    failed while it was in flight, so that nobody had to answer."""
     if reply.is_hung:
         return Verdict(End.HUNG, f"no end after {reply.taken_s:.0f} s (status {reply.status})")
     if reply.has_left:

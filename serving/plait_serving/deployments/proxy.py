@@ -22,6 +22,7 @@ from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.repeating import RepeatMiddleware
 from plait_serving.http.edge.request_id import accepted_id
+from plait_serving.http.edge.sse import error_event
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ HOSTS_VARIABLE = "PLAIT_PROXY_HOSTS"
 """The host names that the server answers to, with commas; empty or unset: any."""
 
 _OWN_ROUTES = "/-/"
+_PLAIN, _EVENTS = b"text/plain", b"text/event-stream"  # nothing of ours says in plain text that something failed
 
 _LOST = ApiError(
     503,
@@ -79,7 +81,7 @@ class OwnRoutesMiddleware:
 
 class AnsweringMiddleware:
     """Answers in the API's form where the proxy has no answer, or one in plain text: the ingress died with the request,
-    or is not to be found."""
+    or is not to be found. A stream of events that it has begun ends with the event of an error."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -90,28 +92,33 @@ class AnsweringMiddleware:
             await self._app(scope, receive, send)
             return
         request_id = accepted_id(scope)
-        has_begun = is_dropped = False
+        has_begun = is_dropped = has_open_events = False
 
         async def send_formed(message: Message) -> None:
-            nonlocal has_begun, is_dropped
+            nonlocal has_begun, is_dropped, has_open_events
             if message["type"] == "http.response.start":
-                is_dropped = message["status"] >= HTTPStatus.BAD_REQUEST and not _is_of_the_api(message["headers"])
+                is_dropped = message["status"] >= HTTPStatus.BAD_REQUEST and _is_typed(message["headers"], _PLAIN)
                 has_begun = not is_dropped
+                has_open_events = _is_typed(message["headers"], _EVENTS)
+            elif not message.get("more_body", False):
+                has_open_events = False
             if not is_dropped:
                 await send(message)
 
         try:
             await self._app(scope, receive, send_formed)
         except Exception:
-            if has_begun:
+            if has_begun and not has_open_events:
                 raise
-            _log.exception("request %s had no answer", request_id)
-        if not has_begun:
+            _log.exception("request %s had no answer, or no end", request_id)
+        if has_open_events:  # of which each message has whole ones
+            await send({"type": "http.response.body", "body": error_event(wire_error(_LOST).body), "more_body": False})
+        elif not has_begun:
             answer = wire_error(_LOST).response(scope["path"])
             answer.headers["x-request-id"] = request_id
             await answer(scope, receive, send)
 
 
-def _is_of_the_api(headers: Iterable[tuple[bytes, bytes]]) -> bool:
-    """Return whether an error's answer is ours: nothing of ours says in plain text that something failed."""
-    return not any(name.lower() == b"content-type" and value.startswith(b"text/plain") for name, value in headers)
+def _is_typed(headers: Iterable[tuple[bytes, bytes]], media_type: bytes) -> bool:
+    """Return whether an answer says that it is of a media type."""
+    return any(name.lower() == b"content-type" and value.startswith(media_type) for name, value in headers)

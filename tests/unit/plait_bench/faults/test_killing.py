@@ -175,16 +175,16 @@ def test_what_grew_is_told_from_what_varies():
 
 
 def test_a_fault_covers_the_requests_of_its_time():
-    """Of the ingress and the proxy, from its moment to its recovery, or for ever."""
+    """Of the proxy, from its moment to its recovery, or for ever."""
 
     def covered(kind, began_s, ended_s, over_s=20.0):
         fault = Fault(kind=kind, name=kind, at_s=10.0, over_s=over_s)
         return fault.covers(Reply(began_s=began_s, ended_s=ended_s))
 
     spans = ((5, 9), (5, 11), (15, 16), (19, 25), (21, 25))
-    assert [covered("ingress", *span) for span in spans] == [False, True, True, True, False]
+    assert [covered("proxy", *span) for span in spans] == [False, True, True, True, False]
     assert covered("proxy", 1000, 1001, over_s=None)
-    assert not covered("engine", 15, 16)
+    assert not covered("ingress", 15, 16)
 
 
 def tally(*replies):

@@ -17,6 +17,7 @@ from starlette.testclient import TestClient
 from fakes.images import FakeImageService
 from plait_serving.deployments.ingress import without_request_id
 from plait_serving.deployments.proxy import AnsweringMiddleware, configure_proxy
+from plait_serving.http.edge.sse import EventStream
 from support.app_server import AppServer, wait_for
 from support.http_app import make_app
 
@@ -69,6 +70,34 @@ def test_an_answer_that_breaks_off_stays_broken():
 
     with pytest.raises(RuntimeError, match="in the middle"):
         asked(breaks)
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("in the middle")])
+def test_a_stream_of_events_that_breaks_off_ends_with_an_error(error):
+    """The ingress was killed, as at the end of a rolling upgrade's patience: whoever reads the stream is told."""
+
+    async def breaks(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b": step 1/20\n\n", "more_body": True})
+        if error is not None:
+            raise error
+
+    progress, last, end = asked(breaks).text.split("\n\n")
+    assert (progress, end) == (": step 1/20", "")
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_lost"
+
+
+def test_a_stream_of_events_that_has_ended_stays_as_it_is():
+    """It has its last event already."""
+
+    async def ends(scope, receive, send):
+        await EventStream(events())(scope, receive, send)
+
+    async def events():
+        yield b": step 1/20\n\n"
+
+    assert asked(ends).text == ": step 1/20\n\n"
 
 
 @pytest.fixture
