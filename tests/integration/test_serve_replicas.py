@@ -107,6 +107,7 @@ def test_every_scrape_counts_what_all_replicas_did(server: PlaitServer) -> None:
 def test_a_killed_engine_costs_no_request_and_no_account(server: PlaitServer) -> None:
     """What it had is made again by the other one (finding 10), and its tenants' sums go on from what they were."""
     victim = until_two(server, "engine")[0]
+    assert statuses_of(server, 8, threading.Event()) == [200] * 8
     used = images_used(server, at_least=8)
     begun = threading.Event()
 
