@@ -41,7 +41,8 @@ class ImplInfo:
 
     `dtypes` are those of the tensor that the operator writes. `needs` names modules that must be importable,
     `bounds` are of sizes, which the caller of `load` must then give. Among the implementations that fit, the highest
-    `rank` wins.
+    `rank` wins. What is `compiled` on the machine has a function `trial(device, dtype)` beside its entry, which runs it
+    once: it needs a compiler and headers that no import asks for, and a GPU that the compiler knows.
     """
 
     op: str
@@ -52,6 +53,7 @@ class ImplInfo:
     dtypes: frozenset[torch.dtype]
     needs: tuple[str, ...] = ()
     bounds: tuple[SizeBound, ...] = ()
+    compiled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +101,7 @@ IMPLS: tuple[ImplInfo, ...] = (
         devices=frozenset({"cuda"}),
         dtypes=_FLOATS,
         needs=("triton",),
+        compiled=True,
     ),
     ImplInfo(
         op="group_norm_silu",
@@ -116,6 +119,7 @@ IMPLS: tuple[ImplInfo, ...] = (
         devices=frozenset({"cuda"}),
         dtypes=_FLOATS,
         needs=("triton",),
+        compiled=True,
         # Offsets are int32, with room for a last tile. A tile holds whole groups; a table of its groups x lanes
         # stays in registers.
         bounds=(SizeBound(size="elements", high=2**30), SizeBound(size="group_channels", low=1, high=1024)),
@@ -136,6 +140,7 @@ IMPLS: tuple[ImplInfo, ...] = (
         devices=frozenset({"cuda"}),
         dtypes=_FLOATS,
         needs=("triton",),
+        compiled=True,
         bounds=(SizeBound(size="residuals", high=4),),  # one kernel argument each
     ),
     ImplInfo(
@@ -162,6 +167,19 @@ def is_importable(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
+@lru_cache(maxsize=256)
+def trial_failure(impl: ImplInfo, device: str, dtype: torch.dtype) -> str | None:
+    """Run what is `compiled` once on small tensors; return why it does not run here, or None. A process asks once."""
+    if not impl.compiled:
+        return None
+    try:
+        importlib.import_module(impl.entry.partition(":")[0]).trial(device, dtype)
+    except Exception as error:  # of a compiler, a driver or a library: whatever it is, the reference runs
+        text = str(error).strip().splitlines()
+        return f"does not run here ({type(error).__name__}{f': {text[0]}' if text else ''})"
+    return None
+
+
 def select_impl(
     op: str,
     device: str,
@@ -171,11 +189,12 @@ def select_impl(
     sizes: Mapping[str, int] = MappingProxyType({}),
     impls: Sequence[ImplInfo] = IMPLS,
     importable: Callable[[str], bool] = is_importable,
+    failure: Callable[[ImplInfo, str, torch.dtype], str | None] = trial_failure,
 ) -> Selection:
-    """Return the implementation of `op` for a device type ("cpu", "cuda"), a dtype and a problem's sizes. Pure.
+    """Return the implementation of `op` for a device type ("cpu", "cuda"), a dtype and a problem's sizes.
 
     `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the best that fits is
-    chosen.
+    chosen. Pure but for `importable` and `failure`, which look at the machine.
     """
     known = sorted((impl for impl in impls if impl.op == op), key=lambda impl: -impl.rank)
     if explicit is not None:
@@ -184,7 +203,9 @@ def select_impl(
             raise KernelError(f"{op} has no implementation named {explicit!r}")
     passed_over: list[str] = []
     for impl in known:
-        reason = _misfit(impl, device, dtype, sizes, importable, asked_for=explicit is not None)
+        reason = _misfit(impl, device, dtype, sizes, importable, asked_for=explicit is not None) or failure(
+            impl, device, dtype
+        )
         if reason is None:
             return Selection(impl=impl, passed_over=tuple(passed_over))
         passed_over.append(f"{impl.name}: {reason}")

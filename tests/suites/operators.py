@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from plait_kernels.geglu import reference as geglu_reference
 from plait_kernels.group_norm_silu import reference as norm_reference
+from plait_kernels.registry import select_impl
 from plait_kernels.residual_add import reference as residual_reference
 
 Form = Callable[..., torch.Tensor]
@@ -26,6 +27,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROUNDING = {torch.float32: 2e-6, torch.float16: 5.5e-4, torch.bfloat16: 8e-3 if INTERPRETED else 4.3e-3}
 EPS32 = 1.2e-7
+
+
+def chosen_on_a_gpu(op: str, dtype: torch.dtype, explicit: str | None = None, **sizes: int) -> str:
+    """The name of the form that the registry gives a GPU on which everything runs."""
+    return select_impl(op, "cuda", dtype, explicit, sizes=sizes, failure=lambda *_: None).impl.name
+
 
 fuzz = settings(
     deadline=None, max_examples=80, derandomize=True, database=None, suppress_health_check=list(HealthCheck)

@@ -55,6 +55,13 @@ def group_norm_silu(
     return y
 
 
+def trial(device: str, dtype: torch.dtype) -> None:
+    """Compile and run it once in each layout. Raises what Triton, its compiler or the device raise."""
+    x = torch.zeros(1, 32, 4, 4, device=device, dtype=dtype)
+    for laid_out in (x, x.contiguous(memory_format=torch.channels_last)):
+        group_norm_silu(laid_out, 4, torch.ones_like(x[0, :, 0, 0]), torch.zeros_like(x[0, :, 0, 0]), 1e-5).cpu()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PixelPlan:
     """How channels-last `(N, pixels, C)` is cut. Statistics: `pieces` of `piece` pixels x `whole` groups, in tiles of

@@ -37,6 +37,13 @@ def residual_add_(skip: torch.Tensor, residuals: Sequence[torch.Tensor], scales:
         skip.copy_(dense)
 
 
+def trial(device: str, dtype: torch.dtype) -> None:
+    """Compile and run it once on small tensors. Raises what Triton, its compiler or the device raise."""
+    skip = torch.zeros(2, 32, device=device, dtype=dtype)
+    residual_add_(skip, [skip.clone()], torch.ones(1, 2, device=device))
+    skip.cpu()  # the copy waits for the kernel
+
+
 def _has_dense_rows(tensor: torch.Tensor) -> bool:
     """Return whether each row is one run of memory, in whatever order."""
     row = tensor[0]

@@ -9,11 +9,15 @@ import resource
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
+
+if TYPE_CHECKING:
+    from plait_kernels.registry import ImplInfo
 
 GIB = 1 << 30
 # The starter model's server, measured: Ray and Serve 1.1 GiB, ingress 0.2, base replica 0.6, two ControlNets 0.5 each.
@@ -56,6 +60,19 @@ def check_packages() -> list[CheckResult]:
     shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "ray") if name in versions)
     detail = "; ".join(bad) or f"{len(versions)} as required ({shown})"
     return [finding("packages", not bad, detail, "pip install --upgrade plait (floors close published CVEs)")]
+
+
+def check_operators(device: str, impls: Sequence[ImplInfo] | None = None) -> list[CheckResult]:
+    """Check that the operators that are compiled on the machine run on its GPU."""
+    import torch
+
+    from plait_kernels.registry import IMPLS, trial_failure
+
+    tried = {impl.op: trial_failure(impl, device, torch.float16) for impl in impls or IMPLS if impl.compiled}
+    failed = [f"{op} {reason}" for op, reason in tried.items() if reason is not None]
+    detail = "; ".join(failed) or f"compiled and run: {', '.join(tried)}"
+    advice = "install gcc and Python's headers (python3-dev), or images take longer"
+    return [warning("operators", not failed, detail, advice)]
 
 
 def check_machine() -> list[CheckResult]:
@@ -155,7 +172,7 @@ def available_memory_bytes() -> int:
 
 
 def check_torch(dev: Path = Path("/dev")) -> list[CheckResult]:
-    """Check that torch can be imported, and that its build fits the GPUs of the machine."""
+    """Check that torch can be imported, that its build fits the machine's GPUs, and that operators compile for them."""
     try:
         import torch
     except ImportError as error:
@@ -170,4 +187,4 @@ def check_torch(dev: Path = Path("/dev")) -> list[CheckResult]:
     if not found and gpus:
         detail += f", though there are {', '.join(gpus)}"
     advice = "check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES; without GPUs the CPU build saves gigabytes"
-    return [warning("torch", bool(found), detail, advice)]
+    return [warning("torch", bool(found), detail, advice), *(check_operators("cuda") if found else [])]

@@ -35,16 +35,19 @@ def test_the_base_image_is_named_by_a_digest_that_must_be_given():
     lines = (DEPLOY / "Dockerfile").read_text().splitlines()
     assert {"ARG BASE", "ARG BASE_SHA256"} <= set(lines)
     stages = [line.split()[1] for line in lines if line.startswith("FROM ")]
-    assert len(stages) == 2
-    assert set(stages) == {"${BASE}@sha256:${BASE_SHA256}"}
+    assert stages == ["${BASE}@sha256:${BASE_SHA256}"] * 2 + ["cpu"]
 
 
 def test_the_image_runs_as_nobody_special_with_a_home_and_baked_wheels():
     """The user of the manifests, a home that it may write to, and no index at the end."""
     manifest = (Path(__file__).parent / "kuberay/golden/starter.yaml").read_text()
     text = (DEPLOY / "Dockerfile").read_text()
-    last = text.split("FROM ")[-1]
-    assert re.findall(r"^USER (\d+):", last, re.MULTILINE) == sorted(set(re.findall(r"runAsUser: (\d+)", manifest)))
+    for_cpus, for_gpus = text.split("FROM ")[-2:]
+    for last in (for_cpus, for_gpus):
+        users = re.findall(r"^USER (\d+):", last, re.MULTILINE)
+        assert users == sorted(set(re.findall(r"runAsUser: (\d+)", manifest)))
+    assert " gcc " in for_gpus  # without it no kernel of Triton runs
+    last = for_cpus
     assert "HOME=/home/plait" in last
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     assert f"--no-index --find-links /wheels plait=={version}" in last

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import sys
+import types
 
 import pytest
 import torch
@@ -116,9 +118,7 @@ def test_every_operator_has_a_reference_that_runs_everywhere():
 def test_load_logs_once_what_was_passed_over(monkeypatch, caplog):
     """The fallback is in the log, once per operator, device and dtype."""
     picky = dataclasses.replace(IMPLS[0], name="picky", rank=99, devices=frozenset({"cuda"}))
-    monkeypatch.setattr(
-        registry.select_impl, "__kwdefaults__", {"impls": (*IMPLS, picky), "importable": lambda _: True}
-    )
+    monkeypatch.setitem(registry.select_impl.__kwdefaults__, "impls", (*IMPLS, picky))
     registry.load.cache_clear()
     with caplog.at_level(logging.INFO, logger="plait_kernels.registry"):
         first = registry.load("lora_merge", "cpu", torch.float32)
@@ -126,3 +126,32 @@ def test_load_logs_once_what_was_passed_over(monkeypatch, caplog):
     registry.load.cache_clear()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "picky: does not run on cpu" in caplog.text
+
+
+def test_what_does_not_compile_here_is_passed_over_and_tried_once(monkeypatch):
+    """Without a compiler the first image runs on the reference; by name it is refused, with the reason."""
+    tries = []
+
+    def trial(device, dtype):
+        tries.append((device, dtype))
+        raise RuntimeError("Failed to find C compiler\nPlease specify via CC")
+
+    broken = types.ModuleType("broken_kernel")
+    broken.trial = trial
+    monkeypatch.setitem(sys.modules, "broken_kernel", broken)
+    compiled = dataclasses.replace(FAST, entry="broken_kernel:g", needs=(), compiled=True)
+    for _ in range(2):
+        selection = select_impl("op", "cuda", torch.float16, impls=(SLOW, compiled))
+        reason = "fast: does not run here (RuntimeError: Failed to find C compiler)"
+        assert selection == registry.Selection(impl=SLOW, passed_over=(reason,))
+    with pytest.raises(KernelError, match="Failed to find C compiler"):
+        select_impl("op", "cuda", torch.float16, "fast", impls=(SLOW, compiled))
+    assert tries == [("cuda", torch.float16)]
+
+
+def test_what_is_compiled_can_be_tried():
+    """Each trial runs its operator: here line by line, on a GPU by its compiler."""
+    pytest.importorskip("triton", reason="needs triton: make setup-kernels")
+    compiled = [impl for impl in IMPLS if impl.compiled]
+    assert {impl.op for impl in compiled} == {impl.op for impl in IMPLS if "triton" in impl.needs}
+    assert [registry.trial_failure(impl, "cpu", torch.float16) for impl in compiled] == [None] * len(compiled)

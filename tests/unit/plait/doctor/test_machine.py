@@ -12,6 +12,7 @@ import pytest
 from plait.doctor import machine
 from plait.doctor.findings import CheckStatus
 from plait_fabric.cores import instruction_set
+from plait_kernels.registry import ImplInfo
 
 
 def test_cli_doctor_compares_versions_with_the_floors(monkeypatch):
@@ -108,3 +109,20 @@ def test_cli_doctor_counts_memory(monkeypatch, free):
     monkeypatch.setattr(machine, "available_memory_bytes", lambda: free)
     found = {it.name: it.verdict for it in machine.check_machine()}
     assert found["memory"] is (CheckStatus.FAIL if free == 1 << 20 else CheckStatus.OK)
+
+
+def test_cli_doctor_tries_what_is_compiled_on_a_gpu():
+    """An operator that does not compile is a caveat with its reason."""
+    broken = ImplInfo(
+        op="op",
+        name="n",
+        entry="no_such_kernel:f",
+        rank=1,
+        devices=frozenset({"cuda"}),
+        dtypes=frozenset(),
+        compiled=True,
+    )
+    (finding,) = machine.check_operators("cuda", [broken])
+    assert finding.verdict is CheckStatus.WARN
+    assert "op does not run here (ModuleNotFoundError" in finding.detail
+    assert "gcc" in finding.advice

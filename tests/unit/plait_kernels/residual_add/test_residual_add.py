@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait_kernels.registry import KernelError, load
-from suites.operators import DTYPES, ROW_SHAPES, check_residuals, fuzz, residual_case
+from plait_kernels.registry import KernelError
+from suites.operators import DTYPES, ROW_SHAPES, check_residuals, chosen_on_a_gpu, fuzz, residual_case
 
 pytest.importorskip("triton", reason="needs triton: make setup-kernels")
 
@@ -65,10 +65,10 @@ def test_what_does_not_fit_is_refused(residual_add_):
 
 def test_five_residuals_are_the_references():
     """The kernel has four arguments for them: the registry knows, and the form says so itself."""
-    assert load("residual_add", "cuda", torch.float16, residuals=5) is reference.residual_add_
-    assert load("residual_add", "cuda", torch.float16, residuals=4) is triton_impl.residual_add_
+    assert chosen_on_a_gpu("residual_add", torch.float16, residuals=5) == "reference"
+    assert chosen_on_a_gpu("residual_add", torch.float16, residuals=4) == "triton"
     with pytest.raises(KernelError, match="takes residuals up to 4"):
-        load("residual_add", "cuda", torch.float16, "triton", residuals=5)
+        chosen_on_a_gpu("residual_add", torch.float16, "triton", residuals=5)
     with pytest.raises(ValueError, match="up to 4"):
         triton_impl.residual_add_(*residual_case((1, 2), 5, torch.float32, DEVICE))
 
