@@ -151,9 +151,8 @@ class Workload(ABC):
     def open(self, system: str, layout: str) -> AbstractContextManager[Subject]:
         """Open a system. Raises `SystemUnavailable` if it cannot run here, else `BenchError`."""
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
+    def check(self, subjects: Mapping[str, Subject]) -> None:  # noqa: B027 - many have no answers to compare
         """Compare the systems' answers before any measurement. Raises `Disagreement`."""
-        return ()
 
     def settle(self, subjects: Mapping[str, Subject]) -> None:  # noqa: B027 - most systems do not adapt
         """Let systems that adapt to their load do so: called once, after `check` and before the rounds."""
@@ -179,6 +178,11 @@ class Benchmark:
     name: str
     workloads: tuple[Workload, ...]
     session: Callable[[Say], AbstractContextManager[None]] = field(default=lambda _: nullcontext())
+
+
+def readings(values: Mapping[str, float], **more: str) -> list[Reading]:
+    """Return the readings of a round, by metric; `more`: what they have in common."""
+    return [Reading(metric=metric, value=float(value), **more) for metric, value in values.items()]
 
 
 def pairs_of(ours: str, systems: Sequence[str]) -> tuple[tuple[str, str], ...]:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Subject, Workload, chosen
+from plait_bench.benchmark import Benchmark, Metric, Reading, Subject, Workload, chosen
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.job import BenchJob, measure, text_table
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
@@ -393,7 +393,7 @@ class OperatorWorkload(Workload):
             yield FormSubject(self._form(system), self._case, self._clock, self._inputs(is_copy=system == COPY))
         self._made.clear()
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
+    def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the forms' results. Raises `Disagreement`."""
         forms = {name: each for name, each in subjects.items() if isinstance(each, FormSubject) and name != COPY}
         answers = {name: each.answer() for name, each in forms.items()}
@@ -402,7 +402,6 @@ class OperatorWorkload(Workload):
                 error = float((answer - reference).abs().max() / reference.abs().max())
                 if not error <= _TOLERANCE:
                     raise Disagreement(f"{self.name}: {name} differs from {EAGER} by {error:.2g} of the largest value")
-        return ()
 
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
         """Return the share of the copy's bandwidth that each system reached in this round."""

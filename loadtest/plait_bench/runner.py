@@ -148,12 +148,12 @@ class _Measuring:
             subjects = self._open(stack)
             for subject in subjects.values():
                 subject.warm_up()
-            others = list(self._workload.check(subjects))
+            self._workload.check(subjects)
             if self._plan.settles:
                 self._workload.settle(subjects)
             for number in range(1, self._plan.rounds + 1):
                 self._round(number, subjects)
-            others += self._workload.conclude()
+            others = self._workload.conclude()
         ratios = self._ratios()
         for row in ratios:
             key = f"{row.workload}:{row.metric}:{row.system}"

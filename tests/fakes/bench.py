@@ -7,19 +7,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Benchmark, ResultRow
+from plait_bench.benchmark import Benchmark
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import (
     FleetWorker,
     Item,
     ItemList,
-    ItemOutcome,
     ProcessLayout,
-    RunSample,
     System,
-    memory_of,
-    sample,
+    peak_memory_of,
 )
 from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet
 from plait_bench.runner import BenchResult, RunPlan, joined, run
@@ -36,22 +33,19 @@ class FakeFleet:
         self._runs = 0
         self.closed = False
         self.is_paused = False
-        self.ready_s = 1.5
 
     def configure(self, layout: ProcessLayout) -> None:
         self._layout = layout
 
-    def memory_bytes(self) -> tuple[int, int]:
-        return 2 << 30, 3 << 30
+    def peak_bytes(self) -> int:
+        return 3 << 30
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> tuple[float, list[Item]]:
         assert not self.is_paused
         self._log.append(f"{self._name} {'keep' if keep else len(items)}")
         seconds = self._seconds(self._layout, self._runs)
         self._runs += 1
-        return RunSample(
-            wall_s=seconds, latencies_s=(seconds,) * len(items), results=tuple(item.get("picture") for item in items)
-        )
+        return seconds, [item["picture"] for item in items] if keep else []
 
     def pause(self) -> None:
         self.is_paused = True
@@ -76,7 +70,7 @@ def run_on_fleets(
     cores: int,
     open_fleet: OpenFleet,
     max_open: int = 0,
-    check: Callable[[ItemList, Mapping[str, Sequence[object]]], list[ResultRow]] | None = None,
+    check: Callable[[ItemList, Mapping[str, Sequence[object]]], None] | None = None,
     look: Callable[[], HostConditions] = calm,
 ) -> BenchResult:
     """The whole benchmark, in silence. ``check``: results must be equal, unless said otherwise."""
@@ -90,11 +84,10 @@ def measured(benchmark: Benchmark, plan: RunPlan, *, look: Callable[[], HostCond
     return joined(list(run(benchmark, plan, say=lambda _: None, look=look)))
 
 
-def equal(_: ItemList, results: Mapping[str, Sequence[object]]) -> list[ResultRow]:
+def equal(_: ItemList, results: Mapping[str, Sequence[object]]) -> None:
     """A check that wants the same of all systems."""
     if len({tuple(values) for values in results.values()}) > 1:
         raise Disagreement("results differ")
-    return []
 
 
 def fake_systems(*names: str, **more: object) -> list[System]:
@@ -113,37 +106,23 @@ def fake_workload(name: str = "work", items: int = 4, **more: object) -> ItemLis
 # ---- systems that worker processes build ----------------------------------------------------------------------------
 
 
-class EchoSubject:
+class Echo(FleetWorker):
     """Returns each item with the layout it was given; fails, dies or chats when an item says so."""
 
-    def __init__(self, greeting: str) -> None:
-        self._told: dict[str, object] = {"greeting": greeting}
+    def __init__(self, settings: Mapping[str, str]) -> None:
+        self._told: dict[str, object] = dict(settings)
 
     def configure(self, *, threads: int, variant: str) -> None:
         self._told |= {"threads": threads, "variant": variant}
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
-        outcomes = []
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Item]:
         for item in items:
             if item.get("die"):
                 raise SystemExit(3)
             if item.get("fail"):
                 raise ValueError("no such thing")
             print("libraries print to stdout")
-            result = {**item, **self._told, "one_by_one": one_by_one} if keep else None
-            outcomes.append(ItemOutcome(finished_s=time.monotonic(), result=result))
-        return outcomes
-
-    def resumed(self) -> None:
-        """Do nothing: it watches nobody."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
-
-
-def echo(settings: Mapping[str, str]) -> FleetWorker:
-    """A factory that works."""
-    return EchoSubject(settings["greeting"])
+        return [{**item, **self._told, "one_by_one": one_by_one} for item in items] if keep else []
 
 
 def absent(settings: Mapping[str, str]) -> FleetWorker:
@@ -161,20 +140,17 @@ class InProcessFleet:
         assert processes == 1
         module, _, name = system.factory.partition(":")
         self._worker: FleetWorker = getattr(__import__(module, fromlist=[name]), name)(system.settings)
-        self.ready_s = 0.0
 
-    def memory_bytes(self) -> tuple[int, int]:
-        return memory_of([os.getpid()])
+    def peak_bytes(self) -> int:
+        return peak_memory_of([os.getpid()])
 
     def configure(self, layout: ProcessLayout) -> None:
         self._worker.configure(threads=layout.threads, variant=layout.variant)
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> tuple[float, list[Item]]:
         started_s = time.monotonic()
-        outcomes = self._worker.run(items, one_by_one=one_by_one, keep=keep)
-        return sample(
-            started_s, [{"finished_s": o.finished_s, "result": o.result} for o in outcomes], one_by_one=one_by_one
-        )
+        made = self._worker.run(items, one_by_one=one_by_one, keep=keep)
+        return time.monotonic() - started_s, made
 
     def pause(self) -> None:
         """Do nothing: it would pause the test."""

@@ -11,6 +11,7 @@ from fakes import bench
 from fakes.bench import InProcessFleet, tiny_model_folder
 from plait_bench import images
 from plait_bench.host import host_facts
+from plait_bench.images import measured as pixels
 from plait_bench.images.fleet import ItemList
 from plait_bench.images.orders import Variety, size_of, workload
 from plait_bench.records import document
@@ -31,6 +32,7 @@ def measured(tmp_path_factory):
     folder = tiny_model_folder(tmp_path_factory.mktemp("bench"))
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(pixels, "MAX_DIFFERENCE_LEVELS", 2)  # else the run stops: all make the same pictures
         patched.setattr(images, "workload", lambda name, variety: _shortened(workload(name, variety)))
         benchmark = images.on_fleets(
             folder,
@@ -52,31 +54,25 @@ def _shortened(items: ItemList) -> ItemList:
 
     The stock pipeline loads a LoRA for seconds: it proves its agreement where that is the point, with two.
     """
-    orders = {item["control"][0] if item["control"] else "": item for item in items.warm_up}
+    orders = {order.control[0] if order.control else "": order for order in items.warm_up}
     short = (*orders.values(), *items.warm_up)[: 2 if items.name == "lora" else 3]
     return replace(items, items=short, warm_up=short[:1])
 
 
-def test_every_system_makes_the_same_pictures(measured):
-    """Ours and the peers' images agree within rounding for every workload: else the run would have stopped."""
-    compared: dict[str, set[str]] = {}
-    for row in measured["rows"]:
-        if row["metric"] == "largest_pixel_difference":
-            compared.setdefault(row["workload"], set()).add(row["system"])
-            assert row["value"] <= 2
-    assert set(compared) == set(WORKLOADS)
-    assert all("plait_engine" in systems for systems in compared.values())
+def test_every_system_makes_the_pictures_of_every_workload(measured):
+    """Within two levels of the peers': else the run would have stopped."""
+    compared = {(row["workload"], row["system"]) for row in measured["rows"]}
+    assert {(name, system) for name in WORKLOADS for system in ("plait_engine", "diffusers_fair")} <= compared
 
 
-def test_the_document_has_seconds_and_rates_and_ratios(measured):
+def test_the_document_has_rates_and_ratios(measured):
     """For each workload and system that took part; ours against each peer."""
     assert measured["left_out"] == {}
     for name in WORKLOADS:
         systems = {row["system"] for row in measured["rows"] if row["workload"] == name}
-        for metric in ("seconds_per_image", "images_per_s"):
-            rows = [row for row in measured["rows"] if (row["workload"], row["metric"]) == (name, metric)]
-            assert {row["system"] for row in rows} == systems
-            assert all(row["value"] > 0 for row in rows)
+        rows = [row for row in measured["rows"] if (row["workload"], row["metric"]) == (name, "images_per_s")]
+        assert {row["system"] for row in rows} == systems
+        assert all(row["value"] > 0 for row in rows)
         assert measured["ratios"][f"{name}:images_per_s:plait_engine/diffusers_fair"] > 0
     assert "lora:images_per_s:plait_engine/diffusers" in measured["ratios"]
     assert "same16:images_per_s:plait_engine/diffusers_batched" in measured["ratios"]

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, Reading, ResultRow, Say, Subject, Workload, cache_folder, cores, pairs_of
+from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, cache_folder, cores, pairs_of
 from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, serving
 from plait_bench.errors import SystemFailed
 from plait_disagg.models.configs import build, ids_per_bag
@@ -228,11 +228,10 @@ class Goodput(Workload):
         with serving(arguments, self.bodies[0].read_bytes()) as server:
             yield _Loaded(self, (system, layout), server)
 
-    def check(self, subjects: Mapping[str, Subject]) -> Sequence[ResultRow]:
+    def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the scores of the first bodies."""
         servers = {name: each.server for name, each in subjects.items() if isinstance(each, _Loaded)}
         compare(servers, {path.stem: path.read_bytes() for path in self.bodies[:4]})
-        return ()
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The image benchmark: images per second, the seconds of a start, and memory, of plait and of its peers.
+"""The image benchmark: images per second, seconds until the first image, and memory, of plait and of its peers.
 
 `plait` is `plait serve` with its default configuration on the whole host, over HTTP. The other systems of that family
 differ in the one setting that their name says; `plait_engine` is the engine in one process, without Serve and HTTP.
@@ -6,7 +6,7 @@ differ in the one setting that their name says; `plait_engine` is the engine in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,17 +17,18 @@ from typing import Any, cast
 from plait_bench.benchmark import Benchmark, Say, cache_folder, chosen, cores
 from plait_bench.commands import environment, write_random_model
 from plait_bench.errors import BenchError
-from plait_bench.images.fleet import Item, ItemList, Json, System, WorkerFleet
+from plait_bench.images.fleet import ItemList, System, WorkerFleet
 from plait_bench.images.measured import FleetPool, OnFleets, OpenFleet, PixelCheck, StartWorkload
 from plait_bench.images.orders import (
     START,
     DeviceName,
     DTypeName,
     ImageSize,
+    ImageSpec,
+    LoraSet,
     ModelFolder,
     Variety,
     cost,
-    lora_set,
     size_of,
     workload,
 )
@@ -35,7 +36,7 @@ from plait_bench.images.orders import (
 NAME = "images"
 LORA_RANK = 16
 
-_SERVED: Mapping[str, Mapping[str, Json]] = {
+_SERVED: Mapping[str, Mapping[str, Any]] = {
     "plait": {},
     "plait_exact": {"knobs": {"exact": "always"}},
     "plait_torch": {"executor": "torch"},
@@ -158,9 +159,9 @@ def _items(name: str, variety: Variety) -> ItemList:
     return workload("single" if name == START else name, variety)
 
 
-def _settings(root: Path, variety: Variety, items: Sequence[Item]) -> dict[str, Any]:
-    """Return what the systems are built with: the models that the items need, and how to run them."""
-    models = ModelFolder.of(root, variety.size, items).to_json()
+def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict[str, Any]:
+    """Return what the systems are built with: the models that the orders need, and how to run them."""
+    models = ModelFolder.of(root, variety.size, orders)
     return {"models": models, "dtype": variety.dtype, "edge": variety.image_edge, "device": variety.device}
 
 
@@ -206,21 +207,21 @@ def _can(system: str, name: str) -> bool:
     )  # fmt: skip
 
 
-def _system(name: str, settings: Mapping[str, Json]) -> System:
+def _system(name: str, settings: Mapping[str, Any]) -> System:
     """Make the system of that name."""
     if name in _SERVED or name == "plait_engine":
         return System(
-            name=name, factory=f"{__name__}.ours:{'served' if name in _SERVED else 'engine'}", share=_whole,
+            name=name, factory=f"{__name__}.ours:{'Served' if name in _SERVED else 'InProcessEngine'}", share=_whole,
             settings={**_SERVED.get(name, {}), **settings}, is_own_layout=True,
         )  # fmt: skip
     if name == "openvino":
         return System(
-            name=name, factory="plait_bench.images.peers:openvino", share=evenly, settings=settings,
+            name=name, factory=f"{__name__}.peers:OpenVino", share=evenly, settings=settings,
             variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
         )  # fmt: skip
     way = _DIFFUSERS[name]
     return System(
-        name=name, factory="plait_bench.images.peers:diffusers", share=in_runs if way == "fair" else evenly,
+        name=name, factory=f"{__name__}.peers:Diffusers", share=in_runs if way == "fair" else evenly,
         settings={"way": way, **settings}, variants=partial(_formats, way),
     )  # fmt: skip
 
@@ -232,46 +233,40 @@ def _formats(way: str, items: ItemList) -> tuple[str, ...]:
     return ("",) if way == "stock" else ("channels_last", "compiled")
 
 
-def _whole(items: Sequence[Item], processes: int) -> list[list[int]]:
+def _whole(items: Sequence[ImageSpec], processes: int) -> list[list[int]]:
     return [list(range(len(items))), *[[] for _ in range(processes - 1)]]
 
 
-def evenly(items: Sequence[Item], processes: int, *, cost: Callable[[Item], float] = cost) -> list[list[int]]:
-    """Assign the dearest item first to the least loaded process; each share is in arrival order.
+def evenly(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
+    """Assign the dearest order first to the least loaded process; each share is in arrival order.
 
     For systems that gain nothing from order. At most 4/3 of the best possible makespan (Graham 1969).
     """
-    costs = [cost(item) for item in items]
+    costs = list(map(cost, orders))
     shares: list[list[int]] = [[] for _ in range(processes)]
     loads = [0.0] * processes
-    for i in sorted(range(len(items)), key=lambda i: (-costs[i], i)):
+    for i in sorted(range(len(orders)), key=lambda i: (-costs[i], i)):
         lightest = loads.index(min(loads))
         shares[lightest].append(i)
         loads[lightest] += costs[i]
     return [sorted(share) for share in shares]
 
 
-def in_runs(
-    items: Sequence[Item],
-    processes: int,
-    *,
-    cost: Callable[[Item], float] = cost,
-    group: Callable[[Item], Hashable] = lora_set,
-) -> list[list[int]]:
-    """Sort by group (groups in order of first arrival) and cut where each process has an even part of the cost.
+def in_runs(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
+    """Sort by LoRA set (in order of first arrival) and cut where each process has an even part of the cost.
 
-    For systems that pay for a change of group: a cut adds at most one change, and shares stay even.
+    For systems that pay for a change of set: a cut adds at most one change, and shares stay even.
     """
-    members: dict[Hashable, list[int]] = {}
-    for i, item in enumerate(items):
-        members.setdefault(group(item), []).append(i)
-    total = sum(cost(item) for item in items)
+    members: dict[LoraSet, list[int]] = {}
+    for i, order in enumerate(orders):
+        members.setdefault(order.loras, []).append(i)
+    total = sum(map(cost, orders))
     shares: list[list[int]] = [[] for _ in range(processes)]
     done = 0.0
     for i in (i for of in members.values() for i in of):
-        middle = done + cost(items[i]) / 2
+        middle = done + cost(orders[i]) / 2
         shares[min(processes - 1, int(processes * middle / total))].append(i)
-        done += cost(items[i])
+        done += cost(orders[i])
     return shares
 
 

@@ -1,4 +1,4 @@
-"""A system's worker processes: started, controlled by JSON over pipes, paused, stopped; and what runs inside them.
+"""A system's worker processes: started, controlled over pipes, paused, stopped; and what runs inside them.
 
 A fleet starts as many processes as its widest layout needs. A narrower layout leaves some of them idle, and threads
 are set anew for each layout, so that trying layouts does not reload the models. Standard library only, so that a
@@ -8,7 +8,6 @@ worker may run in another Python environment.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
 import subprocess
@@ -26,11 +25,8 @@ from typing import Any, Protocol, TypeAlias
 from plait_bench.benchmark import child_command
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
-Json: TypeAlias = Any
-"""What `json` can write and read back unchanged."""
-
-Item: TypeAlias = Mapping[str, Json]
-"""One unit of work."""
+Item: TypeAlias = Any
+"""One unit of work, and what is made of it: they cross the pipes."""
 
 # Loading a model may take minutes on a slow disk, a round of a slow system on a slow machine too.
 ANSWER_TIMEOUT_S = 1800.0
@@ -71,8 +67,8 @@ class ItemList:
 
     `warm_up` are shorter items that touch everything that `items` touch. `systems`: those that take part.
     `settings`: what its systems are built with beside their own. `trial_items`: how many items a trial of a layout
-    runs; 0: all. `layouts`: chooses from the layouts that the machine offers. `settle_s`: how long each system runs the
-    items, uncounted, before the rounds: some adapt to their load.
+    runs; 0: all. `max_processes` of a system; `is_wide`: no layout leaves cores idle. `settle_s`: how long each system
+    runs the items, uncounted, before the rounds: some adapt to their load.
     """
 
     name: str
@@ -80,15 +76,24 @@ class ItemList:
     warm_up: tuple[Item, ...]
     one_by_one: bool
     systems: frozenset[str] = frozenset()
-    settings: Mapping[str, Json] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     trial_items: int = 0
     settle_s: float = 0.0
-    layouts: Callable[[Sequence[ProcessLayout]], Sequence[ProcessLayout]] = tuple
+    max_processes: int = 4
+    is_wide: bool = False
+
+    def layouts(self, cores: int) -> tuple[ProcessLayout, ...]:
+        """List the processes x threads worth trying, in which every process has work: one core, and all of them as 1, 2
+        or 4 processes."""
+        most = min(cores, self.max_processes, 1 if self.one_by_one else len(self.items))
+        wide = [ProcessLayout(processes=n, threads=cores // n) for n in (1, 2, 4) if n <= most]
+        narrow = [] if self.is_wide else [ProcessLayout(processes=1, threads=1)]
+        return tuple(dict.fromkeys([*narrow, *wide]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class System:
-    """One of the systems compared. `factory` is `module:function`; each worker calls it with `settings`.
+    """One of the systems compared. `factory` is `module:class` of its `FleetWorker`, which is made of `settings`.
 
     `share(items, n)` divides the items' indices into n lists, one for each process, in the order of execution.
     `variants`: choices other than threads and processes (a memory format) that make a difference to a workload; the
@@ -98,48 +103,34 @@ class System:
 
     name: str
     factory: str
-    settings: Mapping[str, Json]
+    settings: Mapping[str, Any]
     share: Callable[[Sequence[Item], int], list[list[int]]]
     variants: Callable[[ItemList], tuple[str, ...]] = lambda _: ("",)
     is_own_layout: bool = False
     interpreter: Callable[[], Path] | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ItemOutcome:
-    """An item's end: `finished_s` on CLOCK_MONOTONIC, which all processes of a machine share; `result` if kept."""
-
-    finished_s: float
-    result: Json = None
-
-
 class FleetWorker(Protocol):
     """A system inside a worker process."""
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Apply one process's part of a layout."""
+        """Apply one process's part of a layout. The default: it uses the host as it sees fit."""
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
-        """Run all items and return their outcomes in item order. `keep`: return results too."""
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Item]:
+        """Run all items; return what was made of each if it is to be kept, else nothing."""
+
+    def prepared(self) -> None:
+        """Wait for what the first run has set off, and later ones run on."""
 
     def resumed(self) -> None:
         """Wait until all is as it was before the processes were stopped and continued."""
 
     def close(self) -> None:
-        """Stop the threads. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSample:
-    """One run of a workload: seconds until the last item was done, latencies and (if kept) results in item order."""
-
-    wall_s: float
-    latencies_s: tuple[float, ...]
-    results: tuple[Json, ...] = ()
+        """Stop what was started."""
 
 
 class WorkerFleet:
-    """The worker processes of a system. `ready_s`: how long they took to start."""
+    """The worker processes of a system."""
 
     def __init__(self, system: System, processes: int) -> None:
         """Start the processes side by side and wait. Raises `SystemUnavailable` or `SystemFailed`, and leaves none
@@ -147,7 +138,6 @@ class WorkerFleet:
         self._system = system
         self._layout = ProcessLayout(processes=1, threads=1)
         interpreter = None if system.interpreter is None else system.interpreter()
-        started_s = time.monotonic()
         self._is_paused = False
         self._processes = [_Process(system, interpreter) for _ in range(processes)]
         try:
@@ -156,7 +146,6 @@ class WorkerFleet:
         except BaseException:
             self.close()
             raise
-        self.ready_s = time.monotonic() - started_s
 
     @property
     def pids(self) -> list[int]:
@@ -168,27 +157,26 @@ class WorkerFleet:
         active = self._processes[: layout.processes]
         if len(active) < layout.processes:
             raise ValueError(f"{self._system.name} has {len(active)} processes, not {layout.processes}")
-        for worker in active:
-            worker.ask({"op": "configure", "threads": layout.threads, "variant": layout.variant})
-        for worker in active:
-            worker.answer()
+        _tell(active, "configure", threads=layout.threads, variant=layout.variant)
         self._layout = layout
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> RunSample:
-        """Divide the items among the processes and wait for all of them. Raises `SystemFailed`."""
+    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool = False) -> tuple[float, list[Item]]:
+        """Divide the items among the processes; return the seconds until all had ended, and what was made of each if it
+        is kept. Raises `SystemFailed`."""
         shares = self._system.share(items, self._layout.processes)
         busy = [(worker, share) for worker, share in zip(self._processes, shares, strict=False) if share]
         started_s = time.monotonic()
         for worker, share in busy:
-            worker.ask({"op": "run", "items": [items[i] for i in share], "one_by_one": one_by_one, "keep": keep})
-        outcomes: dict[int, Mapping[str, Json]] = {}
-        for worker, share in busy:
-            outcomes.update(zip(share, worker.answer(), strict=True))
-        return sample(started_s, [outcomes[i] for i in range(len(items))], one_by_one=one_by_one)
+            worker.ask("run", items=[items[i] for i in share], one_by_one=one_by_one, keep=keep)
+        answers = [(share, worker.answer()) for worker, share in busy]
+        taken_s = time.monotonic() - started_s
+        _tell([worker for worker, _ in busy], "prepared")
+        made = {i: each for share, answer in answers if keep for i, each in zip(share, answer, strict=True)}
+        return taken_s, [made[i] for i in sorted(made)]
 
-    def memory_bytes(self) -> tuple[int, int]:
-        """Return the resident memory of the processes that the layout uses and of their children, now and at most."""
-        return memory_of(self.pids[: self._layout.processes])
+    def peak_bytes(self) -> int:
+        """Return the most resident memory of the processes that the layout uses, and of their children."""
+        return peak_memory_of(self.pids[: self._layout.processes])
 
     def pause(self) -> None:
         """Stop the processes and all that they started: they take no time from anybody until `resume`. Idempotent."""
@@ -204,10 +192,7 @@ class WorkerFleet:
         if not self._is_paused:
             return
         self._go_on()
-        for worker in self._processes:
-            worker.ask({"op": "resumed"})
-        for worker in self._processes:
-            worker.answer()
+        _tell(self._processes, "resumed")
 
     def close(self) -> None:
         """Stop all processes. Idempotent."""
@@ -219,17 +204,6 @@ class WorkerFleet:
         if self._is_paused:
             self._is_paused = False
             _send(with_descendants(self.pids), signal.SIGCONT)
-
-
-def sample(started_s: float, outcomes: Sequence[Mapping[str, Json]], *, one_by_one: bool) -> RunSample:
-    """Build a run's sample. One by one, an item begins when the one before it is done; otherwise all begin together."""
-    ends_s = [float(outcome["finished_s"]) for outcome in outcomes]
-    begins_s = [started_s, *ends_s[:-1]] if one_by_one else [started_s] * len(ends_s)
-    return RunSample(
-        wall_s=max(ends_s) - started_s,
-        latencies_s=tuple(end_s - begin_s for begin_s, end_s in zip(begins_s, ends_s, strict=True)),
-        results=tuple(outcome["result"] for outcome in outcomes),
-    )
 
 
 class _Process:
@@ -245,11 +219,11 @@ class _Process:
         )  # fmt: skip
         theirs.close()
         self.pid = self._process.pid
-        self.ask({"factory": system.factory, "settings": dict(system.settings)})
+        self._pipe.send((system.factory, dict(system.settings)))
 
-    def ask(self, question: Mapping[str, Json]) -> None:
+    def ask(self, method: str, **given: Any) -> None:
         try:
-            self._pipe.send_bytes(json.dumps(question).encode())
+            self._pipe.send((method, given))
         except OSError as error:
             raise SystemFailed(f"{self._name}: its process died") from error
 
@@ -257,15 +231,15 @@ class _Process:
         try:
             if not self._pipe.poll(ANSWER_TIMEOUT_S):
                 raise SystemFailed(f"{self._name} gave no answer in {ANSWER_TIMEOUT_S:.0f} s")
-            reply = json.loads(self._pipe.recv_bytes())
+            kind, said = self._pipe.recv()
         except (EOFError, ConnectionError) as error:
             code = self._process.wait(_STOP_TIMEOUT_S)
             raise SystemFailed(f"{self._name}: its process died (exit code {code})") from error
-        if "unavailable" in reply:
-            raise SystemUnavailable(reply["unavailable"])
-        if "error" in reply:
-            raise SystemFailed(f"{self._name}: {reply['error']}")
-        return reply["answer"]
+        if kind == "unavailable":
+            raise SystemUnavailable(said)
+        if kind == "error":
+            raise SystemFailed(f"{self._name}: {said}")
+        return said
 
     def stop(self) -> None:
         """Close the pipe, which ends the process; kill it if it does not end in time."""
@@ -274,6 +248,14 @@ class _Process:
             self._process.wait(_STOP_TIMEOUT_S)
         self._process.kill()
         self._process.wait()
+
+
+def _tell(workers: Sequence[_Process], method: str, **given: Any) -> None:
+    """Have all of them do something, side by side."""
+    for worker in workers:
+        worker.ask(method, **given)
+    for worker in workers:
+        worker.answer()
 
 
 # ---- inside a worker process ----------------------------------------------------------------------------------------
@@ -289,22 +271,21 @@ def main(fd: str) -> None:
     pipe = Connection(int(fd))
     worker: FleetWorker | None = None
     try:
-        asked = json.loads(pipe.recv_bytes())
-        module, _, name = asked["factory"].partition(":")
-        worker = getattr(importlib.import_module(module), name)(asked["settings"])
-        assert worker is not None
-        _reply(pipe, {"answer": None})
+        factory, settings = pipe.recv()
+        module, _, name = factory.partition(":")
+        worker = getattr(importlib.import_module(module), name)(settings)
+        _reply(pipe, "answer", None)
         while True:
             try:
-                question = json.loads(pipe.recv_bytes())
+                method, given = pipe.recv()
             except (EOFError, ConnectionError):
                 return
-            _reply(pipe, {"answer": _answer(worker, question)})
+            _reply(pipe, "answer", getattr(worker, method)(**given))
     except SystemUnavailable as error:
-        _reply(pipe, {"unavailable": str(error)})
+        _reply(pipe, "unavailable", str(error))
     except Exception as error:
         is_ours = isinstance(error, BenchError)
-        _reply(pipe, {"error": str(error) if is_ours else f"{type(error).__name__}: {error}"})
+        _reply(pipe, "error", str(error) if is_ours else f"{type(error).__name__}: {error}")
         if not is_ours:
             sys.excepthook(type(error), error, error.__traceback__)
     finally:
@@ -312,33 +293,18 @@ def main(fd: str) -> None:
             worker.close()
 
 
-def _answer(worker: FleetWorker, question: Mapping[str, Json]) -> Json:
-    if question["op"] == "configure":
-        worker.configure(threads=question["threads"], variant=question["variant"])
-        return None
-    if question["op"] == "resumed":
-        worker.resumed()
-        return None
-    outcomes = worker.run(question["items"], one_by_one=question["one_by_one"], keep=question["keep"])
-    return [{"finished_s": outcome.finished_s, "result": outcome.result} for outcome in outcomes]
-
-
-def _reply(pipe: Connection, reply: Mapping[str, Json]) -> None:
+def _reply(pipe: Connection, kind: str, said: Any) -> None:
     with suppress(OSError, ValueError):  # the runner is gone; the loop ends at its next question
-        pipe.send_bytes(json.dumps(reply).encode())
+        pipe.send((kind, said))
 
 
 # ---- processes and all their descendants, read from /proc -----------------------------------------------------------
 
 
-def memory_of(pids: Sequence[int], proc: Path = _PROC) -> tuple[int, int]:
-    """Add up the resident memory of the processes and their descendants, in bytes; pages that they share count for
-    each.
-
-    The peak is the sum of each process's own, at whatever time that was: no less than what they had at any moment.
-    """
-    found = [status_of(pid, proc) for pid in with_descendants(pids, proc)]
-    return sum(status.get("VmRSS", 0) for status in found), sum(status.get("VmHWM", 0) for status in found)
+def peak_memory_of(pids: Sequence[int], proc: Path = _PROC) -> int:
+    """Add up the peaks of the resident memory of the processes and their descendants, in bytes, whenever each was: no
+    less than what they had at any moment. Pages that they share count for each."""
+    return sum(status_of(pid, proc).get("VmHWM", 0) for pid in with_descendants(pids, proc))
 
 
 def _send(pids: set[int], number: signal.Signals) -> None:

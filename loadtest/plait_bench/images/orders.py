@@ -7,23 +7,24 @@ a UNet's encoder half).
 
 from __future__ import annotations
 
-import base64
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageDraw
 
 from plait_bench.errors import BenchError
-from plait_bench.images.fleet import Item, ItemList, Json, ProcessLayout
+from plait_bench.images.fleet import ItemList
 
 LoraSet = tuple[tuple[str, float], ...]
 DTypeName = Literal["float32", "bfloat16", "float16"]
 DeviceName = Literal["cpu", "cuda"]
+ImageArray: TypeAlias = npt.NDArray[np.uint8]
+"""`uint8 (H, W, 3)`."""
 
 EDGES = (256, 512, 1024)
 """The image sizes that models of real size are measured at; the last one on GPUs."""
@@ -93,17 +94,6 @@ class ImageSize:
     def lora_names(self) -> tuple[str, ...]:
         """The names of all LoRAs in the sets."""
         return tuple(dict.fromkeys(name for loras in self.lora_sets for name, _ in loras))
-
-    def layouts(self, offered: Sequence[ProcessLayout]) -> Sequence[ProcessLayout]:
-        """Return the process layouts that are worth a trial at this size: no model of real size is faster on fewer
-        cores than there are."""
-        cores = max(layout.processes * layout.threads for layout in offered)
-        return [
-            layout
-            for layout in offered
-            if layout.processes <= self.max_processes
-            and not (self.family and layout.processes * layout.threads < cores)
-        ]
 
 
 SIZES: Mapping[str, ImageSize] = {
@@ -205,26 +195,10 @@ class ImageSpec:
     control: tuple[str, int] | None = None
     edge: int | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the order as JSON for the pipe."""
-        return asdict(self)
 
-    @classmethod
-    def from_json(cls, item: Mapping[str, Any]) -> Self:
-        """Parse an order that came over the pipe."""
-        loras = tuple((str(name), float(scale)) for name, scale in item["loras"])
-        control = item["control"]
-        return cls(**{**item, "loras": loras, "control": None if control is None else (control[0], control[1])})
-
-
-def cost(item: Item) -> float:
-    """Return the relative cost of an item: its steps, half as much again with a ControlNet."""
-    return float(item["steps"]) * (1.5 if item["control"] else 1.0)
-
-
-def lora_set(item: Item) -> str:
-    """Return a key that orders with equal LoRA sets share."""
-    return repr([list(lora) for lora in item["loras"]])
+def cost(order: ImageSpec) -> float:
+    """Return the relative cost of an order: its steps, half as much again with a ControlNet."""
+    return order.steps * (1.5 if order.control else 1.0)
 
 
 def workload(name: str, variety: Variety | None = None) -> ItemList:
@@ -238,18 +212,14 @@ def workload(name: str, variety: Variety | None = None) -> ItemList:
     one_by_one = name not in CONCURRENT
     return ItemList(
         name=variety.row_name(name),
-        items=tuple(order.to_json() for order in orders),
-        warm_up=tuple(replace(order, steps=warm_up_steps).to_json() for order in orders),
+        items=tuple(orders),
+        warm_up=tuple(replace(order, steps=warm_up_steps) for order in orders),
         one_by_one=one_by_one,
         trial_items=1 if one_by_one and size.family else 0,
-        layouts=_one_process if variety.on_gpu else size.layouts,
+        max_processes=1 if variety.on_gpu else size.max_processes,
+        is_wide=variety.on_gpu or bool(size.family),  # no model of real size is faster on fewer cores than there are
         settle_s=0.0 if variety.on_gpu else size.settle_s,
     )
-
-
-def _one_process(offered: Sequence[ProcessLayout]) -> Sequence[ProcessLayout]:
-    """Return the layout of a GPU: one process with all cores."""
-    return [max((each for each in offered if each.processes == 1), key=lambda each: each.threads)]
 
 
 def _orders(name: str, size: ImageSize) -> list[ImageSpec]:
@@ -294,7 +264,7 @@ def _mixed16(size: ImageSize) -> list[ImageSpec]:
     return orders
 
 
-def control_map(controlnet: str, drawing: int, width: int, height: int) -> npt.NDArray[np.uint8]:
+def control_map(controlnet: str, drawing: int, width: int, height: int) -> ImageArray:
     """Return `uint8 (height, width, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same
     map."""
     image = Image.new("RGB", (width, height))
@@ -311,18 +281,6 @@ def control_map(controlnet: str, drawing: int, width: int, height: int) -> npt.N
     return np.asarray(blocks)
 
 
-def encode(image: npt.NDArray[np.uint8]) -> Json:
-    """Encode `uint8 (H, W, 3)` as JSON."""
-    height, width, _ = image.shape
-    return {"height": height, "width": width, "rgb": base64.b64encode(image.tobytes()).decode()}
-
-
-def decode(value: Mapping[str, Any]) -> npt.NDArray[np.uint8]:
-    """Decode an image made by `encode`."""
-    data = base64.b64decode(value["rgb"], validate=True)
-    return np.frombuffer(data, np.uint8).reshape(value["height"], value["width"], 3)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
     """The paths of the base model, the ControlNets and the LoRAs, by name."""
@@ -333,34 +291,16 @@ class ModelFolder:
     loras: Mapping[str, Path]
 
     @classmethod
-    def of(cls, root: Path, size: ImageSize, items: Sequence[Item]) -> Self:
-        """Return the models that the items need."""
-        controlnets = sorted({item["control"][0] for item in items if item["control"]})
-        loras = sorted({name for item in items for name, _ in item["loras"]})
+    def of(cls, root: Path, size: ImageSize, orders: Sequence[ImageSpec]) -> Self:
+        """Return the models that the orders need."""
+        controlnets = sorted({order.control[0] for order in orders if order.control})
+        loras = sorted({name for order in orders for name, _ in order.loras})
         return cls(
             root=root,
             base=root / size.base,
             controlnets={name: root / size.controlnets[name] for name in controlnets},
             loras={name: root / "loras" / f"{name}.safetensors" for name in loras},
         )
-
-    @classmethod
-    def from_json(cls, models: Mapping[str, Any]) -> Self:
-        """Read what `to_json` made."""
-        root = Path(models["root"])
-        named = {part: {name: root / path for name, path in models[part].items()} for part in ("controlnets", "loras")}
-        return cls(root=root, base=root / models["base"], **named)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the folder as a worker's setting; paths are relative to an absolute root."""
-
-        def relative(paths: Mapping[str, Path]) -> dict[str, str]:
-            return {name: str(path.relative_to(self.root)) for name, path in paths.items()}
-
-        return {
-            "root": str(self.root.resolve()), "base": str(self.base.relative_to(self.root)),
-            "controlnets": relative(self.controlnets), "loras": relative(self.loras),
-        }  # fmt: skip
 
     def missing(self) -> list[Path]:
         """List the files that are not there, one for each model."""

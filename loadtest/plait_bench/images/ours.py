@@ -9,11 +9,11 @@ import json
 import re
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +24,11 @@ from PIL import Image
 from plait_bench.benchmark import cores
 from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
-from plait_bench.images.fleet import FleetWorker, Item, ItemOutcome
-from plait_bench.images.orders import ImageSpec, ModelFolder, control_map, encode
+from plait_bench.images.fleet import FleetWorker
+from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
 if TYPE_CHECKING:
-    from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+    from plait_serving.diffusion.values import ImageRequest
 
 _HEADERS = {"content-type": "application/json"}
 _ANSWER_S = 1800.0
@@ -39,20 +39,10 @@ _SETTLED_S = 60.0
 _CAUGHT_UP_S = 2.0
 
 
-def served(settings: Mapping[str, Any]) -> FleetWorker:
-    """Start `plait serve`."""
-    return Served(settings)
-
-
-def engine(settings: Mapping[str, Any]) -> FleetWorker:
-    """Build our engine, in process."""
-    return InProcessEngine(settings)
-
-
 def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the plait.yaml: what is served, in which dtype, and nothing else unless a system's name says so (`knobs`,
     `executor`; `is_split`: the engine leaves one core to each ControlNet's process)."""
-    models = ModelFolder.from_json(settings["models"])
+    models: ModelFolder = settings["models"]
     images: dict[str, Any] = {
         "model": str(models.base.resolve()),
         "dtype": settings["dtype"],
@@ -88,15 +78,15 @@ def body_of(order: ImageSpec, edge: int) -> dict[str, Any]:
     return body
 
 
-class Served:
-    """A `FleetWorker` over a server in processes of its own. It divides the host itself: there is one layout."""
+class Served(FleetWorker):
+    """A server in processes of its own. It divides the host itself: there is one layout."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Start the server and wait until it is ready. `cache`: its cache folder, the user's own if empty.
 
         Raises `SystemFailed`.
         """
-        config, models = configuration(settings), ModelFolder.from_json(settings["models"])
+        config, models = configuration(settings), settings["models"]
         self._edge = _own_edge(models.base)
         self._prepares = settings.get("executor") != "torch" and config["images"]["knobs"].get("exact") != "always"
         self._controlnets = frozenset(models.controlnets)
@@ -111,26 +101,12 @@ class Served:
             _, self._url = self._opened.enter_context(serving)
             self._opened = self._opened.pop_all()  # it stays open unless the server did not start
 
-    def configure(self, *, threads: int, variant: str) -> None:
-        """Do nothing: the server uses the host as it sees fit."""
-
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Send the requests all at once, or one after the other."""
-        orders = [ImageSpec.from_json(item) for item in items]
-        bodies = [json.dumps(body_of(order, order.edge or self._edge)).encode() for order in orders]
-        if one_by_one:
-            answers = [self._ask(body) for body in bodies]
-        else:
-            with ThreadPoolExecutor(len(bodies)) as pool:
-                answers = list(pool.map(self._ask, bodies))
-        outcomes = [
-            ItemOutcome(finished_s=finished_s, result=_pixels(answer) if keep else None)
-            for finished_s, answer in answers
-        ]
-        if self._prepares:  # what the first images were made on is not what later ones are made on
-            self._prepares = False
-            self._wait_until_prepared()
-        return outcomes
+        bodies = [json.dumps(body_of(order, order.edge or self._edge)).encode() for order in items]
+        with ThreadPoolExecutor(1 if one_by_one else len(bodies)) as pool:
+            answers = list(pool.map(self._ask, bodies))
+        return [_pixels(answer) for answer in answers] if keep else []
 
     def resumed(self) -> None:
         """Wait until the server is healthy again, and its processes have caught up with the time that they missed."""
@@ -148,9 +124,12 @@ class Served:
             return False
         return bool(answer.status_code == httpx2.codes.OK)
 
-    def _wait_until_prepared(self) -> None:
+    def prepared(self) -> None:
         """Wait until the server runs on what it converts behind its first requests; for ControlNets, which may be in
         a process of their own, a while."""
+        if not self._prepares:
+            return
+        self._prepares = False
         began_s = time.monotonic()
         while (waited_s := time.monotonic() - began_s) < _PREPARED_S:
             parts = prepared_parts(self._client.get(f"{self._url}/metrics").text)
@@ -159,22 +138,21 @@ class Served:
             if parts >= {"unet", "vae"} and (parts >= self._controlnets or waited_s > _CONTROLNETS_S):
                 return
             time.sleep(0.5)
-        print(f"plait has converted only {sorted(parts or ())} in {_PREPARED_S:.0f} s", file=sys.stderr, flush=True)
+        print(f"plait has converted only {sorted(parts)} in {_PREPARED_S:.0f} s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Stop the server and wait for its end."""
         self._opened.close()
 
-    def _ask(self, body: bytes) -> tuple[float, bytes]:
-        """Send a request; return the time at which its response was complete, and the response."""
+    def _ask(self, body: bytes) -> bytes:
+        """Send a request; return the response."""
         try:
             answer = self._client.post(f"{self._url}/v1/images/generations", content=body, headers=_HEADERS)
         except httpx2.TransportError as error:
             raise SystemFailed(f"plait did not answer: {error}") from error
-        finished_s = time.monotonic()
         if answer.status_code != httpx2.codes.OK:
             raise SystemFailed(f"plait answered {answer.status_code}: {answer.text[:300]}")
-        return finished_s, answer.content
+        return answer.content
 
 
 def prepared_parts(metrics: str) -> frozenset[str] | None:
@@ -184,11 +162,10 @@ def prepared_parts(metrics: str) -> frozenset[str] | None:
     return frozenset(re.findall(r'^plait_engine_prepared\{.*?part="([^"]+)".*?\} 1', metrics, re.MULTILINE))
 
 
-def _pixels(answer: bytes) -> dict[str, Any]:
+def _pixels(answer: bytes) -> ImageArray:
     (image,) = json.loads(answer)["data"]
     with Image.open(io.BytesIO(base64.b64decode(image["b64_json"]))) as opened:
-        pixels: dict[str, Any] = encode(np.asarray(opened.convert("RGB")))
-    return pixels
+        return np.asarray(opened.convert("RGB"))
 
 
 def _own_edge(base: Path) -> int:
@@ -199,14 +176,14 @@ def _own_edge(base: Path) -> int:
     return int(sample) << doublings
 
 
-class InProcessEngine:
-    """A `FleetWorker` over our engine with its default knobs."""
+class InProcessEngine(FleetWorker):
+    """Our engine with its default knobs."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         from plait_serving.diffusion.assemble import EngineSettings, build_engine
         from plait_serving.diffusion.lora.source import FolderSource
 
-        models = ModelFolder.from_json(settings["models"])
+        models: ModelFolder = settings["models"]
         self._assembled = build_engine(
             EngineSettings(
                 model=models.base,
@@ -216,63 +193,25 @@ class InProcessEngine:
                 controlnets=models.controlnets,
             )
         )
-        self._count = 0
+        self._numbers = count()
 
-    def configure(self, *, threads: int, variant: str) -> None:
-        """Do nothing: the engine uses the host as it sees fit."""
-
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
-        """Submit the items all at once, or one after the other."""
-        requests = [self._request(ImageSpec.from_json(item)) for item in items]
-        waves = [[request] for request in requests] if one_by_one else [requests]
-        return [outcome for wave in waves for outcome in self._run_wave(wave, keep)]
-
-    def resumed(self) -> None:
-        """Do nothing: one process watches no other."""
+    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
+        """Ask for the images all at once, or one after the other."""
+        bundle, engine = self._assembled.bundle, self._assembled.engine
+        requests = [
+            image_request(
+                order, request_id=f"bench-{next(self._numbers)}", width=order.edge or bundle.width,
+                height=order.edge or bundle.height,
+            )
+            for order in items
+        ]  # fmt: skip
+        with ThreadPoolExecutor(1 if one_by_one else len(requests)) as pool:
+            made = list(pool.map(lambda request: engine.generate(request, timeout_s=_ANSWER_S), requests))
+        return [result.images[0] for result in made] if keep else []
 
     def close(self) -> None:
         """Stop the engine."""
         self._assembled.engine.stop(drain_s=0.0)
-
-    def _run_wave(self, requests: Sequence[ImageRequest], keep: bool) -> list[ItemOutcome]:
-        sinks = [_Sink() for _ in requests]
-        for request, sink in zip(requests, sinks, strict=True):
-            self._assembled.engine.submit(request, sink)
-        return [sink.outcome(keep) for sink in sinks]
-
-    def _request(self, order: ImageSpec) -> ImageRequest:
-        self._count += 1
-        bundle = self._assembled.bundle
-        width, height = (order.edge, order.edge) if order.edge else (bundle.width, bundle.height)
-        return image_request(order, request_id=f"bench-{self._count}", width=width, height=height)
-
-
-class _Sink:
-    """One request's last event, and its time."""
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self._last: Finished | Failed | None = None
-        self._at_s = 0.0
-
-    def __call__(self, event: Event) -> None:
-        from plait_serving.diffusion.values import Failed, Finished
-
-        if isinstance(event, Finished | Failed):
-            self._at_s = time.monotonic()
-            self._last = event
-            self._done.set()
-
-    def outcome(self, keep: bool) -> ItemOutcome:
-        """Wait for the end of the request. Raises `SystemFailed` if it failed or timed out."""
-        from plait_serving.diffusion.values import Failed
-
-        if not self._done.wait(_ANSWER_S):
-            raise SystemFailed(f"a request took longer than {_ANSWER_S:.0f} s")
-        if self._last is None or isinstance(self._last, Failed):
-            raise SystemFailed(f"a request failed: {self._last and self._last.error}")
-        image = self._last.result.images[0]
-        return ItemOutcome(finished_s=self._at_s, result=encode(image) if keep else None)
 
 
 def image_request(order: ImageSpec, *, request_id: str, width: int, height: int) -> ImageRequest:

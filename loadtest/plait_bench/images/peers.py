@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from diffusers import (
     AutoPipelineForText2Image,
@@ -40,13 +38,11 @@ from safetensors.torch import load_file, save_file
 
 from plait_bench.benchmark import cache_folder
 from plait_bench.errors import BenchError, SystemUnavailable
-from plait_bench.images.fleet import FleetWorker, Item, ItemOutcome
-from plait_bench.images.orders import ImageSpec, ModelFolder, control_map, encode
+from plait_bench.images.fleet import FleetWorker
+from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
 _COMPILE_MODE = "reduce-overhead"
 """CUDA graphs around what inductor makes; "max-autotune" takes a quarter of an hour for SDXL."""
-
-ImageArray = npt.NDArray[np.uint8]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SCHEDULERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -115,8 +111,8 @@ class Pipelines:
             self.plain.vae.decode = torch.compile(self.plain.vae.decode, fullgraph=True, mode=_COMPILE_MODE)
 
 
-class DiffusersSubject:
-    """A `FleetWorker` over diffusers, in one of the ways of the module docstring. Raises `SystemUnavailable` without
+class Diffusers(FleetWorker):
+    """diffusers, in one of the ways of the module docstring. Raises `SystemUnavailable` without
     PEFT, which reads the LoRA files: for the stock way with each request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
@@ -126,7 +122,7 @@ class DiffusersSubject:
         except ImportError:
             msg = "diffusers needs PEFT to read LoRA files: pip install 'plait[dev]'"
             raise SystemUnavailable(msg) from None
-        self._models = ModelFolder.from_json(settings["models"])
+        self._models: ModelFolder = settings["models"]
         self._pipelines = Pipelines(self._models, settings["dtype"], settings["device"])
         loras = {} if self._way == "stock" else self._models.loras
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
@@ -138,24 +134,15 @@ class DiffusersSubject:
         if variant == "compiled":
             self._pipelines.compile()
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);
         batched, all in one."""
-        orders = [ImageSpec.from_json(item) for item in items]
-        calls = [orders] if self._way == "batched" and not one_by_one else [[order] for order in orders]
-        outcomes: list[ItemOutcome] = []
+        images: list[ImageArray] = []
         with torch.inference_mode():
-            for call in calls:
+            for call in [items] if self._way == "batched" and not one_by_one else [[order] for order in items]:
                 with self._with_loras(call[0]):
-                    images = self._pipelines.draw(call)
-                outcomes += _outcomes(images, keep)
-        return outcomes
-
-    def resumed(self) -> None:
-        """Do nothing: one process watches no other."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+                    images += self._pipelines.draw(call)
+        return images if keep else []
 
     @contextmanager
     def _with_loras(self, order: ImageSpec) -> Iterator[None]:
@@ -171,16 +158,6 @@ class DiffusersSubject:
         plain.set_adapters(names, [scale for _, scale in order.loras])
         yield
         plain.unload_lora_weights()
-
-
-def diffusers(settings: Mapping[str, Any]) -> FleetWorker:
-    """Build a peer; `way` is stock, fair or batched."""
-    return DiffusersSubject(settings)
-
-
-def _outcomes(images: Sequence[ImageArray], keep: bool) -> list[ItemOutcome]:
-    now_s = time.monotonic()
-    return [ItemOutcome(finished_s=now_s, result=encode(image) if keep else None) for image in images]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -254,15 +231,15 @@ _PRECISION = {"float32": "f32", "bfloat16": "bf16"}
 _TEXT_PREFIX = "text_model."
 
 
-class OpenVinoPipeline:
-    """A `FleetWorker` over one exported model, compiled for one batch size, image size and number of threads."""
+class OpenVino(FleetWorker):
+    """optimum-intel's pipeline of one exported model, compiled for one batch size, image size and number of threads."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """Export the model unless that has been done, and compile it for one image. `cache` holds the exports, the
         benchmarks' own if empty."""
         from optimum.intel import OVStableDiffusionPipeline, OVStableDiffusionXLPipeline
 
-        models, cache = ModelFolder.from_json(settings["models"]), settings.get("cache")
+        models, cache = settings["models"], settings.get("cache")
         self._precision = _PRECISION[settings["dtype"]]
         index = json.loads((models.base / "model_index.json").read_text(encoding="utf-8"))
         xl = "XL" in index["_class_name"]
@@ -278,20 +255,12 @@ class OpenVinoPipeline:
         """Set threads, and whether equal orders are one call."""
         self._threads, self._is_batched = threads, variant == "batched"
 
-    def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[ItemOutcome]:
+    def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the calls."""
-        orders = [ImageSpec.from_json(item) for item in items]
         together = self._is_batched and not one_by_one
-        outcomes: list[ItemOutcome] = []
-        for call in [orders] if together else [[order] for order in orders]:
-            outcomes += _outcomes(self._draw(call), keep)
-        return outcomes
-
-    def resumed(self) -> None:
-        """Do nothing: one process watches no other."""
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
+        calls = [items] if together else [[order] for order in items]
+        images = [image for call in calls for image in self._draw(call)]
+        return images if keep else []
 
     def _draw(self, orders: Sequence[ImageSpec]) -> list[Any]:
         first = orders[0]
@@ -351,11 +320,6 @@ class OpenVinoPipeline:
             del pipeline
             made.rename(folder)
         return folder
-
-
-def openvino(settings: Mapping[str, Any]) -> FleetWorker:
-    """Build the pipeline of optimum-intel."""
-    return OpenVinoPipeline(settings)
 
 
 def _widen(decoder: Any, batch: int) -> None:

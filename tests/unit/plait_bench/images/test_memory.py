@@ -4,29 +4,27 @@ from __future__ import annotations
 
 import os
 
-from plait_bench.images.fleet import memory_of
+from plait_bench.images.fleet import peak_memory_of
 
 
-def process(proc, pid, parent, now_kb, peak_kb):
+def process(proc, pid, parent, peak_kb):
     """One process as /proc shows it."""
     folder = proc / str(pid)
     folder.mkdir(parents=True)
-    (folder / "status").write_text(f"Name:\tpython\nPPid:\t{parent}\nVmHWM:\t{peak_kb:>8} kB\nVmRSS:\t{now_kb:>8} kB\n")
+    (folder / "status").write_text(f"Name:\tpython\nPPid:\t{parent}\nVmHWM:\t{peak_kb:>8} kB\nVmRSS:\t{7:>8} kB\n")
 
 
 def test_descendants_count_and_others_do_not(tmp_path):
     """A server's replicas are grandchildren; a neighbour is nobody's."""
-    process(tmp_path, 10, 1, 100, 150)
-    process(tmp_path, 11, 10, 20, 30)
-    process(tmp_path, 12, 11, 3, 4)
-    process(tmp_path, 13, 1, 1000, 1000)
+    process(tmp_path, 10, 1, 150)
+    process(tmp_path, 11, 10, 30)
+    process(tmp_path, 12, 11, 4)
+    process(tmp_path, 13, 1, 1000)
     (tmp_path / "self").mkdir()
-    assert memory_of([10], tmp_path) == (123 * 1024, 184 * 1024)
-    assert memory_of([10, 11], tmp_path) == memory_of([10], tmp_path)
-    assert memory_of([99], tmp_path) == (0, 0)
+    assert peak_memory_of([10], tmp_path) == peak_memory_of([10, 11], tmp_path) == 184 * 1024
+    assert peak_memory_of([99], tmp_path) == 0
 
 
 def test_this_process_has_some():
     """Read from the real /proc."""
-    now_bytes, peak_bytes = memory_of([os.getpid()])
-    assert 1 << 20 < now_bytes <= peak_bytes
+    assert peak_memory_of([os.getpid()]) > 1 << 20

@@ -6,25 +6,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_bench.images import evenly, in_runs
-from plait_bench.images.orders import cost, lora_set, workload
+from plait_bench.images.orders import ImageSpec, cost, workload
 
-items = st.lists(st.fixed_dictionaries({"cost": st.integers(1, 30), "set": st.integers(0, 4)}), min_size=1, max_size=24)
-
-
-def item_cost(item):
-    """What an item takes."""
-    return item["cost"]
-
-
-def item_set(item):
-    """What it belongs to."""
-    return item["set"]
-
-
-WAYS = {
-    "evenly": lambda items, n: evenly(items, n, cost=item_cost),
-    "in_runs": lambda items, n: in_runs(items, n, cost=item_cost, group=item_set),
-}
+orders = st.builds(
+    ImageSpec,
+    prompt=st.just("owl"),
+    seed=st.just(0),
+    steps=st.integers(1, 30),
+    loras=st.integers(0, 4).map(lambda number: ((f"lora{number}", 1.0),)),
+    control=st.sampled_from([None, ("edges", 0)]),
+)
+items = st.lists(orders, min_size=1, max_size=24)
+WAYS = {"evenly": evenly, "in_runs": in_runs}
 
 
 @given(items, st.integers(1, 4), st.sampled_from(sorted(WAYS)))
@@ -38,28 +31,28 @@ def test_every_item_goes_to_exactly_one_process(taken, processes, way):
 @given(items, st.integers(1, 4))
 def test_shares_differ_by_less_than_the_dearest_item(taken, processes):
     """Where items may be split freely, no process has more than one item's cost above another."""
-    loads = [sum(item_cost(taken[i]) for i in share) for share in WAYS["evenly"](taken, processes)]
-    assert max(loads) - min(loads) <= max(map(item_cost, taken))
+    loads = [sum(cost(taken[i]) for i in share) for share in evenly(taken, processes)]
+    assert max(loads) - min(loads) <= max(map(cost, taken))
 
 
 @given(items, st.integers(1, 4))
 def test_runs_change_group_as_rarely_as_possible(taken, processes):
     """All processes together change group at most once per group, and once per cut."""
     changes = 0
-    for share in WAYS["in_runs"](taken, processes):
-        sets = [item_set(taken[i]) for i in share]
+    for share in in_runs(taken, processes):
+        sets = [taken[i].loras for i in share]
         changes += sum(1 for i, one in enumerate(sets) if i == 0 or one != sets[i - 1])
-    assert changes <= len(set(map(item_set, taken))) + processes - 1
+    assert changes <= len({order.loras for order in taken}) + processes - 1
 
 
 def test_mixed16_is_what_it_says_and_cuts_evenly_in_two():
     """4 LoRA sets x 4, half with a ControlNet, 12 to 30 steps, four schedulers; a process gets 40 to 60 % of it."""
     orders = workload("mixed16").items
-    sets = [lora_set(order) for order in orders]
+    sets = [order.loras for order in orders]
     assert sorted(sets.count(one) for one in set(sets)) == [4, 4, 4, 4]
-    assert sum(1 for order in orders if order["control"]) == 8
-    assert len({order["scheduler"] for order in orders}) == 4
-    assert all(12 <= order["steps"] <= 30 for order in orders)
+    assert sum(1 for order in orders if order.control) == 8
+    assert len({order.scheduler for order in orders}) == 4
+    assert all(12 <= order.steps <= 30 for order in orders)
     assert sets != sorted(sets), "arrival is interleaved"
     shares = in_runs(orders, 2)
     first, second = (sum(cost(orders[i]) for i in share) for share in shares)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 from dataclasses import replace
 from importlib.metadata import version
 
@@ -44,7 +43,7 @@ def models(tmp_path):
 
 def served(models, **more):
     """The configuration of a server, as it reads it."""
-    given = configuration({"models": models.to_json(), "dtype": "float32", **more})
+    given = configuration({"models": models, "dtype": "float32", **more})
     return ServedConfig.model_validate({**given, "server": {}})
 
 
@@ -78,8 +77,7 @@ def test_orders_become_requests_that_the_server_takes():
     """Every field of every workload; the control map survives."""
     for kind in (Variety(), Variety(size=SIZES["sd15"])):
         for name in kind.size.workloads[1:]:
-            for item in workload(name, kind).items:
-                order = ImageSpec.from_json(item)
+            for order in workload(name, kind).items:
                 body = GenerationBody.model_validate(body_of(order, order.edge or 64))
                 assert (body.prompt, body.seed, body.num_inference_steps) == (order.prompt, order.seed, order.steps)
                 assert [(lora.name, lora.scale) for lora in body.loras or ()] == list(order.loras)
@@ -89,15 +87,13 @@ def test_orders_become_requests_that_the_server_takes():
         assert (np.asarray(opened) == control_map("edges", 3, 48, 48)).all()
 
 
-def test_settings_survive_the_pipe_and_name_the_models(tmp_path):
-    """What a system is built with is JSON."""
+def test_settings_name_the_models_that_a_workload_needs(tmp_path):
+    """And how to run them."""
     kind = Variety(size=SIZES["sd15"], edge=512)
-    items = workload("controlnet", kind).items
-    settings = json.loads(json.dumps(images._settings(tmp_path, kind, items)))
+    settings = images._settings(tmp_path, kind, workload("controlnet", kind).items)
     assert (settings["dtype"], settings["edge"]) == ("float32", 512)
-    found = ModelFolder.from_json(settings["models"])
-    assert found.base == tmp_path / "sd15"
-    assert found.controlnets == {"edges": tmp_path / "sd15-controlnet"}
+    assert settings["models"].base == tmp_path / "sd15"
+    assert settings["models"].controlnets == {"edges": tmp_path / "sd15-controlnet"}
 
 
 def test_models_that_are_there_are_not_written_again(tmp_path):
@@ -133,13 +129,13 @@ def test_a_start_is_cold_once_and_warm_once():
         return fleets[-1]
 
     known = [system("plait"), system("diffusers")]
-    work = StartWorkload("start", known, {"steps": 1}, open_fleet)
+    work = StartWorkload("start", known, ImageSpec(prompt="owl", seed=1, steps=1), open_fleet)
     assert (work.name, work.ours, work.pairs) == ("start", "plait", (("plait", "diffusers"),))
     with work.open("diffusers", "") as subject:
         subject.warm_up()
         read = {reading.metric: reading.value for reading in subject.measure(1)}
     assert set(read) == set(work.metrics)
-    assert (read["ready_s"], read["memory_gib"]) == (1.5, 2.0)
+    assert read["peak_memory_gib"] == 3.0
     assert len(caches) == 2
     assert len(set(caches)) == 1
     assert all(fleet.closed for fleet in fleets)
