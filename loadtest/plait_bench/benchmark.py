@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Literal, Protocol, Self, TypeAlias
@@ -122,7 +121,7 @@ class Rounds:
         return self.take(number)
 
 
-class Workload(ABC):
+class Workload:
     """The same task for all `systems`, and how they are opened for it.
 
     `ours`: the system without which there is nothing to compare. `pairs`: the systems whose ratio is taken, round by
@@ -139,22 +138,32 @@ class Workload(ABC):
     deciding: str = ""
     rounds: ClassVar[Mapping[str, int]] = {}
 
-    def session(self, say: Say) -> AbstractContextManager[None]:
+    @contextmanager
+    def session(self, say: Say) -> Iterator[None]:
         """Hold what all systems share: a package, a server. Raises `SystemUnavailable` if it is not available here."""
-        return nullcontext()
+        self.prepare(say)
+        yield
+
+    def prepare(self, say: Say) -> None:
+        """Make what all systems share and nobody has to close; raises as `session`."""
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the layouts that the system offers."""
         return WHOLE
 
-    @abstractmethod
-    def open(self, system: str, layout: str) -> AbstractContextManager[Subject]:
+    @contextmanager
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open a system. Raises `SystemUnavailable` if it cannot run here, else `BenchError`."""
+        yield Rounds(lambda number: self.take(system, number))
 
-    def check(self, subjects: Mapping[str, Subject]) -> None:  # noqa: B027 - many have no answers to compare
+    def take(self, system: str, number: int) -> Sequence[Reading]:
+        """Measure a round of a system that holds nothing from one to the next."""
+        raise NotImplementedError
+
+    def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the systems' answers before any measurement. Raises `Disagreement`."""
 
-    def settle(self, subjects: Mapping[str, Subject]) -> None:  # noqa: B027 - most systems do not adapt
+    def settle(self, subjects: Mapping[str, Subject]) -> None:
         """Let systems that adapt to their load do so: called once, after `check` and before the rounds."""
 
     def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:

@@ -1,9 +1,9 @@
-"""Single operators at the sizes of real models: time, bandwidth, and the share of what a plain copy reaches.
+"""Single operators at the sizes of real models: their time beside that of a plain copy of as many bytes.
 
 `python -m plait_bench.kernels --json` runs it where only torch, Triton and plait's kernels are installed; `plait bench
 kernels` is the same. Without a GPU it measures the CPU forms, in fp32. Calls go round over several sets of inputs, more
 than the last cache holds, so that each reads memory; on a GPU they are captured in a CUDA graph, so that launches do
-not count. A plain copy is timed the same way.
+not count.
 
 Sizes are those of guided denoising, two rows: SDXL at 1024x1024, Stable Diffusion 1.5 at 512x512.
 """
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Subject, Workload, chosen
+from plait_bench.benchmark import Benchmark, Metric, Reading, Subject, Workload, chosen, pairs_of, readings
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.job import BenchJob, measure, text_table
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
@@ -336,8 +336,8 @@ class CudaTimer(DeviceTimer):
 class FormSubject:
     """One form, captured on several sets of inputs."""
 
-    def __init__(self, form: Form, case: OperatorCase, clock: DeviceTimer, sets: Sequence[Arguments]) -> None:
-        self._form, self._case, self._clock, self._sets = form, case, clock, sets
+    def __init__(self, form: Form, clock: DeviceTimer, sets: Sequence[Arguments]) -> None:
+        self._form, self._clock, self._sets = form, clock, sets
         self._run: Call | None = None
 
     def answer(self) -> torch.Tensor:
@@ -357,25 +357,16 @@ class FormSubject:
         self._clock.elapsed_s(self._run, 1)
 
     def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
-        """Return the time and what it means as bandwidth."""
+        """Return the time of a call."""
         assert self._run is not None
         taken_s = self._clock.per_call_s(self._run, len(self._sets))
-        gb_per_s = self._case.moved * self._clock.dtype.itemsize / taken_s / 1e9
-        return [
-            Reading(metric="time_us", value=taken_s * 1e6, layout=self._clock.name),
-            Reading(metric="bandwidth", value=gb_per_s, layout=self._clock.name),
-        ]
+        return readings({"time_us": taken_s * 1e6}, layout=self._clock.name)
 
 
 class OperatorWorkload(Workload):
-    """All systems on one case; a share of the copy's bandwidth is taken inside each round."""
+    """All systems on one case."""
 
-    metrics: Mapping[str, Metric] = {
-        "time_us": Metric(unit="us", better="lower"),
-        "bandwidth": Metric(unit="GB/s", better="higher"),
-        "share_of_copy": Metric(unit="share", better="higher"),
-    }
-    compared = frozenset({"time_us"})
+    metrics: Mapping[str, Metric] = {"time_us": Metric(unit="us", better="lower")}
     ours = PLAIT
 
     def __init__(self, case: OperatorCase, clock: DeviceTimer) -> None:
@@ -383,14 +374,14 @@ class OperatorWorkload(Workload):
         self._case, self._clock = case, clock
         compiled = (COMPILED,) if case.compiles and _compiles(clock.device) else ()
         self.systems = (PLAIT, EAGER, *compiled, *case.others, COPY)
-        self.pairs = tuple((PLAIT, other) for other in self.systems[1:-1])
+        self.pairs = pairs_of(PLAIT, self.systems)
         self._made: dict[bool, list[Arguments]] = {}
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Make the inputs and the form."""
         with torch.inference_mode():
-            yield FormSubject(self._form(system), self._case, self._clock, self._inputs(is_copy=system == COPY))
+            yield FormSubject(self._form(system), self._clock, self._inputs(is_copy=system == COPY))
         self._made.clear()
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
@@ -402,17 +393,6 @@ class OperatorWorkload(Workload):
                 error = float((answer - reference).abs().max() / reference.abs().max())
                 if not error <= _TOLERANCE:
                     raise Disagreement(f"{self.name}: {name} differs from {EAGER} by {error:.2g} of the largest value")
-
-    def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
-        """Return the share of the copy's bandwidth that each system reached in this round."""
-        if COPY not in readings:
-            return ()
-        name = self._clock.name
-        return [
-            Reading(metric="share_of_copy", value=readings[COPY][0].value / found[0].value, system=system, layout=name)
-            for system, found in readings.items()
-            if system != COPY
-        ]
 
     def _form(self, system: str) -> Form:
         if system in self._case.others:

@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Rounds, Say, Subject, Workload, cache_folder, chosen
+from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Workload, cache_folder, chosen, readings
 from plait_bench.commands import write_random_model
 from plait_bench.errors import SystemUnavailable
 from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
@@ -266,7 +266,6 @@ class Replayed(Workload):
     ours = "plait"
     pairs = (("plait", "lru"),)
     metrics: Mapping[str, Metric] = {
-        "p50_steps": Metric(unit="steps", better="lower"),
         "p99_steps": Metric(unit="steps", better="lower"),
         "goodput_per_1000_steps": Metric(unit="requests", better="higher"),
         "loads": Metric(unit="loads", better="lower"),
@@ -276,31 +275,23 @@ class Replayed(Workload):
         self.name, self._fleet, self._data = name, fleet, data
         self._trace: Sequence[TracedRequest] = ()
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
+    def prepare(self, say: Say) -> None:
         """Read the trace. Raises `SystemUnavailable` without it."""
         self._trace = read_trace(self._data)
-        yield
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open a system; each round is a fresh fleet, and plays the window of its number."""
-        yield Rounds(lambda number: self.readings(system, number))
-
-    def readings(self, system: str, number: int) -> list[Reading]:
-        """Play a window and summarise it."""
+    def take(self, system: str, number: int) -> list[Reading]:
+        """Play the window of that number on a fresh fleet, and summarise it."""
         fleet = self._fleet
         asked = window(self._trace, number, count=_COUNT, replicas=fleet.replicas, busy=_BUSY)
         outcome = replay(system, asked, fleet)
         latencies = sorted(latency for latency, _ in outcome.latencies)
         good = sum(latency <= _PATIENCE * work + 2 * fleet.load for latency, work in outcome.latencies)
         values = {
-            "p50_steps": latencies[len(latencies) // 2],
             "p99_steps": latencies[int(0.99 * len(latencies))],
             "goodput_per_1000_steps": 1000.0 * good / outcome.ended,
-            "loads": float(outcome.loads),
+            "loads": outcome.loads,
         }
-        return [Reading(metric=metric, value=value, kind="modelled") for metric, value in values.items()]
+        return readings(values, kind="modelled")
 
 
 class Switching(Workload):
@@ -312,7 +303,6 @@ class Switching(Workload):
     metrics: Mapping[str, Metric] = {
         "images_per_s": Metric(unit="images/s", better="higher"),
         "loads": Metric(unit="loads", better="lower"),
-        "load_s": Metric(unit="s", better="lower"),
     }
 
     def __init__(self, name: str, root: Path, *, family: str, edge: int) -> None:
@@ -332,12 +322,7 @@ class Switching(Workload):
         finally:
             self._assembled.engine.stop(drain_s=0.0)
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open a system: both use one engine, and a round makes several images."""
-        yield Rounds(lambda number: self.run(number, at_once=system == "plait"))
-
-    def run(self, number: int, *, at_once: bool) -> list[Reading]:
+    def take(self, system: str, number: int) -> list[Reading]:
         """Make the images of a round."""
         from plait_serving.diffusion.values import ImageRequest, Scheduler
 
@@ -350,15 +335,10 @@ class Switching(Workload):
             for i in range(_REQUESTS)
         ]  # fmt: skip
         before, started_s = engine.residents.statistics().loads, time.perf_counter()
-        with ThreadPoolExecutor(len(requests) if at_once else 1) as callers:
+        with ThreadPoolExecutor(len(requests) if system == "plait" else 1) as callers:
             list(callers.map(lambda request: engine.generate(request, timeout_s=_TIMEOUT_S), requests))
-        wall_s = time.perf_counter() - started_s
-        after = engine.residents.statistics()
-        return [
-            Reading(metric="images_per_s", value=len(requests) / wall_s),
-            Reading(metric="loads", value=float(after.loads - before)),
-            Reading(metric="load_s", value=max(after.load_s.values())),
-        ]
+        per_s = len(requests) / (time.perf_counter() - started_s)
+        return readings({"images_per_s": per_s, "loads": engine.residents.statistics().loads - before})
 
 
 def _opened(folders: Mapping[str, Path]) -> Assembled:

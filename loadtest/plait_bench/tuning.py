@@ -12,7 +12,6 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,46 +32,17 @@ _SEED = 4711  # arrivals that the tuner did not see
 _JOB_S, _COMMAND_S = 3600.0, 300.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Promise:
-    """What a finished job says: the rate per second that held when it was offered again, the `capacity` that its
-    searches found, and the `gain` over the reference."""
-
-    rate_per_s: float
-    capacity: Interval
-    gain: Interval
-    goal: str
-    numbers: Mapping[str, float]
-
-
-def promise_of(document: Mapping[str, Any]) -> Promise:
-    """Read the JSON of `plait tune run`. Raises `SystemFailed` if the job recommends or promises nothing."""
+def promise_of(document: Mapping[str, Any]) -> tuple[float, str, Interval]:
+    """Return from the JSON of `plait tune run` the rate per second that held when it was offered again, and the goal
+    with the gain over the reference. Raises `SystemFailed` if the job recommends or promises nothing."""
     answers = document["answers"]
     if len(answers) != 1:
         raise SystemFailed(f"the job recommends nothing: {document['binding'] or document['reason']}")
-    gains: Mapping[str, Any] = answers[0]["gain"]
-    goal = next(iter(gains), "")
     rate = (answers[0]["promise"] or {}).get("rate_per_s")
     if rate is None:
         raise SystemFailed(f"the job promises no rate: {answers[0]['sentence']}")
-    metrics, left = answers[0]["metrics"], document["remaining"]
-    overhead_s = [
-        row["duration_s"] - row["load_s"] for row in document["rows"] if row["kind"] == "trial" and not row["restarted"]
-    ]
-    return Promise(
-        rate_per_s=rate,
-        capacity=Interval(**answers[0]["capacity"]),
-        gain=Interval(**gains[goal]) if gains else Interval(value=1.0),
-        goal=goal,
-        numbers={
-            "promised_per_s": rate,
-            "reserved_cores": metrics["reserved_cores"],
-            "used_cores": metrics["cpu_cores"],
-            "job_s": left["used_s"],
-            "load_s": left["load_s"],
-            "beyond_load_s": sorted(overhead_s)[len(overhead_s) // 2] if overhead_s else 0.0,
-        },
-    )
+    goal, gain = next(iter(answers[0]["gain"].items()), ("", {"value": 1.0}))
+    return rate, goal, Interval(**gain)
 
 
 class TunedJob(Workload):
@@ -80,11 +50,7 @@ class TunedJob(Workload):
 
     systems = ("plait",)
     ours = "plait"
-    metrics: Mapping[str, Metric] = {
-        f"{what}_at_{factor}": Metric(unit=unit, better=None)
-        for factor in _FACTORS
-        for what, unit in (("held", "share"), ("attainment", "share"))
-    }
+    metrics: Mapping[str, Metric] = {f"held_at_{factor}": Metric(unit="share") for factor in _FACTORS}
 
     def __init__(self, name: str, app: str, *, command: Sequence[str] = PLAIT, examples: Path = _EXAMPLES) -> None:
         self.name, self._app, self._command = name, app, tuple(command)
@@ -97,8 +63,10 @@ class TunedJob(Workload):
             self.folder = Path(scratch)
             say(f"{self.name}: plait tune run {self.job}")
             done = self.plait("tune", "run", str(self.job), "--out", str(self.folder / "job"), "--json", limit_s=_JOB_S)
-            self.promise = promise_of(json.loads(done))
-            say(f"{self.name}: {self.promise.rate_per_s:.4g}/s, {self.promise.gain.value:.2f} times the reference")
+            document = json.loads(done)
+            self.rate_per_s, self.goal, self.gain = promise_of(document)
+            self.job_s = document["remaining"]["used_s"]
+            say(f"{self.name}: {self.rate_per_s:.4g}/s, {self.gain.value:.2f} times the reference")
             other = "recommend" if self._app == "images" else "images"
             (self.folder / "plait.yaml").write_text(f"server: {{port: 0}}\n{other}: null\n", encoding="utf-8")
             self.plait("tune", "apply", str(self.folder / "job"), str(self.folder / "plait.yaml"), limit_s=_COMMAND_S)
@@ -113,24 +81,21 @@ class TunedJob(Workload):
             yield Rounds(lambda number: self._offer(url, number), warm=lambda: self._offered(url, 1.0, seed=_SEED))
 
     def conclude(self) -> Sequence[ResultRow]:
-        """Return what the job found and what it took."""
-        found = self.promise
-        intervals = {"gain": (found.gain, "times"), "capacity_per_s": (found.capacity, "1/s")}
+        """Return what the job found and what it took; the interval of the gain is the job's own."""
+        gain = ResultRow(
+            system="plait", workload=self.name, metric="gain", unit="times", value=self.gain.value,
+            p20=self.gain.value if self.gain.low is None else self.gain.low,
+            p80=self.gain.value if self.gain.high is None else self.gain.high,
+            n=1, layout=f"{self.goal}; the interval is the job's, 95 %",
+        )  # fmt: skip
+        others = (("promised_per_s", "1/s", self.rate_per_s), ("job_s", "s", self.job_s))
         return [
+            gain,
             *(
-                ResultRow(
-                    system="plait", workload=self.name, metric=name, unit=unit, value=each.value,
-                    p20=each.value if each.low is None else each.low,
-                    p80=each.value if each.high is None else each.high,
-                    n=1, layout=f"{found.goal}; the interval is the job's, 95 %",
-                )
-                for name, (each, unit) in intervals.items()
+                ResultRow.of([value], system="plait", workload=self.name, metric=name, unit=unit)
+                for name, unit, value in others
             ),
-            *(
-                ResultRow.of([value], system="plait", workload=self.name, metric=name, unit=_unit(name))
-                for name, value in found.numbers.items()
-            ),
-        ]  # fmt: skip
+        ]
 
     def plait(self, *words: str, limit_s: float, fine: tuple[int, ...] = (0,)) -> str:
         """Return what a command of plait prints on stdout. Raises `SystemFailed`."""
@@ -139,15 +104,11 @@ class TunedJob(Workload):
 
     def _offer(self, url: str, number: int) -> Sequence[Reading]:
         """Offer less and more than the promised rate."""
-        found = []
-        for factor in _FACTORS:
-            slo = self._offered(url, factor, seed=_SEED + number)["slo"]
-            found.append(Reading(metric=f"held_at_{factor}", value=float(bool(slo["met"]))))
-            found.append(Reading(metric=f"attainment_at_{factor}", value=float(slo["attainment"] or 0.0)))
-        return found
+        found = {factor: self._offered(url, factor, seed=_SEED + number)["slo"]["met"] for factor in _FACTORS}
+        return [Reading(metric=f"held_at_{factor}", value=float(bool(met))) for factor, met in found.items()]
 
     def _offered(self, url: str, factor: float, *, seed: int) -> Mapping[str, Any]:
-        rate = factor * self.promise.rate_per_s
+        rate = factor * self.rate_per_s
         words = ("--url", url, "--rate", f"{rate:.6g}", "--duration", f"{_LOAD_S:g}", "--seed", str(seed))
         said = self.plait(
             "loadtest", "run", str(self.scenario), *words, "--json", "-", limit_s=_COMMAND_S, fine=(0, 1, 99)
@@ -166,10 +127,6 @@ class TunedJob(Workload):
         path = self.folder / "scenario.yaml"
         path.write_text(json.dumps(spec.scenarios[0]), encoding="utf-8")  # JSON is YAML
         return path
-
-
-def _unit(name: str) -> str:
-    return "cores" if "cores" in name else "1/s" if name.endswith("_per_s") else "s"
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:

@@ -13,8 +13,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -26,7 +25,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Rounds, Say, Subject, Workload, cache_folder, chosen
+from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Workload, cache_folder, chosen, readings
 from plait_bench.commands import run_command
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import value_bytes
@@ -445,24 +444,20 @@ class Zoo(Workload):
         "refused": Metric(unit="models", better="lower", is_timed=False),
     }
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
+    def prepare(self, say: Say) -> None:
         """Install the libraries, unless they are there."""
         self._folder, self._say = cache_folder() / FOLDER, say
         install(self._folder, say)
-        yield
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the cutter: a round packages and compares all variants."""
-        yield Rounds(lambda _: [reading for found in judge(self._folder) for reading in self._readings(found)])
+    def take(self, system: str, number: int) -> list[Reading]:
+        """Package and compare all variants."""
+        return [reading for found in judge(self._folder) for reading in self._readings(found)]
 
     def _readings(self, found: Mapping[str, Any]) -> list[Reading]:
         if "refused" in found:
             self._say(f"{found['variant']}: {found['refused']}")
-        values = {name: float(found[name]) for name in self.metrics if name != "refused" and name in found}
-        values["refused"] = float("refused" in found)
-        return [Reading(workload=found["variant"], metric=name, value=value) for name, value in values.items()]
+        values = {name: found[name] for name in self.metrics if name != "refused" and name in found}
+        return readings({**values, "refused": "refused" in found}, workload=found["variant"])
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:

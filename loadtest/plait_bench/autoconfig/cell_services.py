@@ -4,9 +4,9 @@ ranking model cut in two, the CN in this process and the HN in another. Both und
 from __future__ import annotations
 
 import asyncio
-import queue
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +17,6 @@ from plait_autoconfig.values import Config, TrialOutcome
 from plait_bench.autoconfig.services import MeasureCell, outcome_of
 from plait_bench.disagg.goodput import packaged, requests_of
 from plait_bench.disagg.ours import start_child
-from plait_bench.errors import SystemFailed
 from plait_bench.images.orders import (
     CONTROLNETS,
     LORA_SETS,
@@ -36,7 +35,7 @@ from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, Placement
 from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
+from plait_serving.diffusion.values import ImageRequest
 from plait_serving.images.config import STARTER_FOLDER
 
 _TIMEOUT_S, _PREPARED_S = 120.0, 180.0
@@ -75,8 +74,7 @@ class ImageLoad:
 def engine_cells(load: ImageLoad) -> Iterator[MeasureCell]:
     """Build the engine over the starter models, and wait until it runs on what it converts behind its first images;
     stop it at the end."""
-    orders = [order.to_json() for order in load.orders(0)]
-    models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], orders)
+    models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], load.orders(0))
     assembled = build_engine(
         EngineSettings(
             model=models.base,
@@ -126,29 +124,14 @@ def engine_cells(load: ImageLoad) -> Iterator[MeasureCell]:
 
 def _ask_engine(engine: Engine, requests: Sequence[ImageRequest], callers: int) -> list[float]:
     """Run the closed loop: each caller asks for its next image once it has one. Returns latencies in milliseconds."""
-    done: queue.SimpleQueue[tuple[float, Failed | Finished]] = queue.SimpleQueue()
-    waiting = list(reversed(requests))
-    latencies_ms: list[float] = []
 
-    def ask() -> None:
-        asked_s = time.monotonic()
+    def asked(request: ImageRequest) -> float:
+        began_s = time.monotonic()
+        engine.generate(request, timeout_s=_TIMEOUT_S)
+        return (time.monotonic() - began_s) * 1e3
 
-        def sink(event: Event) -> None:
-            if isinstance(event, Finished | Failed):
-                done.put((time.monotonic() - asked_s, event))
-
-        engine.submit(waiting.pop(), sink)
-
-    for _ in range(min(callers, len(requests))):
-        ask()
-    while len(latencies_ms) < len(requests):
-        taken_s, event = done.get(timeout=_TIMEOUT_S)
-        if isinstance(event, Failed):
-            raise SystemFailed(f"an image failed: {event.error}") from event.error
-        latencies_ms.append(taken_s * 1e3)
-        if waiting:
-            ask()
-    return latencies_ms
+    with ThreadPoolExecutor(callers) as pool:
+        return list(pool.map(asked, requests))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,7 @@ What a designer learns from its library is part of it, not of a search: it is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -20,7 +19,7 @@ from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.values import Config, Trial, cells_of
 from plait_bench.autoconfig.services import Suite, TuningTask
-from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload, pairs_of
+from plait_bench.benchmark import Metric, Reading, Say, Workload, pairs_of
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
@@ -106,8 +105,7 @@ class Searching(Workload):
         self.played: dict[str, dict[int, list[Curve]]] = {}
         self._learned: dict[str, Pretrained] = {}
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
+    def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""
         self.suite = self._load()
         units = {metric: unit for metric, (unit, _) in metrics_of(self.suite).items()}
@@ -115,16 +113,10 @@ class Searching(Workload):
         self.metrics: Mapping[str, Metric] = {
             metric: Metric(unit=unit, better="lower", is_timed=False) for metric, unit in units.items()
         }
-        yield
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Make the designers of that name."""
-        yield Rounds(lambda number: self._searched(system, number - 1))
-
-    def _searched(self, system: str, seed: int) -> list[Reading]:
+    def take(self, system: str, number: int) -> list[Reading]:
         """Search every service with a seed."""
-        suite = self.suite
+        suite, seed = self.suite, number - 1
         curves = [play(self._maker(system), task, seed=seed, trials=suite.trials) for task in suite.tasks]
         self.played.setdefault(system, {})[seed] = curves
         return self.readings(system, seed, curves)

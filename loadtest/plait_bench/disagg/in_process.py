@@ -39,14 +39,12 @@ class _Here(Workload):
         self.name = name
         self._model, self._scale, self._candidates = model, scale, candidates
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
+    def prepare(self, say: Say) -> None:
         """Package the model once; make requests as a server would have them."""
         self.package = packaged(self._model, self._scale, say=say)
         made = requests_of(self.package, self._model, candidates=self._candidates, count=_REQUESTS)
         card = self.package.card()
         self.requests = [check_request(card, one.tensors, request_id=str(number)) for number, one in enumerate(made)]
-        yield
 
     @contextmanager
     def ranked(

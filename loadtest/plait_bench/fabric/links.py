@@ -2,8 +2,7 @@
 
 Runs over shared memory with leases, whose cost to the host is the same at all sizes. Half a round trip should be the
 modelled one-way time wherever that exceeds what the host needs; where it does not, the messages report that the host
-is slower, and so does the row. A line through the sizes that are not slower gives beta, and also alpha for the link
-whose alpha is large enough for a host to see.
+is slower, and so does the row.
 """
 
 from __future__ import annotations
@@ -15,9 +14,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 
-import numpy as np
-
-from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload, pairs_of
+from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload, pairs_of, readings
 from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, listen, new_secret
@@ -28,23 +25,19 @@ from plait_fabric.link.modelled import modelled
 WORKLOAD = "modelled-links"
 SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "64MiB": 1 << 26}
 FAR = "10g-far"
-"""A link that does not ship: 10 Gb/s and 1 ms away, so that alpha exceeds the overhead of a host."""
+"""A link that does not ship: 10 Gb/s and 1 ms away, so that it exceeds the overhead of a host at all sizes."""
 _LINKS = ("100g-same-switch", "100g-cross-pod", FAR)
 _SECONDS, _MIN_TRIPS, _MAX_TRIPS = 0.4, 11, 400
 
 
 class ModelledLinks(Workload):
-    """Every link and size: the median of a run, the model's prediction, and alpha and beta through all sizes."""
+    """Every link and size: the median of a run, and the model's prediction."""
 
     name = WORKLOAD
     systems = ("plait", "model")
     ours = "plait"
     pairs = pairs_of("plait", systems)
-    metrics: Mapping[str, Metric] = {
-        "one_way_us": Metric(unit="us", better="lower"),
-        "gb_per_s": Metric(unit="GB/s", better="higher"),
-        "alpha_us": Metric(unit="us", better="lower"),
-    }
+    metrics: Mapping[str, Metric] = {"one_way_us": Metric(unit="us", better="lower")}
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
@@ -69,19 +62,15 @@ def known_links() -> dict[str, SourcedLink]:
 
 def _modelled(name: str, link: Link) -> list[Reading]:
     """Return the values of the link's formula."""
-    values = [(f"{name}-{size}", "one_way_us", link.one_way_s(nbytes) * 1e6) for size, nbytes in SIZES_BYTES.items()]
-    values.append((name, "gb_per_s", link.bytes_per_s / 1e9))
-    if name == FAR:
-        values.append((name, "alpha_us", link.alpha_s * 1e6))
     return [
-        Reading(workload=workload, metric=metric, value=value, kind="modelled") for workload, metric, value in values
+        Reading(workload=f"{name}-{size}", metric="one_way_us", value=link.one_way_s(nbytes) * 1e6, kind="modelled")
+        for size, nbytes in SIZES_BYTES.items()
     ]
 
 
 def _measured(name: str, link: Link, file: Path) -> list[Reading]:
-    """Measure a channel over the link; includes alpha and beta if enough large sizes were in time."""
+    """Measure a channel over the link."""
     found: list[Reading] = []
-    in_time: dict[int, float] = {}
     secret = new_secret()
     with (
         tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,
@@ -91,17 +80,8 @@ def _measured(name: str, link: Link, file: Path) -> list[Reading]:
     ):
         for size, nbytes in SIZES_BYTES.items():
             one_way_s, late = _one_way_s(channel, nbytes)
-            if late < 0.5:
-                in_time[nbytes] = one_way_s
             remark = f"host slower in {late:.0%}" if late else ""
-            workload = f"{name}-{size}"
-            found.append(Reading(workload=workload, metric="one_way_us", value=one_way_s * 1e6, layout=remark))
-    large = {nbytes: one_way_s for nbytes, one_way_s in in_time.items() if nbytes > link.small_bytes}
-    if len(large) > 1:
-        alpha_s, bytes_per_s = _line(large)
-        found.append(Reading(workload=name, metric="gb_per_s", value=bytes_per_s / 1e9))
-        if name == FAR:
-            found.append(Reading(workload=name, metric="alpha_us", value=alpha_s * 1e6))
+            found += readings({"one_way_us": one_way_s * 1e6}, workload=f"{name}-{size}", layout=remark)
     return found
 
 
@@ -125,11 +105,3 @@ def _one_way_s(channel: Channel, nbytes: int) -> tuple[float, float]:
     lease.release()
     taken_s = [after_s - before_s for before_s, after_s in pairwise(delivered_s)]
     return percentile(taken_s, 0.5) / 2, late / len(delivered_s)
-
-
-def _line(one_way_s: Mapping[int, float]) -> tuple[float, float]:
-    """Fit alpha in seconds and beta in bytes per second, by least squares of relative errors."""
-    sizes, times_s = np.array(list(one_way_s)), np.array(list(one_way_s.values()))
-    rows = np.stack([np.ones(len(sizes)), sizes / sizes.max()], axis=1) / times_s[:, None]
-    alpha_s, largest_s = np.linalg.lstsq(rows, np.ones(len(sizes)), rcond=None)[0]
-    return float(alpha_s), float(sizes.max() / largest_s)

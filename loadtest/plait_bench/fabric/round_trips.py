@@ -14,10 +14,9 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
-from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload, child_command
+from plait_bench.benchmark import Metric, Reading, Workload, child_command, readings
 from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, listen, new_secret
@@ -39,10 +38,12 @@ class RoundTrips(Workload):
     pairs = tuple((name, bare) for bare, name in _BARE.items())
     metrics: Mapping[str, Metric] = {"round_trip_us": Metric(unit="us", better="lower")}
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open a channel, or start a bare peer, for each round."""
-        yield Rounds(lambda _: [Reading(metric="round_trip_us", value=_round_trip_us(system))])
+    def take(self, system: str, number: int) -> list[Reading]:
+        """Time messages over a new channel, or to a bare peer. Whatever starts with the peer belongs to the warm-up."""
+        if system in _SPIN_S:
+            return readings({"round_trip_us": _median_us(_SPIN_S[system])})
+        times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
+        return readings({"round_trip_us": percentile(times_us[_WARM_UP:], 0.5)})
 
 
 def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
@@ -55,14 +56,6 @@ def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
         channel.recv(WAIT_S).release()
         times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
     return times_us
-
-
-def _round_trip_us(system: str) -> float:
-    """Return the median of a run. Whatever starts with the peer belongs to the warm-up."""
-    if system in _SPIN_S:
-        return _median_us(_SPIN_S[system])
-    times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
-    return percentile(times_us[_WARM_UP:], 0.5)
 
 
 def _median_us(spin_s: float) -> float:

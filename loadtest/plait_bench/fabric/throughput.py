@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 import numpy as np
 
-from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload, pairs_of
+from plait_bench.benchmark import Metric, Reading, Say, Workload, pairs_of, readings
 from plait_bench.errors import BenchError
 from plait_bench.fabric.peer import PEER_START_S, WAIT_S, on_separate_cores, spawned_peer
 from plait_fabric import Channel, listen, new_secret
@@ -34,31 +33,21 @@ class Throughput(Workload):
     pairs = pairs_of("plait", systems)
     metrics: Mapping[str, Metric] = {"gb_per_s": Metric(unit="GB/s", better="higher")}
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
+    def prepare(self, say: Say) -> None:
         """Allocate the source, and as much memory again."""
         source = np.random.default_rng(1).integers(0, 2**63, SOURCE_BYTES // 8, dtype=np.uint64)
         view = memoryview(source.data).cast("B")
         self._checksum = int(source.sum(dtype=np.uint64))
         self._pieces = [view[start : start + MESSAGE_BYTES] for start in range(0, SOURCE_BYTES, MESSAGE_BYTES)]
         self._target = memoryview(bytearray(SOURCE_BYTES))
-        yield
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the fabric or memcpy."""
-        yield Rounds(self._sent if system == "plait" else self._copied)
-
-    def _sent(self, _: int) -> list[Reading]:
-        seconds, layout = _sent_s(self._pieces, self._checksum)
-        return [Reading(metric="gb_per_s", value=_gb_per_s(seconds), layout=layout)]
-
-    def _copied(self, _: int) -> list[Reading]:
-        return [Reading(metric="gb_per_s", value=_gb_per_s(_copy_s(self._pieces, self._target)))]
-
-
-def _gb_per_s(seconds: float) -> float:
-    return _PASSES * SOURCE_BYTES / seconds / 1e9
+    def take(self, system: str, number: int) -> list[Reading]:
+        """Time all passes, after one that touches the pages."""
+        if system == "plait":
+            seconds, layout = _sent_s(self._pieces, self._checksum)
+        else:
+            seconds, layout = _copy_s(self._pieces, self._target), ""
+        return readings({"gb_per_s": _PASSES * SOURCE_BYTES / seconds / 1e9}, layout=layout)
 
 
 def _copy_s(pieces: list[memoryview], target: memoryview) -> float:

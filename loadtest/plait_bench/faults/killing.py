@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 from scipy import stats
 
-from plait_bench.benchmark import Metric, Reading, ResultRow
+from plait_bench.benchmark import Metric, Reading, ResultRow, readings
 from plait_bench.commands import PLAIT, run_command
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import Answer, Ask, End, Form, Reply, Tally, Verdict, answer_of, mixed, verdict_of
@@ -47,8 +47,6 @@ from plait_bench.faults.server import (
 )
 
 _SECONDS, _REQUESTS = Metric(unit="s", better="lower"), Metric(unit="requests", is_timed=False)
-_COUNT, _MIB = Metric(unit="1", is_timed=False), Metric(unit="MiB", is_timed=False)
-_HELD = {name.replace("_bytes", "_mib"): _MIB if name.endswith("_bytes") else _COUNT for name in HELD}
 
 _WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
 """How often a request is drawn: about three rankings to two images, which take far longer."""
@@ -182,9 +180,7 @@ class Ends(Mixed):
     """Each kind of process is killed once, and again in turn until `seconds` are over, in which there are so many
     `requests`; the pace goes on until the end. `kinds`: only these."""
 
-    metrics: Mapping[str, Metric] = {
-        **dict.fromkeys(("requests", *End), _REQUESTS), "answered_s": _SECONDS, "replaced_s": _SECONDS, **_HELD
-    }  # fmt: skip
+    metrics: Mapping[str, Metric] = {**dict.fromkeys(("requests", *End), _REQUESTS), "answered_s": _SECONDS}
 
     def __init__(
         self, name: str = "ends", *, requests: int = 500, seconds: float = 60.0, kinds: Sequence[str] = (),
@@ -199,7 +195,7 @@ class Ends(Mixed):
         kills: list[Turn] = [(kind, None) for kind in kinds if kind != "gcs"]  # with which Ray ends
         return kills, kills
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Do the whole run."""
         replies: list[tuple[Ask, Reply]] = []
         async with Client(self.server.url) as client:
@@ -225,22 +221,15 @@ class Ends(Mixed):
         self.missed += [*self.probes.failures, *problems(all_ends, afterwards, self.faults)]
         if self.warmed:  # else fresh processes are not yet as they will be
             self.missed += grown(self.before, held)
-        return [*self._ended({**ends, "all": all_ends}), *self._held("before", self.before), *self._held("after", held)]
+        return list(self._ended({**ends, "all": all_ends}))
 
     def _ended(self, ends: Mapping[str, Tally]) -> Iterator[Reading]:
         """Yield the ends by the fault before them, and how long recoveries took."""
         for name, part in ends.items():
-            for metric, count in {"requests": part.total, **{end.value: part.ends[end] for end in End}}.items():
-                yield Reading(metric=metric, value=float(count), system=name)
+            yield from readings({"requests": part.total, **{end.value: part.ends[end] for end in End}}, system=name)
         for fault in self.faults:
-            for metric in ("answered_s", "replaced_s"):
-                if (value := getattr(fault, metric)) is not None:
-                    yield Reading(metric=metric, value=value, system=fault.name)
-
-    def _held(self, when: str, usage: Usage) -> Iterator[Reading]:
-        workload = "held" if self.name == "ends" else f"{self.name}-held"
-        for metric, name in zip(_HELD, HELD, strict=True):
-            yield Reading(metric=metric, value=_scaled(name, usage), system=when, workload=workload)
+            if fault.answered_s is not None:
+                yield from readings({"answered_s": fault.answered_s}, system=fault.name)
 
     async def _strike(self, client: Client) -> None:
         """Do one thing after the other, the next only when all is as before."""
@@ -297,10 +286,6 @@ class Ends(Mixed):
                 await asyncio.sleep(_POLL_S)
         if right >= _SURE:
             fault.over_s = time.monotonic()
-
-
-def _scaled(name: str, usage: Usage) -> float:
-    return usage.counts[name] / (2**20 if name.endswith("_bytes") else 1)
 
 
 def problems(ends: Tally, after: Tally, faults: Sequence[Fault]) -> list[str]:
@@ -397,18 +382,12 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
 class Steady(Mixed):
     """A share of what the server can do is asked of it for so many minutes."""
 
-    metrics: Mapping[str, Metric] = {
-        f"{name}_{what}": _MIB if name.endswith("_bytes") else _COUNT
-        for name in SAMPLED
-        for what in ("per_hour", "start")
-    }
-
     def __init__(self, name: str = "steady", *, minutes: float = 30.0) -> None:
         super().__init__(name)
         self.minutes = minutes
         self.slopes: dict[str, Slope] = {}
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Offer the load, and sample; the first tenth of the samples does not count."""
         ends, samples = Tally(), list[tuple[float, Usage]]()
 
@@ -428,7 +407,7 @@ class Steady(Mixed):
                 )  # fmt: skip
         counted = samples[int(_WARM_SHARE * len(samples)) :]
         for name in SAMPLED:
-            values = [_scaled(name, usage) for _, usage in counted]
+            values = [usage.counts[name] / (2**20 if name.endswith("_bytes") else 1) for _, usage in counted]
             self.slopes[name] = slope_of([at_s for at_s, _ in counted], values)
         self.missed += ends.failures if ends.ends[End.RIGHT] else ["no answer was right"]
         self.missed += [f"{name} grows by {it.per_hour:.3g} per hour" for name, it in self.slopes.items() if it.grows]
@@ -438,11 +417,8 @@ class Steady(Mixed):
         """Return the slopes; the spread of a row is the slope's 95 % interval."""
         return [
             ResultRow(
-                system="plait", workload=self.name, metric=f"{name}_{what}", unit=self.metrics[f"{name}_{what}"].unit,
-                value=value, p20=low, p80=high, n=1,
+                system="plait", workload=self.name, metric=f"{name}_per_hour",
+                unit="MiB" if name.endswith("_bytes") else "1", value=it.per_hour, p20=it.low, p80=it.high, n=1,
             )
             for name, it in self.slopes.items()
-            for what, value, low, high in (
-                ("per_hour", it.per_hour, it.low, it.high), ("start", it.start, it.start, it.start),
-            )
         ]  # fmt: skip

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from plait_bench.benchmark import Reading, ResultRow, Rounds, Say, Subject, Workload
+from plait_bench.benchmark import Reading, ResultRow, Say, Workload
 from plait_bench.commands import serving_plait
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import Ask, End, Reply, verdict_of
@@ -220,7 +220,7 @@ class OnServer(Workload):
         """Prepare what all rounds share."""
 
     @abstractmethod
-    async def take(self, system: str, number: int) -> Sequence[Reading]:
+    async def measured(self, system: str, number: int) -> Sequence[Reading]:
         """Measure a round."""
 
     @contextmanager
@@ -243,10 +243,9 @@ class OnServer(Workload):
         """Return what was seen meanwhile; other promises are their workloads'."""
         return list(dict.fromkeys(self.missed))
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open a state of the server for each round."""
-        yield Rounds(lambda number: asyncio.run(self.take(system, number)))
+    def take(self, system: str, number: int) -> Sequence[Reading]:
+        """Measure a state of the server."""
+        return asyncio.run(self.measured(system, number))
 
 
 # ---- what it holds --------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import hashlib
 import json
 import shutil
 import time
-from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
@@ -22,7 +21,7 @@ from typing import Any, ClassVar
 import httpx2
 from safetensors.numpy import load_file, save_file
 
-from plait_bench.benchmark import RATIO, Metric, Reading, ResultRow
+from plait_bench.benchmark import RATIO, Metric, Reading, ResultRow, readings
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.attacks import ALL, KEYS, LORA_SETS, attacking
 from plait_bench.faults.killing import quiet
@@ -85,8 +84,7 @@ class Share(Flood):
     """B offers half of what the server can do: 0.9 of its goodput alone is promised beside the flood. An answer counts
     until five seconds after it was due."""
 
-    compared = frozenset({"goodput_per_s"})
-    metrics: Mapping[str, Metric] = {"goodput_per_s": _PER_S, "latency_p50_s": _SECONDS, "latency_p99_s": _SECONDS}
+    metrics: Mapping[str, Metric] = {"goodput_per_s": _PER_S}
     connections, round_s, share, within_s, least = 64, 30.0, 0.5, 5.0, 0.9
 
     async def begin(self) -> None:
@@ -97,7 +95,7 @@ class Share(Flood):
             self.per_s = self.share * await capacity_per_s(b, asks, seconds=self.round_s, clients=_CLIENTS)
         self.say(f"B offers {self.per_s:.2f} images/s")
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Offer B's requests at an even rate."""
         async with self.client("a") as a, self.client() as b:
             if system == "alone":
@@ -109,13 +107,8 @@ class Share(Flood):
 
     async def _served(self, b: Client) -> list[Reading]:
         taken = await offered(lambda number: b.send(_image(_SEED + number)), self.per_s, self.round_s)
-        right_s = [taken_s for reply, taken_s in taken if reply.status == 200] or [float("inf")]
-        values = {
-            "goodput_per_s": sum(taken_s <= self.within_s for taken_s in right_s) / self.round_s,
-            "latency_p50_s": percentile(right_s, 0.5),
-            "latency_p99_s": percentile(right_s, 0.99),
-        }
-        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+        in_time = sum(reply.status == 200 and taken_s <= self.within_s for reply, taken_s in taken)
+        return readings({"goodput_per_s": in_time / self.round_s})
 
     def judge(self, rows: Sequence[ResultRow]) -> list[str]:
         """Judge the goodput."""
@@ -136,7 +129,7 @@ class FirstImage(Flood):
     pairs = ()
     queued, queued_s, enough = 1000, 60.0, 0.9
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Take the median of five images."""
         async with self.client("a") as a, self.client() as b:
             while await _in_flight(b):  # the queue of the last round, whose clients have left
@@ -150,7 +143,7 @@ class FirstImage(Flood):
                     waiting = await _in_flight(b) + sum(task.done() for task in tasks)  # those were refused
                 asks = [_image(3 * _SEED + i) for i in range(5)]
                 taken_s = [(await b.images([ask], at_once=1))[0].taken_s for ask in asks]
-        return [Reading(metric="first_image_s", value=percentile(taken_s, 0.5))]
+        return readings({"first_image_s": percentile(taken_s, 0.5)})
 
     def judge(self, rows: Sequence[ResultRow]) -> list[str]:
         """Judge the delay."""
@@ -181,9 +174,6 @@ MAX_GROWTH_MIB: Mapping[str, float] = {"sizes": 300.0}
 """What is promised: the neighbour's 95th percentile by that without the attack, the 99th of `/health`, and by how much
 the engine's memory grows. (A LoRA set may have programs of its own, which have another bound.)"""
 
-KINDS = ("engine", "ingress")
-"""The processes whose memory is told."""
-
 _LORA = "neighbour"
 _AGAIN, _AGAIN_S = 3, 120.0
 
@@ -199,9 +189,8 @@ class Neighbour(Beside):
     compared = frozenset({"latency_p95_s"})
     rounds: ClassVar[Mapping[str, int]] = {"alone": 2, "beside": 2}
     metrics: Mapping[str, Metric] = {
-        "latency_p50_s": _SECONDS, "latency_p95_s": _SECONDS, "health_p99_s": _SECONDS, "requests": _REQUESTS,
-        "right": _REQUESTS, "killed": _PROCESSES,
-        **{f"{kind}_{what}mib": _MIB for kind in KINDS for what in ("", "peak_")},
+        "latency_p95_s": _SECONDS, "health_p99_s": _SECONDS, "requests": _REQUESTS, "right": _REQUESTS,
+        "killed": _PROCESSES, "engine_mib": _MIB,
     }  # fmt: skip
     round_s, share = 120.0, 0.15
 
@@ -229,12 +218,12 @@ class Neighbour(Beside):
         self.before = await asyncio.to_thread(self.server.own_memory)
         self.replicas = await asyncio.to_thread(self.server.replicas)
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Measure the neighbour; after an attack also whether it is served as before."""
         async with self.client(hung_s=60.0) as b:
             if system == "alone":
                 found = await self._served(b)
-                self.usual_s = found[1].value
+                self.usual_s = found[0].value
                 return found
             async with attacking(self.attack, self.server.url, turn=number - 1) as ended:
                 await asyncio.sleep(_RAMP_S)
@@ -247,25 +236,22 @@ class Neighbour(Beside):
     async def _served(self, b: Client) -> list[Reading]:
         """Ask for images at an even rate, and for the server's health. Latencies count from the scheduled times, those
         of refused requests not at all."""
-        async with peaks(self.server, every_s=5.0) as peak_bytes:
-            images, probes = await asyncio.gather(
-                offered(lambda number: self._verdict(b, number), self.per_s, self.round_s),
-                offered(lambda _: _health(b), 10.0, self.round_s),
-            )
+        images, probes = await asyncio.gather(
+            offered(lambda number: self._verdict(b, number), self.per_s, self.round_s),
+            offered(lambda _: _health(b), 10.0, self.round_s),
+        )
         counted = (End.RIGHT, End.WRONG, End.HUNG)
         counted_s = [taken_s for verdict, taken_s in images if verdict.end in counted] or [float("inf")]
         right = sum(verdict.end is End.RIGHT for verdict, _ in images)
         if right < len(images):
             self.missed.append(f"only {right} of {len(images)} were right: {dict(self.tally.seen)}")
         values = {
-            "latency_p50_s": percentile(counted_s, 0.5),
             "latency_p95_s": percentile(counted_s, 0.95),
             "health_p99_s": percentile([taken_s for _, taken_s in probes], 0.99),
-            "requests": float(len(images)),
-            "right": float(right),
-            **{f"{kind}_peak_mib": peak_bytes[kind] / 2**20 for kind in KINDS},
+            "requests": len(images),
+            "right": right,
         }
-        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+        return readings(values)
 
     async def _verdict(self, b: Client, number: int) -> Verdict:
         ask = self.asks[number % len(self.asks)]
@@ -288,9 +274,7 @@ class Neighbour(Beside):
                 [value], system=system, workload=self.name, metric=metric, unit=self.metrics[metric].unit
             )
             for system, held, gone in (("alone", self.before, 0), ("beside", after, killed))
-            for metric, value in {
-                "killed": float(gone), **{f"{kind}_mib": held[kind] / 2**20 for kind in KINDS}
-            }.items()
+            for metric, value in (("killed", float(gone)), ("engine_mib", held["engine"] / 2**20))
         ]  # fmt: skip
 
     def judge(self, rows: Sequence[ResultRow]) -> list[str]:
@@ -341,8 +325,7 @@ class ManyModels(Beside):
     ours, pairs = "1 model", ()
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
     metrics: Mapping[str, Metric] = {
-        "engine_mib": _MIB, **dict.fromkeys(("requests", "answered", "refused", "broken"), _REQUESTS),
-        "killed": _PROCESSES,
+        "engine_mib": _MIB, "requests": _REQUESTS, "broken": _REQUESTS, "killed": _PROCESSES
     }  # fmt: skip
     copies, memory_bytes, slack = 14, 4 << 30, 0.1
 
@@ -352,7 +335,7 @@ class ManyModels(Beside):
             shutil.copytree(STARTER_FOLDER / STARTER_MODEL, folder / "models" / f"copy{number}")
         return two_tenants(models_folder=str(folder / "models"), memory_bytes=self.memory_bytes)
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Ask, and watch what the engine holds."""
         async with self.client(hung_s=300.0) as client:
             models = [model for model in (await client.get("/v1/models")).json()["data"] if model["kind"] == "base"]
@@ -365,12 +348,15 @@ class ManyModels(Beside):
             ]
             before = self.server.replicas()
             async with peaks(self.server, every_s=1.0) as peak_bytes:
-                ended = Counter(_end_of(reply) for _, reply in await send_all(client, asks * 2, at_once=2))
+                replies = [reply for _, reply in await send_all(client, asks * 2, at_once=2)]
                 await asyncio.sleep(2.0)
-        values = {"engine_mib": peak_bytes["engine"] / 2**20, "requests": float(ended.total())}
-        values |= {name: float(ended[name]) for name in ("answered", "refused", "broken")}
-        values["killed"] = float(len(before - self.server.replicas()))
-        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+        values = {
+            "engine_mib": peak_bytes["engine"] / 2**20,
+            "requests": len(replies),
+            "broken": sum(map(_is_broken, replies)),
+            "killed": len(before - self.server.replicas()),
+        }
+        return readings(values)
 
     def judge(self, rows: Sequence[ResultRow]) -> list[str]:
         """Judge the memory, and that all were answered or refused in the API's form."""
@@ -385,14 +371,14 @@ class ManyModels(Beside):
         return found
 
 
-def _end_of(reply: Reply) -> str:
-    """Return whether a request was answered, refused in the API's form, or neither."""
+def _is_broken(reply: Reply) -> bool:
+    """Return whether a request was neither answered nor refused in the API's form."""
     if reply.status == 200 and reply.failure is None:
-        return "answered"
+        return False
     try:
-        return "refused" if set(json.loads(reply.body)["error"]) == ERROR_MEMBERS else "broken"
+        return set(json.loads(reply.body)["error"]) != ERROR_MEMBERS
     except (ValueError, KeyError, TypeError):
-        return "broken"
+        return True
 
 
 class ManyFiles(Beside):
@@ -402,40 +388,26 @@ class ManyFiles(Beside):
     systems = (f"{few} files", f"{many} files")
     ours, pairs = systems[0], ()
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
-    metrics: Mapping[str, Metric] = {
-        **dict.fromkeys(("first_ms", "refusal_ms", "unknown_ms", "listing_ms"), _MS), "image_s": _SECONDS,
-        "known_s": _SECONDS,
-    }  # fmt: skip
+    metrics: Mapping[str, Metric] = {"refusal_ms": _MS, "listing_ms": _MS, "known_s": _SECONDS}
 
     def configuration(self, folder: Path) -> Mapping[str, Any]:
         """Write a few files."""
         write_loras(folder / "loras", (f"few{number}" for number in range(self.few)))
         return two_tenants(loras={"folder": str(folder / "loras")})
 
-    async def begin(self) -> None:
-        """Warm up."""
-        async with self.client() as client:
-            await client.images([_image(number) for number in range(24)], at_once=8)
-            await client.prepared()
-
-    async def take(self, system: str, number: int) -> list[Reading]:
-        """Time refusals, a name that nobody has, the listing, images, and until a new file may be named; the median of
-        twenty, or five."""
+    async def measured(self, system: str, number: int) -> list[Reading]:
+        """Time refusals, the listing, and until a new file may be named; the median of twenty."""
         if system == self.systems[1]:
             for extra in range(self.few, self.many):
                 self._link(f"many{extra}.safetensors")
-        refused, unknown = _image(1, size="7x7"), _image(1, loras=[{"name": "fow1"}])
-        asks = [_image(number) for number in range(8)]
+        refused = _image(1, size="7x7")
         async with self.client(hung_s=300.0) as client:
-            taken_ms = {"first_ms": [1e3 * (await client.send(refused)).taken_s]}
-            for metric, ask in (("refusal_ms", refused), ("unknown_ms", unknown)):
-                taken_ms[metric] = [1e3 * (await client.send(ask)).taken_s for _ in range(20)]
-            taken_ms["listing_ms"] = [1e3 * (await _timed(client.get("/v1/loras"))) for _ in range(20)]
-            image_s = [reply.taken_s for _ in range(5) for reply in await client.images(asks, at_once=8)]
+            await client.send(refused)
+            refusals_s = [(await client.send(refused)).taken_s for _ in range(20)]
+            listings_s = [await _timed(client.get("/v1/loras")) for _ in range(20)]
             known_s = await self._known_s(client, f"new-{system.partition(' ')[0]}")
-        values = {metric: percentile(each, 0.5) for metric, each in taken_ms.items()}
-        values |= {"image_s": percentile(image_s, 0.5), "known_s": known_s}
-        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+        medians = {"refusal_ms": 1e3 * percentile(refusals_s, 0.5), "listing_ms": 1e3 * percentile(listings_s, 0.5)}
+        return readings({**medians, "known_s": known_s})
 
     def _link(self, name: str) -> None:
         (self.folder / "loras" / name).hardlink_to(self.folder / "loras" / "few0.safetensors")
@@ -473,9 +445,7 @@ class Refusals(OnServer):
     systems = ("plait",)
     ours = "plait"
     rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
-    metrics: Mapping[str, Metric] = {
-        "refused_p50_s": _SECONDS, "refused_p99_s": _SECONDS, "refused_per_s": Metric(unit="1/s")
-    }  # fmt: skip
+    metrics: Mapping[str, Metric] = {"refused_p99_s": _SECONDS}
     round_s = 30.0
 
     def __init__(self, name: str, connections: int, max_p99_s: float) -> None:
@@ -486,7 +456,7 @@ class Refusals(OnServer):
         """Return one with a short queue."""
         return {"images": {"knobs": {"queue_limit": 8}}, "recommend": None}
 
-    async def take(self, system: str, number: int) -> list[Reading]:
+    async def measured(self, system: str, number: int) -> list[Reading]:
         """Ask for a while, then wait for what was asked: the slowest answers are those that count."""
         ask = _image(1, steps=20)
         scenario = Scenario(
@@ -499,12 +469,7 @@ class Refusals(OnServer):
         records = run(make_plan(scenario), scenario).records
         refused = records[records["status"] == 429]
         taken_s = ((refused["done_ns"] - refused["scheduled_ns"]) / 1e9).tolist() or [float("inf")]
-        values = {
-            "refused_p50_s": percentile(taken_s, 0.5),
-            "refused_p99_s": percentile(taken_s, 0.99),
-            "refused_per_s": len(refused) / self.round_s,
-        }
-        return [Reading(metric=metric, value=value) for metric, value in values.items()]
+        return readings({"refused_p99_s": percentile(taken_s, 0.99)})
 
     def judge(self, rows: Sequence[ResultRow]) -> list[str]:
         """Judge the slowest of a hundred."""

@@ -138,7 +138,7 @@ class Served(FleetWorker):
             if parts >= {"unet", "vae"} and (parts >= self._controlnets or waited_s > _CONTROLNETS_S):
                 return
             time.sleep(0.5)
-        print(f"plait has converted only {sorted(parts)} in {_PREPARED_S:.0f} s", file=sys.stderr, flush=True)
+        print(f"plait has converted only {sorted(parts or ())} in {_PREPARED_S:.0f} s", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Stop the server and wait for its end."""

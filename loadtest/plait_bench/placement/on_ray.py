@@ -4,13 +4,12 @@ plait's planner, and with each of Serve's own ways of placing replicas. What is 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload
+from plait_bench.benchmark import Metric, Reading, Say, Workload, readings
 from plait_bench.errors import BenchError
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
@@ -116,60 +115,44 @@ class OnRay(Workload):
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(SYSTEMS, 1)
     metrics: Mapping[str, Metric] = {
         "stranded_pct": Metric(unit="% of GPUs", better="lower", is_timed=False),
-        "idle_pct": Metric(unit="% of GPUs", is_timed=False),
         "without_place": Metric(unit="replicas", better="lower", is_timed=False),
-        "restarted": Metric(unit="replicas", better="lower", is_timed=False),
-        "step_s": Metric(unit="s", better="lower"),
     }
 
     def __init__(self, name: str, scenario: ClusterScenario) -> None:
         self.name, self.scenario = name, scenario
         self._say: Say = lambda _: None
 
-    @contextmanager
-    def session(self, say: Say) -> Iterator[None]:
+    def prepare(self, say: Say) -> None:
         """Keep where progress goes."""
         self._say = say
-        yield
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open a system; every round starts a cluster of its own."""
-        yield Rounds(lambda _: self._played(system))
-
-    def _played(self, system: str) -> Sequence[Reading]:
-        """Play the scenario. Raises `BenchError` if Ray does not start."""
+    def take(self, system: str, number: int) -> Sequence[Reading]:
+        """Play the scenario on a cluster of its own. Raises `BenchError` if Ray does not start."""
         try:
             with local_nodes() as nodes:
                 phases = play(system, self.scenario, nodes, say=self._say)
         except (RuntimeError, TimeoutError, ConnectionError) as error:
             raise BenchError(f"{self.name}: {error}") from error
         return [
-            Reading(metric=metric, value=value, workload=f"{self.name}-{phase.name}")
+            reading
             for phase in phases
-            for metric, value in {
-                "stranded_pct": 100 * phase.stranded / phase.gpus,
-                "idle_pct": 100 * phase.idle / phase.gpus,
-                "without_place": float(phase.without),
-                "restarted": float(phase.restarted),
-                "step_s": phase.seconds,
-            }.items()
+            for reading in readings(
+                {"stranded_pct": 100 * phase.stranded / phase.gpus, "without_place": phase.without},
+                workload=f"{self.name}-{phase.name}",
+            )
         ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phase:
     """How the cluster stands after a step. `without`: replicas that found no place. `restarted`: replicas that ended
-    although neither their node nor their deployment's number of replicas asked for it. `seconds`: until then."""
+    although neither their node nor their deployment's number of replicas asked for it."""
 
     name: str
     gpus: int
-    idle: float
     stranded: float
-    wanted: int
     without: int
     restarted: int
-    seconds: float
 
 
 def play(
@@ -204,7 +187,6 @@ class _Playing:
         return [start, *(self._phase(step, self._replicas()) for step in self._scenario.steps)]
 
     def _phase(self, step: ClusterChange, before: Mapping[str, Mapping[str, Any]]) -> Phase:
-        started_s = time.monotonic()
         gone = {node_number(self._nodes.id_of(step.lost))} if step.lost else set()
         if step.lost:
             self._nodes.lose(step.lost)
@@ -217,7 +199,7 @@ class _Playing:
         after = self._settled(gone)
         ended = [said for name, said in before.items() if name not in after and said[NODE] not in gone]
         fewer = sum(max(0, old[each.name] - each.replicas) for each in self._demands)
-        phase = self._measured(step.name, after, max(0, len(ended) - fewer), time.monotonic() - started_s)
+        phase = self._measured(step.name, after, max(0, len(ended) - fewer))
         self._say(f"{self._system}: {phase}")
         return phase
 
@@ -269,7 +251,7 @@ class _Playing:
             return []
         return [said for said in answers if isinstance(said, Mapping)]
 
-    def _measured(self, name: str, after: Mapping[str, Mapping[str, Any]], restarted: int, seconds: float) -> Phase:
+    def _measured(self, name: str, after: Mapping[str, Mapping[str, Any]], restarted: int) -> Phase:
         nodes = [each for each in living_nodes(ray_nodes()) if each.node.gpus]
         reports: dict[str, list[Mapping[str, Any]]] = {}
         for said in after.values():
@@ -280,8 +262,7 @@ class _Playing:
         taken = sum(each.task.total_milli * len(reports.get(each.name, ())) for each in self._demands)
         assert use.gpus * WHOLE - taken == int(state.gpu_free.sum()), "two replicas say that they have the same GPU"
         return Phase(
-            name=name, gpus=use.gpus, idle=use.idle, stranded=use.stranded, wanted=wanted,
-            without=wanted - len(after), restarted=restarted, seconds=seconds,
+            name=name, gpus=use.gpus, stranded=use.stranded, without=wanted - len(after), restarted=restarted
         )  # fmt: skip
 
 

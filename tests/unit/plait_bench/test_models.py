@@ -91,7 +91,7 @@ def test_the_benchmark_needs_the_trace_and_says_which(tmp_path, data):
     """Readings are modelled; without --data the workload is left out by name."""
     workload = Replayed("x", FLEETS["load8-1x2"], data)
     with workload.session(print):
-        assert {reading.kind for reading in workload.readings("plait", 1)} == {"modelled"}
+        assert {reading.kind for reading in workload.take("plait", 1)} == {"modelled"}
     (left_out,) = benchmark(models=tmp_path, only=["load8-1x2"], data=tmp_path / "none").workloads
     with pytest.raises(SystemUnavailable, match="lora_request_trace"), left_out.session(print):
         pass
@@ -105,8 +105,8 @@ def test_models_that_were_written_are_measured_in_turn(tmp_path, monkeypatch):
     workload = Switching("x", tmp_path, family="sd15", edge=32)
     with workload.session(print):
         readings = {
-            at_once: {reading.metric: reading.value for reading in workload.run(1, at_once=at_once)}
-            for at_once in (False, True)
+            system: {reading.metric: reading.value for reading in workload.take(system, 1)}
+            for system in workload.systems
         }
-    assert readings[True]["loads"] < readings[False]["loads"]
+    assert readings["plait"]["loads"] < readings["fifo"]["loads"]
     assert min(found["images_per_s"] for found in readings.values()) > 0

@@ -218,14 +218,6 @@ def test_a_night_kills_stops_and_updates():
     assert once == again == [("engine", None), ("proxy", None)]
 
 
-def test_what_is_held_has_a_unit():
-    """Bytes become MiB; nothing of it is changed by a busy host."""
-    metrics = {name: metric for name, metric in Ends.metrics.items() if name.replace("_mib", "_bytes") in HELD}
-    assert len(metrics) == len(HELD)
-    assert [name for name, metric in metrics.items() if metric.unit == "MiB"] == ["memory_mib", "shared_mib"]
-    assert not any(metric.is_timed for metric in metrics.values())
-
-
 def test_a_slope_is_told_from_noise():
     """A rise within the samples' noise is none; a smaller one without noise is; an outlier moves nothing."""
     rng = np.random.default_rng(0)

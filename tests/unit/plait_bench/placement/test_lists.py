@@ -29,29 +29,24 @@ def test_lists_are_read(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    "text",
     [
-        ("name,cpu_milli,memory_mib,num_gpu,gpu_spec\n", "lacks the column gpu_milli"),
-        ("", "lacks the column name"),
-        (TASKS.splitlines()[0] + "\n", "has no rows"),
-        (TASKS + "c,8000,1,two,0,,LS\n", "line 4: not a task"),
-        (TASKS + "c,8000,1,2,500,,LS\n", "line 4: not a task .several GPUs are whole ones"),
-        (TASKS + "c,8000\n", "line 4: not a task"),
+        "name,cpu_milli,memory_mib,num_gpu,gpu_spec\na,1,1,1,\n",
+        TASKS + "c,8000,1,two,0,,LS\n",
+        TASKS + "c,8000,1,2,500,,LS\n",
+        TASKS + "c,8000\n",
+        "\udcff",
     ],
 )
-def test_a_list_that_is_not_as_published_is_one_sentence(tmp_path, text, sentence):
-    """Naming the file, and the column or line."""
+def test_a_list_that_is_not_as_published_is_one_sentence(tmp_path, text):
+    """Naming the file: a column that is missing, a number that is none, what no task may ask for, no text."""
     path = tmp_path / "t.csv"
-    path.write_text(text)
-    with pytest.raises(BenchError, match=sentence) as caught:
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    with pytest.raises(BenchError, match=r"t\.csv is not as published"):
         read_tasks(path)
-    assert str(path) in str(caught.value)
 
 
-def test_a_missing_or_binary_file_is_one_sentence(tmp_path):
-    """Both are the reader's errors, not tracebacks."""
-    with pytest.raises(BenchError, match="cannot be read"):
+def test_a_missing_file_is_one_sentence(tmp_path):
+    """Not a traceback."""
+    with pytest.raises(BenchError, match=r"none\.csv is not as published"):
         read_nodes(tmp_path / "none.csv")
-    (tmp_path / "b.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(BenchError, match="cannot be read"):
-        read_nodes(tmp_path / "b.csv")
