@@ -8,6 +8,8 @@ open system is a *subject*, which is measured once in each round. What a subject
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -218,6 +220,23 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def child_command(module: str, *arguments: str) -> list[str]:
-    """Return the command that calls `main` of a module, which is imported under its own name."""
-    return [sys.executable, "-c", f"import sys; from {module} import main; main(*sys.argv[1:])", *arguments]
+CHILD = (
+    "-c", "import pickle, sys; function, arguments = pickle.load(sys.stdin.buffer); function(*arguments)"
+)  # fmt: skip
+"""What a Python process is started with that calls a function of ours, which it reads from its standard input."""
+
+
+def call(function: Callable[..., object], *arguments: object) -> bytes:
+    """Return what to write there; the function's module is imported under its own name."""
+    return pickle.dumps((function, arguments))
+
+
+def started(
+    function: Callable[..., object], *arguments: object, stdout: int | None = None, pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:  # fmt: skip
+    """Start a process that calls a function; its standard input stays open."""
+    child = subprocess.Popen([sys.executable, *CHILD], stdin=subprocess.PIPE, stdout=stdout, pass_fds=pass_fds)
+    assert child.stdin is not None
+    child.stdin.write(call(function, *arguments))
+    child.stdin.flush()
+    return child

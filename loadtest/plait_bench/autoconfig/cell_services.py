@@ -152,7 +152,7 @@ def rank_cells(load: RankLoad) -> Iterator[MeasureCell]:
     time. Close them at the end."""
     package = packaged(load.model, load.scale, say=lambda _: None)
     cores = {
-        threads: CnCore(package.card(), package.sparse(), start_child(package, threads, "hn")[1]) for threads in (1, 2)
+        threads: CnCore(package.card(), package.sparse(), start_child(package, threads, "hn")) for threads in (1, 2)
     }
 
     @lru_cache(maxsize=1)  # making the requests of a round takes as long as ranking them

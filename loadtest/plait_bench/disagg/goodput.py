@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, cache_folder, cores, pairs_of
+from plait_bench.disagg import ours, peer
 from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, serving
 from plait_bench.errors import SystemFailed
 from plait_disagg.models.configs import build, ids_per_bag
@@ -224,8 +226,7 @@ class Goodput(Workload):
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Start the system's server."""
-        arguments = layouts_of(self.model, system, self._package)[layout]
-        with serving(arguments, self.bodies[0].read_bytes()) as server:
+        with serving(layouts_of(self.model, system, self._package)[layout], self.bodies[0].read_bytes()) as server:
             yield _Loaded(self, (system, layout), server)
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
@@ -269,28 +270,22 @@ class _Loaded:
         return [Reading(metric=METRIC, value=held.goodput_per_s, layout=remark)]
 
 
-def layouts_of(model: str, system: str, package: Path) -> dict[str, tuple[str, ...]]:
-    """Map the layouts to try to the arguments of their servers: as many threads as cores and one thread, HTTP in the
-    model's process or in one of its own; for the split also one thread for the CN and all cores for the HN, or one HN
-    per core."""
-    threads = tuple(dict.fromkeys([1, cores()]))
+def layouts_of(model: str, system: str, package: Path) -> dict[str, tuple[Any, ...]]:
+    """Map the layouts to try to the function that serves in a process, and its arguments: as many threads as cores and
+    one thread, HTTP in the model's process or in one of its own; for the split one thread for the CN and all cores for
+    the HN, too."""
+    counts = tuple(dict.fromkeys([1, cores()]))
     if system == "pytorch":
-        whole = ("plait_bench.disagg.peer", model, str(SCALES[model]))
         return {
-            f"{count} threads, {where}": (*whole, str(count), where)
-            for count in threads
-            for where in ("inline", "worker")
+            f"{count} threads, {'inline' if inline else 'worker'}": (peer.serve, model, SCALES[model], count, inline)
+            for count in counts
+            for inline in (True, False)
         }
-    is_split = system == "plait_split"
-    counts = list(map(str, threads)) + [f"{threads[0]}+{each}" for each in threads[1:] if is_split]
-    ours = "plait_bench.disagg.ours", str(package)
-    mode = "split" if is_split else "whole"
-    found = {
-        f"{count} threads{where}": (*ours, count, mode, *rest)
-        for count in counts
-        for where, rest in (("", ()), (", model apart", ("in_children",)))
-    }
-    if is_split and cores() > 1:
-        each = "+".join(["1"] * (1 + cores()))
-        found[f"{each} threads"] = (*ours, each, mode)
-    return found
+    if system == "plait":
+        return {
+            f"{count} threads{where}": (ours.serve, package, opened, count)
+            for count in counts
+            for where, opened in (("", ours.whole), (", model apart", ours.apart))
+        }
+    found = {f"{count} threads": (ours.serve, package, ours.split, count, (count,)) for count in counts}
+    return found | {f"1+{count} threads": (ours.serve, package, ours.split, 1, (count,)) for count in counts[1:]}

@@ -4,27 +4,23 @@ the bare tensors.
 This process runs the CN's half, copies what crosses into shared memory whose layout both sides know beforehand, and
 adds one to an eventfd; the child runs the HN's half over views of that memory with the executor that plait uses, copies
 the outputs behind them and adds one to another eventfd. No queue, no header, no check, no callers: it cannot serve
-anybody. The child is started with FOLDER THREADS MEMORY ASKED DONE; the last three are inherited descriptors, and a
-line of JSON on its standard input says what crosses.
+anybody.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from plait_bench.benchmark import child_command
+from plait_bench.benchmark import started
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import SparseHalf
@@ -130,16 +126,12 @@ def ideal_split(
     child = None
     try:
         os.ftruncate(descriptors[0], nbytes)
-        command = child_command(__name__, str(package.folder), str(hn_threads), *map(str, descriptors))
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=descriptors, text=True
-        )
-        assert child.stdin is not None
+        child = started(
+            _dense_half, package.folder, hn_threads, descriptors, (slots, crossing, outputs), candidates,
+            stdout=subprocess.PIPE, pass_fds=descriptors,
+        )  # fmt: skip
         assert child.stdout is not None
-        given = {"candidates": candidates, "crossing": crossing, "outputs": outputs, "slots": slots}
-        child.stdin.write(json.dumps(given) + "\n")
-        child.stdin.flush()
-        if child.stdout.readline().strip() != "ready":
+        if not child.stdout.readline():
             raise SystemFailed("the child with the dense half ended")
         memory = mmap.mmap(descriptors[0], nbytes)
         yield IdealSplit(sparse, batches, _slots(memory, slots, crossing, outputs), descriptors[1], descriptors[2])
@@ -151,18 +143,20 @@ def ideal_split(
             os.close(descriptor)
 
 
-def main(folder: str, threads: str, memory: str, asked: str, done: str) -> None:
+def _dense_half(
+    folder: Path, threads: int, descriptors: Sequence[int], shapes: tuple[int, _Shapes, _Shapes], candidates: list[int]
+) -> None:
     """Run the dense half on every batch that is announced, until killed."""
-    given: dict[str, Any] = json.loads(sys.stdin.readline())
-    set_threads(int(threads))
-    dense = open_package(Path(folder)).dense(prepares=True)
-    slots = _slots(mmap.mmap(int(memory), 0), given["slots"], given["crossing"], given["outputs"])
+    memory, asked, done = descriptors
+    set_threads(threads)
+    dense = open_package(folder).dense(prepares=True)
+    slots = _slots(mmap.mmap(memory, 0), *shapes)
     print("ready", flush=True)
     with torch.inference_mode():
         while True:
             for slot in slots:
-                os.eventfd_read(int(asked))
-                made = dense.run(slot.crossing, given["candidates"])
+                os.eventfd_read(asked)
+                made = dense.run(slot.crossing, candidates)
                 for name, output in slot.outputs.items():
                     output.copy_(made[name])
-                os.eventfd_write(int(done), 1)
+                os.eventfd_write(done, 1)

@@ -53,7 +53,7 @@ class _Here(Workload):
         """Open the model here, cut if there are HNs, on an event loop that runs only while it is measured."""
 
         async def opened() -> Ranker:
-            return split(self.package, threads, list(hns)) if hns else whole(self.package, threads)
+            return split(self.package, threads, hns) if hns else whole(self.package, threads)
 
         async def measured(ranker: Ranker) -> list[Reading]:
             return [await measure(ranker)]

@@ -1,9 +1,8 @@
 """plait without Ray: the packaged model behind plait's own application.
 
-Started with FOLDER THREADS whole|split [in_children] it prints its port. `whole` runs both halves in this process; with
-`split` the dense half runs in a process of its own, or in several. `in_children`: this process handles only HTTP, as
-the ingress of `plait serve` does, so that HTTP and the model do not share the GIL. THREADS is the number per process,
-or, for `split`, `CN+HN`, or, without `in_children`, `CN+HN+HN` and so on. Processes communicate over shared memory.
+With `split` the dense half runs in a process of its own, or in several. `apart`: the serving process handles only HTTP,
+as the ingress of `plait serve` does, so that HTTP and the model do not share the GIL. Processes communicate over shared
+memory.
 """
 
 from __future__ import annotations
@@ -12,11 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from plait_bench.benchmark import child_command
+from plait_bench.benchmark import started
 from plait_bench.disagg.peer import announce
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
@@ -51,10 +51,10 @@ def whole(package: Package, threads: int) -> Ranker:
     return WholeRanker(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs)
 
 
-def split(package: Package, threads: int, hns: list[int]) -> Ranker:
+def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
     """Open a ranker with the sparse half in this process and the dense half in one child per entry of `hns`, its
     threads; waits until all are connected. Raises `SystemFailed`."""
-    dials = {f"hn-{number}": start_child(package, count, "hn")[1] for number, count in enumerate(hns)}
+    dials = {f"hn-{number}": start_child(package, count, "hn") for number, count in enumerate(hns)}
 
     def connect_to_one(left_out: frozenset[str]) -> ReplicaLink:
         for name, dial in dials.items():
@@ -68,14 +68,9 @@ def split(package: Package, threads: int, hns: list[int]) -> Ranker:
     return CoreRanker(core)
 
 
-def in_children(package: Package, mode: str, threads: int, hn_threads: int) -> Ranker:
-    """Open a ranker with both halves in one child, or each half in its own child."""
-    if mode == "whole":
-        dial = start_child(package, threads, "whole")[1]
-    else:
-        hn_address, _ = start_child(package, hn_threads, "hn")
-        dial = start_child(package, threads, "cn", hn_address)[1]
-    ranker = RemoteRanker(package.manifest.name, dial)
+def apart(package: Package, threads: int) -> Ranker:
+    """Open a ranker with both halves in one child."""
+    ranker = RemoteRanker(package.manifest.name, start_child(package, threads, "whole"))
     wait_until_ready(ranker.core)
     return ranker
 
@@ -96,40 +91,28 @@ def _wait(condition: Callable[[], bool], otherwise: str) -> None:
 _SECRET = new_secret()
 
 
-def start_child(package: Package, threads: int, role: str, *hn: str) -> tuple[str, Dial]:
-    """Start a worker (`serve_worker`) in a child, which ends with this process; return its address, and what connects
-    to it over shared memory. Raises `SystemFailed`."""
+def start_child(package: Package, threads: int, role: str) -> Dial:
+    """Start a worker, `hn` or `whole`, in a child, which ends with this process; return what connects to it over shared
+    memory. Raises `SystemFailed`."""
     address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/{role}"
-    command = child_command(__name__, str(package.folder), str(threads), role, address, *hn)
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert child.stdin is not None
+    child = started(_serve_worker, package.folder, threads, role, address, _SECRET, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    child.stdin.write(_SECRET.hex().encode() + b"\n")
-    child.stdin.flush()
     if not child.stdout.readline():
         raise SystemFailed(f"the {role} did not start")
     _CHILDREN.append(child)
-    return address, _dial(role, address, _SECRET)
+    return lambda _: ReplicaLink(replica=role, channel=connect(address, secret=_SECRET, options=FABRIC))
 
 
-def _dial(replica: str, address: str, secret: bytes) -> Dial:
-    return lambda _: ReplicaLink(replica=replica, channel=connect(address, secret=secret, options=FABRIC))
-
-
-def serve_worker(package: Package, threads: int, role: str, address: str, *hn: str) -> None:
+def _serve_worker(folder: Path, threads: int, role: str, address: str, secret: bytes) -> None:
     """Run a worker in the child: prints `ready` once it listens, and ends with its standard input."""
-    secret = bytes.fromhex(sys.stdin.readline().strip())
+    shorten_gil_interval()  # as the server's processes do
+    package = open_package(folder)
     listener, knobs = listen(address, secret=secret, options=FABRIC), WorkerKnobs(threads=threads)
     stop: Callable[..., object]
     if role == "hn":
         stop = HnWorker(package.card(), package.dense(prepares=True), [listener], knobs=knobs).stop
     else:
-        core: CnCore | WholeCore
-        if role == "cn":
-            dial = _dial("hn", hn[0], secret)
-            core = CnCore(package.card(mode="split"), package.sparse(), dial, knobs=knobs)
-        else:
-            core = WholeCore(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs)
+        core = WholeCore(package.card(), package.sparse(), package.dense(prepares=True), knobs=knobs)
         stop = CoreServer(core, [listener]).stop
         wait_until_ready(core)
     print("ready", flush=True)
@@ -137,18 +120,9 @@ def serve_worker(package: Package, threads: int, role: str, address: str, *hn: s
     stop(drain_s=0)
 
 
-def main(folder: str, threads: str, mode: str, *rest: str) -> None:
-    """Serve the package in one of the modes and announce the address; or be a child."""
-    shorten_gil_interval()  # as the server's processes do
-    package = open_package(Path(folder))
-    own, *hns = map(int, threads.split("+"))
-    hns = hns or [own]
-    if mode in ("hn", "cn") or (mode == "whole" and rest and rest[0].startswith("shm:")):
-        serve_worker(package, own, mode, *rest)
-        return
-    if rest:
-        ranker = in_children(package, mode, own, hns[0])
-    else:
-        ranker = split(package, own, hns) if mode == "split" else whole(package, own)
-    model = ServedRanker(ranker=ranker, items=package.items)
+def serve(folder: Path, opened: Callable[..., Ranker], *how: Any) -> None:
+    """Serve the package by `whole`, `split` or `apart`, and announce the address."""
+    shorten_gil_interval()
+    package = open_package(folder)
+    model = ServedRanker(ranker=opened(package, *how), items=package.items)
     announce(create_app(None, HttpSettings(), ranking=LocalRankingService({package.manifest.name: model})))

@@ -1,9 +1,9 @@
 """The peer: the model itself in plain PyTorch behind FastAPI, in one process, as one would write it by hand; and what
 all servers of the benchmark have in common.
 
-Started with MODEL SCALE THREADS inline|worker it prints its port. It speaks the same protocol with the same binary
-tensors; user-side inputs are repeated over the candidates, because that is what the model's `forward` takes. `inline`
-computes on the event loop's thread, `worker` on another one, so that the loop keeps reading.
+It speaks the same protocol with the same binary tensors; user-side inputs are repeated over the candidates, because
+that is what the model's `forward` takes. `inline` computes on the event loop's thread, else another one does, so that
+the loop keeps reading.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from torch import nn
 
-from plait_bench.benchmark import child_command
+from plait_bench.benchmark import started
 from plait_bench.errors import Disagreement, SystemFailed
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input
 from plait_disagg.models.configs import build
@@ -127,10 +127,10 @@ def create_app(model: nn.Module, inputs: tuple[Input, ...], *, threads: int, inl
     return app
 
 
-def main(model: str, scale: str, threads: str, where: str) -> None:
+def serve(model: str, scale: float, threads: int, inline: bool) -> None:
     """Serve a published model on a free port and announce it."""
-    module, inputs = build(model, rows_scale=float(scale), seed=SEED)
-    announce(create_app(module.eval(), tuple(inputs), threads=int(threads), inline=where == "inline"))
+    module, inputs = build(model, rows_scale=scale, seed=SEED)
+    announce(create_app(module.eval(), tuple(inputs), threads=threads, inline=inline))
 
 
 def announce(app: Any) -> None:
@@ -167,17 +167,16 @@ class BenchServer:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], content: bytes) -> Iterator[BenchServer]:
-    """Start a server process, MODULE ARGUMENTS..., and yield it once it has answered `content`. Raises
-    `SystemFailed`."""
-    process = subprocess.Popen(child_command(*arguments), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def serving(how: Sequence[Any], content: bytes) -> Iterator[BenchServer]:
+    """Start a server process, of a function that announces it and its arguments, and yield it once it has answered
+    `content`. Raises `SystemFailed`."""
+    process = started(*how, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        if not line:
-            raise SystemFailed(f"{' '.join(arguments)} did not start")
+        if not (line := process.stdout.readline()):
+            raise SystemFailed(f"{how[0].__module__} did not start")
         with httpx2.Client() as client:
-            server = BenchServer(url=f"http://127.0.0.1:{line}", client=client)
+            server = BenchServer(url=f"http://127.0.0.1:{int(line)}", client=client)
             _wait(server, content)
             yield server
     finally:

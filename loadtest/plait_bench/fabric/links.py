@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from itertools import pairwise
-from pathlib import Path
 
-from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload, pairs_of, readings
+from plait_bench.benchmark import Metric, Reading, Workload, pairs_of, readings
 from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, listen, new_secret
-from plait_fabric.link.link import PARAMETERS, Link
-from plait_fabric.link.link_files import LINKS, SourcedLink, links_document, read_links
+from plait_fabric.link.link import Link
+from plait_fabric.link.link_files import LINKS, read_links
 from plait_fabric.link.modelled import modelled
 
 WORKLOAD = "modelled-links"
@@ -39,25 +37,19 @@ class ModelledLinks(Workload):
     pairs = pairs_of("plait", systems)
     metrics: Mapping[str, Metric] = {"one_way_us": Metric(unit="us", better="lower")}
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the links for each round, or their formulas."""
+    def take(self, system: str, number: int) -> list[Reading]:
+        """Measure all links, or compute them."""
         links = known_links()
-        if system == "model":
-            yield Rounds(lambda _: [each for name in _LINKS for each in _modelled(name, links[name].link)])
-            return
-        with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-            file = Path(folder) / "links.json"
-            file.write_text(links_document(links), encoding="utf-8")
-            yield Rounds(lambda _: [each for name in _LINKS for each in _measured(name, links[name].link, file)])
+        one = _modelled if system == "model" else _measured
+        return [reading for name in _LINKS for reading in one(name, links[name])]
 
 
-def known_links() -> dict[str, SourcedLink]:
+def known_links() -> dict[str, Link]:
     """Read the links that ship, and add `FAR`."""
-    links = read_links(LINKS)
-    near = links["100g-same-switch"].link
+    links = {name: sourced.link for name, sourced in read_links(LINKS).items()}
+    near = links["100g-same-switch"]
     far = near.with_values(FAR, alpha_s=1e-3, wire_s=1e-3, bytes_per_s=1.22e9, small_s_per_byte=1 / 1.22e9)
-    return links | {FAR: SourcedLink(link=far, sources=dict.fromkeys(PARAMETERS, "made for this benchmark"))}
+    return links | {FAR: far}
 
 
 def _modelled(name: str, link: Link) -> list[Reading]:
@@ -68,14 +60,14 @@ def _modelled(name: str, link: Link) -> list[Reading]:
     ]
 
 
-def _measured(name: str, link: Link, file: Path) -> list[Reading]:
+def _measured(name: str, link: Link) -> list[Reading]:
     """Measure a channel over the link."""
     found: list[Reading] = []
     secret = new_secret()
     with (
         tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,
         listen(f"shm://{folder}/socket", secret=secret) as listener,
-        spawned_peer("bounce", listener.address, secret, {"links": str(file), "link": name}),
+        spawned_peer("bounce", listener.address, secret, link=link),
         modelled(listener.accept(PEER_START_S), link) as channel,
     ):
         for size, nbytes in SIZES_BYTES.items():

@@ -1,33 +1,28 @@
 """A peer in a process of its own, for measurements and for the conformance suites of the fabric.
 
-It is started with MODE ADDRESS SETTINGS; the secret is passed on stdin in hex, one line. It exits when the channel
-ends, or when stdin does.
+It exits when the channel ends, or when its standard input does.
 
 Modes: `echo` sends every message back; `bounce` sends a lease of the same size back without writing
 to it, and whether the message was late; `drain` reads all bytes of all messages, and answers one
 with `end` in its header with what it has read; `hold` connects, sends `{"ready": true}` and never
-receives; `flood` sends messages of 1 MiB until it is killed. SETTINGS is a JSON object: fields of `FabricOptions`,
-and `links` (a file) with `link` (a name in it) to model.
+receives; `flood` sends messages of 1 MiB until it is killed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from plait_bench.benchmark import child_command
+from plait_bench.benchmark import started
 from plait_fabric.endpoints import connect
 from plait_fabric.errors import PeerLost
-from plait_fabric.link.link_files import read_links
+from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import modelled
 from plait_fabric.protocols import Channel
 from plait_fabric.values import FabricOptions
@@ -88,36 +83,25 @@ def _flood(channel: Channel) -> None:
         channel.send({"number": number}, [payload])
 
 
-def main(mode: str, address: str, given: str) -> None:
-    """Run the peer; see the module docstring."""
-    settings: dict[str, Any] = json.loads(given)
-    secret = bytes.fromhex(sys.stdin.readline().strip())
-    options = FabricOptions(**{name: value for name, value in settings.items() if name not in ("links", "link")})
+def _hold(channel: Channel) -> None:
+    channel.send({"ready": True})
+    sys.stdin.read()
+
+
+def _run(mode: str, address: str, secret: bytes, options: FabricOptions, link: Link | None) -> None:
     with connect(address, secret=secret, options=options) as plain:
-        channel: Channel = plain
-        if "link" in settings:
-            channel = modelled(plain, read_links(Path(settings["links"]))[settings["link"]].link)
-        if mode in _LOOPS:
-            _LOOPS[mode](channel)
-        else:
-            channel.send({"ready": True})
-            sys.stdin.read()
+        _LOOPS[mode](plain if link is None else modelled(plain, link))
 
 
-_LOOPS = {"echo": echo, "bounce": bounce, "drain": drain, "flood": _flood}
+_LOOPS = {"echo": echo, "bounce": bounce, "drain": drain, "hold": _hold, "flood": _flood}
 
 
 @contextmanager
 def spawned_peer(
-    mode: str, address: str, secret: bytes, settings: Mapping[str, Any] | None = None
-) -> Iterator[subprocess.Popen[str]]:
-    """Start the peer and kill it (-9) at the end of the block if it is still running."""
-    command = child_command(__name__, mode, address, json.dumps(dict(settings or {})))
-    with subprocess.Popen(command, stdin=subprocess.PIPE, text=True) as process:
-        if process.stdin is None:
-            raise RuntimeError("the peer has no stdin")
-        process.stdin.write(secret.hex() + "\n")
-        process.stdin.flush()
+    mode: str, address: str, secret: bytes, options: FabricOptions | None = None, link: Link | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Start the peer, over a modelled link if one is given; kill it (-9) at the end of the block if it still runs."""
+    with started(_run, mode, address, secret, options or FabricOptions(), link) as process:
         try:
             yield process
         finally:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import mmap
 import os
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from itertools import count
 
-from plait_bench.benchmark import Metric, Reading, Workload, child_command, readings
+from plait_bench.benchmark import Metric, Reading, Workload, readings, started
 from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, listen, new_secret
@@ -64,7 +64,7 @@ def _median_us(spin_s: float) -> float:
     with (
         tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,
         listen(f"shm://{folder}/socket", secret=secret, options=options) as listener,
-        spawned_peer("echo", listener.address, secret, {"spin_s": spin_s}),
+        spawned_peer("echo", listener.address, secret, options),
         listener.accept(PEER_START_S) as channel,
     ):
         round_trips_us(channel, _BYTES, min(_WARM_UP, _REPEATS))
@@ -75,11 +75,10 @@ def bare_round_trips_us(nbytes: int, repeats: int, *, spins: bool) -> list[float
     """Time `repeats` round trips to a child of this process."""
     descriptors = os.memfd_create("bare"), os.eventfd(0), os.eventfd(0)
     os.ftruncate(descriptors[0], 2 * _PAGE)
-    command = child_command(__name__, *map(str, descriptors), str(nbytes), str(int(spins)))
     payload, times_us = os.urandom(nbytes), []
-    with subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=descriptors) as child:
+    with started(_send_back, *descriptors, nbytes, spins, pass_fds=descriptors) as child:
         try:
-            put, take = _ends(descriptors[0], descriptors[1], descriptors[2], nbytes, spins=spins, is_child=False)
+            put, take = _ends(*descriptors, nbytes, spins=spins, is_child=False)
             for number in range(1, repeats + 1):
                 began_ns = time.perf_counter_ns()
                 put(number, payload)
@@ -120,10 +119,8 @@ def _ends(
     return put, take
 
 
-def main(memory: str, there: str, back: str, nbytes: str, spins: str) -> None:
+def _send_back(memory: int, there: int, back: int, nbytes: int, spins: bool) -> None:
     """Send every message back, until killed."""
-    put, take = _ends(int(memory), int(there), int(back), int(nbytes), spins=spins == "1", is_child=True)
-    number = 0
-    while True:
-        number += 1
+    put, take = _ends(memory, there, back, nbytes, spins=spins, is_child=True)
+    for number in count(1):
         put(number, take(number))

@@ -60,10 +60,9 @@ def _require_nixl() -> None:
 
 def _measured(address: str, options: FabricOptions) -> list[Reading]:
     secret = new_secret()
-    settings = {"one_sided_from_bytes": options.one_sided_from_bytes, "nixl_transport": options.nixl_transport}
     with (
         listen(address, secret=secret, options=options) as listener,
-        spawned_peer("bounce", listener.address, secret, settings),
+        spawned_peer("bounce", listener.address, secret, options),
         listener.accept(PEER_START_S) as channel,
     ):
         return [

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from PIL import Image
 
-from plait_bench.benchmark import child_command
+from plait_bench.benchmark import CHILD, call
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import Ask, Reply, image_ask
 from plait_bench.faults.server import Client
@@ -197,10 +197,13 @@ async def attacking(name: str, url: str, *, turn: int = 0) -> AsyncIterator[Coun
     """Have an attack, or all, go on meanwhile; how its requests ended is in what is yielded when it is over. Raises
     `SystemFailed` if it ends by itself."""
     ended: Counter[str] = Counter()
-    commands = [child_command(__name__, each, url, str(turn)) for each in (ATTACKS if name == ALL else (name,))]
-    running = [await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE) for command in commands]
+    attacks = list(ATTACKS) if name == ALL else [name]
+    command = (sys.executable, *CHILD)
+    running = [await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE) for _ in attacks]
     try:
-        for process in running:
+        for process, attack in zip(running, attacks, strict=True):
+            assert process.stdin is not None
+            process.stdin.write(call(_attack, attack, url, turn))
             await _heard(name, process)  # it has begun
         yield ended
         for process in running:
@@ -225,10 +228,10 @@ async def _heard(name: str, process: asyncio.subprocess.Process) -> bytes:
     raise SystemFailed(f"the attack {name} has ended by itself, or does not end")
 
 
-def main(name: str, url: str, turn: str) -> None:
+def _attack(name: str, url: str, turn: int) -> None:
     """Attack until standard input ends, then print how requests ended."""
     os.nice(_NICE)
-    print(json.dumps(asyncio.run(_until_told(name, url, int(turn)))), flush=True)
+    print(json.dumps(asyncio.run(_until_told(name, url, turn))), flush=True)
 
 
 async def _until_told(name: str, url: str, turn: int) -> Counter[str]:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from plait_bench.benchmark import child_command
+from plait_bench.benchmark import CHILD, call
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
 Item: TypeAlias = Any
@@ -214,9 +214,12 @@ class _Process:
         self._pipe, theirs = Pipe()
         paths = os.pathsep.join(sys.path) if interpreter is None else str(_PACKAGES)
         self._process = subprocess.Popen(
-            [str(interpreter or sys.executable), *child_command(__name__, str(theirs.fileno()))[1:]],
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env={**os.environ, "PYTHONPATH": paths},
+            [str(interpreter or sys.executable), *CHILD], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()],
+            env={**os.environ, "PYTHONPATH": paths},
         )  # fmt: skip
+        assert self._process.stdin is not None
+        with self._process.stdin as asked:
+            asked.write(call(main, theirs.fileno()))
         theirs.close()
         self.pid = self._process.pid
         self._pipe.send((system.factory, dict(system.settings)))
@@ -261,14 +264,14 @@ def _tell(workers: Sequence[_Process], method: str, **given: Any) -> None:
 # ---- inside a worker process ----------------------------------------------------------------------------------------
 
 
-def main(fd: str) -> None:
+def main(fd: int) -> None:
     """Run a worker process: build the system that the first message names, and answer requests until the pipe
     closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the runner's; it closes the pipe
     os.dup2(2, 1)  # stdout carries the runner's document
     os.environ.update(_QUIET)
     warnings.simplefilter("ignore")  # libraries' advice to their callers; our tests make warnings errors
-    pipe = Connection(int(fd))
+    pipe = Connection(fd)
     worker: FleetWorker | None = None
     try:
         factory, settings = pipe.recv()
