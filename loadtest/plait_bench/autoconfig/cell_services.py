@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import Any
@@ -44,37 +43,31 @@ _RESERVED_CORES = 0.5
 """What Ray reserves for an ingress, a CN and an HN, whatever their threads: what a job pays for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageLoad:
-    """`callers` in a closed loop, and what they ask for: see `cells._images`."""
+@contextmanager
+def engine_cells(
+    *, callers: int, images: int, steps: int, slo_ms: float, loras: int, controlled: int
+) -> Iterator[MeasureCell]:
+    """Build the engine over the starter models, and wait until it runs on what it converts behind its first images;
+    stop it at the end.
 
-    callers: int
-    images: int
-    steps: int
-    loras: int
-    controlled: int
-    slo_ms: float
+    `callers` ask for `images` in all, the same for every configuration; their steps vary around the mean, as users' do.
+    `loras`: LoRA sets in the mix (0: none); `controlled`: the share of images with a ControlNet, in quarters.
+    """
 
-    def orders(self, seed: int) -> list[ImageSpec]:
-        """Make the same image orders for every configuration; the steps vary around the mean, as users' do."""
+    def orders(seed: int) -> list[ImageSpec]:
         return [
             ImageSpec(
                 prompt=PROMPTS[i % len(PROMPTS)],
                 seed=1000 * seed + i,
-                steps=self.steps + (-1, 0, 1, 0)[i % 4],
+                steps=steps + (-1, 0, 1, 0)[i % 4],
                 scheduler=SCHEDULERS[i % len(SCHEDULERS)],
-                loras=LORA_SETS[i % self.loras] if self.loras else (),
-                control=(CONTROLNETS[i % 2], i) if i % 4 < self.controlled else None,
+                loras=LORA_SETS[i % loras] if loras else (),
+                control=(CONTROLNETS[i % 2], i) if i % 4 < controlled else None,
             )
-            for i in range(self.images)
+            for i in range(images)
         ]
 
-
-@contextmanager
-def engine_cells(load: ImageLoad) -> Iterator[MeasureCell]:
-    """Build the engine over the starter models, and wait until it runs on what it converts behind its first images;
-    stop it at the end."""
-    models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], load.orders(0))
+    models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], orders(0))
     assembled = build_engine(
         EngineSettings(
             model=models.base,
@@ -92,7 +85,7 @@ def engine_cells(load: ImageLoad) -> Iterator[MeasureCell]:
     def requests(seed: int) -> list[ImageRequest]:
         return [
             image_request(order, request_id=f"cell-{next(numbers)}", width=width, height=height)
-            for order in load.orders(seed)
+            for order in orders(seed)
         ]
 
     def measured(config: Config, seed: int) -> TrialOutcome:
@@ -103,20 +96,20 @@ def engine_cells(load: ImageLoad) -> Iterator[MeasureCell]:
         engine.reconfigure(EngineKnobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])}))
         if given["threads"] != compiled[0]:
             compiled[0] = given["threads"]
-            _ask_engine(engine, requests(0), load.callers)
-        _ask_engine(engine, requests(seed)[: load.callers], load.callers)
+            _ask_engine(engine, requests(0), callers)
+        _ask_engine(engine, requests(seed)[:callers], callers)
         asked = requests(seed)
         started_s, used_s = time.monotonic(), time.process_time()
-        latencies_ms = _ask_engine(engine, asked, load.callers)
+        latencies_ms = _ask_engine(engine, asked, callers)
         wall_s, used_s = time.monotonic() - started_s, time.process_time() - used_s
-        return outcome_of(latencies_ms, wall_s, slo_ms=load.slo_ms, cores=used_s / wall_s)
+        return outcome_of(latencies_ms, wall_s, slo_ms=slo_ms, cores=used_s / wall_s)
 
     try:
-        _ask_engine(engine, requests(0), load.callers)
+        _ask_engine(engine, requests(0), callers)
         until_s = time.monotonic() + _PREPARED_S
         while not assembled.prepared_parts() >= {"unet", "vae"} and time.monotonic() < until_s:
             time.sleep(0.5)
-        _ask_engine(engine, requests(0), load.callers)
+        _ask_engine(engine, requests(0), callers)
         yield measured
     finally:
         engine.stop(drain_s=0.0)
@@ -134,32 +127,23 @@ def _ask_engine(engine: Engine, requests: Sequence[ImageRequest], callers: int) 
         return list(pool.map(asked, requests))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLoad:
-    """`callers` in a closed loop, and what they ask for: see `cells._rank`."""
-
-    model: str
-    scale: float
-    candidates: int
-    callers: int
-    requests: int
-    slo_ms: float
-
-
 @contextmanager
-def rank_cells(load: RankLoad) -> Iterator[MeasureCell]:
-    """Open the package with one CN for each number of HN threads, which is fixed when an HN starts; only one works at a
-    time. Close them at the end."""
-    package = packaged(load.model, load.scale, say=lambda _: None)
+def rank_cells(
+    *, model: str, scale: float, candidates: int, callers: int, requests: int, slo_ms: float
+) -> Iterator[MeasureCell]:
+    """Open the package of a named configuration with `scale` of its rows, with one CN for each number of HN threads,
+    which is fixed when an HN starts; only one works at a time. Close them at the end.
+
+    `requests` of `candidates` each by `callers`.
+    """
+    package = packaged(model, scale, say=lambda _: None)
     cores = {
         threads: CnCore(package.card(), package.sparse(), start_child(package, threads, "hn")) for threads in (1, 2)
     }
 
     @lru_cache(maxsize=1)  # making the requests of a round takes as long as ranking them
     def made(seed: int) -> list[RankRequest]:
-        return requests_of(
-            package, load.model, candidates=load.candidates, count=load.requests, first_seed=10_000 * seed
-        )
+        return requests_of(package, model, candidates=candidates, count=requests, first_seed=10_000 * seed)
 
     def measured(config: Config, seed: int) -> TrialOutcome:
         given: dict[str, Any] = dict(config)
@@ -167,11 +151,11 @@ def rank_cells(load: RankLoad) -> Iterator[MeasureCell]:
         assert given.pop("cns") == 1
         core = cores[hn_threads]
         core.reconfigure(WorkerKnobs(threads=threads, **given))
-        _ask_ranker(core, made(seed)[:_WARM_UP], load.callers)
+        _ask_ranker(core, made(seed)[:_WARM_UP], callers)
         started_s = time.monotonic()
-        latencies_ms = _ask_ranker(core, made(seed), load.callers)
+        latencies_ms = _ask_ranker(core, made(seed), callers)
         return outcome_of(
-            latencies_ms, time.monotonic() - started_s, slo_ms=load.slo_ms, cores=_RESERVED_CORES
+            latencies_ms, time.monotonic() - started_s, slo_ms=slo_ms, cores=_RESERVED_CORES
         )  # fmt: skip
 
     try:

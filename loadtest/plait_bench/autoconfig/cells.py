@@ -15,8 +15,10 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from plait_autoconfig.knobs import ChoiceKnob
 from plait_autoconfig.library import LibraryRun
@@ -69,13 +71,11 @@ _SETS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellWorkload:
-    """A service and its load. `slo_ms`: the latency within which an answer is in time; `features` describe both
-    (`LibraryRun`). `opened`: opens the service, warm."""
+    """A service and its load, which `features` describe (`LibraryRun`). `opened`: opens the service, warm."""
 
     name: str
     service: str
     space: Space
-    slo_ms: float
     features: Mapping[str, float]
     opened: Callable[[], AbstractContextManager[MeasureCell]]
 
@@ -87,45 +87,27 @@ class CellWorkload:
         return sorted(cells, key=lambda cell: cell["threads"]) if "threads" in self.space.by_name else cells
 
 
-def _images(
-    name: str, *, callers: int, images: int, steps: int, slo_ms: float, loras: int = 0, controlled: int = 0
-) -> CellWorkload:
-    """`callers` ask for `images` in all. `loras`: LoRA sets in the mix (0: none); `controlled`: the share of images
-    with a ControlNet, in quarters."""
+def _opened(cells: str, load: Mapping[str, Any]) -> AbstractContextManager[MeasureCell]:
+    from plait_bench.autoconfig import cell_services
 
-    def opened() -> AbstractContextManager[MeasureCell]:
-        from plait_bench.autoconfig.cell_services import ImageLoad, engine_cells
-
-        return engine_cells(
-            ImageLoad(
-                callers=callers, images=images, steps=steps, loras=loras, controlled=controlled, slo_ms=slo_ms
-            )
-        )  # fmt: skip
-
-    features = {
-        "callers": callers, "steps": steps, "lora_sets": loras, "controlled_share": controlled / 4, "slo_ms": slo_ms,
-    }  # fmt: skip
-    return CellWorkload(
-        name=name, service="images", space=ENGINE, slo_ms=slo_ms, features=features, opened=opened
-    )  # fmt: skip
+    opened: AbstractContextManager[MeasureCell] = getattr(cell_services, cells)(**load)
+    return opened
 
 
-def _rank(
-    name: str, model: str, scale: float, *, candidates: int, callers: int, requests: int, slo_ms: float
-) -> CellWorkload:
-    """`requests` of `candidates` each by `callers`, for a named configuration with `scale` of its rows."""
+def _images(name: str, **load: Any) -> CellWorkload:
+    """`load`: see `engine_cells`."""
+    load = {"loras": 0, "controlled": 0, **load}
+    features = {"lora_sets": load["loras"], "controlled_share": load["controlled"] / 4}
+    features |= {each: load[each] for each in ("callers", "steps", "slo_ms")}
+    opened = partial(_opened, "engine_cells", load)
+    return CellWorkload(name=name, service="images", space=ENGINE, features=features, opened=opened)
 
-    def opened() -> AbstractContextManager[MeasureCell]:
-        from plait_bench.autoconfig.cell_services import RankLoad, rank_cells
 
-        return rank_cells(
-            RankLoad(model=model, scale=scale, candidates=candidates, callers=callers, requests=requests, slo_ms=slo_ms)
-        )
-
-    features = {"callers": callers, "candidates": candidates, "slo_ms": slo_ms}
-    return CellWorkload(
-        name=name, service="recommend", space=RANK, slo_ms=slo_ms, features=features, opened=opened
-    )  # fmt: skip
+def _rank(name: str, model: str, scale: float, **load: Any) -> CellWorkload:
+    """`load`: see `rank_cells`."""
+    features = {each: load[each] for each in ("callers", "candidates", "slo_ms")}
+    opened = partial(_opened, "rank_cells", {"model": model, "scale": scale, **load})
+    return CellWorkload(name=name, service="recommend", space=RANK, features=features, opened=opened)
 
 
 WORKLOADS: Mapping[str, CellWorkload] = {

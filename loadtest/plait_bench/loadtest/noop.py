@@ -1,6 +1,6 @@
 """The server that does nothing, as fast as Python can: a raw asyncio protocol over uvloop, one process.
 
-`python -m plait_bench.loadtest.noop` prints its port. It answers every line on its standard input with the number of
+It prints its port. It answers every line on its standard input with the number of
 requests served so far, and ends with that input.
 """
 
@@ -48,7 +48,7 @@ def _tell() -> None:
         print(NoopProtocol.served, flush=True)
 
 
-async def serve() -> None:
+async def _serve() -> None:
     """Serve on a free port, print the port, and print the number of requests after a line on stdin."""
     loop = asyncio.get_running_loop()
     server = await loop.create_server(NoopProtocol, "127.0.0.1", 0, backlog=4096)
@@ -57,5 +57,6 @@ async def serve() -> None:
     server.close()
 
 
-if __name__ == "__main__":
-    uvloop.run(serve())
+def serve() -> None:
+    """Run the server, until standard input ends."""
+    uvloop.run(_serve())

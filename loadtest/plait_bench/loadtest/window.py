@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from plait_bench.benchmark import started
 from plait_bench.errors import SystemFailed
+from plait_bench.loadtest.noop import serve
 
 _START_S = 60.0
 
@@ -43,45 +44,36 @@ class NoopServer:
     """The server that does nothing, in a process of its own."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "plait_bench.loadtest.noop"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.url = f"http://127.0.0.1:{int(self._read())}"
+        self._process = started(serve, stdout=subprocess.PIPE)
+        self.url = f"http://127.0.0.1:{self._read()}"
 
     def served(self) -> int:
         """Return the number of requests so far."""
         assert self._process.stdin is not None
-        self._process.stdin.write("\n")
+        self._process.stdin.write(b"\n")
         self._process.stdin.flush()
-        return int(self._read())
+        return self._read()
 
     def close(self) -> None:
         """Stop the server."""
         self._process.communicate(timeout=10)
 
-    def _read(self) -> str:
+    def _read(self) -> int:
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
+        if not (line := self._process.stdout.readline()):
             raise SystemFailed("the server that does nothing died")
-        return line
+        return int(line)
 
 
 @contextmanager
 def noop_server() -> Iterator[NoopServer]:
     """Run the server that does nothing."""
-    server = NoopServer()
-    try:
+    with closing(NoopServer()) as server:
         yield server
-    finally:
-        server.close()
 
 
 def measure(
-    command: Sequence[str], server: NoopServer, *, settle_s: float, seconds: float
+    command: Sequence[str], server: NoopServer, *, settle_s: float, seconds: float, fine: Sequence[int] = (0,)
 ) -> tuple[ThroughputWindow, str]:
     """Start a generator, let it settle after its first request, measure, and wait for its end.
 
@@ -105,7 +97,7 @@ def measure(
     finally:
         generator.kill()
         generator.wait()
-    if generator.returncode != 0:
+    if generator.returncode not in fine:
         raise SystemFailed(f"{' '.join(command)} ended with {generator.returncode}: {errors.strip()[-500:]}")
     return window, out
 

@@ -30,7 +30,7 @@ def toy(asked: Asked, knob: str = "batch") -> CellWorkload:
         yield measured
 
     space = Space((IntKnob(name=knob, low=1, high=6),))
-    return CellWorkload(name="toy", service="toys", space=space, slo_ms=20.0, features={"size": 1.0}, opened=opened)
+    return CellWorkload(name="toy", service="toys", space=space, features={"size": 1.0}, opened=opened)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path: Path):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from plait_bench import commands, job, loadtest
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 from plait_bench.job import BenchJob
-from plait_bench.loadtest import ours, peers
+from plait_bench.loadtest import generators
 from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
 
 
@@ -25,7 +26,7 @@ def machine(limit_per_s, tried):
     def attempt(rate_per_s):
         tried.append(rate_per_s)
         late = rate_per_s > limit_per_s
-        return ours.GeneratorTrial(
+        return generators.GeneratorTrial(
             rate_per_s=rate_per_s,
             window=window(min(rate_per_s, limit_per_s)),
             lag_p99_ms=50.0 if late else 1.0,
@@ -38,23 +39,23 @@ def machine(limit_per_s, tried):
 @pytest.mark.parametrize("limit_per_s", [4000, 9000, 23_456, 100_000])
 def test_the_highest_rate_is_found_to_five_percent(limit_per_s):
     """Never more than the machine keeps, never less than 5 % below it."""
-    found = ours.highest_rate(machine(limit_per_s, []), say=lambda _: None)
+    found = generators.highest_rate(machine(limit_per_s, []), say=lambda _: None)
     assert limit_per_s / 1.05 <= found <= limit_per_s
 
 
 def test_a_machine_that_keeps_no_rate_is_an_error():
     """No rate means no number, not a wrong one."""
     with pytest.raises(SystemFailed, match="on time"):
-        ours.highest_rate(machine(1000, []), say=lambda _: None)
+        generators.highest_rate(machine(1000, []), say=lambda _: None)
 
 
 def test_a_round_steps_down_until_it_is_valid():
     """A rate that does not hold for a whole round is lowered, and what is reported is a valid run."""
-    said = []
-    trial = ours.hold(machine(9500, []), 10_000.0, say=said.append)
-    assert (trial.is_valid, 9000 < trial.rate_per_s <= 9500, len(said)) == (True, True, 2)
+    tried = []
+    trial = generators.hold(machine(9500, tried), 10_000.0)
+    assert (trial.is_valid, 9000 < trial.rate_per_s <= 9500, len(tried)) == (True, True, 3)
     with pytest.raises(SystemFailed, match="busy"):
-        ours.hold(machine(100, []), 10_000.0, say=said.append)
+        generators.hold(machine(100, []), 10_000.0)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_a_round_steps_down_until_it_is_valid():
 )
 def test_only_what_is_on_time_complete_and_without_errors_counts(lag_ms, errors, per_s, valid):
     """p99 lag up to 5 ms, no errors, and the server saw the offered rate."""
-    trial = ours.GeneratorTrial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
+    trial = generators.GeneratorTrial(rate_per_s=1000.0, window=window(per_s), lag_p99_ms=lag_ms, errors=errors)
     assert trial.is_valid is bool(valid)
 
 
@@ -74,7 +75,7 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
         def take(*_):
             return window(next(rates[name]))
 
-        return lambda *_: loadtest.LoadContender(layouts=("2 processes",), take=take)
+        return lambda *_: SimpleNamespace(layouts=("2 processes",), take=take, prepare=lambda: None)
 
     def missing(*_):
         raise SystemUnavailable("wrk is not on PATH")
@@ -106,8 +107,8 @@ def test_the_best_number_of_callers_is_found_by_the_runner(monkeypatch):
         asked.append((layout, seconds))
         return window({"16": 100.0, "64": 300.0, "256": 200.0}[layout])
 
-    contender = loadtest.LoadContender(layouts=("16", "64", "256"), take=take)
-    monkeypatch.setattr(loadtest, "CONTENDERS", dict.fromkeys(loadtest.SYSTEMS, lambda *_: contender))
+    contender = SimpleNamespace(layouts=("16", "64", "256"), take=take, prepare=lambda: None)
+    monkeypatch.setattr(loadtest, "CONTENDERS", dict.fromkeys(loadtest.CONTENDERS, lambda *_: contender))
     written = job.measure(BenchJob(name="loadtest", rounds=1, systems=("locust",)), say=lambda _: None)
     assert [layout for layout, seconds in asked] == ["16", "16", "64", "64", "256", "256", "64"]
     assert asked[0][1] < asked[-1][1]
@@ -117,16 +118,17 @@ def test_the_best_number_of_callers_is_found_by_the_runner(monkeypatch):
 
 def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
     """The reason is told, and no half environment stays behind."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(commands.sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(SystemUnavailable, match=r"locust==\S+ cannot be installed"):
-        peers.install_locust(tmp_path)
-    assert list(tmp_path.iterdir()) == []
+        generators.Locust(None, print)
+    assert list((tmp_path / "plait" / "bench").iterdir()) == []
 
 
 def test_the_window_counts_what_the_server_saw():
     """A real run of our generator: the server's count, the processes' time, and the generator's own word."""
     with noop_server() as server:
-        trial = ours.try_rate(server, 300.0, seconds=1.0)
+        trial = generators.try_rate(server, 300.0, seconds=1.0)
         assert server.served() >= trial.window.requests > 150
     assert 0 < trial.window.cpu_s < 4
     assert trial.errors == 0

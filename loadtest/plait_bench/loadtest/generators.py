@@ -1,0 +1,183 @@
+"""The generators. plait's is an open loop, and counts only at a rate that it keeps on time; the peers are closed loops
+without pauses: Locust's fast client with two processes, and wrk with two threads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from plait_bench.benchmark import Say, cache_folder
+from plait_bench.commands import PLAIT, environment
+from plait_bench.errors import SystemFailed, SystemUnavailable
+from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
+
+TRIAL_S = 3.0
+LAG_LIMIT_MS = 5.0
+"""The max p99 send lag of a valid run."""
+
+_PROCESSES = 2
+_FIRST_PER_S = 4000.0
+_STEP = 1.05  # the rate is found to 5 %
+_USERS = (16, 64, 256)
+"""The numbers of concurrent callers to try; the best one is measured."""
+
+_LOCUST = "locust==2.47.0"
+_LOCUSTFILE = '''"""A user that asks without a pause."""
+
+from locust import FastHttpUser, constant, task
+
+
+class Asks(FastHttpUser):
+    """See above."""
+
+    wait_time = constant(0)
+
+    @task
+    def ask(self):
+        """The one request."""
+        self.client.get("/")
+'''
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorTrial:
+    """One run: what the server counted, and whether the run is valid."""
+
+    rate_per_s: float
+    window: ThroughputWindow
+    lag_p99_ms: float
+    errors: int
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the run was on time, without errors, and at the offered rate (Poisson counts scatter: within 2 %)."""
+        return self.lag_p99_ms <= LAG_LIMIT_MS and self.errors == 0 and self.window.per_s >= 0.98 * self.rate_per_s
+
+
+def try_rate(server: NoopServer, rate_per_s: float, *, seconds: float) -> GeneratorTrial:
+    """Make one run with Poisson arrivals. Raises `SystemFailed`."""
+    whole_s = seconds + 1.5  # the window ends before the load does
+    command = [*PLAIT, "loadtest", "run", "--url", server.url, "--path", "/", "--method", "GET", "--json", "-"]
+    command += ["--rate", f"{rate_per_s:.6g}", "--duration", str(whole_s), "--processes", str(_PROCESSES)]
+    window, told = measure(command, server, settle_s=1.0, seconds=seconds, fine=(0, 1))  # 1: late by its own rules
+    report = json.loads(told)
+    lag_ms, errors = report["send_lag_ms"]["p99"], sum(report["errors"].values())
+    return GeneratorTrial(rate_per_s=rate_per_s, window=window, lag_p99_ms=lag_ms, errors=errors)
+
+
+def highest_rate(attempt: Callable[[float], GeneratorTrial], *, say: Say) -> float:
+    """Find the highest rate whose run was valid: doubling, then bisection to 5 %. Raises `SystemFailed` if none is."""
+    low, high = 0.0, _FIRST_PER_S
+    while _passes(attempt, high, say):
+        low, high = high, 2 * high
+    if low == 0.0:
+        raise SystemFailed(f"not even {high:.0f} requests/s could be sent on time")
+    while high > _STEP * low:
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if _passes(attempt, middle, say) else (low, middle)
+    return low
+
+
+def _passes(attempt: Callable[[float], GeneratorTrial], rate_per_s: float, say: Say) -> bool:
+    """Return whether a run is valid; it is retried once, so that one disturbance does not end the search."""
+    for _ in range(2):
+        trial = attempt(rate_per_s)
+        say(f"{'valid' if trial.is_valid else 'not valid'}: {trial}")
+        if trial.is_valid:
+            return True
+    return False
+
+
+def hold(attempt: Callable[[float], GeneratorTrial], rate_per_s: float) -> GeneratorTrial:
+    """Return a valid run at that rate, or at the first lower one (5 % steps) that is valid. Raises `SystemFailed` if
+    none is."""
+    while not (trial := attempt(rate_per_s)).is_valid:
+        rate_per_s /= _STEP
+        if rate_per_s < _FIRST_PER_S / 2:
+            raise SystemFailed("no rate held: this machine is too busy")
+    return trial
+
+
+class Plait:
+    """Ours, at the highest rate that it keeps."""
+
+    layouts = (f"{_PROCESSES} processes, open loop",)
+
+    def __init__(self, server: NoopServer, say: Say) -> None:
+        self._server, self._say, self._rate_per_s = server, say, 0.0
+
+    def prepare(self) -> None:
+        """Find the rate, once."""
+        if not self._rate_per_s:
+            self._rate_per_s = highest_rate(partial(try_rate, self._server, seconds=TRIAL_S), say=self._say)
+
+    def take(self, layout: str, seconds: float) -> ThroughputWindow:
+        """Hold the rate. Raises `SystemFailed`."""
+        return hold(partial(try_rate, self._server, seconds=seconds), self._rate_per_s).window
+
+
+class ClosedLoop:
+    """As fast as replies come; the number of callers is chosen."""
+
+    layouts: tuple[str, ...] = tuple(f"{_PROCESSES} processes, {count} callers" for count in _USERS)
+    settle_s = 1.0
+
+    def __init__(self, server: NoopServer, say: Say) -> None:
+        self._server = server
+
+    def prepare(self) -> None:
+        """Do nothing: there is no rate to find."""
+
+    @abstractmethod
+    def command(self, callers: int, whole_s: int) -> list[str]:
+        """Return the command of a run."""
+
+    def take(self, layout: str, seconds: float) -> ThroughputWindow:
+        """Run the command once. Raises `SystemFailed`."""
+        command = self.command(_USERS[self.layouts.index(layout)], int(seconds + self.settle_s + 2))
+        return measure(command, self._server, settle_s=self.settle_s, seconds=seconds)[0]
+
+
+class Locust(ClosedLoop):
+    """Locust in a virtual environment of its own. Raises `SystemUnavailable`."""
+
+    settle_s = 3.0  # users start within the first second; then the rate is steady
+
+    def __init__(self, server: NoopServer, say: Say) -> None:
+        super().__init__(server, say)
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._program = environment(folder / _LOCUST.replace("==", "-"), (_LOCUST,)).with_name("locust")
+        self._file = folder / "locustfile.py"
+        self._file.write_text(_LOCUSTFILE, encoding="utf-8")
+
+    def command(self, callers: int, whole_s: int) -> list[str]:
+        """Return the command of a run."""
+        command = [str(self._program), "--locustfile", str(self._file), "--host", self._server.url, "--headless"]
+        command += ["--users", str(callers), "--spawn-rate", str(callers), "--processes", str(_PROCESSES)]
+        return [*command, "--run-time", f"{whole_s}s", "--only-summary", "--loglevel", "ERROR"]
+
+
+class Wrk(ClosedLoop):
+    """The wrk on PATH (Debian: `apt install wrk`). Raises `SystemUnavailable`."""
+
+    def __init__(self, server: NoopServer, say: Say) -> None:
+        super().__init__(server, say)
+        if (found := shutil.which("wrk")) is None:
+            raise SystemUnavailable("wrk is not on PATH")
+        self._program = found
+
+    def command(self, callers: int, whole_s: int) -> list[str]:
+        """Return the command of a run."""
+        counts = [f"--threads={_PROCESSES}", f"--connections={callers}", f"--duration={whole_s}s"]
+        return [self._program, *counts, self._server.url]
+
+
+CONTENDERS: Mapping[str, Callable[[NoopServer, Say], Plait | ClosedLoop]] = {
+    "plait": Plait, "locust": Locust, "wrk": Wrk
+}  # fmt: skip
+"""How the generator of each system is made. Raises `SystemUnavailable`."""
