@@ -19,7 +19,7 @@ from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.values import Config, Trial, cells_of
 from plait_bench.autoconfig.services import Suite, TuningTask
-from plait_bench.benchmark import Metric, Reading, Say, Workload, pairs_of
+from plait_bench.benchmark import Metric, Reading, Say, Workload, pairs_of, readings
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
@@ -81,35 +81,35 @@ def _ranked(designer: Designer, objective: Objective, played: Sequence[Trial]) -
     return [cell.config for cell in sorted(feasible, key=lambda cell: goal.loss(cell.outcome.metrics))]
 
 
-def metrics_of(suite: Suite) -> dict[str, tuple[str, Callable[[Curve], float]]]:
-    """Map each metric to its unit and its value for one search; the mean over services is reported."""
-    found: dict[str, tuple[str, Callable[[Curve], float]]] = {}
-    for mark in suite.marks:
-        found[f"regret_at_{mark}"] = ("share", lambda curve, mark=mark: curve.regret_at(mark))  # type: ignore[misc]
-    found["trials_to_5pct"] = ("trials", lambda curve: curve.trials_to(0.05))
-    return found
+MARKS = (1, 3, 5, 10, 20, 30)
+"""The trials after which regret is reported, as far as a suite has so many."""
 
 
 class Searching(Workload):
-    """A suite as a workload. `cold`: the same services without a library, if this suite's library misleads: then our
-    designer alone takes part, and is compared with its own searches there."""
+    """A suite as a workload."""
 
+    systems = SYSTEMS
     ours = OURS
+    pairs = pairs_of(OURS, SYSTEMS)
+    cold: Searching | None = None
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
 
-    def __init__(self, name: str, load: Callable[[], Suite], *, cold: Searching | None = None) -> None:
-        self.name, self._load, self.cold = name, load, cold
-        self.systems = SYSTEMS if cold is None else (OURS,)
-        self.pairs = pairs_of(OURS, self.systems)
+    def __init__(self, name: str, load: Callable[[], Suite]) -> None:
+        self.name, self._load = name, load
         self.played: dict[str, dict[int, list[Curve]]] = {}
         self._learned: dict[str, Pretrained] = {}
+
+    def misled(self, cold: Searching) -> None:
+        """Say that this suite's library misleads: our designer alone takes part, and is compared with its own searches
+        of the same services without a library."""
+        self.cold, self.systems, self.pairs = cold, (OURS,), ()
 
     def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""
         self.suite = self._load()
-        units = {metric: unit for metric, (unit, _) in metrics_of(self.suite).items()}
-        units["extra_trials_to_5pct"] = "trials"
+        units = {f"regret_at_{mark}": "share" for mark in MARKS}
+        units |= {"trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
         self.metrics: Mapping[str, Metric] = {
             metric: Metric(unit=unit, better="lower", is_timed=False) for metric, unit in units.items()
         }
@@ -135,14 +135,12 @@ class Searching(Workload):
 
     def readings(self, system: str, seed: int, curves: Sequence[Curve]) -> list[Reading]:
         """Summarise the searches of one seed over the services."""
-        found = [
-            Reading(metric=metric, value=fmean(number(curve) for curve in curves))
-            for metric, (_, number) in metrics_of(self.suite).items()
-        ]
+        marks = [mark for mark in MARKS if mark <= self.suite.trials]
+        found = {f"regret_at_{mark}": fmean(curve.regret_at(mark) for curve in curves) for mark in marks}
+        found["trials_to_5pct"] = _to_5pct(curves)
         if self.cold is not None and seed in self.cold.played.get(system, {}):
-            without = self.cold.played[system][seed]
-            found.append(Reading(metric="extra_trials_to_5pct", value=_to_5pct(curves) - _to_5pct(without)))
-        return found
+            found["extra_trials_to_5pct"] = found["trials_to_5pct"] - _to_5pct(self.cold.played[system][seed])
+        return readings(found)
 
 
 def _to_5pct(curves: Sequence[Curve]) -> float:

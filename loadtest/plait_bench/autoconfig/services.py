@@ -35,7 +35,7 @@ from plait_autoconfig.objective import Objective, maximise, parse_objective
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of, pooled
-from plait_bench.errors import BenchError
+from plait_bench.errors import BenchError, SystemUnavailable
 
 _METRIC, _COLUMN = "goodput_per_cost", "norm.(rps/budget)"
 _READ: dict[str, Callable[[str], Value]] = {
@@ -121,41 +121,47 @@ class Service:
 
 @dataclass(frozen=True)
 class TuningTask:
-    """A service to tune, and the past services to learn from. `name`: of the service."""
+    """A service to tune, and the past services to learn from."""
 
-    name: str
     service: Service
     library: tuple[LibraryRun, ...]
+
+    @property
+    def name(self) -> str:
+        """The service's."""
+        return self.service.context.service
 
 
 @dataclass(frozen=True)
 class Suite:
-    """A workload of the benchmark. `trials`: how many each search may use; `marks`: after which of them regret is
-    reported."""
+    """A workload of the benchmark. `trials`: how many each search may use."""
 
     name: str
     tasks: tuple[TuningTask, ...]
     trials: int
-    marks: tuple[int, ...]
 
 
 def leave_one_out(services: Mapping[str, Service]) -> tuple[TuningTask, ...]:
     """Make one task per service, with all other services as its library."""
     runs = {name: service.as_run() for name, service in services.items()}
     return tuple(
-        TuningTask(name=name, service=service, library=tuple(run for other, run in runs.items() if other != name))
+        TuningTask(service=service, library=tuple(run for other, run in runs.items() if other != name))
         for name, service in services.items()
     )
 
 
-def falcon_suite(folder: Path) -> Suite:
-    """Return all 30 models, each with the 29 others as its library. Raises `BenchError` if the files are not as
-    published."""
+def falcon_suite(data: Path | None) -> Suite:
+    """Return all 30 models, each with the 29 others as its library. Raises `SystemUnavailable` without the published
+    tables, `BenchError` if they are not as published."""
+    if data is None:
+        raise SystemUnavailable("falcon needs the folder with the published tables (--data)")
+    if not (folder := data / "falcon").is_dir():
+        raise SystemUnavailable(f"falcon: {data} has no folder of that name")
     paths = sorted(path for part in ("sources", "targets") for path in (folder / part).glob("reg-*.csv"))
     if not paths:
         raise BenchError(f"{folder} has no reg-*.csv")
     services = {path.stem.removeprefix("reg-"): _falcon_service(path) for path in paths}
-    return Suite(name="falcon", tasks=leave_one_out(services), trials=30, marks=(1, 3, 5, 10, 20, 30))
+    return Suite(name="falcon", tasks=leave_one_out(services), trials=30)
 
 
 def _falcon_service(path: Path) -> Service:
@@ -193,11 +199,10 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
             known = _own_service(run, spaces[run_id])
             if known is not None:
                 library = tuple(other for other_id, other in mine.items() if other_id != run_id)
-                tasks.append(TuningTask(name=run_id, service=known, library=library))
+                tasks.append(TuningTask(service=known, library=library))
         if tasks:
             trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
-            marks = tuple(mark for mark in (1, 3, 5, 10, 20, 30) if mark <= trials)
-            suites.append(Suite(name=f"own-{service}", tasks=tuple(tasks), trials=trials, marks=marks))
+            suites.append(Suite(name=f"own-{service}", tasks=tuple(tasks), trials=trials))
     return suites
 
 

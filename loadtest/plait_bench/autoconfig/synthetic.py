@@ -27,7 +27,12 @@ from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 from plait_bench.autoconfig.services import Service, Suite, TuningTask
 
-FAMILIES = ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
+FAMILIES = {
+    family: f"synthetic-{family}".removesuffix("-")
+    for family in ("", "features", "noisy", "glitch", "cold", "negated", "shuffled")
+}
+"""The names of the suites."""
+
 _CORES, _SERVICES = 8, 12
 _NOISES, _MUCH_NOISE = (0.01, 0.1), 0.1
 _GLITCHES, _GLITCH = 0.05, 31.0
@@ -129,14 +134,10 @@ def suite(family: str = "", *, seed: int = 0) -> Suite:
         past = [_shuffled(each, rng) for each in drawn]
     runs = [_remembered(each, rng, _GLITCHES if family == "glitch" else 0.0) for each in past]
     tasks = tuple(
-        TuningTask(
-            name=each.context.service, service=each,
-            library=() if family == "cold" else tuple(run for other, run in enumerate(runs) if other != own),
-        )
+        TuningTask(service=each, library=() if family == "cold" else (*runs[:own], *runs[own + 1 :]))
         for own, each in enumerate(drawn)
-    )  # fmt: skip
-    name = f"synthetic-{family}" if family else "synthetic"
-    return Suite(name=name, tasks=tasks, trials=_TRIALS, marks=(1, 3, 5, 10, 20, 30))
+    )
+    return Suite(name=FAMILIES[family], tasks=tasks, trials=_TRIALS)
 
 
 def _remembered(service: Service, rng: np.random.Generator, glitches: float) -> LibraryRun:

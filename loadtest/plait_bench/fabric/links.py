@@ -7,18 +7,16 @@ is slower, and so does the row.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 from itertools import pairwise
 
 from plait_bench.benchmark import Metric, Reading, Workload, pairs_of, readings
-from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
+from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
-from plait_fabric import Channel, listen, new_secret
+from plait_fabric import Channel
 from plait_fabric.link.link import Link
 from plait_fabric.link.link_files import LINKS, read_links
-from plait_fabric.link.modelled import modelled
 
 WORKLOAD = "modelled-links"
 SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "64MiB": 1 << 26}
@@ -63,13 +61,7 @@ def _modelled(name: str, link: Link) -> list[Reading]:
 def _measured(name: str, link: Link) -> list[Reading]:
     """Measure a channel over the link."""
     found: list[Reading] = []
-    secret = new_secret()
-    with (
-        tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,
-        listen(f"shm://{folder}/socket", secret=secret) as listener,
-        spawned_peer("bounce", listener.address, secret, link=link),
-        modelled(listener.accept(PEER_START_S), link) as channel,
-    ):
+    with channel_to("bounce", link=link) as (channel, _):
         for size, nbytes in SIZES_BYTES.items():
             one_way_s, late = _one_way_s(channel, nbytes)
             remark = f"host slower in {late:.0%}" if late else ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -20,7 +21,8 @@ from itertools import count
 import numpy as np
 
 from plait_bench.benchmark import started
-from plait_fabric.endpoints import connect
+from plait_fabric import new_secret
+from plait_fabric.endpoints import connect, listen
 from plait_fabric.errors import PeerLost
 from plait_fabric.link.link import Link
 from plait_fabric.link.modelled import modelled
@@ -107,6 +109,22 @@ def spawned_peer(
         finally:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def channel_to(
+    mode: str, scheme: str = "shm", *, options: FabricOptions | None = None, link: Link | None = None
+) -> Iterator[tuple[Channel, int]]:
+    """Open a channel to a new peer; yield it, and the peer's process id."""
+    secret, options = new_secret(), options or FabricOptions()
+    with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
+        address = f"shm://{folder}/socket" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
+        with (
+            listen(address, secret=secret, options=options) as listener,
+            spawned_peer(mode, listener.address, secret, options, link) as peer,
+            listener.accept(PEER_START_S) as channel,
+        ):
+            yield channel if link is None else modelled(channel, link), peer.pid
 
 
 @contextmanager

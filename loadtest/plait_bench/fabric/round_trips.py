@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from itertools import count
 
 from plait_bench.benchmark import Metric, Reading, Workload, readings, started
-from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
+from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
-from plait_fabric import Channel, FabricOptions, listen, new_secret
+from plait_fabric import Channel, FabricOptions
 
 WORKLOAD = "round-trip-64b"
 _BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
@@ -41,8 +40,10 @@ class RoundTrips(Workload):
     def take(self, system: str, number: int) -> list[Reading]:
         """Time messages over a new channel, or to a bare peer. Whatever starts with the peer belongs to the warm-up."""
         if system in _SPIN_S:
-            return readings({"round_trip_us": _median_us(_SPIN_S[system])})
-        times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
+            with channel_to("echo", options=FabricOptions(spin_s=_SPIN_S[system])) as (channel, _):
+                times_us = round_trips_us(channel, _BYTES, _WARM_UP + _REPEATS)
+        else:
+            times_us = bare_round_trips_us(_BYTES, _WARM_UP + _REPEATS, spins=_SPIN_S[_BARE[system]] > 0)
         return readings({"round_trip_us": percentile(times_us[_WARM_UP:], 0.5)})
 
 
@@ -56,19 +57,6 @@ def round_trips_us(channel: Channel, nbytes: int, repeats: int) -> list[float]:
         channel.recv(WAIT_S).release()
         times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
     return times_us
-
-
-def _median_us(spin_s: float) -> float:
-    secret = new_secret()
-    options = FabricOptions(spin_s=spin_s)
-    with (
-        tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,
-        listen(f"shm://{folder}/socket", secret=secret, options=options) as listener,
-        spawned_peer("echo", listener.address, secret, options),
-        listener.accept(PEER_START_S) as channel,
-    ):
-        round_trips_us(channel, _BYTES, min(_WARM_UP, _REPEATS))
-        return percentile(round_trips_us(channel, _BYTES, _REPEATS), 0.5)
 
 
 def bare_round_trips_us(nbytes: int, repeats: int, *, spins: bool) -> list[float]:

@@ -7,7 +7,6 @@ reads.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Mapping
 
@@ -15,8 +14,8 @@ import numpy as np
 
 from plait_bench.benchmark import Metric, Reading, Say, Workload, pairs_of, readings
 from plait_bench.errors import BenchError
-from plait_bench.fabric.peer import PEER_START_S, WAIT_S, on_separate_cores, spawned_peer
-from plait_fabric import Channel, listen, new_secret
+from plait_bench.fabric.peer import WAIT_S, channel_to, on_separate_cores
+from plait_fabric import Channel
 from plait_fabric.memory.pool import copy_bytes
 
 WORKLOAD = "shm-1mib"
@@ -63,14 +62,7 @@ def _copy_s(pieces: list[memoryview], target: memoryview) -> float:
 
 def _sent_s(pieces: list[memoryview], checksum: int) -> tuple[float, str]:
     """Time all passes, after one that touches the pages; also return a remark on the cores used."""
-    secret = new_secret()
-    with (
-        tempfile.TemporaryDirectory(prefix="plait-bench-") as folder,
-        listen(f"shm://{folder}/socket", secret=secret) as listener,
-        spawned_peer("drain", listener.address, secret) as peer,
-        listener.accept(PEER_START_S) as channel,
-        on_separate_cores(peer.pid) as layout,
-    ):
+    with channel_to("drain") as (channel, pid), on_separate_cores(pid) as layout:
         _send_all(channel, pieces, 1, checksum)
         started_s = time.perf_counter()
         _send_all(channel, pieces, _PASSES, checksum)

@@ -9,17 +9,15 @@ two are left out with the reason.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, Reading, Rounds, Subject, Workload
+from plait_bench.benchmark import Metric, Reading, Workload, readings
 from plait_bench.errors import SystemUnavailable
-from plait_bench.fabric.peer import PEER_START_S, WAIT_S, spawned_peer
+from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
-from plait_fabric import Channel, FabricOptions, Unsupported, listen, new_secret
+from plait_fabric import Channel, FabricOptions, Unsupported
 from plait_fabric.transport.nixl_endpoint import load_nixl
 
 WORKLOAD = "large-messages"
@@ -39,52 +37,27 @@ class Transports(Workload):
     pairs = tuple(("tcp", system) for system in systems[1:])
     metrics: Mapping[str, Metric] = {"there_and_back_us": Metric(unit="us", better="lower")}
 
-    @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Subject]:
-        """Open the channel for each round."""
-        with tempfile.TemporaryDirectory(prefix="plait-bench-") as folder:
-            scheme = system.partition("_")[0]
-            if scheme == "nixl":
-                _require_nixl()
-            address = f"shm://{folder}/socket" if scheme == "shm" else f"{scheme}://127.0.0.1:0"
-            options = FabricOptions(one_sided_from_bytes=1, nixl_transport=_NIXL.get(system, ""))
-            yield Rounds(lambda _: _measured(address, options))
+    def layouts(self, system: str) -> Sequence[str]:
+        """Return what carries a message. Raises `SystemUnavailable` without NIXL."""
+        if not system.startswith("nixl"):
+            return (system,)
+        try:
+            load_nixl()
+        except Unsupported as error:
+            raise SystemUnavailable(str(error)) from error
+        if _NIXL[system]:
+            return (f"UCX over {_NIXL[system]}",)
+        device = "an RDMA device" if _RDMA.is_dir() and any(_RDMA.iterdir()) else "no RDMA device"
+        return (f"UCX_TLS={os.environ.get('UCX_TLS', 'all')}, {device}",)
 
-
-def _require_nixl() -> None:
-    try:
-        load_nixl()
-    except Unsupported as error:
-        raise SystemUnavailable(str(error)) from error
-
-
-def _measured(address: str, options: FabricOptions) -> list[Reading]:
-    secret = new_secret()
-    with (
-        listen(address, secret=secret, options=options) as listener,
-        spawned_peer("bounce", listener.address, secret, options),
-        listener.accept(PEER_START_S) as channel,
-    ):
-        return [
-            Reading(
-                workload=f"{WORKLOAD}-{size}",
-                metric="there_and_back_us",
-                value=_trip_us(channel, nbytes),
-                layout=_carrier(address, options),
-            )
-            for size, nbytes in SIZES_BYTES.items()
-        ]
-
-
-def _carrier(address: str, options: FabricOptions) -> str:
-    """Name what carries a message of this channel."""
-    scheme = address.partition(":")[0]
-    if scheme != "nixl":
-        return scheme
-    if options.nixl_transport:
-        return f"UCX over {options.nixl_transport}"
-    allowed = os.environ.get("UCX_TLS", "all")
-    return f"UCX_TLS={allowed}, {'an RDMA device' if _RDMA.is_dir() and any(_RDMA.iterdir()) else 'no RDMA device'}"
+    def take(self, system: str, number: int) -> list[Reading]:
+        """Open a channel, and time all sizes."""
+        options = FabricOptions(one_sided_from_bytes=1, nixl_transport=_NIXL.get(system, ""))
+        found: list[Reading] = []
+        with channel_to("bounce", system.partition("_")[0], options=options) as (channel, _):
+            for size, nbytes in SIZES_BYTES.items():
+                found += readings({"there_and_back_us": _trip_us(channel, nbytes)}, workload=f"{WORKLOAD}-{size}")
+        return found
 
 
 def _trip_us(channel: Channel, nbytes: int) -> float:

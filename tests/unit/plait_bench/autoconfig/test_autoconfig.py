@@ -213,7 +213,8 @@ def test_extra_trials_are_taken_seed_by_seed():
     """Misled minus cold, of the same seed; without that seed there is nothing to say."""
     slow, fast = (Curve(regrets=(0.5,) * n + (0.0,)) for n in (3, 1))
     cold = Searching("synthetic-cold", lambda: synthetic.suite("cold"))
-    misled = Searching("synthetic-negated", lambda: synthetic.suite("negated"), cold=cold)
+    misled = Searching("synthetic-negated", lambda: synthetic.suite("negated"))
+    misled.misled(cold)
     with misled.session(lambda _: None):
         cold.played["plait"] = {4: [fast]}
         found = {reading.metric: reading.value for reading in misled.readings("plait", 4, [slow])}
@@ -226,8 +227,8 @@ def test_foreign_folders_are_refused(tmp_path: Path):
     """With the folder's name."""
     with pytest.raises(BenchError, match=str(tmp_path)):
         falcon_suite(tmp_path)
-    (tmp_path / "sources").mkdir()
+    (tmp_path / "falcon" / "sources").mkdir(parents=True)
     header = "batchsize,cpus,gpumem,gpupower,gputype,norm.(rps/budget)"
-    (tmp_path / "sources" / "reg-x.csv").write_text(f"{header}\n4,1,0.8,50,M60,0.2\n")
+    (tmp_path / "falcon" / "sources" / "reg-x.csv").write_text(f"{header}\n4,1,0.8,50,M60,0.2\n")
     with pytest.raises(BenchError, match="1440 configurations"):
         falcon_suite(tmp_path)
