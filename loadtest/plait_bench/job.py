@@ -108,16 +108,11 @@ def _require_commit(job: BenchJob) -> None:
 
 def _warn(host: Mapping[str, Any], say: Say) -> None:
     """Report why times will not be recorded, if they will not."""
-    if host["wake_us"] > SLOW_WAKE_US:
-        say(
-            f"warning: waking a process takes {host['wake_us']:.0f} us here, more than {SLOW_WAKE_US:.0f}: all that "
-            f"crosses processes will be slow, and no time counts"
-        )
-    if host["loadavg_1m"] > BUSY_LOAD:
-        say(
-            f"warning: the load average is {host['loadavg_1m']}, more than {BUSY_LOAD}: the layouts and ratios found "
-            f"now will not hold on an idle machine, and no time counts"
-        )
+    waking = "waking a process takes {:.0f} us here, more than {:.0f}: all that crosses processes will be slow"
+    loaded = "the load average is {}, more than {}: layouts and ratios will not hold on an idle machine"
+    for says, value, most in ((waking, host["wake_us"], SLOW_WAKE_US), (loaded, host["loadavg_1m"], BUSY_LOAD)):
+        if value > most:
+            say(f"warning: {says.format(value, most)}, and no time counts")
 
 
 def text_table(written: Mapping[str, Any]) -> str:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 from plait_bench.benchmark import RATIO, Benchmark, Reading, ResultRow, Say, Subject, Workload, chosen
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.host import HostConditions, conditions, is_busy
-from plait_bench.summary import pairwise_ratios
 
 TRIALS = 2
 """The number of trials of each layout; one with `--quick`."""
@@ -116,14 +115,6 @@ def _deciding(workload: Workload, system: str, subject: Subject, number: int) ->
     raise BenchError(f"{workload.name}: a trial of {system} did not measure {workload.deciding}")
 
 
-@dataclass(kw_only=True)
-class _Taken:
-    """The readings of one row, by round."""
-
-    last: Reading
-    values: dict[int, float] = field(default_factory=dict)
-
-
 class _Measuring:
     """One workload being measured."""
 
@@ -134,7 +125,7 @@ class _Measuring:
         self._began = began
         self._left_out: dict[str, str] = {}
         self._choices: dict[str, LayoutChoice] = {}
-        self._taken: dict[tuple[str, str, str], _Taken] = {}
+        self._taken: dict[tuple[str, str, str], dict[int, Reading]] = {}
         self._seen: list[HostConditions] = []
 
     def result(self) -> BenchResult:
@@ -211,16 +202,14 @@ class _Measuring:
                 workload=reading.workload or self._workload.name,
                 layout=reading.layout or (self._choices[of].layout if of in self._choices else ""),
             )
-            taken = self._taken.setdefault((whole.workload, whole.system, whole.metric), _Taken(last=whole))
-            taken.last = whole
-            taken.values[number] = whole.value
+            self._taken.setdefault((whole.workload, whole.system, whole.metric), {})[number] = whole
 
     def _rows(self) -> list[ResultRow]:
         return [
             ResultRow.of(
-                list(taken.values.values()),
+                [reading.value for reading in taken.values()],
                 system=system, workload=workload, metric=metric, unit=self._workload.metrics[metric].unit,
-                layout=taken.last.layout, kind=taken.last.kind,
+                layout=taken[max(taken)].layout, kind=taken[max(taken)].kind,
             )
             for (workload, system, metric), taken in self._taken.items()
         ]  # fmt: skip
@@ -234,10 +223,8 @@ class _Measuring:
                 theirs = self._taken.get((workload, other, metric))
                 if system != one or theirs is None or (compared is not None and metric not in compared):
                     continue
-                both = [number for number in mine.values if number in theirs.values]
-                values = pairwise_ratios(
-                    [mine.values[number] for number in both], [theirs.values[number] for number in both]
-                )
+                # A round ran both within seconds: whatever slowed the machine slowed both.
+                values = [mine[number].value / theirs[number].value for number in mine if number in theirs]
                 pair = f"{one}/{other}"
                 found.append(ResultRow.of(values, system=pair, workload=workload, metric=metric, unit=RATIO))
         return found

@@ -1,4 +1,4 @@
-"""Percentiles and pairwise ratios of repeated measurements. Standard library only."""
+"""Percentiles of repeated measurements. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ def percentile(values: Sequence[float], share: float) -> float:
     there are none."""
     if not values:
         raise ValueError("no values")
-    if not 0.0 <= share <= 1.0:
-        raise ValueError(f"share must be 0..1, not {share}")
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = math.floor(place)
@@ -20,11 +18,3 @@ def percentile(values: Sequence[float], share: float) -> float:
     if ordered[low] == ordered[high]:  # of two that are infinite nothing can be subtracted
         return ordered[low]
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
-
-
-def pairwise_ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    """Return ours[i] / theirs[i]: round i ran both within seconds, so whatever slowed the machine slowed both.
-
-    Raises ValueError if the lengths differ.
-    """
-    return [our / their for our, their in zip(ours, theirs, strict=True)]

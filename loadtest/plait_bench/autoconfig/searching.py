@@ -88,9 +88,9 @@ MARKS = (1, 3, 5, 10, 20, 30)
 class Searching(Workload):
     """A suite as a workload."""
 
-    systems = SYSTEMS
+    systems: tuple[str, ...] = SYSTEMS
     ours = OURS
-    pairs = pairs_of(OURS, SYSTEMS)
+    pairs: tuple[tuple[str, str], ...] = pairs_of(OURS, SYSTEMS)
     cold: Searching | None = None
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
