@@ -11,11 +11,11 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Literal, Protocol, Self, TypeAlias
+from typing import ClassVar, Protocol, Self, TypeAlias
 
 from plait_bench.errors import BenchError
 from plait_bench.summary import percentile
@@ -28,16 +28,6 @@ WHOLE = ("",)
 
 RATIO = "ratio"
 """The unit of a row that compares two systems, round by round."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Metric:
-    """A metric's unit and direction. `better` is None where neither direction is (a count, a cost of another kind).
-    `is_timed`: whether a busy host would change it."""
-
-    unit: str
-    better: Literal["higher", "lower"] | None = None
-    is_timed: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +116,16 @@ class Rounds:
 class Workload:
     """The same task for all `systems`, and how they are opened for it.
 
-    `ours`: the system without which there is nothing to compare. `pairs`: the systems whose ratio is taken, round by
-    round, in each metric that both have (or each of `compared`). `deciding`: the metric that selects a layout.
-    `rounds`: the maximum number of rounds by system, where more would add nothing.
+    `metrics`: the units by metric; `untimed`: those that a busy host does not change. `ours`: the system without which
+    there is nothing to compare. `pairs`: the systems whose ratio is taken, round by round, in each metric that both
+    have (or each of `compared`). `deciding`: the metric that selects a layout, the largest. `rounds`: the maximum
+    number of rounds by system, where more would add nothing.
     """
 
     name: str
     systems: tuple[str, ...]
-    metrics: Mapping[str, Metric]
+    metrics: Mapping[str, str]
+    untimed: Collection[str] = ()
     ours: str = ""
     pairs: tuple[tuple[str, str], ...] = ()
     compared: frozenset[str] | None = None
@@ -184,9 +176,8 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Benchmark:
-    """Workloads under one name. `session`: holds what they share."""
+    """Workloads. `session`: holds what they share."""
 
-    name: str
     workloads: tuple[Workload, ...]
     session: Callable[[Say], AbstractContextManager[None]] = field(default=lambda _: nullcontext())
 
@@ -207,6 +198,12 @@ def chosen(asked: Sequence[str], there: Sequence[str], what: str) -> tuple[str, 
         verb = "is" if len(there) == 1 else "are"
         raise BenchError(f"there is no {what} {unknown[0]!r}; there {verb} {', '.join(there)}")
     return tuple(name for name in there if not asked or name in asked)
+
+
+def selected(workloads: Iterable[Workload], only: Sequence[str]) -> Benchmark:
+    """Return the benchmark of the workloads that were asked for, or of all. Raises `BenchError` for unknown ones."""
+    there = {workload.name: workload for workload in workloads}
+    return Benchmark(workloads=tuple(there[name] for name in chosen(only, tuple(there), "workload")))
 
 
 def cache_folder() -> Path:

@@ -25,14 +25,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Subject, Workload, chosen, pairs_of, readings
+from plait_bench.benchmark import Benchmark, Reading, Subject, Workload, chosen, pairs_of, readings
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.job import BenchJob, measure, text_table
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
 from plait_kernels.registry import load
 
-NAME = "kernels"
 PLAIT, EAGER, COMPILED, COPY, FBGEMM = "plait", "eager", "torch.compile", "copy", "fbgemm"
 
 Arguments = tuple[Any, ...]
@@ -366,7 +365,7 @@ class FormSubject:
 class OperatorWorkload(Workload):
     """All systems on one case."""
 
-    metrics: Mapping[str, Metric] = {"time_us": Metric(unit="us", better="lower")}
+    metrics: Mapping[str, str] = {"time_us": "us"}
     ours = PLAIT
 
     def __init__(self, case: OperatorCase, clock: DeviceTimer) -> None:
@@ -429,7 +428,7 @@ def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     operators = {case.op for case in found}
     chosen([name for name in only if name not in operators], [case.name for case in found], "workload")
     wanted = [case for case in found if not only or case.op in only or case.name in only]
-    return Benchmark(name=NAME, workloads=tuple(OperatorWorkload(case, clock) for case in wanted))
+    return Benchmark(workloads=tuple(OperatorWorkload(case, clock) for case in wanted))
 
 
 def main() -> None:
@@ -439,7 +438,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workload", action="append", default=[], help="only this operator or case; may be repeated")
     given = parser.parse_args()
-    job = BenchJob(name=NAME, rounds=given.rounds, workloads=tuple(given.workload))
+    job = BenchJob(name="kernels", rounds=given.rounds, workloads=tuple(given.workload))
     written = measure(job, say=lambda line: print(line, file=sys.stderr, flush=True))
     print(json.dumps(written, indent=1) if given.json else text_table(written))
 

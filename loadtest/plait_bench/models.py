@@ -26,7 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Workload, cache_folder, chosen, readings
+from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, readings, selected
 from plait_bench.commands import write_random_model
 from plait_bench.errors import SystemUnavailable
 from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
@@ -35,7 +35,6 @@ from plait_serving.images.routing import ReplicaState, begins_in_s
 if TYPE_CHECKING:
     from plait_serving.diffusion.assemble import Assembled
 
-NAME = "models"
 _COUNT = 1000
 _BUSY = 0.4
 """The share of the time that the work takes: the trace's own peaks are two to three times its mean."""
@@ -265,11 +264,7 @@ class Replayed(Workload):
     systems = ("plait", "lru")
     ours = "plait"
     pairs = (("plait", "lru"),)
-    metrics: Mapping[str, Metric] = {
-        "p99_steps": Metric(unit="steps", better="lower"),
-        "goodput_per_1000_steps": Metric(unit="requests", better="higher"),
-        "loads": Metric(unit="loads", better="lower"),
-    }
+    metrics: Mapping[str, str] = {"p99_steps": "steps", "goodput_per_1000_steps": "requests", "loads": "loads"}
 
     def __init__(self, name: str, fleet: ModelFleet, data: Path | None) -> None:
         self.name, self._fleet, self._data = name, fleet, data
@@ -300,10 +295,7 @@ class Switching(Workload):
     systems = ("plait", "fifo")
     ours = "plait"
     pairs = (("plait", "fifo"),)
-    metrics: Mapping[str, Metric] = {
-        "images_per_s": Metric(unit="images/s", better="higher"),
-        "loads": Metric(unit="loads", better="lower"),
-    }
+    metrics: Mapping[str, str] = {"images_per_s": "images/s", "loads": "loads"}
 
     def __init__(self, name: str, root: Path, *, family: str, edge: int) -> None:
         self.name, self._root, self._family, self._edge = name, root, family, edge
@@ -363,7 +355,5 @@ def _opened(folders: Mapping[str, Path]) -> Assembled:
 def benchmark(*, only: Sequence[str] = (), models: Path | None = None, data: Path | None = None) -> Benchmark:
     """Make the benchmark; `models`: where they are, or are written; `data`: the folder that holds `genai-v2026`. Raises
     `BenchError`."""
-    workloads: dict[str, Workload] = {name: Replayed(name, fleet, data) for name, fleet in FLEETS.items()}
-    root = models or cache_folder() / "models"
-    workloads["sd15-switches"] = Switching("sd15-switches", root, family="sd15", edge=256)
-    return Benchmark(name=NAME, workloads=tuple(workloads[name] for name in chosen(only, tuple(workloads), "workload")))
+    switching = Switching("sd15-switches", models or cache_folder() / "models", family="sd15", edge=256)
+    return selected([*(Replayed(name, fleet, data) for name, fleet in FLEETS.items()), switching], only)

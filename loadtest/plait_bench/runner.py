@@ -101,9 +101,8 @@ def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> L
             values = [_deciding(workload, system, subject, number) for number in range(1, plan.trials + 1)]
         tried[layout] = tuple(values)
         said = ", ".join(f"{value:.4g}" for value in values)
-        say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding].unit}")
-    sign = -1.0 if tried and workload.metrics[workload.deciding].better == "lower" else 1.0
-    best = max(tried, key=lambda layout: sign * median(tried[layout])) if tried else offered[0]
+        say(f"{workload.name}: {system}, {layout}: {said} {workload.metrics[workload.deciding]}")
+    best = max(tried, key=lambda layout: median(tried[layout])) if tried else offered[0]
     return LayoutChoice(workload=workload.name, system=system, layout=best, metric=workload.deciding, trials=tried)
 
 
@@ -208,7 +207,7 @@ class _Measuring:
         return [
             ResultRow.of(
                 [reading.value for reading in taken.values()],
-                system=system, workload=workload, metric=metric, unit=self._workload.metrics[metric].unit,
+                system=system, workload=workload, metric=metric, unit=self._workload.metrics[metric],
                 layout=taken[max(taken)].layout, kind=taken[max(taken)].kind,
             )
             for (workload, system, metric), taken in self._taken.items()
@@ -231,8 +230,7 @@ class _Measuring:
 
     def _marked(self, row: ResultRow) -> ResultRow:
         """Return the row with the host's conditions in its rounds."""
-        metric = self._workload.metrics.get(row.metric)
-        is_timed = row.kind == "measured" and (metric is None or metric.is_timed)
+        is_timed = row.kind == "measured" and row.metric not in self._workload.untimed
         busy = is_busy(self._began) or any(is_busy(replace(each, load=0.0)) for each in self._seen)
         return replace(
             row,

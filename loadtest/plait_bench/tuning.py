@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.jobs.state import Interval
-from plait_bench.benchmark import Benchmark, Metric, Reading, ResultRow, Rounds, Say, Subject, Workload, chosen
+from plait_bench.benchmark import Benchmark, Reading, ResultRow, Rounds, Say, Subject, Workload, selected
 from plait_bench.commands import PLAIT, run_command, serving_plait
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.host import ROOT
 
-NAME = "tuning"
 JOBS = {"picks": "recommend", "images": "images"}
 """The shipped jobs that are to be relied on, and what each of them tunes."""
 
@@ -50,7 +49,7 @@ class TunedJob(Workload):
 
     systems = ("plait",)
     ours = "plait"
-    metrics: Mapping[str, Metric] = {f"held_at_{factor}": Metric(unit="share") for factor in _FACTORS}
+    metrics: Mapping[str, str] = {f"held_at_{factor}": "share" for factor in _FACTORS}
 
     def __init__(self, name: str, app: str, *, command: Sequence[str] = PLAIT, examples: Path = _EXAMPLES) -> None:
         self.name, self._app, self._command = name, app, tuple(command)
@@ -131,5 +130,4 @@ class TunedJob(Workload):
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark. Raises `BenchError` for an unknown workload."""
-    names = chosen(only, tuple(JOBS), "workload")
-    return Benchmark(name=NAME, workloads=tuple(TunedJob(name, JOBS[name]) for name in names))
+    return selected([TunedJob(name, app) for name, app in JOBS.items()], only)

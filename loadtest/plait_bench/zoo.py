@@ -25,7 +25,7 @@ import yaml
 from safetensors.torch import load_file
 from torch import nn
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Workload, cache_folder, chosen, readings
+from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, readings, selected
 from plait_bench.commands import run_command
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.costs import value_bytes
@@ -39,7 +39,6 @@ from plait_disagg.package.errors import PackageError
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.tables.reference import SeparateTables
 
-NAME = "zoo"
 LIBRARIES = ("deepctr-torch==0.3.0", "torch-rechub==0.9.0", "recbole==1.2.1", "torchrec==1.8.0")
 _NEEDED = (
     "absl-py==2.5.1", "colorama==0.4.6", "colorlog==6.12.0", "fbgemm-gpu-cpu==1.8.0", "lightning-utilities==0.15.3",
@@ -433,16 +432,14 @@ class Zoo(Workload):
     """For each variant: bytes that cross for 100 candidates and those of a cut made by hand, seconds to package it, and
     the max difference of a score; `refused` is 1 for those that are not taken."""
 
-    name = NAME
+    name = "zoo"
     systems = ("plait",)
     rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
-    metrics: Mapping[str, Metric] = {
-        "crossing_bytes": Metric(unit="bytes", better="lower", is_timed=False),
-        "by_hand_bytes": Metric(unit="bytes", is_timed=False),
-        "package_s": Metric(unit="s", better="lower"),
-        "millionths": Metric(unit="1e-6 of a score", better="lower", is_timed=False),
-        "refused": Metric(unit="models", better="lower", is_timed=False),
-    }
+    metrics: Mapping[str, str] = {
+        "crossing_bytes": "bytes", "by_hand_bytes": "bytes", "package_s": "s", "millionths": "1e-6 of a score",
+        "refused": "models",
+    }  # fmt: skip
+    untimed = metrics.keys() - {"package_s"}
 
     def prepare(self, say: Say) -> None:
         """Install the libraries, unless they are there."""
@@ -462,8 +459,7 @@ class Zoo(Workload):
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark. Raises `BenchError` for an unknown workload."""
-    chosen(only, (Zoo.name,), "workload")
-    return Benchmark(name=NAME, workloads=(Zoo(),))
+    return selected([Zoo()], only)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def run_on_fleets(
     """The whole benchmark, in silence. ``check``: results must be equal, unless said otherwise."""
     pool = FleetPool(systems, workloads, cores=cores, max_open=max_open, open_fleet=open_fleet)
     made = [OnFleets(items, pool, check or equal) for items in workloads]
-    return measured(Benchmark(name="fake", workloads=tuple(made), session=pool.session), plan, look=look)
+    return measured(Benchmark(workloads=tuple(made), session=pool.session), plan, look=look)
 
 
 def measured(benchmark: Benchmark, plan: RunPlan, *, look: Callable[[], HostConditions] = calm) -> BenchResult:

@@ -18,9 +18,8 @@ from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.cells import WORKLOADS
 from plait_bench.autoconfig.searching import Searching
 from plait_bench.autoconfig.services import falcon_suite, recorded_runs, recorded_suites
-from plait_bench.benchmark import Benchmark, chosen
+from plait_bench.benchmark import Benchmark, selected
 
-NAME = "autoconfig"
 SEEDS, QUICK_SEEDS = 20, 2
 OWN = ("own-images", "own-recommend")
 
@@ -35,7 +34,7 @@ def benchmark(*, only: Sequence[str] = (), data: Path | None = None, tables: Seq
     workloads = {"falcon": Searching("falcon", partial(falcon_suite, data)), **made}
     for suite in recorded_suites(runs, _spaces()) if own else ():
         workloads[suite.name] = Searching(suite.name, partial(lambda known: known, suite))
-    return Benchmark(name=NAME, workloads=tuple(workloads[name] for name in chosen(only, tuple(workloads), "workload")))
+    return selected(workloads.values(), only)
 
 
 def _spaces() -> dict[str, Space]:

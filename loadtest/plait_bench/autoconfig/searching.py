@@ -5,7 +5,7 @@ What a designer learns from its library is part of it, not of a search: it is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,7 @@ from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.values import Config, Trial, cells_of
 from plait_bench.autoconfig.services import Suite, TuningTask
-from plait_bench.benchmark import Metric, Reading, Say, Workload, pairs_of, readings
+from plait_bench.benchmark import Reading, Say, Workload, pairs_of, readings
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
@@ -92,6 +92,7 @@ class Searching(Workload):
     ours = OURS
     pairs: tuple[tuple[str, str], ...] = pairs_of(OURS, SYSTEMS)
     cold: Searching | None = None
+    metrics: dict[str, str]
     compared = frozenset({"trials_to_5pct"})
     suite: Suite
 
@@ -108,11 +109,9 @@ class Searching(Workload):
     def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""
         self.suite = self._load()
-        units = {f"regret_at_{mark}": "share" for mark in MARKS}
-        units |= {"trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
-        self.metrics: Mapping[str, Metric] = {
-            metric: Metric(unit=unit, better="lower", is_timed=False) for metric, unit in units.items()
-        }
+        self.metrics = {f"regret_at_{mark}": "share" for mark in MARKS}
+        self.metrics |= {"trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
+        self.untimed = self.metrics
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Search every service with a seed."""

@@ -13,8 +13,6 @@ from plait_bench.benchmark import Benchmark, Workload, chosen
 from plait_bench.disagg.goodput import SCALES, Goodput
 from plait_bench.disagg.in_process import InProcess, OneByOne
 
-NAME = "disagg"
-
 
 def _in_process() -> list[Workload]:
     return [
@@ -43,4 +41,4 @@ WORKLOADS: Mapping[str, Callable[[], Sequence[Workload]]] = {
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
     names = chosen(only, tuple(WORKLOADS), "workload")
-    return Benchmark(name=NAME, workloads=tuple(workload for name in names for workload in WORKLOADS[name]()))
+    return Benchmark(workloads=tuple(workload for name in names for workload in WORKLOADS[name]()))

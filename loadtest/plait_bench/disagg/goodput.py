@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench.benchmark import Metric, Reading, Say, Subject, Workload, cache_folder, cores, pairs_of
+from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder, cores, pairs_of
 from plait_bench.disagg import ours, peer
 from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, serving
 from plait_bench.errors import SystemFailed
@@ -196,7 +196,7 @@ class Goodput(Workload):
     ours = OURS
     pairs = pairs_of(OURS, SYSTEMS)
     deciding = METRIC
-    metrics: Mapping[str, Metric] = {METRIC: Metric(unit="requests/s", better="higher")}
+    metrics: Mapping[str, str] = {METRIC: "requests/s"}
 
     def __init__(self, model: str, candidates: int) -> None:
         self.name, self.model, self.candidates = f"{model}-{candidates}", model, candidates

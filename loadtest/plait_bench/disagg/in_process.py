@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from plait_bench.benchmark import Metric, Rounds, Say, Subject, Workload, cores, readings
+from plait_bench.benchmark import Rounds, Say, Subject, Workload, cores, readings
 from plait_bench.disagg.goodput import packaged, requests_of
 from plait_bench.disagg.ideal import IdealSplit, ideal_split
 from plait_bench.disagg.ours import split, whole
@@ -96,7 +96,7 @@ class InProcess(_Here):
     """Throughput; the threads are chosen."""
 
     callers, metric, deciding = CALLERS, PER_S, PER_S
-    metrics: Mapping[str, Metric] = {PER_S: Metric(unit="requests/s", better="higher")}
+    metrics: Mapping[str, str] = {PER_S: "requests/s"}
 
     def ways(self, system: str) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Return one thread and all cores; for the split also 1 with all, or 1 with 1 per core. The ideal split takes
@@ -138,7 +138,7 @@ class OneByOne(_Here):
     """Sequential requests on one thread each: what the cut costs."""
 
     callers, metric = 1, LATENCY
-    metrics: Mapping[str, Metric] = {LATENCY: Metric(unit="us", better="lower")}
+    metrics: Mapping[str, str] = {LATENCY: "us"}
 
     def ways(self, system: str) -> Mapping[str, tuple[int, tuple[int, ...]]]:
         """Return the only one."""

@@ -7,22 +7,17 @@ even where what was measured is a modelled channel: they show how well real time
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, Workload, chosen
-from plait_bench.fabric import links, round_trips, throughput, transports
+from plait_bench.benchmark import Benchmark, selected
+from plait_bench.fabric.links import ModelledLinks
+from plait_bench.fabric.round_trips import RoundTrips
+from plait_bench.fabric.throughput import Throughput
+from plait_bench.fabric.transports import Transports
 
-NAME = "fabric"
-
-WORKLOADS: Mapping[str, type[Workload]] = {
-    throughput.WORKLOAD: throughput.Throughput,
-    round_trips.WORKLOAD: round_trips.RoundTrips,
-    transports.WORKLOAD: transports.Transports,
-    links.WORKLOAD: links.ModelledLinks,
-}
+WORKLOADS = (Throughput, RoundTrips, Transports, ModelledLinks)
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark of all workloads, or of those named. Raises `BenchError` for an unknown name."""
-    names = chosen(only, tuple(WORKLOADS), "workload")
-    return Benchmark(name=NAME, workloads=tuple(WORKLOADS[name]() for name in names))
+    return selected([workload() for workload in WORKLOADS], only)

@@ -11,14 +11,13 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 
-from plait_bench.benchmark import Metric, Reading, Workload, pairs_of, readings
+from plait_bench.benchmark import Reading, Workload, pairs_of, readings
 from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
 from plait_fabric import Channel
 from plait_fabric.link.link import Link
 from plait_fabric.link.link_files import LINKS, read_links
 
-WORKLOAD = "modelled-links"
 SIZES_BYTES = {"64B": 64, "1MiB": 1 << 20, "4MiB": 1 << 22, "16MiB": 1 << 24, "64MiB": 1 << 26}
 FAR = "10g-far"
 """A link that does not ship: 10 Gb/s and 1 ms away, so that it exceeds the overhead of a host at all sizes."""
@@ -29,11 +28,11 @@ _SECONDS, _MIN_TRIPS, _MAX_TRIPS = 0.4, 11, 400
 class ModelledLinks(Workload):
     """Every link and size: the median of a run, and the model's prediction."""
 
-    name = WORKLOAD
+    name = "modelled-links"
     systems = ("plait", "model")
     ours = "plait"
     pairs = pairs_of("plait", systems)
-    metrics: Mapping[str, Metric] = {"one_way_us": Metric(unit="us", better="lower")}
+    metrics: Mapping[str, str] = {"one_way_us": "us"}
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Measure all links, or compute them."""

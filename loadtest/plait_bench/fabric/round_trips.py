@@ -15,12 +15,11 @@ import time
 from collections.abc import Callable, Mapping
 from itertools import count
 
-from plait_bench.benchmark import Metric, Reading, Workload, readings, started
+from plait_bench.benchmark import Reading, Workload, readings, started
 from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions
 
-WORKLOAD = "round-trip-64b"
 _BYTES, _REPEATS, _WARM_UP = 64, 10_000, 500
 _PAGE = mmap.PAGESIZE
 _SPIN_S: Mapping[str, float] = {"spinning": 0.2, "blocking": 0.0}
@@ -32,10 +31,10 @@ _BARE: Mapping[str, str] = {f"bare_{name}": name for name in _SPIN_S}
 class RoundTrips(Workload):
     """The median round trip of a run of messages."""
 
-    name = WORKLOAD
+    name = "round-trip-64b"
     systems = (*_SPIN_S, *_BARE)
     pairs = tuple((name, bare) for bare, name in _BARE.items())
-    metrics: Mapping[str, Metric] = {"round_trip_us": Metric(unit="us", better="lower")}
+    metrics: Mapping[str, str] = {"round_trip_us": "us"}
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Time messages over a new channel, or to a bare peer. Whatever starts with the peer belongs to the warm-up."""

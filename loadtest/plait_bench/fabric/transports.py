@@ -13,14 +13,13 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Metric, Reading, Workload, readings
+from plait_bench.benchmark import Reading, Workload, readings
 from plait_bench.errors import SystemUnavailable
 from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
 from plait_fabric import Channel, FabricOptions, Unsupported
 from plait_fabric.transport.nixl_endpoint import load_nixl
 
-WORKLOAD = "large-messages"
 SIZES_BYTES = {"64KiB": 1 << 16, "256KiB": 1 << 18, "1MiB": 1 << 20, "13MB": 13_312_000}
 """13 MB: what crosses for a thousand candidates of MLPerf's DLRM-DCNv2 in float32, 13,312 bytes each."""
 _SECONDS, _MIN_TRIPS, _WARM_UP = 0.5, 15, 5
@@ -31,11 +30,11 @@ _RDMA = Path("/sys/class/infiniband")
 class Transports(Workload):
     """The median time there and back of each size."""
 
-    name = WORKLOAD
+    name = "large-messages"
     systems = ("tcp", "shm", *_NIXL)
     ours = "tcp"
     pairs = tuple(("tcp", system) for system in systems[1:])
-    metrics: Mapping[str, Metric] = {"there_and_back_us": Metric(unit="us", better="lower")}
+    metrics: Mapping[str, str] = {"there_and_back_us": "us"}
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return what carries a message. Raises `SystemUnavailable` without NIXL."""
@@ -56,7 +55,7 @@ class Transports(Workload):
         found: list[Reading] = []
         with channel_to("bounce", system.partition("_")[0], options=options) as (channel, _):
             for size, nbytes in SIZES_BYTES.items():
-                found += readings({"there_and_back_us": _trip_us(channel, nbytes)}, workload=f"{WORKLOAD}-{size}")
+                found += readings({"there_and_back_us": _trip_us(channel, nbytes)}, workload=f"{self.name}-{size}")
         return found
 
 

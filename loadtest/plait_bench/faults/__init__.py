@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait_bench.benchmark import Benchmark, chosen
+from plait_bench.benchmark import Benchmark, selected
 from plait_bench.faults.attacks import ALL, ATTACKS
 from plait_bench.faults.killing import Ends, Night, Steady
 from plait_bench.faults.server import OnServer
 from plait_bench.faults.tenants import FirstImage, ManyFiles, ManyModels, Neighbour, Refusals, Share
 
-NAME = "faults"
 SEEDS, QUICK_SEEDS = 3, 1
 
 
@@ -31,5 +30,4 @@ def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
         *(Refusals(f"refusals-{count}", count, max_p99_s) for count, max_p99_s in ((100, 1.0), (500, 2.0))),
         Steady("steady"),
     ]
-    names = chosen(only, [workload.name for workload in workloads], "workload")
-    return Benchmark(name=NAME, workloads=tuple(workload for workload in workloads if workload.name in names))
+    return selected(workloads, only)

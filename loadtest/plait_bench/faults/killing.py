@@ -27,7 +27,7 @@ import numpy as np
 import yaml
 from scipy import stats
 
-from plait_bench.benchmark import Metric, Reading, ResultRow, readings
+from plait_bench.benchmark import Reading, ResultRow, readings
 from plait_bench.commands import PLAIT, run_command
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import Answer, Ask, End, Form, Reply, Tally, Verdict, answer_of, mixed, verdict_of
@@ -45,8 +45,6 @@ from plait_bench.faults.server import (
     send_all,
     settled,
 )
-
-_SECONDS, _REQUESTS = Metric(unit="s", better="lower"), Metric(unit="requests", is_timed=False)
 
 _WEIGHTS: Mapping[Form, float] = {"ranking": 1.2, "v2": 2.0, "image": 0.5, "stream": 0.5}
 """How often a request is drawn: about three rankings to two images, which take far longer."""
@@ -180,7 +178,8 @@ class Ends(Mixed):
     """Each kind of process is killed once, and again in turn until `seconds` are over, in which there are so many
     `requests`; the pace goes on until the end. `kinds`: only these."""
 
-    metrics: Mapping[str, Metric] = {**dict.fromkeys(("requests", *End), _REQUESTS), "answered_s": _SECONDS}
+    metrics: Mapping[str, str] = {**dict.fromkeys(("requests", *End), "requests"), "answered_s": "s"}
+    untimed = metrics.keys() - {"answered_s"}
 
     def __init__(
         self, name: str = "ends", *, requests: int = 500, seconds: float = 60.0, kinds: Sequence[str] = (),
@@ -381,6 +380,8 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
 
 class Steady(Mixed):
     """A share of what the server can do is asked of it for so many minutes."""
+
+    untimed = tuple(f"{name}_per_hour" for name in SAMPLED)
 
     def __init__(self, name: str = "steady", *, minutes: float = 30.0) -> None:
         super().__init__(name)

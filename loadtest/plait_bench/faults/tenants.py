@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import httpx2
 from safetensors.numpy import load_file, save_file
 
-from plait_bench.benchmark import RATIO, Metric, Reading, ResultRow, readings
+from plait_bench.benchmark import RATIO, Reading, ResultRow, readings
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.attacks import ALL, KEYS, LORA_SETS, attacking
 from plait_bench.faults.killing import quiet
@@ -32,10 +32,6 @@ from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
 from plait_loadtest.scenario import ClosedLoopCallers, GeneratorLimits, LoadTarget, RawClass, Scenario
 from plait_serving.images.config import STARTER_FOLDER, STARTER_MODEL
-
-_PER_S, _SECONDS, _MS = Metric(unit="images/s", better="higher"), Metric(unit="s", better="lower"), Metric(unit="ms")
-_REQUESTS, _MIB = Metric(unit="requests", is_timed=False), Metric(unit="MiB", is_timed=False)
-_PROCESSES = Metric(unit="processes", is_timed=False)
 
 _CLIENTS, _RAMP_S, _SEED = 32, 5.0, 10_000
 
@@ -84,7 +80,7 @@ class Share(Flood):
     """B offers half of what the server can do: 0.9 of its goodput alone is promised beside the flood. An answer counts
     until five seconds after it was due."""
 
-    metrics: Mapping[str, Metric] = {"goodput_per_s": _PER_S}
+    metrics: Mapping[str, str] = {"goodput_per_s": "images/s"}
     connections, round_s, share, within_s, least = 64, 30.0, 0.5, 5.0, 0.9
 
     async def begin(self) -> None:
@@ -125,7 +121,7 @@ class Share(Flood):
 class FirstImage(Flood):
     """B's single image behind a thousand requests of A, which may delay it by one request of its kind."""
 
-    metrics: Mapping[str, Metric] = {"first_image_s": _SECONDS}
+    metrics: Mapping[str, str] = {"first_image_s": "s"}
     pairs = ()
     queued, queued_s, enough = 1000, 60.0, 0.9
 
@@ -188,10 +184,11 @@ class Neighbour(Beside):
 
     compared = frozenset({"latency_p95_s"})
     rounds: ClassVar[Mapping[str, int]] = {"alone": 2, "beside": 2}
-    metrics: Mapping[str, Metric] = {
-        "latency_p95_s": _SECONDS, "health_p99_s": _SECONDS, "requests": _REQUESTS, "right": _REQUESTS,
-        "killed": _PROCESSES, "engine_mib": _MIB,
+    metrics: Mapping[str, str] = {
+        "latency_p95_s": "s", "health_p99_s": "s", "requests": "requests", "right": "requests",
+        "killed": "processes", "engine_mib": "MiB",
     }  # fmt: skip
+    untimed = metrics.keys() - {"latency_p95_s", "health_p99_s"}
     round_s, share = 120.0, 0.15
 
     def __init__(self, name: str, attack: str) -> None:
@@ -271,7 +268,7 @@ class Neighbour(Beside):
         after, killed = self.server.own_memory(), len(self.replicas - self.server.replicas())
         return [
             ResultRow.of(
-                [value], system=system, workload=self.name, metric=metric, unit=self.metrics[metric].unit
+                [value], system=system, workload=self.name, metric=metric, unit=self.metrics[metric]
             )
             for system, held, gone in (("alone", self.before, 0), ("beside", after, killed))
             for metric, value in (("killed", float(gone)), ("engine_mib", held["engine"] / 2**20))
@@ -324,9 +321,10 @@ class ManyModels(Beside):
     systems = ("1 model", "15 models")
     ours, pairs = "1 model", ()
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
-    metrics: Mapping[str, Metric] = {
-        "engine_mib": _MIB, "requests": _REQUESTS, "broken": _REQUESTS, "killed": _PROCESSES
+    metrics: Mapping[str, str] = {
+        "engine_mib": "MiB", "requests": "requests", "broken": "requests", "killed": "processes"
     }  # fmt: skip
+    untimed = metrics.keys()
     copies, memory_bytes, slack = 14, 4 << 30, 0.1
 
     def configuration(self, folder: Path) -> Mapping[str, Any]:
@@ -388,7 +386,7 @@ class ManyFiles(Beside):
     systems = (f"{few} files", f"{many} files")
     ours, pairs = systems[0], ()
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
-    metrics: Mapping[str, Metric] = {"refusal_ms": _MS, "listing_ms": _MS, "known_s": _SECONDS}
+    metrics: Mapping[str, str] = {"refusal_ms": "ms", "listing_ms": "ms", "known_s": "s"}
 
     def configuration(self, folder: Path) -> Mapping[str, Any]:
         """Write a few files."""
@@ -445,7 +443,7 @@ class Refusals(OnServer):
     systems = ("plait",)
     ours = "plait"
     rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
-    metrics: Mapping[str, Metric] = {"refused_p99_s": _SECONDS}
+    metrics: Mapping[str, str] = {"refused_p99_s": "s"}
     round_s = 30.0
 
     def __init__(self, name: str, connections: int, max_p99_s: float) -> None:

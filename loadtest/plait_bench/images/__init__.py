@@ -33,7 +33,6 @@ from plait_bench.images.orders import (
     workload,
 )
 
-NAME = "images"
 LORA_RANK = 16
 
 _SERVED: Mapping[str, Mapping[str, Any]] = {
@@ -112,7 +111,7 @@ def benchmark(
         with fleets.session(say):
             yield
 
-    return Benchmark(name=NAME, workloads=(*starts, *fleets.workloads), session=session)
+    return Benchmark(workloads=(*starts, *fleets.workloads), session=session)
 
 
 def on_fleets(
@@ -139,7 +138,7 @@ def on_fleets(
     max_open = 0 if varieties[0].on_gpu else size.max_open
     pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=max_open, open_fleet=open_fleet)
     check = PixelCheck()
-    return Benchmark(name=NAME, workloads=tuple(OnFleets(each, pool, check) for each in lists), session=pool.session)
+    return Benchmark(workloads=tuple(OnFleets(each, pool, check) for each in lists), session=pool.session)
 
 
 def _parts(items: ItemList, names: Sequence[str], variety: Variety) -> list[ItemList]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from plait_bench.benchmark import Metric, Reading, Rounds, Say, Subject, Workload, cores, pairs_of, readings
+from plait_bench.benchmark import Reading, Rounds, Say, Subject, Workload, cores, pairs_of, readings
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.images.fleet import ItemList, ProcessLayout, System, WorkerFleet
 from plait_bench.images.orders import ImageArray, ImageSpec
@@ -22,7 +22,7 @@ from plait_bench.images.orders import ImageArray, ImageSpec
 OpenFleet = Callable[[System, int], WorkerFleet]
 """`(system, processes) -> its workers`."""
 
-_PEAK = {"peak_memory_gib": Metric(unit="GiB", better="lower")}
+_PEAK = {"peak_memory_gib": "GiB"}
 DECIDING = "images_per_s"
 
 OWN_LAYOUT = ProcessLayout(processes=1, threads=0, variant="its own")
@@ -114,7 +114,7 @@ class FleetPool:
 class OnFleets(Workload):
     """One list of items. `check` compares the systems' images."""
 
-    metrics: Mapping[str, Metric] = {DECIDING: Metric(unit="images/s", better="higher"), **_PEAK}
+    metrics: Mapping[str, str] = {DECIDING: "images/s", **_PEAK}
     compared = frozenset({DECIDING})
     deciding = DECIDING
 
@@ -197,7 +197,7 @@ class StartWorkload(Workload):
     compilation), the second time, which counts, it is what the first start left. Model files are in the page cache.
     """
 
-    metrics: Mapping[str, Metric] = {"first_image_s": Metric(unit="s", better="lower"), **_PEAK}
+    metrics: Mapping[str, str] = {"first_image_s": "s", **_PEAK}
 
     def __init__(self, name: str, systems: Sequence[System], item: ImageSpec, open_fleet: OpenFleet) -> None:
         self.name = name

@@ -10,33 +10,27 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from plait_bench.benchmark import Benchmark, Metric, Reading, Say, Subject, Workload, chosen, pairs_of, readings
+from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, pairs_of, readings, selected
 from plait_bench.loadtest.generators import CONTENDERS, TRIAL_S, ClosedLoop, Plait
 from plait_bench.loadtest.window import noop_server
 
-NAME = "loadtest"
-WORKLOAD = "noop"
 _ROUND_S = 8.0
 
 
 def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     """Make the benchmark. Raises `BenchError` for an unknown name."""
-    chosen(only, (WORKLOAD,), "workload")
-    return Benchmark(name=NAME, workloads=(NoopWorkload(),))
+    return selected([NoopWorkload()], only)
 
 
 class NoopWorkload(Workload):
     """Requests to a server that does nothing, for as many seconds as a round has."""
 
-    name = WORKLOAD
+    name = "noop"
     systems = tuple(CONTENDERS)
     ours = "plait"
     pairs = pairs_of(ours, systems)
     deciding = "requests_per_s"
-    metrics: Mapping[str, Metric] = {
-        "requests_per_s": Metric(unit="requests/s", better="higher"),
-        "cpu_s_per_1000": Metric(unit="s/1000", better="lower"),
-    }
+    metrics: Mapping[str, str] = {"requests_per_s": "requests/s", "cpu_s_per_1000": "s/1000"}
 
     def __init__(self) -> None:
         self._made: dict[str, Plait | ClosedLoop] = {}

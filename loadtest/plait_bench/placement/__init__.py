@@ -10,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from plait_bench.benchmark import Benchmark, Workload, chosen
-from plait_bench.placement import filling
+from plait_bench.benchmark import Benchmark, selected
+from plait_bench.placement.filling import PUBLISHED, Departures, Filling
 from plait_bench.placement.on_ray import LARGE, SMALL, OnRay
 
-NAME = "placement"
 SEEDS, QUICK_SEEDS = 10, 2
 
 
 def benchmark(*, only: Sequence[str] = (), data: Path | None = None) -> Benchmark:
     """Make the benchmark; `data`: the folder that holds `fgd`. Raises `BenchError`."""
-    workloads: dict[str, Workload] = {name: make(name, data) for name, make in filling.WORKLOADS.items()}
-    workloads |= {"ray": OnRay("ray", LARGE), "small-ray": OnRay("small-ray", SMALL)}
-    return Benchmark(name=NAME, workloads=tuple(workloads[name] for name in chosen(only, tuple(workloads), "workload")))
+    published = [Filling(name, data) for name in PUBLISHED]
+    on_ray = [OnRay("ray", LARGE), OnRay("small-ray", SMALL)]
+    return selected([*published, Departures("departures", data), *on_ray], only)

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import ClassVar, TypeVar
 
-from plait_bench.benchmark import Metric, Reading, ResultRow, Say, Workload, readings
+from plait_bench.benchmark import Reading, ResultRow, Say, Workload, readings
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.placement.simulator import SEEDS, Replay, churn, fill, inflated, shuffled
 from plait_deploy.placement.errors import PlacementError
@@ -83,10 +83,7 @@ def _read(path: Path, make: Callable[[Mapping[str, str]], T]) -> list[T]:
 class Filling(Workload):
     """A list at 130 % load, replayed by each policy; a round is a seed. Shares are computed."""
 
-    metrics: Mapping[str, Metric] = {
-        "allocated_pct": Metric(unit="% of GPUs", better="higher"),
-        "stranded_pct": Metric(unit="% of GPUs", better="lower"),
-    }
+    metrics: Mapping[str, str] = {"allocated_pct": "% of GPUs", "stranded_pct": "% of GPUs"}
     ours = OURS
     systems: tuple[str, ...] = POLICIES
     trace: TaskList
@@ -145,10 +142,3 @@ class Departures(Filling):
         policy = make_policy(system, self.classes, seed=seed)
         arrivals = int(LIFETIMES * there)
         return churn(state, tasks, policy, self.classes, seed=seed, load=LOAD, arrivals=arrivals)
-
-
-WORKLOADS: Mapping[str, Callable[[str, Path | None], Workload]] = {
-    **dict.fromkeys(PUBLISHED, Filling),
-    "departures": Departures,
-}
-"""How the workload of each name is made."""

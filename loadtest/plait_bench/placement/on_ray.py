@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from plait_bench.benchmark import Metric, Reading, Say, Workload, readings
+from plait_bench.benchmark import Reading, Say, Workload, readings
 from plait_bench.errors import BenchError
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
@@ -113,10 +113,8 @@ class OnRay(Workload):
     systems = SYSTEMS
     ours = PLAIT
     rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(SYSTEMS, 1)
-    metrics: Mapping[str, Metric] = {
-        "stranded_pct": Metric(unit="% of GPUs", better="lower", is_timed=False),
-        "without_place": Metric(unit="replicas", better="lower", is_timed=False),
-    }
+    metrics: Mapping[str, str] = {"stranded_pct": "% of GPUs", "without_place": "replicas"}
+    untimed = metrics
 
     def __init__(self, name: str, scenario: ClusterScenario) -> None:
         self.name, self.scenario = name, scenario

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from fakes.bench import FakeFleet, fake_systems, fake_workload, measured, run_on_fleets
-from plait_bench.benchmark import RATIO, Benchmark, Metric, Reading, Rounds, Workload
+from plait_bench.benchmark import RATIO, Benchmark, Reading, Rounds, Workload
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import ProcessLayout, System
@@ -293,7 +293,7 @@ class Promised(Workload):
     """Two systems; the second may be at most twice the first."""
 
     name, systems, pairs = "promised", ("one", "other"), (("other", "one"),)
-    metrics: ClassVar = {"taken_s": Metric(unit="s", better="lower")}
+    metrics: ClassVar = {"taken_s": "s"}
 
     @contextmanager
     def open(self, system, layout):
@@ -308,6 +308,6 @@ class Promised(Workload):
 
 def test_what_was_promised_is_judged_by_all_rows():
     """Ratios too; not where a system was left out."""
-    benchmark = Benchmark(name="fake", workloads=(Promised(),))
+    benchmark = Benchmark(workloads=(Promised(),))
     assert measured(benchmark, RunPlan(rounds=1)).missed == ("promised: 3 times",)
     assert measured(benchmark, RunPlan(rounds=1, systems=("one",))).missed == ()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from plait_bench import disagg, records
-from plait_bench.benchmark import Benchmark, Metric, Reading, Rounds, Workload
+from plait_bench.benchmark import Benchmark, Reading, Rounds, Workload
 from plait_bench.disagg import WORKLOADS, goodput, peer
 from plait_bench.disagg.goodput import (
     LIMIT_MS,
@@ -159,10 +159,10 @@ class TestDefinition:
             measure(BenchJob(name="disagg", rounds=1, workloads=("rm9-1",)), say=lambda _: None)
 
     def test_every_workload_knows_its_metrics_and_its_own(self):
-        """A layout is chosen by a metric that has a direction, and every pair is of systems that take part."""
+        """A layout is chosen by one of them, and every pair is of systems that take part."""
         for make in WORKLOADS.values():
             for workload in make():
-                assert not workload.deciding or workload.metrics[workload.deciding].better
+                assert not workload.deciding or workload.deciding in workload.metrics
                 assert {system for pair in workload.pairs for system in pair} <= set(workload.systems)
                 assert set(workload.rounds) <= set(workload.systems)
 
@@ -171,7 +171,8 @@ class TestDefinition:
 
         class Counted(Workload):
             name, systems = "rm1-1", ("plait",)
-            metrics: ClassVar[dict[str, Metric]] = {"m": Metric(unit="B", is_timed=False)}
+            metrics: ClassVar[dict[str, str]] = {"m": "B"}
+            untimed = metrics
 
             @contextmanager
             def open(self, system, layout):
@@ -183,7 +184,7 @@ class TestDefinition:
             def open(self, system, layout):
                 raise SystemFailed("no room")
 
-        made = Benchmark(name="disagg", workloads=(Counted(), Failing()))
+        made = Benchmark(workloads=(Counted(), Failing()))
         monkeypatch.setattr(disagg, "benchmark", lambda only: made)
         monkeypatch.setattr(records, "require_clean", lambda _: None)
         job = BenchJob(name="disagg", rounds=1, record=True, results=tmp_path / "rows.jsonl")

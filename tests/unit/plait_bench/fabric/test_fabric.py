@@ -11,7 +11,7 @@ import pytest
 
 from fakes.bench import calm
 from plait_bench import fabric
-from plait_bench.benchmark import RATIO, Benchmark, Metric, Reading, Rounds, Workload
+from plait_bench.benchmark import RATIO, Benchmark, Reading, Rounds, Workload
 from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput, transports
 from plait_bench.fabric.peer import echo
@@ -21,7 +21,7 @@ from plait_fabric import connect, listen, new_secret
 
 def measured(workload: Workload, rounds: int = 1) -> BenchResult:
     """All of one workload."""
-    benchmark = Benchmark(name="fabric", workloads=(workload,))
+    benchmark = Benchmark(workloads=(workload,))
     return joined(list(run(benchmark, RunPlan(rounds=rounds), say=lambda _: None, look=calm)))
 
 
@@ -31,7 +31,7 @@ class TwoRounds(Workload):
     name = "modelled-links"
     systems = ("plait", "model")
     pairs = (("plait", "model"),)
-    metrics: ClassVar[dict[str, Metric]] = {"one_way_us": Metric(unit="us", better="lower")}
+    metrics: ClassVar[dict[str, str]] = {"one_way_us": "us"}
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Rounds]:
@@ -70,7 +70,7 @@ def test_small_runs_of_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "SIZES_BYTES", {"64B": 64, "4MiB": 1 << 22})
     monkeypatch.setattr(transports, "SIZES_BYTES", {"64KiB": 1 << 16})
     monkeypatch.setattr(transports, "_SECONDS", 0.05)
-    results = [measured(workload()) for workload in fabric.WORKLOADS.values()]
+    results = [measured(workload()) for workload in fabric.WORKLOADS]
     rows = [row for result in results for row in result.rows if row.unit != RATIO]
     systems = {"plait", "memcpy", "spinning", "blocking", "bare_spinning", "bare_blocking", "model", "tcp", "shm"}
     assert systems <= {row.system for row in rows} <= systems | {"nixl", "nixl_tcp"}  # an extra

@@ -42,7 +42,7 @@ def test_every_step_is_a_workload_of_its_own(monkeypatch):
 
     monkeypatch.setattr(on_ray, "local_nodes", nodes)
     monkeypatch.setattr(on_ray, "play", played)
-    bench = Benchmark(name="placement", workloads=(OnRay("ray", SMALL),))
+    bench = Benchmark(workloads=(OnRay("ray", SMALL),))
     rows = joined(list(run(bench, RunPlan(rounds=2), say=lambda _: None))).rows
     found = {(row.system, row.workload, row.metric): row for row in rows}
     assert {system for system, _, _ in found} == set(SYSTEMS)
