@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder, cores, pairs_of
+from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder, cores, pairs_of, readings
 from plait_bench.disagg import ours, peer
 from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, serving
 from plait_bench.errors import SystemFailed
@@ -24,7 +24,16 @@ from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import Package, PackageError, PackageOptions, open_package, write_package
 from plait_disagg.values import RankRequest
-from plait_loadtest.capacity import RETRIED, CapacitySearch, ClassCount, ClassTarget, Measure, Observed, find_capacity
+from plait_loadtest.capacity import (
+    RETRIED,
+    CapacitySearch,
+    ClassCount,
+    ClassTarget,
+    Measure,
+    Observed,
+    RateTrial,
+    find_capacity,
+)
 from plait_loadtest.measure import RunSummary
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
@@ -93,19 +102,11 @@ def requests_of(package: Package, model: str, *, candidates: int, count: int, fi
     ]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldRate:
-    """The highest rate that held, and the answers in time per second at it. `confirmed`: by a second, longer run."""
-
-    rate_per_s: float
-    goodput_per_s: float
-    confirmed: bool
-
-
 def search_goodput(
     load: Measure, *, first_per_s: float, limit_ms: float, trial: bool, say: Callable[[str], None]
-) -> HeldRate:
-    """Search from a rate that should be about right. A trial of a layout is coarser, by the same rule.
+) -> RateTrial:
+    """Search from a rate that should be about right; return the last run at the highest rate that held. A trial of a
+    layout is coarser, by the same rule.
 
     Raises `SystemFailed` if next to no rate holds.
     """
@@ -121,9 +122,7 @@ def search_goodput(
     if found.rate_per_s is None:
         raise SystemFailed(f"{found.statement}: p99 within {limit_ms:g} ms, from {first_per_s:.4g}/s down")
     held = [each for each in found.trials if each.rate_per_s == found.rate_per_s and each.verdict == "held"]
-    return HeldRate(
-        rate_per_s=found.rate_per_s, goodput_per_s=held[-1].observed.goodput_per_s, confirmed=found.confirmed
-    )
+    return held[-1]
 
 
 def load_on(url: str, bodies: Sequence[Path], *, limit_ms: float, seed: int, settle: Callable[[], object]) -> Measure:
@@ -264,10 +263,10 @@ class _Loaded:
         except SystemFailed:
             if not trial:
                 raise
-            return [Reading(metric=METRIC, value=0.0)]
+            return readings({METRIC: 0.0})
         workload.known_per_s[self.key] = held.rate_per_s
-        remark = "" if held.confirmed or trial else f"{self.key[1]}, not confirmed"
-        return [Reading(metric=METRIC, value=held.goodput_per_s, layout=remark)]
+        remark = "" if held.purpose == "confirm" or trial else f"{self.key[1]}, not confirmed"
+        return readings({METRIC: held.observed.goodput_per_s}, layout=remark)
 
 
 def layouts_of(model: str, system: str, package: Path) -> dict[str, tuple[Any, ...]]:

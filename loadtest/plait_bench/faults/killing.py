@@ -353,13 +353,12 @@ standard deviation of a normal distribution is 1.4826 median absolute deviations
 
 
 class Slope(NamedTuple):
-    """A line's rise per hour with its 95 % interval, and its value at the start. `grows`: whether it rises for sure,
-    and by more than twice the noise of the samples around it."""
+    """A line's rise per hour with its 95 % interval. `grows`: whether it rises for sure, and by more than twice the
+    noise of the samples around it."""
 
     per_hour: float
     low: float
     high: float
-    start: float
     grows: bool
 
 
@@ -374,8 +373,7 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
     around = taken - (fit.intercept + fit.slope * hours)
     noise = _SIGMA * np.median(np.abs(around - np.median(around)))
     grows = fit.low_slope > 0.0 and fit.slope * (hours[-1] - hours[0]) > _NOISES * noise
-    start = fit.intercept + fit.slope * hours[0]
-    return Slope(float(fit.slope), float(fit.low_slope), float(fit.high_slope), float(start), bool(grows))
+    return Slope(float(fit.slope), float(fit.low_slope), float(fit.high_slope), bool(grows))
 
 
 class Steady(Mixed):

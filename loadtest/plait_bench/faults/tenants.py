@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
@@ -290,12 +290,6 @@ class Neighbour(Beside):
         return [f"{self.attack}: {miss}" for miss in found]
 
 
-async def _timed(asked: Awaitable[object]) -> float:
-    began_s = time.monotonic()
-    await asked
-    return time.monotonic() - began_s
-
-
 async def _health(client: Client) -> None:
     with suppress(httpx2.TransportError):
         await client.get("/health", timeout_s=60.0)
@@ -402,7 +396,7 @@ class ManyFiles(Beside):
         async with self.client(hung_s=300.0) as client:
             await client.send(refused)
             refusals_s = [(await client.send(refused)).taken_s for _ in range(20)]
-            listings_s = [await _timed(client.get("/v1/loras")) for _ in range(20)]
+            listings_s = [(await client.get("/v1/loras")).elapsed.total_seconds() for _ in range(20)]
             known_s = await self._known_s(client, f"new-{system.partition(' ')[0]}")
         medians = {"refusal_ms": 1e3 * percentile(refusals_s, 0.5), "listing_ms": 1e3 * percentile(listings_s, 0.5)}
         return readings({**medians, "known_s": known_s})

@@ -60,6 +60,14 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "mixed16": _TORCH,
     "distinct16": _TORCH,
 }
+_REMOTE = ("controlnet", "controlnet-service", "mixed16")
+_ONLY: Mapping[str, tuple[str, ...]] = {
+    "openvino": ("single", "same4"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
+    "diffusers_batched": ("same4", "same16"),
+    **dict.fromkeys(("plait_shared", "plait_own_cores"), _REMOTE),
+}
+"""What some systems can do."""
+
 _ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
 
 PINS = (
@@ -197,13 +205,7 @@ def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu
 def _can(system: str, name: str) -> bool:
     if name == START:
         return system in _DEFAULTS[START] or system in _SERVED
-    if system == "openvino":  # its pipelines have no ControlNet, and a LoRA needs an export of its own
-        return name in ("single", "same4")
-    if system == "diffusers_batched":
-        return name in ("same4", "same16")
-    return system not in {"plait_shared", "plait_own_cores"} or name in (
-        "controlnet", "controlnet-service", "mixed16"
-    )  # fmt: skip
+    return name in _ONLY.get(system, (name,))
 
 
 def _system(name: str, settings: Mapping[str, Any]) -> System:

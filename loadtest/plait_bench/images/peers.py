@@ -37,7 +37,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from plait_bench.benchmark import cache_folder
-from plait_bench.errors import BenchError, SystemUnavailable
+from plait_bench.errors import SystemUnavailable
 from plait_bench.images.fleet import FleetWorker
 from plait_bench.images.orders import ImageArray, ImageSpec, ModelFolder, control_map
 
@@ -61,8 +61,6 @@ class Pipelines:
         self.plain: Any = DiffusionPipeline.from_pretrained(
             models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True
         ).to(device)
-        if getattr(self.plain, "safety_checker", None) is not None:
-            raise BenchError("the benchmarks compare models without a safety checker")
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
@@ -85,16 +83,7 @@ class Pipelines:
             extra = {"image": [Image.fromarray(control_map(name, i, edge, edge)) for i in drawings]}
         kind, overrides = _SCHEDULERS[first.scheduler]
         pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
-        made = pipeline(
-            prompt=[order.prompt for order in orders],
-            width=edge,
-            height=edge,
-            num_inference_steps=first.steps,
-            guidance_scale=first.guidance,
-            generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
-            **extra,
-        )
-        return [np.asarray(image.convert("RGB")) for image in made.images]
+        return _drawn(pipeline, orders, edge, **extra)
 
     def set_memory_format(self, memory_format: torch.memory_format) -> None:
         """Set the memory format of the UNet, the VAE and the ControlNets."""
@@ -109,6 +98,19 @@ class Pipelines:
             for module in (self.plain.unet, *(pipeline.controlnet for pipeline in self.controlled.values())):
                 module.compile(fullgraph=True, mode=_COMPILE_MODE)
             self.plain.vae.decode = torch.compile(self.plain.vae.decode, fullgraph=True, mode=_COMPILE_MODE)
+
+
+def _drawn(pipeline: Any, orders: Sequence[ImageSpec], edge: int, **more: Any) -> list[ImageArray]:
+    made = pipeline(
+        prompt=[order.prompt for order in orders],
+        width=edge,
+        height=edge,
+        num_inference_steps=orders[0].steps,
+        guidance_scale=orders[0].guidance,
+        generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
+        **more,
+    )
+    return [np.asarray(image.convert("RGB")) for image in made.images]
 
 
 class Diffusers(FleetWorker):
@@ -247,7 +249,7 @@ class OpenVino(FleetWorker):
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
         self._threads, self._is_batched = os.cpu_count() or 1, False
-        self._compiled: tuple[int, int, int] | None = None
+        self._compiled: tuple[int, int | None, int] | None = None
         self._pipeline: Any = None
         self._ready(1, settings["edge"])
 
@@ -263,38 +265,22 @@ class OpenVino(FleetWorker):
         return images if keep else []
 
     def _draw(self, orders: Sequence[ImageSpec]) -> list[Any]:
-        first = orders[0]
-        if first.scheduler != "ddim" or first.loras or first.control:
-            raise BenchError("the openvino system draws with ddim, without LoRAs and ControlNets")
-        pipeline, edge = self._ready(len(orders), first.edge)
-        made = pipeline(
-            prompt=[order.prompt for order in orders],
-            num_inference_steps=first.steps,
-            guidance_scale=first.guidance,
-            width=edge,
-            height=edge,
-            generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
-        )
-        return [np.asarray(image.convert("RGB")) for image in made.images]
+        return _drawn(self._ready(len(orders), orders[0].edge), orders, self._edge)
 
-    def _ready(self, batch: int, edge: int | None) -> tuple[Any, int]:
-        """Return the pipeline compiled for a batch and an edge, and the edge."""
-        if self._pipeline is None:
-            self._pipeline = self._load()
-            self._pipeline.scheduler = DDIMScheduler.from_config(self._pipeline.scheduler.config)
-            self._pipeline.set_progress_bar_config(disable=True)
-        edge = edge or int(self._pipeline.unet.config["sample_size"]) * self._pipeline.vae_scale_factor
+    def _ready(self, batch: int, edge: int | None) -> Any:
+        """Return the pipeline compiled for a batch and an edge: a static shape cannot be widened again."""
         wanted = (batch, edge, self._threads)
         if self._compiled != wanted:
-            if self._compiled is not None:  # a static shape cannot be widened again
-                self._pipeline = None
-                self._compiled = None
-                return self._ready(batch, edge)
-            self._pipeline.reshape(batch_size=batch, height=edge, width=edge, num_images_per_prompt=1)
-            _widen(self._pipeline.vae_decoder.model, batch)
-            self._pipeline.compile()
+            self._pipeline = None
+            self._pipeline = pipeline = self._load()
+            self._edge = edge or int(pipeline.unet.config["sample_size"]) * pipeline.vae_scale_factor
+            pipeline.reshape(batch_size=batch, height=self._edge, width=self._edge, num_images_per_prompt=1)
+            shape = pipeline.vae_decoder.model.input(0).partial_shape
+            shape[0] = batch  # `reshape` leaves it at the number of images of one prompt
+            pipeline.vae_decoder.model.reshape(shape)
+            pipeline.compile()
             self._compiled = wanted
-        return self._pipeline, edge
+        return self._pipeline
 
     def _load(self) -> Any:
         config = {
@@ -303,7 +289,10 @@ class OpenVino(FleetWorker):
             "NUM_STREAMS": "1",
             "PERFORMANCE_HINT": "LATENCY",
         }
-        return self._kind.from_pretrained(self._folder, compile=False, device="CPU", ov_config=config)
+        pipeline = self._kind.from_pretrained(self._folder, compile=False, device="CPU", ov_config=config)
+        pipeline.scheduler = DDIMScheduler.from_config(pipeline.scheduler.config)
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
 
     def _export(self, base: Path, folder: Path) -> Path:
         """Return the folder of the exported model."""
@@ -320,13 +309,6 @@ class OpenVino(FleetWorker):
             del pipeline
             made.rename(folder)
         return folder
-
-
-def _widen(decoder: Any, batch: int) -> None:
-    """Set a decoder's batch size, which `reshape` leaves at the number of images of one prompt."""
-    shape = decoder.input(0).partial_shape
-    shape[0] = batch
-    decoder.reshape(shape)
 
 
 @contextmanager

@@ -70,7 +70,7 @@ def fill(state: ClusterState, tasks: Sequence[Task], policy: Policy, classes: Se
             refused += 1
         else:
             state.place(task, at)
-    allocated, stranded = _Meter(state, classes).read()
+    allocated, stranded = _shares(state, _tables(state, classes))
     return Replay(allocated=allocated, stranded=stranded, refused=refused, tasks=len(tasks))
 
 
@@ -96,7 +96,7 @@ def churn(
     every = gpus / (load * state.total_milli)
     arrives, lives = np.cumsum(rng.exponential(every, arrivals)), rng.exponential(1.0, arrivals)
     leaving: list[tuple[float, int, Task, TaskPlacement]] = []
-    meter = _Meter(state, classes)
+    tables = _tables(state, classes)
     refused, seen = 0, list[tuple[float, float]]()
     for number, (pick, now) in enumerate(zip(drawn.tolist(), arrives.tolist(), strict=True)):
         while leaving and leaving[0][0] <= now:
@@ -110,7 +110,7 @@ def churn(
             state.place(task, at)
             heapq.heappush(leaving, (now + float(lives[number]), number, task, at))
         if number >= arrivals // 2 and (number - arrivals // 2) % _LOOK == 0:
-            seen.append(meter.read())
+            seen.append(_shares(state, tables))
     allocated, stranded = np.mean(seen, axis=0).tolist()
     return Replay(allocated=allocated, stranded=stranded, refused=refused, tasks=arrivals)
 
@@ -120,15 +120,11 @@ _LOOK = 100
 the public cluster, not many are others after so few."""
 
 
-class _Meter:
-    """Reads what a cluster's GPUs are used for, as shares of all of them."""
+def _shares(state: ClusterState, tables: FragmentTables) -> tuple[float, float]:
+    """Return what is allocated and stranded now, as shares of all GPUs."""
+    stranded = float(tables.fragments(state).sum()) / tables.weight / state.total_milli
+    return 1 - int(state.gpu_free.sum()) / state.total_milli, stranded
 
-    def __init__(self, state: ClusterState, classes: Sequence[TaskClass]) -> None:
-        self._state = state
-        self._tables = FragmentTables([each for each in classes if each.task.gpus], state)
 
-    def read(self) -> tuple[float, float]:
-        """Return what is allocated and stranded now."""
-        state, tables = self._state, self._tables
-        stranded = float(tables.fragments(state).sum()) / tables.weight / state.total_milli
-        return 1 - int(state.gpu_free.sum()) / state.total_milli, stranded
+def _tables(state: ClusterState, classes: Sequence[TaskClass]) -> FragmentTables:
+    return FragmentTables([each for each in classes if each.task.gpus], state)

@@ -96,7 +96,7 @@ class TestGoodput:
         """Begun at the rate that was found before, it ends next to the capacity of now, and is confirmed."""
         held, _ = searched(100.0 * drift, trial=trial)
         assert 100.0 * drift / within <= held.rate_per_s <= 100.0 * drift
-        assert held.confirmed
+        assert held.purpose == "confirm"
 
     @pytest.mark.parametrize("trial", [False, True])
     @pytest.mark.parametrize("capacity_per_s", [10.0, 100.0, 1000.0])
