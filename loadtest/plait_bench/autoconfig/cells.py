@@ -87,11 +87,16 @@ class CellWorkload:
         return sorted(cells, key=lambda cell: cell["threads"]) if "threads" in self.space.by_name else cells
 
 
-def _opened(cells: str, load: Mapping[str, Any]) -> AbstractContextManager[MeasureCell]:
-    from plait_bench.autoconfig import cell_services
+def _engine_cells(load: Mapping[str, Any]) -> AbstractContextManager[MeasureCell]:
+    from plait_bench.autoconfig.cell_services import engine_cells
 
-    opened: AbstractContextManager[MeasureCell] = getattr(cell_services, cells)(**load)
-    return opened
+    return engine_cells(**load)
+
+
+def _rank_cells(load: Mapping[str, Any]) -> AbstractContextManager[MeasureCell]:
+    from plait_bench.autoconfig.cell_services import rank_cells
+
+    return rank_cells(**load)
 
 
 def _images(name: str, **load: Any) -> CellWorkload:
@@ -99,14 +104,14 @@ def _images(name: str, **load: Any) -> CellWorkload:
     load = {"loras": 0, "controlled": 0, **load}
     features = {"lora_sets": load["loras"], "controlled_share": load["controlled"] / 4}
     features |= {each: load[each] for each in ("callers", "steps", "slo_ms")}
-    opened = partial(_opened, "engine_cells", load)
+    opened = partial(_engine_cells, load)
     return CellWorkload(name=name, service="images", space=ENGINE, features=features, opened=opened)
 
 
 def _rank(name: str, model: str, scale: float, **load: Any) -> CellWorkload:
     """`load`: see `rank_cells`."""
     features = {each: load[each] for each in ("callers", "candidates", "slo_ms")}
-    opened = partial(_opened, "rank_cells", {"model": model, "scale": scale, **load})
+    opened = partial(_rank_cells, {"model": model, "scale": scale, **load})
     return CellWorkload(name=name, service="recommend", space=RANK, features=features, opened=opened)
 
 

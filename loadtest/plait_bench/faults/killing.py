@@ -53,6 +53,7 @@ _MAX_OPEN, _AT_ONCE, _CLIENTS = 256, 16, 8
 _ROUND, _ROUND_AT_ONCE, _STILL_SHARE, _STILL_ROUNDS = 4, 48, 0.01, 2
 _GAP_S, _PAUSE_S, _GCS_S = (1.0, 3.0), (2.0, 6.0), 60.0
 _DISCONNECTS, _RECOVERY_S = 0.05, 180.0
+_REQUESTS, _LOAD_S, _WARM_ROUNDS, _STEADY_S = 500, 60.0, 12, 1800.0
 UPDATE = "update"
 _POLL_S, _SURE = 0.25, 3
 """How many right answers in a row make a recovery."""
@@ -136,9 +137,9 @@ class Mixed(OnServer):
     ours = "plait"
     rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
 
-    def __init__(self, name: str, *, warm_rounds: int = 12) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.warm_rounds = warm_rounds
+        self.probes = Tally()
         self.faults: list[Fault] = []
 
     def judged(self, ask: Ask, reply: Reply) -> Verdict:
@@ -163,7 +164,7 @@ class Mixed(OnServer):
         the old ones had, not after fewer.
         """
         rng, held, still, number = random.Random(0), await settled(self.server), 0, 0
-        most = self.warm_rounds if rounds is None else rounds
+        most = _WARM_ROUNDS if rounds is None else rounds
         while number < most and (rounds is not None or still < _STILL_ROUNDS):
             many = self.asks * _ROUND
             rng.shuffle(many)
@@ -175,19 +176,11 @@ class Mixed(OnServer):
 
 
 class Ends(Mixed):
-    """Each kind of process is killed once, and again in turn until `seconds` are over, in which there are so many
-    `requests`; the pace goes on until the end. `kinds`: only these."""
+    """Each kind of process is killed once, and again in turn for a minute of five hundred requests; the pace goes on
+    until the end."""
 
     metrics: Mapping[str, str] = {**dict.fromkeys(("requests", *End), "requests"), "answered_s": "s"}
     untimed = metrics.keys() - {"answered_s"}
-
-    def __init__(
-        self, name: str = "ends", *, requests: int = 500, seconds: float = 60.0, kinds: Sequence[str] = (),
-        warm_rounds: int = 12,
-    ) -> None:  # fmt: skip
-        super().__init__(name, warm_rounds=warm_rounds)
-        self.requests, self.seconds, self.kinds = requests, seconds, kinds
-        self.probes = Tally()
 
     def turns(self, kinds: Sequence[str], rng: random.Random) -> tuple[list[Turn], list[Turn]]:
         """Return what is done once, however long it takes, and what is done in turn while there is time."""
@@ -201,7 +194,7 @@ class Ends(Mixed):
             striking = asyncio.create_task(self._strike(client))
             async with cancelled([striking]):
                 await send_at_pace(
-                    client, self.asks, self.requests / self.seconds, lambda ask, reply: replies.append((ask, reply)),
+                    client, self.asks, _REQUESTS / _LOAD_S, lambda ask, reply: replies.append((ask, reply)),
                     until=striking.done, disconnects=_DISCONNECTS,
                 )  # fmt: skip
                 await striking
@@ -218,8 +211,7 @@ class Ends(Mixed):
         for what, count in all_ends.seen.most_common():
             self.say(f"{count:>6}  {what}")
         self.missed += [*self.probes.failures, *problems(all_ends, afterwards, self.faults)]
-        if self.warmed:  # else fresh processes are not yet as they will be
-            self.missed += grown(self.before, held)
+        self.missed += grown(self.before, held)
         return list(self._ended({**ends, "all": all_ends}))
 
     def _ended(self, ends: Mapping[str, Tally]) -> Iterator[Reading]:
@@ -232,11 +224,8 @@ class Ends(Mixed):
 
     async def _strike(self, client: Client) -> None:
         """Do one thing after the other, the next only when all is as before."""
-        rng, until_s = random.Random(1), time.monotonic() + self.seconds
-        there = set((await asyncio.to_thread(self.server.processes)).values()) - OTHERS
-        if missing := set(self.kinds) - there:
-            raise SystemFailed(f"there is no process of kind {', '.join(sorted(missing))}; there are {sorted(there)}")
-        kinds = sorted(self.kinds or there)
+        rng, until_s = random.Random(1), time.monotonic() + _LOAD_S
+        kinds = sorted(set((await asyncio.to_thread(self.server.processes)).values()) - OTHERS)
         rng.shuffle(kinds)
         once, again = self.turns(kinds, rng)
         for number, (kind, pause_s) in enumerate(chain(once, cycle(again))):
@@ -377,13 +366,12 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
 
 
 class Steady(Mixed):
-    """A share of what the server can do is asked of it for so many minutes."""
+    """A share of what the server can do is asked of it for half an hour."""
 
     untimed = tuple(f"{name}_per_hour" for name in SAMPLED)
 
-    def __init__(self, name: str = "steady", *, minutes: float = 30.0) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.minutes = minutes
         self.slopes: dict[str, Slope] = {}
 
     async def measured(self, system: str, number: int) -> list[Reading]:
@@ -397,8 +385,8 @@ class Steady(Mixed):
 
         async with Client(self.server.url) as client:
             per_s = _SHARE * await capacity_per_s(client, draw(self.asks), seconds=_CAPACITY_S, clients=_CLIENTS)
-            self.say(f"{per_s:.2f} requests/s are offered for {self.minutes:g} minutes")
-            until_s = time.monotonic() + 60.0 * self.minutes
+            self.say(f"{per_s:.2f} requests/s are offered for {_STEADY_S / 60:g} minutes")
+            until_s = time.monotonic() + _STEADY_S
             async with cancelled([asyncio.create_task(sample())]):
                 await send_at_pace(
                     client, self.asks, per_s, lambda ask, reply: ends.add(self.judged(ask, reply)),

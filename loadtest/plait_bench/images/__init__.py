@@ -212,17 +212,18 @@ def _system(name: str, settings: Mapping[str, Any]) -> System:
     """Make the system of that name."""
     if name in _SERVED or name == "plait_engine":
         return System(
-            name=name, factory=f"{__name__}.ours:{'Served' if name in _SERVED else 'InProcessEngine'}", share=_whole,
+            name=name, share=_whole,
+            factory="plait_bench.images.ours:Served" if name in _SERVED else "plait_bench.images.ours:InProcessEngine",
             settings={**_SERVED.get(name, {}), **settings}, is_own_layout=True,
         )  # fmt: skip
     if name == "openvino":
         return System(
-            name=name, factory=f"{__name__}.peers:OpenVino", share=evenly, settings=settings,
+            name=name, factory="plait_bench.images.peers:OpenVino", share=evenly, settings=settings,
             variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
         )  # fmt: skip
     way = _DIFFUSERS[name]
     return System(
-        name=name, factory=f"{__name__}.peers:Diffusers", share=in_runs if way == "fair" else evenly,
+        name=name, factory="plait_bench.images.peers:Diffusers", share=in_runs if way == "fair" else evenly,
         settings={"way": way, **settings}, variants=partial(_formats, way),
     )  # fmt: skip
 

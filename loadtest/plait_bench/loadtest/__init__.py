@@ -7,12 +7,12 @@ replies come, which is easier. All share the machine's cores with the server.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, pairs_of, readings, selected
 from plait_bench.loadtest.generators import CONTENDERS, TRIAL_S, ClosedLoop, Plait
-from plait_bench.loadtest.window import noop_server
+from plait_bench.loadtest.window import NoopServer
 
 _ROUND_S = 8.0
 
@@ -38,7 +38,7 @@ class NoopWorkload(Workload):
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
         """Run the server."""
-        with noop_server() as self._server:
+        with closing(NoopServer()) as self._server:
             self._say = say
             yield
 

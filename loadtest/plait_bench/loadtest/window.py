@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,13 +62,6 @@ class NoopServer:
         if not (line := self._process.stdout.readline()):
             raise SystemFailed("the server that does nothing died")
         return int(line)
-
-
-@contextmanager
-def noop_server() -> Iterator[NoopServer]:
-    """Run the server that does nothing."""
-    with closing(NoopServer()) as server:
-        yield server
 
 
 def measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from plait_bench import commands, job, loadtest
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 from plait_bench.job import BenchJob
 from plait_bench.loadtest import generators
-from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
+from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
 
 
 def window(per_s, cpu_s_per_1000=0.05):
@@ -127,7 +128,7 @@ def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
 
 def test_the_window_counts_what_the_server_saw():
     """A real run of our generator: the server's count, the processes' time, and the generator's own word."""
-    with noop_server() as server:
+    with closing(NoopServer()) as server:
         trial = generators.try_rate(server, 300.0, seconds=1.0)
         assert server.served() >= trial.window.requests > 150
     assert 0 < trial.window.cpu_s < 4
@@ -136,5 +137,5 @@ def test_the_window_counts_what_the_server_saw():
 
 def test_a_generator_that_fails_is_an_error():
     """With what it said last."""
-    with noop_server() as server, pytest.raises(SystemFailed, match="no such load"):
+    with closing(NoopServer()) as server, pytest.raises(SystemFailed, match="no such load"):
         measure([sys.executable, "-c", "raise SystemExit('no such load')"], server, settle_s=0, seconds=1)
