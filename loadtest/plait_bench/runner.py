@@ -8,7 +8,7 @@ are taken inside rounds, so that a machine that slows down slows all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -130,10 +130,9 @@ class _Measuring:
     def result(self) -> BenchResult:
         """Measure the workload. Raises `BenchError`."""
         with ExitStack() as stack:
-            try:
+            with self._leaving_out(self._workload.name):
                 stack.enter_context(self._workload.session(self._say))
-            except SystemUnavailable as error:
-                self._leave_out(self._workload.name, error)
+            if self._left_out:
                 return BenchResult(rows=(), left_out=self._left_out)
             subjects = self._open(stack)
             for subject in subjects.values():
@@ -159,24 +158,25 @@ class _Measuring:
     def _open(self, stack: ExitStack) -> dict[str, Subject]:
         """Open the systems that take part, each in its best layout."""
         for system in filter(self._plan.takes, self._workload.systems):
-            try:
+            with self._leaving_out(system):
                 self._choices[system] = choose_layout(self._workload, system, self._plan, self._say)
-            except SystemUnavailable as error:
-                self._leave_out(system, error)
-        subjects = {}
+        subjects: dict[str, Subject] = {}
         for system, choice in self._choices.items():
-            try:
+            with self._leaving_out(system):
                 subjects[system] = stack.enter_context(self._workload.open(system, choice.layout))
-            except SystemUnavailable as error:
-                self._leave_out(system, error)
         self._choices = {system: self._choices[system] for system in subjects}
         return subjects
 
-    def _leave_out(self, name: str, error: SystemUnavailable) -> None:
-        if name == self._workload.ours:
-            raise error
-        self._left_out[name] = str(error)
-        self._say(f"left out: {error}")
+    @contextmanager
+    def _leaving_out(self, name: str) -> Iterator[None]:
+        """Go on without what is not available here, unless it is ours."""
+        try:
+            yield
+        except SystemUnavailable as error:
+            if name == self._workload.ours:
+                raise
+            self._left_out[name] = str(error)
+            self._say(f"left out: {error}")
 
     def _round(self, number: int, subjects: Mapping[str, Subject]) -> None:
         self._seen.append(self._look())

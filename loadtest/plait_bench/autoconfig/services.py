@@ -186,23 +186,21 @@ def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space])
 
     Raises `BenchError` naming the run and what is wrong with it.
     """
-    runs = {run.run_id: run for run in recorded}
-    unknown = sorted(runs.keys() - spaces.keys())
-    if unknown:
+    if unknown := sorted({run.run_id for run in recorded} - spaces.keys()):
         msg = f"no space is known for the recorded run {unknown[0]!r}; there are {', '.join(sorted(spaces))}"
         raise BenchError(msg)
     suites = []
-    for service in sorted({run.service for run in runs.values()}):
-        mine = {run_id: run for run_id, run in runs.items() if run.service == service}
-        tasks = []
-        for run_id, run in mine.items():
-            known = _own_service(run, spaces[run_id])
-            if known is not None:
-                library = tuple(other for other_id, other in mine.items() if other_id != run_id)
-                tasks.append(TuningTask(service=known, library=library))
+    for service in sorted({run.service for run in recorded}):
+        mine = {run.run_id: run for run in recorded if run.service == service}
+        known = {run_id: _own_service(run, spaces[run_id]) for run_id, run in mine.items()}
+        tasks = tuple(
+            TuningTask(service=own, library=tuple(run for other, run in mine.items() if other != run_id))
+            for run_id, own in known.items()
+            if own is not None
+        )
         if tasks:
             trials = min(_TRIALS, *(len(task.service.truth) for task in tasks))
-            suites.append(Suite(name=f"own-{service}", tasks=tuple(tasks), trials=trials))
+            suites.append(Suite(name=f"own-{service}", tasks=tasks, trials=trials))
     return suites
 
 
