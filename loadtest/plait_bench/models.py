@@ -96,10 +96,9 @@ class ModelFleet:
 
 
 FLEETS: Mapping[str, ModelFleet] = {
-    "load8-1x2": ModelFleet(replicas=1, room=2, load=8.0),
-    "load8-4x2": ModelFleet(replicas=4, room=2, load=8.0),
-    "load100-1x2": ModelFleet(replicas=1, room=2, load=100.0),
-    "load100-4x2": ModelFleet(replicas=4, room=2, load=100.0),
+    f"load{load}-{replicas}x2": ModelFleet(replicas=replicas, room=2, load=load)
+    for load in (8, 100)
+    for replicas in (1, 4)
 }
 """Workloads by name: what a load takes, the replicas, and the models that each has memory for."""
 

@@ -12,7 +12,7 @@ import torch
 
 from plait_bench import disagg, records
 from plait_bench.benchmark import Benchmark, Reading, Rounds, Workload
-from plait_bench.disagg import WORKLOADS, goodput, peer
+from plait_bench.disagg import goodput, peer
 from plait_bench.disagg.goodput import (
     LIMIT_MS,
     MAX_LOAD_S,
@@ -160,11 +160,10 @@ class TestDefinition:
 
     def test_every_workload_knows_its_metrics_and_its_own(self):
         """A layout is chosen by one of them, and every pair is of systems that take part."""
-        for make in WORKLOADS.values():
-            for workload in make():
-                assert not workload.deciding or workload.deciding in workload.metrics
-                assert {system for pair in workload.pairs for system in pair} <= set(workload.systems)
-                assert set(workload.rounds) <= set(workload.systems)
+        for workload in disagg.benchmark().workloads:
+            assert not workload.deciding or workload.deciding in workload.metrics
+            assert {system for pair in workload.pairs for system in pair} <= set(workload.systems)
+            assert set(workload.rounds) <= set(workload.systems)
 
     def test_a_run_that_is_stopped_keeps_what_it_had(self, tmp_path, monkeypatch):
         """Each workload is recorded when it is measured; what fails later takes nothing away."""
