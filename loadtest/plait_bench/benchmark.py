@@ -8,12 +8,12 @@ open system is a *subject*, which is measured once in each round. What a subject
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import ClassVar, Protocol, Self, TypeAlias
 
@@ -217,23 +217,27 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-CHILD = (
-    "-c", "import pickle, sys; function, arguments = pickle.load(sys.stdin.buffer); function(*arguments)"
-)  # fmt: skip
-"""What a Python process is started with that calls a function of ours, which it reads from its standard input."""
+_CHILD = (
+    "import sys; from multiprocessing.connection import Connection; "
+    "function, arguments = Connection(int(sys.argv[1])).recv(); function(*arguments)"
+)
 
 
-def call(function: Callable[..., object], *arguments: object) -> bytes:
-    """Return what to write there; the function's module is imported under its own name."""
-    return pickle.dumps((function, arguments))
+@contextmanager
+def calling(function: Callable[..., object], *arguments: object) -> Iterator[tuple[list[str], int]]:
+    """Yield the arguments of a Python process that calls a function, whose module is imported under its own name; and
+    the descriptor that it has to inherit."""
+    ours, theirs = Pipe()
+    with ours, theirs:
+        ours.send((function, arguments))
+        yield ["-c", _CHILD, str(theirs.fileno())], theirs.fileno()
 
 
 def started(
     function: Callable[..., object], *arguments: object, stdout: int | None = None, pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:  # fmt: skip
     """Start a process that calls a function; its standard input stays open."""
-    child = subprocess.Popen([sys.executable, *CHILD], stdin=subprocess.PIPE, stdout=stdout, pass_fds=pass_fds)
-    assert child.stdin is not None
-    child.stdin.write(call(function, *arguments))
-    child.stdin.flush()
-    return child
+    with calling(function, *arguments) as (command, fd):
+        return subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=stdout, pass_fds=[*pass_fds, fd]
+        )

@@ -25,7 +25,7 @@ from urllib.parse import urlsplit
 
 from PIL import Image
 
-from plait_bench.benchmark import CHILD, call
+from plait_bench.benchmark import calling
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.requests import Ask, Reply, image_ask
 from plait_bench.faults.server import Client
@@ -197,13 +197,16 @@ async def attacking(name: str, url: str, *, turn: int = 0) -> AsyncIterator[Coun
     """Have an attack, or all, go on meanwhile; how its requests ended is in what is yielded when it is over. Raises
     `SystemFailed` if it ends by itself."""
     ended: Counter[str] = Counter()
-    attacks = list(ATTACKS) if name == ALL else [name]
-    command = (sys.executable, *CHILD)
-    running = [await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE) for _ in attacks]
+    running: list[asyncio.subprocess.Process] = []
     try:
-        for process, attack in zip(running, attacks, strict=True):
-            assert process.stdin is not None
-            process.stdin.write(call(_attack, attack, url, turn))
+        for attack in ATTACKS if name == ALL else (name,):
+            with calling(_attack, attack, url, turn) as (command, fd):
+                running.append(
+                    await asyncio.create_subprocess_exec(
+                        sys.executable, *command, stdin=PIPE, stdout=PIPE, pass_fds=[fd]
+                    )
+                )
+        for process in running:
             await _heard(name, process)  # it has begun
         yield ended
         for process in running:

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
-from plait_bench.benchmark import CHILD, call
+from plait_bench.benchmark import calling
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 
 Item: TypeAlias = Any
@@ -213,13 +213,11 @@ class _Process:
         self._name = system.name
         self._pipe, theirs = Pipe()
         paths = os.pathsep.join(sys.path) if interpreter is None else str(_PACKAGES)
-        self._process = subprocess.Popen(
-            [str(interpreter or sys.executable), *CHILD], stdin=subprocess.PIPE, pass_fds=[theirs.fileno()],
-            env={**os.environ, "PYTHONPATH": paths},
-        )  # fmt: skip
-        assert self._process.stdin is not None
-        with self._process.stdin as asked:
-            asked.write(call(main, theirs.fileno()))
+        with calling(main, theirs.fileno()) as (command, fd):
+            self._process = subprocess.Popen(
+                [str(interpreter or sys.executable), *command], stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), fd], env={**os.environ, "PYTHONPATH": paths},
+            )  # fmt: skip
         theirs.close()
         self.pid = self._process.pid
         self._pipe.send((system.factory, dict(system.settings)))
