@@ -135,7 +135,6 @@ class ChoiceKnob:
     when: When = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", tuple(self.values))
         _require(bool(self.name), "a knob", "has no name")
         _require(bool(self.values), self.name, "has no values")
         twice = [value for index, value in enumerate(self.values) if value in self.values[:index]]

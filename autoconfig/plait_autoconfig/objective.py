@@ -96,8 +96,6 @@ class Objective:
     limits: tuple[Limit, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "goals", tuple(self.goals))
-        object.__setattr__(self, "limits", tuple(self.limits))
         if not self.goals:
             msg = "the objective has no goal"
             raise ObjectiveError(msg)

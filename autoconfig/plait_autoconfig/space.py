@@ -45,10 +45,7 @@ class Space:
     candidates: tuple[Config, ...] = field(default=(), hash=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "knobs", tuple(self.knobs))
-        object.__setattr__(self, "constraints", tuple(self.constraints))
         _check_knobs(self.knobs)
-        object.__setattr__(self, "candidates", self._checked_candidates())
         if not self.cells():
             raise EmptySpace(self._what_binds())
 
@@ -71,7 +68,7 @@ class Space:
         """Return the candidates, if there are any; else all valid configurations in a fixed order (the first knob
         varies slowest), or the sample of them."""
         if self.candidates:
-            return self.candidates
+            return self._checked_candidates
         return self._sampled_cells if self._all_cells is None else self._all_cells
 
     def check(self, config: Config, *, constrained: bool = True) -> Config:
@@ -135,6 +132,7 @@ class Space:
 
         return {knob.name: distribution_of(knob) for knob in self.knobs}
 
+    @cached_property
     def _checked_candidates(self) -> tuple[Config, ...]:
         """Return the candidates, each once and in the knobs' own form."""
         found: dict[Hashable, Config] = {}

@@ -52,7 +52,6 @@ class TrialOutcome:
         if wrong:
             msg = f"metric {wrong[0]} is {self.metrics[wrong[0]]}: what was not measured is a failure, not a number"
             raise TunerError(msg)
-        object.__setattr__(self, "metrics", {name: float(value) for name, value in self.metrics.items()})
 
     @classmethod
     def measured(cls, **metrics: float) -> Self:
@@ -82,7 +81,6 @@ class Trial:
     repeat: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "config", dict(self.config))
         if not 0.0 <= self.duration_s < math.inf:
             msg = f"trial {self.number}: duration_s is {self.duration_s}, but must be a finite number, at least 0"
             raise TunerError(msg)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_disagg.graph.operators import VOCABULARY, overload
+from plait_disagg.graph.operators import VOCABULARY, overload, schema_of
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, OperatorCall
 
@@ -70,7 +70,7 @@ def as_fact(argument):
 
 def bound(op, arguments):
     """The arguments by name, as capture hands them to a rule."""
-    schema = overload(op)._schema.arguments
+    schema = schema_of(op).arguments
     given = {argument.name: as_fact(value) for argument, value in zip(schema, arguments, strict=False)}
     return {**{argument.name: argument.default_value for argument in schema}, **given}
 

@@ -16,7 +16,7 @@ def advice(cn: Program, *, candidates: int, ids_per_bag: Mapping[str, int]) -> t
     `ids_per_bag`: ids in one row of each bag (1 for a bag that is not named).
     """
     sizes = value_bytes(cn, candidates=candidates, ids_per_bag=ids_per_bag)
-    values: dict[str, Port | Node] = {port.name: port for port in cn.inputs} | {node.name: node for node in cn.nodes}
+    values = cn.values
     crossing = [ref.name for _, ref in cn.outputs]
     read = reads(cn)
     sentences = []

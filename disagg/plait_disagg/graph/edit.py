@@ -1,19 +1,74 @@
-"""Small tools for editing programs: substitute references, drop what is not needed, find who reads what."""
+"""Small tools for programs: make one, substitute references, drop what is not needed, find who reads what."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, Node, Program, Ref
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.tables.values import Lookup
 
 _IDENTITIES = frozenset(
     {"aten.alias.default", "aten.detach.default", "aten.dropout.default", "aten.lift_fresh_copy.default"}
 )
+
+
+class Draft:
+    """A program in the making. It begins with the inputs and constants of `program`; nodes and constants are added."""
+
+    def __init__(self, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
+        self._program = program
+        self._tensors = dict(constants)
+        self._values: dict[str, Port | Node] = {port.name: port for port in (*program.inputs, *program.constants)}
+
+    def __getitem__(self, name: str) -> Port | Node:
+        """Return an input, a constant or a node."""
+        return self._values[name]
+
+    def tensor(self, name: str) -> torch.Tensor | None:
+        """Return a constant's numbers; None if there is no constant of that name."""
+        return self._tensors.get(name)
+
+    def add(self, node: Node) -> Ref:
+        """Add a node, unless there is one of its name."""
+        self._values.setdefault(node.name, node)
+        return Ref(node.name)
+
+    def constant(self, name: str, tensor: torch.Tensor) -> Ref:
+        """Add a constant, unless there is one of its name."""
+        if name not in self._tensors:
+            self._tensors[name] = tensor
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self._values[name] = Port(name=name, shape=tuple(tensor.shape), dtype=dtype, rows="none")
+        return Ref(name)
+
+    def row_count(self, of: Ref) -> Ref:
+        """Add the number of rows of a value."""
+        return self.add(Node(name=f"{of.name}:rows", op=SIZE, args=(of, 0), dtype="int"))
+
+    def finished(self, outputs: tuple[tuple[str, Ref], ...]) -> tuple[Program, dict[str, torch.Tensor]]:
+        """Return the program with these outputs, without what none of them needs, and its constants."""
+        inputs, values = {port.name for port in self._program.inputs}, self._values.values()
+        constants = tuple(value for value in values if isinstance(value, Port) and value.name not in inputs)
+        nodes = tuple(value for value in values if isinstance(value, Node))
+        made = live(replace(self._program, constants=constants, nodes=nodes, outputs=outputs))
+        return made, {port.name: self._tensors[port.name] for port in made.constants if port.name in self._tensors}
+
+
+def resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, Any]) -> Any:
+    """Return an argument of a node with its references replaced by their values, and dtypes by torch's."""
+    if isinstance(argument, Ref):
+        return values[argument.name]
+    if isinstance(argument, DType):
+        return getattr(torch, argument.name)
+    if isinstance(argument, tuple):
+        return tuple(resolve(part, values) for part in argument)
+    return argument
 
 
 def map_refs(node: Node, change: Callable[[Ref], Ref]) -> Node:
@@ -74,12 +129,13 @@ def reads(program: Program) -> Mapping[str, tuple[str, ...]]:
 
 def lookups_of(program: Program) -> tuple[Lookup, ...]:
     """Return the lookups of a program, in program order."""
-    found = []
-    for node in program.nodes:
-        if node.op == LOOKUP:
-            mode: Any = node.kwargs["mode"]
-            found.append(Lookup(name=node.name, table=str(node.kwargs["table"]), mode=mode))
-    return tuple(found)
+    return tuple(lookup_of(node) for node in program.nodes if node.op == LOOKUP)
+
+
+def lookup_of(node: Node) -> Lookup:
+    """Return what a lookup's node looks up."""
+    mode: Any = node.kwargs["mode"]
+    return Lookup(name=node.name, table=str(node.kwargs["table"]), mode=mode)
 
 
 def flat_values(program: Program) -> Mapping[str, str]:
@@ -96,6 +152,12 @@ def flat_values(program: Program) -> Mapping[str, str]:
         if bags and not pooled:
             flat[node.name] = bags[0]
     return flat
+
+
+def rows_side(sides: Iterable[Rows]) -> Rows:
+    """Return whose rows a value has that is made of values with these."""
+    made = set(sides)
+    return "item" if "item" in made else "user" if "user" in made else "none"
 
 
 def is_loose(node: Node) -> bool:

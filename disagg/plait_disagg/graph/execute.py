@@ -14,12 +14,12 @@ from typing import Any, Self
 import torch
 from torch import fx, nn
 
+from plait_disagg.graph.edit import lookup_of, resolve
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import OFFSETS
 from plait_disagg.graph.operators import SIZE, overload
-from plait_disagg.graph.program import LOOKUP, TILE, Arg, DType, Node, Program, Ref
+from plait_disagg.graph.program import LOOKUP, TILE, Node, Program
 from plait_disagg.tables.protocols import LookupBags, LookupRequest, Tables, TablesOfBags
-from plait_disagg.tables.values import Lookup
 
 _DIRECT: Mapping[str, Callable[..., Any]] = {
     "aten.add.Tensor": torch.add,
@@ -191,7 +191,7 @@ class _Stage(nn.Module):
 
     def __init__(self, nodes: Sequence[Node], tables: Tables) -> None:
         super().__init__()
-        self._lookups = [_lookup_of(node) for node in nodes]
+        self._lookups = [lookup_of(node) for node in nodes]
         self._tables = tables
 
     def forward(self, *asked: torch.Tensor | tuple[torch.Tensor, ...] | None) -> list[torch.Tensor]:
@@ -232,22 +232,6 @@ def _add(graph: fx.Graph, node: Node, values: Mapping[str, fx.Node], device: str
     if node.op in _MAKERS:
         kwargs["device"] = device
     return graph.call_function(_DIRECT.get(node.op) or overload(node.op), args, kwargs)
-
-
-def resolve(argument: Arg | tuple[Arg, ...], values: Mapping[str, Any]) -> Any:
-    """Return an argument of a node with its references replaced by their values, and dtypes by torch's."""
-    if isinstance(argument, Ref):
-        return values[argument.name]
-    if isinstance(argument, DType):
-        return getattr(torch, argument.name)
-    if isinstance(argument, tuple):
-        return tuple(resolve(part, values) for part in argument)
-    return argument
-
-
-def _lookup_of(node: Node) -> Lookup:
-    mode: Any = node.kwargs["mode"]
-    return Lookup(name=node.name, table=str(node.kwargs["table"]), mode=mode)
 
 
 def _checked(name: str, shape: tuple[int, ...], dtype: str, constants: Mapping[str, torch.Tensor]) -> torch.Tensor:

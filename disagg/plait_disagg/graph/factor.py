@@ -15,12 +15,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
 
-from plait_disagg.graph.edit import live
+from plait_disagg.graph.edit import Draft
 from plait_disagg.graph.program import TILE, USER_OF, Arg, Node, Port, Program, Ref, Rows
 
 _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
@@ -28,11 +28,10 @@ _EXPANDS = ("aten.expand.default", "aten.expand_as.default")
 
 def factor_linears(program: Program, constants: Mapping[str, torch.Tensor]) -> tuple[Program, dict[str, torch.Tensor]]:
     """Return a tiled `program` with every such layer factored, and its constants (the columns are copies)."""
-    work = _LinearFactoring(program, dict(constants))
-    nodes = tuple(made for node in program.nodes for made in work.replaced(node))
-    ports = (*program.constants, *work.ports)
-    factored = live(replace(program, nodes=nodes, constants=ports))
-    return factored, {port.name: work.constants[port.name] for port in factored.constants}
+    work = _LinearFactoring(program.values, Draft(program, constants))
+    for node in program.nodes:
+        work.add(node)
+    return work.draft.finished(program.outputs)
 
 
 Columns: TypeAlias = tuple[tuple[int, int, int], ...]
@@ -57,44 +56,34 @@ class _Share:
 
 @dataclass
 class _LinearFactoring:
-    program: Program
-    constants: dict[str, torch.Tensor]
-    ports: list[Port] = field(default_factory=list)
+    values: Mapping[str, Port | Node]
+    draft: Draft
 
-    def __post_init__(self) -> None:
-        self.nodes = {node.name: node for node in self.program.nodes}
-        self.shapes = {port.name: port.shape for port in self.program.inputs}
-        self.shapes |= {node.name: node.shape for node in self.program.nodes}
-
-    def replaced(self, node: Node) -> tuple[Node, ...]:
-        """Return what replaces `node`: itself, or its shares, a tile and their sum (under the node's name)."""
+    def add(self, node: Node) -> None:
+        """Add `node`, or in its place its shares, a tile and their sum (under the node's name)."""
         shares = self._shares(node)
         if len(shares) < 2:
-            return (node,)
-        made: list[Node] = []
+            self.draft.add(node)
+            return
         addends: list[Ref] = []
         bias = node.args[2] if len(node.args) > 2 else None
         for share in shares:
-            made += self._linear(node, share, bias)
-            addends.append(Ref(made[-1].name))
+            made = self._linear(node, share, bias)
             bias = None
             if share.side == "user":
-                tiled = replace(node, name=f"{made[-1].name}:tiled", op=TILE, args=(addends[-1], Ref(USER_OF)))
-                made.append(tiled)
-                addends[-1] = Ref(tiled.name)
+                made = self.draft.add(replace(node, name=f"{made.name}:tiled", op=TILE, args=(made, Ref(USER_OF))))
+            addends.append(made)
         total = addends[0]
         for number, addend in enumerate(addends[1:], start=2):
             name = node.name if number == len(addends) else f"{node.name}:sum"
-            made.append(replace(node, name=name, op="aten.add.Tensor", args=(total, addend)))
-            total = Ref(name)
-        return tuple(made)
+            total = self.draft.add(replace(node, name=name, op="aten.add.Tensor", args=(total, addend)))
 
     def _shares(self, node: Node) -> list[_Share]:
         """Return the shares of a linear layer over a cat along its last dimension; one or none: not to be factored."""
         if node.op != "aten.linear.default" or node.rows != "item" or not isinstance(node.args[0], Ref):
             return []
-        cat = self.nodes.get(node.args[0].name)
-        if cat is None or cat.op != "aten.cat.default" or not isinstance(cat.args[0], tuple):
+        cat = self.values[node.args[0].name]
+        if not isinstance(cat, Node) or cat.op != "aten.cat.default" or not isinstance(cat.args[0], tuple):
             return []
         dim = cat.args[1] if len(cat.args) > 1 else 0
         if not isinstance(dim, int) or dim % len(cat.shape) != len(cat.shape) - 1:
@@ -103,7 +92,7 @@ class _LinearFactoring:
         start = 0
         for part in cat.args[0]:
             assert isinstance(part, Ref)
-            end = start + self.shapes[part.name][-1]
+            end = start + self.values[part.name].shape[-1]
             for side, source, sign in self._terms(part):
                 found[side][source] = (*found[side].get(source, ()), (sign, start, end))
             start = end
@@ -115,11 +104,9 @@ class _LinearFactoring:
 
     def _terms(self, part: Ref, sign: int = 1) -> list[tuple[_Side, str, int]]:
         """Return what `part` is a sum of: side, source and sign. A difference of candidates' own values is one term."""
-        node = self.nodes.get(part.name)
-        if node is None:
-            return [("item", part.name, sign)]
-        source = node.args[0] if node.args else None
-        if not isinstance(source, Ref):
+        node = self.values[part.name]
+        source = node.args[0] if isinstance(node, Node) and node.args else None
+        if not isinstance(node, Node) or not isinstance(source, Ref):
             return [("item", part.name, sign)]
         if node.op == TILE and not node.kwargs.get("copy"):
             return [("user", source.name, sign)]
@@ -127,7 +114,7 @@ class _LinearFactoring:
             return [("narrow", source.name, sign)]
         if node.op == "aten.sub.Tensor" and not node.kwargs:
             _, other = node.args
-            if isinstance(other, Ref) and self.shapes.get(other.name) == self.shapes.get(source.name) == node.shape:
+            if isinstance(other, Ref) and all(self.values[of.name].shape == node.shape for of in (source, other)):
                 terms = [*self._terms(source, sign), *self._terms(other, -sign)]
                 if all(side != "item" for side, _, _ in terms):
                     return terms
@@ -135,37 +122,30 @@ class _LinearFactoring:
 
     def _is_narrow(self, source: Ref, expanded: Node) -> bool:
         """Return whether a candidate's value (rows, 1, width) was repeated along its middle dimension only."""
-        made_by, shape = self.nodes.get(source.name), self.shapes.get(source.name, ())
-        is_item = made_by is not None and made_by.rows == "item"
+        narrow = self.values[source.name]
+        is_item = isinstance(narrow, Node) and narrow.rows == "item"
         wanted = (*expanded.shape[:1], 1, *expanded.shape[2:])
-        return is_item and len(expanded.shape) == 3 and shape == wanted and expanded.shape[1] != 1
+        return is_item and len(expanded.shape) == 3 and narrow.shape == wanted and expanded.shape[1] != 1
 
-    def _linear(self, node: Node, share: _Share, bias: Arg) -> tuple[Node, ...]:
-        """Return a linear layer over one share, preceded by a cat if it has several parts."""
+    def _linear(self, node: Node, share: _Share, bias: Arg) -> Ref:
+        """Add a linear layer over one share, preceded by a cat if it has several parts."""
         weight = node.args[1]
         assert isinstance(weight, Ref)
         name = f"{node.name}:{share.side}"
         rows: Rows = "user" if share.side == "user" else "item"
-        columns = f"{name}:weight"  # not by the weight: another layer may share it and cut it elsewhere
-        self._add_columns(columns, self.constants[weight.name], share)
-        before: tuple[Node, ...] = ()
+        numbers = self.draft.tensor(weight.name)
+        assert numbers is not None
+        columns = [
+            functools.reduce(torch.add, [numbers[:, start:end] * sign for sign, start, end in blocks])
+            for blocks in share.columns
+        ]
+        # Not named by the weight: another layer may share it and cut it elsewhere.
+        share_of_weight = self.draft.constant(f"{name}:weight", torch.cat(columns, dim=1))
         source = share.parts[0]
-        leading = self.shapes[source.name][:-1] if share.side == "narrow" else node.shape[:-1]
+        leading = self.values[source.name].shape[:-1] if share.side == "narrow" else node.shape[:-1]
         if len(share.parts) > 1:
-            source = Ref(f"{name}:cat")
             shape = (*leading, share.width)
-            args: tuple[Arg, ...] = (share.parts, len(shape) - 1)
-            before = (replace(node, name=source.name, op="aten.cat.default", args=args, shape=shape, rows=rows),)
-        given: tuple[Arg, ...] = (source, Ref(columns), bias)
-        return (*before, replace(node, name=name, args=given, shape=(*leading, node.shape[-1]), rows=rows))
-
-    def _add_columns(self, name: str, weight: torch.Tensor, share: _Share) -> None:
-        if name not in self.constants:
-            blocks = [
-                functools.reduce(torch.add, [weight[:, start:end] * sign for sign, start, end in columns])
-                for columns in share.columns
-            ]
-            made = torch.cat(blocks, dim=1).contiguous()
-            self.constants[name] = made
-            dtype = str(made.dtype).removeprefix("torch.")
-            self.ports.append(Port(name=name, shape=tuple(made.shape), dtype=dtype, rows="none"))
+            joined = replace(node, op="aten.cat.default", args=(share.parts, len(shape) - 1), shape=shape, rows=rows)
+            source = self.draft.add(replace(joined, name=f"{name}:cat"))
+        given: tuple[Arg, ...] = (source, share_of_weight, bias)
+        return self.draft.add(replace(node, name=name, args=given, shape=(*leading, node.shape[-1]), rows=rows))

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import prod
 
 import torch
 
-from plait_disagg.graph.edit import live, map_refs
+from plait_disagg.graph.edit import Draft, map_refs, rows_side
 from plait_disagg.graph.operators import SIZE
-from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Port, Program, Ref, Rows
-from plait_disagg.graph.reference import run_nodes
+from plait_disagg.graph.program import LOOKUP, ROWS, USER_OF, Arg, DType, Node, Program, Ref
+from plait_disagg.graph.reference import run_reference
 
 _CAT, _STACK, _SLICE = "aten.cat.default", "aten.stack.default", "aten.slice.Tensor"
 _UNSQUEEZE = "aten.unsqueeze.default"
@@ -52,29 +53,16 @@ def fold(
     program: Program, constants: Mapping[str, torch.Tensor], tables: Mapping[str, torch.Tensor]
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """Return `program` (as captured) with every such rewrite applied, in one walk, and its constants."""
-    work = _Folding(dict(constants), tables)
-    for port in (*program.inputs, *program.constants):
-        work.values[port.name] = port
+    work = _Folding(Draft(program, constants), tables)
     for node in program.nodes:
         work.add(node)
-    outputs = tuple((name, work.same.get(ref.name, ref)) for name, ref in program.outputs)
-    ports = (*program.constants, *work.ports)
-    made = live(replace(program, constants=ports, nodes=tuple(work.nodes), outputs=outputs))
-    return made, {port.name: work.constants[port.name] for port in made.constants}
-
-
-def rows_side(sides: set[Rows]) -> Rows:
-    """Return whose rows a value has that is made of values with these."""
-    return "item" if "item" in sides else "user" if "user" in sides else "none"
+    return work.values.finished(tuple((name, work.same.get(ref.name, ref)) for name, ref in program.outputs))
 
 
 @dataclass
 class _Folding:
-    constants: dict[str, torch.Tensor]
+    values: Draft
     tables: Mapping[str, torch.Tensor]
-    ports: list[Port] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
-    values: dict[str, Port | Node] = field(default_factory=dict)
     same: dict[str, Ref] = field(default_factory=dict)
     made: dict[object, Ref] = field(default_factory=dict)
 
@@ -91,11 +79,9 @@ class _Folding:
             return simpler
         key = (node.op, _typed(node.args), _typed(tuple(sorted(node.kwargs.items()))), node.dtype)
         if key not in self.made:
-            sides: set[Rows] = {self.values[name].rows for name in node.inputs if self.values[name].dtype != "int"}
-            placed = replace(node, rows=rows_side(sides))
-            self.nodes.append(placed)
-            self.values[node.name] = placed
-            self.made[key] = Ref(node.name)
+            read = (self.values[name] for name in node.inputs)
+            side = rows_side(value.rows for value in read if value.dtype != "int")
+            self.made[key] = self.values.add(replace(node, rows=side))
         return self.made[key]
 
     def _simpler(self, node: Node) -> Ref | None:
@@ -133,30 +119,17 @@ class _Folding:
         made_by = self.values[ids.name]
         if made_by.rows != "none" or made_by.shape[:1] != (ROWS,) or node.kwargs["mode"] != "rows":
             return None
-        two = run_nodes(self.nodes, self.constants, ids, rows=2)
-        if two is None or not torch.equal(two[0], two[1]):
+        needed, constants = self.values.finished((("ids", ids),))
+        if any(one.op == LOOKUP for one in needed.nodes):
             return None
-        rows = Ref(self._row_count())
-        held = self._constant(f"{node.name}:rows", self.tables[str(node.kwargs["table"])][two[:1].long()])
+        counted = {port.name: torch.empty(2) for port in needed.inputs}  # of the request, it reads how many rows
+        two = run_reference(needed, constants, None, counted)[ids.name]
+        if not torch.equal(two[0], two[1]):
+            return None
+        rows = self.values.row_count(Ref(USER_OF))
+        table = self.tables[str(node.kwargs["table"])]
+        held = self.values.constant(f"{node.name}:rows", table[two[:1].long()])
         return self._put(replace(node, op=_EXPAND, args=(held, (rows, *node.shape[1:])), kwargs={}))
-
-    def _row_count(self) -> str:
-        name = f"{USER_OF}:rows"
-        if name not in self.values:
-            counted = Node(name=name, op=SIZE, args=(Ref(USER_OF), 0), dtype="int")
-            self.nodes.append(counted)
-            self.values[name] = counted
-        return name
-
-    def _constant(self, name: str, tensor: torch.Tensor) -> Ref:
-        """Add a constant, unless it is there."""
-        if name not in self.constants:
-            self.constants[name] = tensor.contiguous()
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            port = Port(name=name, shape=tuple(tensor.shape), dtype=dtype, rows="none")
-            self.ports.append(port)
-            self.values[name] = port
-        return Ref(name)
 
     def _by_part(self, node: Node) -> Ref | None:
         """Split a lookup, or arithmetic on ids, of the user's and candidates' ids side by side."""
@@ -200,14 +173,14 @@ class _Folding:
             return argument
         if argument.name == mixed.name:
             return part
-        tensor = self.constants.get(argument.name)
+        tensor = self.values.tensor(argument.name)
         if tensor is None:
             return None
         along, (start, end) = dim - (len(mixed.shape) - tensor.dim()), place
         if along < 0 or tensor.shape[along] == 1:
             return argument
         name = f"{argument.name}:{along}:{start}:{end}"
-        return self._constant(name, tensor.narrow(along, start, end - start))
+        return self.values.constant(name, tensor.narrow(along, start, end - start).contiguous())
 
     def _joined(self, node: Node) -> Ref | None:
         """Flatten a cat of cats and join neighbouring slices of one value."""
@@ -281,18 +254,9 @@ class _Folding:
         for number, part in enumerate(value.args[0]):  # type: ignore[arg-type]
             assert isinstance(part, Ref)
             inner = self.values[part.name]
-            size = 1
-            for length in inner.shape[1:]:
-                size *= length
-            made = Node(
-                name=f"{node.name}:{number}",
-                op=_RESHAPE,
-                args=(part, (ROWS, size)),
-                shape=(ROWS, size),
-                dtype=inner.dtype,
-                rows=inner.rows,
-            )
-            parts.append(self._put(made))
+            shape = (ROWS, prod(inner.shape[1:]))
+            flattened = replace(node, name=f"{node.name}:{number}", op=_RESHAPE, args=(part, shape), kwargs={})
+            parts.append(self._put(replace(flattened, shape=shape, dtype=inner.dtype)))
         return self._put(replace(node, op=_CAT, args=(tuple(parts), 1), kwargs={}))
 
     def _selected(self, node: Node, value: Node) -> Ref | None:
@@ -340,20 +304,13 @@ class _Folding:
             along = dim - (added < dim)
             if not isinstance(source, Node) or source.op not in (_STACK, _UNSQUEEZE) or not along:
                 return None
-            part = self._part_of(value.args[0], along, (start, end), f"{node.name}:below")
+            part = self._range_of(value.args[0], along, start, end, f"{node.name}:below")
             return self._put(replace(node, op=_UNSQUEEZE, args=(part, added), kwargs={}))
         if self._mixes(value) and _dim(value, 1, 0) != dim and isinstance(value.args[0], tuple):
             places = enumerate(value.args[0])
-            parts = tuple(self._part_of(ref, dim, (start, end), f"{node.name}:{at}") for at, ref in places)  # type: ignore[arg-type]
+            parts = tuple(self._range_of(ref, dim, start, end, f"{node.name}:{at}") for at, ref in places)  # type: ignore[arg-type]
             return self._put(replace(node, op=_CAT, args=(parts, _dim(value, 1, 0)), kwargs={}))
         return None
-
-    def _part_of(self, source: Ref, dim: int, place: tuple[int, int], name: str) -> Ref:
-        """Return a slice of a value, folded."""
-        value = self.values[source.name]
-        shape = (*value.shape[:dim], place[1] - place[0], *value.shape[dim + 1 :])
-        args: tuple[Arg, ...] = (source, dim, *place)
-        return self._put(Node(name=name, op=_SLICE, args=args, shape=shape, dtype=value.dtype, rows=value.rows))
 
     def _parts(self, value: Node, dim: int) -> list[tuple[Ref, int, int]]:
         """Return the parts of a cat along `dim` and their places; nothing for any other value."""

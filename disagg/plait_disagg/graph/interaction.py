@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from plait_disagg.graph.edit import live
-from plait_disagg.graph.program import ROWS, TILE, USER_OF, Arg, Node, Port, Program, Ref, Rows
+from plait_disagg.graph.edit import Draft
+from plait_disagg.graph.program import ROWS, TILE, USER_OF, Arg, Node, Program, Ref, Rows
 
 _CAT, _LINEAR, _STACK = "aten.cat.default", "aten.linear.default", "aten.stack.default"
 _BMM, _TRANSPOSE, _INDEX = "aten.bmm.default", "aten.transpose.int", "aten.index.Tensor"
@@ -27,10 +27,10 @@ def split_interactions(
     program: Program, constants: Mapping[str, torch.Tensor]
 ) -> tuple[Program, dict[str, torch.Tensor]]:
     """Return a tiled `program` with every such interaction split, and its constants."""
-    work = _InteractionSplit(program, constants)
-    nodes = tuple(made for node in program.nodes for made in work.replaced(node))
-    made = live(replace(program, nodes=nodes, constants=(*program.constants, *work.ports)))
-    return made, {port.name: work.constants[port.name] for port in made.constants}
+    work = _InteractionSplit(program, Draft(program, constants))
+    for node in program.nodes:
+        work.add(node)
+    return work.draft.finished(program.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +58,9 @@ class _Found:
 
 
 class _InteractionSplit:
-    def __init__(self, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
-        self.constants = dict(constants)
-        self.ports: list[Port] = []
-        self._inputs = {port.name: port for port in (*program.inputs, *program.constants)}
-        self._nodes = {node.name: node for node in program.nodes}
+    def __init__(self, program: Program, draft: Draft) -> None:
+        self.draft = draft
+        self._values = program.values
         self._readers: dict[str, list[Node]] = {}
         for node in program.nodes:
             for name in node.inputs:
@@ -75,14 +73,14 @@ class _InteractionSplit:
                 (cat,) = self._readers[node.name]
                 self._by_cat.setdefault(cat.name, found)
 
-    def replaced(self, node: Node) -> tuple[Node, ...]:
-        """Return what replaces a node: itself, or the two parts and their cat, or a layer with permuted columns."""
-        if node.name in self._by_cat:
-            return self._parted(node, self._by_cat[node.name])
+    def add(self, node: Node) -> None:
+        """Add a node, or in its place the two parts and their cat, or a layer with permuted columns."""
         source = node.args[0] if node.op == _LINEAR else None
-        if isinstance(source, Ref) and source.name in self._by_cat:
-            return (self._permuted(node, self._nodes[source.name], self._by_cat[source.name]),)
-        return (node,)
+        if node.name in self._by_cat:
+            node = self._parted(node, self._by_cat[node.name])
+        elif isinstance(source, Ref) and source.name in self._by_cat:
+            node = self._permuted(node, source, self._by_cat[source.name])
+        self.draft.add(node)
 
     def _find(self, pick: Node) -> _Found | None:
         """Return the interaction that ends in `pick`, if all its readers are layers over one cat."""
@@ -94,8 +92,8 @@ class _InteractionSplit:
         if product is None or not isinstance(chosen, tuple) or len(chosen) != 2 or chosen[0] is not None:
             return None
         stack, transposed = self._made_by(product.args[0], _STACK), self._made_by(product.args[1], _TRANSPOSE)
-        which = chosen[1]
-        if stack is None or transposed is None or not isinstance(which, Ref) or which.name not in self.constants:
+        picked = self.draft.tensor(chosen[1].name) if isinstance(chosen[1], Ref) else None
+        if stack is None or transposed is None or picked is None:
             return None
         if transposed.args != (Ref(stack.name), 1, 2) or stack.args[1:] != (1,):
             return None
@@ -105,7 +103,7 @@ class _InteractionSplit:
         users = {place: own for place, part in enumerate(vectors) if (own := self._untiled(part)) is not None}
         found = _Found(
             pick=pick,
-            pairs=tuple(int(pair) for pair in self.constants[which.name].reshape(-1).tolist()),
+            pairs=tuple(int(pair) for pair in picked.reshape(-1).tolist()),
             stack=stack,
             parts=vectors,
             transposed=Ref(transposed.name),
@@ -126,107 +124,71 @@ class _InteractionSplit:
 
     def _is_layer_over(self, layer: Node, cat: Node) -> bool:
         weight = layer.args[1] if layer.op == _LINEAR else None
-        return layer.args[0] == Ref(cat.name) and isinstance(weight, Ref) and weight.name in self.constants
+        is_constant = isinstance(weight, Ref) and self.draft.tensor(weight.name) is not None
+        return layer.args[0] == Ref(cat.name) and is_constant
 
     def _made_by(self, value: Arg, op: str) -> Node | None:
-        node = self._nodes.get(value.name) if isinstance(value, Ref) else None
-        return node if node is not None and node.op == op else None
+        node = self._values[value.name] if isinstance(value, Ref) else None
+        return node if isinstance(node, Node) and node.op == op else None
 
     def _untiled(self, part: Ref) -> Ref | None:
         node = self._made_by(part, TILE)
         source = node.args[0] if node is not None and not node.kwargs.get("copy") else None
         return source if isinstance(source, Ref) else None
 
-    def _parted(self, cat: Node, found: _Found) -> tuple[Node, ...]:
-        """Return the user's dot products, tiled, and the candidate's, then the cat with both in place of the pairs."""
+    def _parted(self, cat: Node, found: _Found) -> Node:
+        """Add the user's dot products, tiled, and the candidate's; return the cat with both in place of the pairs."""
         users = sorted(found.users)
         items = [place for place in range(found.fields) if place not in found.users]
-        own, other = f"{found.pick.name}:user", f"{found.pick.name}:item"
-        made = self._dots(
-            own,
-            found,
-            "user",
-            vectors=[found.users[place] for place in users],
-            against=None,
-            pairs=_user_pairs(found, users),
-        )
-        user_dots = made[-1]
-        made += self._dots(
-            other,
-            found,
-            "item",
-            vectors=[found.parts[place] for place in items],
-            against=found.transposed,
-            pairs=_item_pairs(found, items),
-        )
-        last = made[-1]
-        tiled = replace(user_dots, name=f"{own}:tiled", op=TILE, args=(Ref(own), Ref(USER_OF)), rows="item")
-        old = cat.args[0]
-        assert isinstance(old, tuple)
+        own = self._dots(found, "user", [found.users[place] for place in users], None, _user_pairs(found, users))
+        vectors = [found.parts[place] for place in items]
+        other = self._dots(found, "item", vectors, found.transposed, _item_pairs(found, items))
+        tiled = replace(own, name=f"{own.name}:tiled", op=TILE, args=(Ref(own.name), Ref(USER_OF)), rows="item")
+        both = (self.draft.add(tiled), Ref(other.name))
         parts: list[Arg] = []
-        for part in old:
-            parts += [Ref(tiled.name), Ref(last.name)] if part == Ref(found.pick.name) else [part]
-        return (*made, tiled, replace(cat, args=(tuple(parts), *cat.args[1:])))
+        for part in cat.args[0]:  # type: ignore[union-attr]
+            parts += both if part == Ref(found.pick.name) else [part]
+        return replace(cat, args=(tuple(parts), *cat.args[1:]))
 
     def _dots(
-        self,
-        name: str,
-        found: _Found,
-        rows: Rows,
-        *,
-        vectors: Sequence[Ref],
-        against: Ref | None,
-        pairs: Sequence[int],
-    ) -> list[Node]:
-        """Return the dot products of `vectors` with `against` (None: with themselves), of which `pairs` are picked."""
-        count, width = len(vectors), found.stack.shape[2]
-        stack = replace(
-            found.stack, name=f"{name}:stack", args=(tuple(vectors), 1), shape=(ROWS, count, width), rows=rows
-        )
-        made = [stack]
-        if against is None:
-            turned = replace(
-                stack, name=f"{name}:turned", op=_TRANSPOSE, args=(Ref(stack.name), 1, 2), shape=(ROWS, width, count)
-            )
-            made.append(turned)
-            against = Ref(turned.name)
-        others = count if rows == "user" else found.fields
-        product = replace(
-            stack, name=f"{name}:bmm", op=_BMM, args=(Ref(stack.name), against), shape=(ROWS, count, others)
-        )
-        flat = replace(
-            product, name=f"{name}:flat", op=_FLATTEN, args=(Ref(product.name), 1), shape=(ROWS, count * others)
-        )
-        which = self._constant(f"{name}:pairs", torch.tensor(list(pairs), dtype=torch.int64))
-        picked = replace(flat, name=name, op=_INDEX, args=(Ref(flat.name), (None, which)), shape=(ROWS, len(pairs)))
-        return [*made, product, flat, picked]
+        self, found: _Found, rows: Rows, vectors: Sequence[Ref], against: Ref | None, pairs: Sequence[int]
+    ) -> Node:
+        """Add the dot products of `vectors` with `against` (None: with themselves), of which `pairs` are picked."""
+        name, count, width = f"{found.pick.name}:{rows}", len(vectors), found.stack.shape[2]
 
-    def _permuted(self, layer: Node, cat: Node, found: _Found) -> Node:
+        def add(part: str, op: str, args: tuple[Arg, ...], *shape: int) -> Ref:
+            return self.draft.add(
+                replace(found.stack, name=f"{name}{part}", op=op, args=args, shape=(ROWS, *shape), rows=rows)
+            )
+
+        stack = add(":stack", _STACK, (tuple(vectors), 1), count, width)
+        others = count if against is None else found.fields
+        against = against or add(":turned", _TRANSPOSE, (stack, 1, 2), width, count)
+        product = add(":bmm", _BMM, (stack, against), count, others)
+        flat = add(":flat", _FLATTEN, (product, 1), count * others)
+        which = self.draft.constant(f"{name}:pairs", torch.tensor(list(pairs), dtype=torch.int64))
+        picked = self.draft[add("", _INDEX, (flat, (None, which)), len(pairs)).name]
+        assert isinstance(picked, Node)
+        return picked
+
+    def _permuted(self, layer: Node, cat: Ref, found: _Found) -> Node:
         """Return the layer with the columns of user pairs before those of the others."""
-        weight, parts = layer.args[1], cat.args[0]
+        weight, parts = layer.args[1], self._values[cat.name].args[0]  # type: ignore[union-attr]
         assert isinstance(weight, Ref)
         assert isinstance(parts, tuple)
         start = 0
         for part in parts:
-            if part == Ref(found.pick.name):
+            assert isinstance(part, Ref)
+            if part.name == found.pick.name:
                 break
-            start += self._width(part)
+            start += self._values[part.name].shape[-1]
         order = sorted(range(len(found.pairs)), key=lambda place: not found.is_user(found.pairs[place]))
-        columns = torch.arange(cat.shape[1])
+        numbers = self.draft.tensor(weight.name)
+        assert numbers is not None
+        columns = torch.arange(numbers.shape[1])
         columns[start : start + len(order)] = start + torch.tensor(order)
-        moved = self._constant(f"{layer.name}:columns", self.constants[weight.name][:, columns].contiguous())
+        moved = self.draft.constant(f"{layer.name}:columns", numbers[:, columns].contiguous())
         return replace(layer, args=(layer.args[0], moved, *layer.args[2:]))
-
-    def _width(self, part: Arg) -> int:
-        assert isinstance(part, Ref)
-        node = self._nodes.get(part.name)
-        return node.shape[-1] if node is not None else self._inputs[part.name].shape[-1]
-
-    def _constant(self, name: str, value: torch.Tensor) -> Ref:
-        self.constants[name] = value
-        dtype = str(value.dtype).removeprefix("torch.")
-        self.ports.append(Port(name=name, shape=tuple(value.shape), dtype=dtype, rows="none"))
-        return Ref(name)
 
 
 def _user_pairs(found: _Found, users: Sequence[int]) -> list[int]:

@@ -193,20 +193,13 @@ def overload(op: str) -> Callable[..., Any]:
     name, _, part = op.partition(":")
     _, packet, which = name.split(".")
     found: Callable[..., Any] = getattr(getattr(torch.ops.aten, packet), which)
-    if op in _VIEWS:
-        return _with_schema_of(found, _VIEWS[op])
-    return _part_of(found, int(part)) if part else found
+    return _part_of(found, int(part)) if part else _VIEWS.get(op, found)
 
 
-@functools.cache
-def _with_schema_of(replaced: Callable[..., Any], how: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that computes `how` in place of an overload."""
-
-    def computed(*args: Any, **kwargs: Any) -> Any:
-        return how(*args, **kwargs)
-
-    computed._schema = replaced._schema  # type: ignore[attr-defined]
-    return computed
+def schema_of(op: str) -> Any:
+    """Return torch's schema of an overload, in the vocabulary or not."""
+    namespace, packet, which = op.partition(":")[0].split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), which)._schema
 
 
 @functools.cache
@@ -216,5 +209,4 @@ def _part_of(whole: Callable[..., Any], index: int) -> Callable[..., Any]:
     def part(*args: Any, **kwargs: Any) -> Any:
         return whole(*args, **kwargs)[index]
 
-    part._schema = whole._schema  # type: ignore[attr-defined]
     return part

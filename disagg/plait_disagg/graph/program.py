@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias
 
 LOOKUP = "plait.lookup"
@@ -97,6 +98,12 @@ class Program:
     constants: tuple[Port, ...]
     nodes: tuple[Node, ...]
     outputs: tuple[tuple[str, Ref], ...]
+
+    @cached_property
+    def values(self) -> Mapping[str, Port | Node]:
+        """Everything that a reference may name: inputs, constants and nodes, in this order."""
+        values: list[Port | Node] = [*self.inputs, *self.constants, *self.nodes]
+        return {value.name: value for value in values}
 
 
 def _collect(arguments: tuple[Arg, ...], found: dict[str, None]) -> None:

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from plait_disagg.graph.edit import reads
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import LOOKUP, USER_OF, Node, Program, Ref
+
+_KEEPS_IDS = frozenset(
+    {
+        "aten.to.dtype",
+        "aten._to_copy.default",
+        "aten.view.default",
+        "aten.reshape.default",
+        "aten.flatten.using_ints",
+        "aten.unsqueeze.default",
+        "aten.squeeze.dim",
+        "aten.contiguous.default",
+    }
+)
+"""Operators behind which ids are what they were; casts to float32 and back, for tables of at most `_EXACT_ROWS`."""
+
+_EXACT_ROWS = 1 << 24
 
 Draw = Callable[[int, int, torch.Generator], torch.Tensor]
 """Draws ids: (count, rows, generator) to (count,) int64 in 0..rows - 1."""
@@ -78,42 +94,58 @@ def id_bounds(
     Ids reach a table directly or through arithmetic; models that keep all fields in one table add where a field's
     rows begin (one of `constants`).
     """
-    walk = _Bounding({node.name: node for node in program.nodes}, reads(program), constants or {})
-    for node in program.nodes:
-        if node.op == LOOKUP:
-            for name in node.inputs[:1]:
-                walk.reach(name, table_rows[str(node.kwargs["table"])], torch.zeros(1))
-    return walk.bounds
+    bounds: dict[str, int] = {}
+    for source in id_sources(program, table_rows, constants or {}):
+        room = max(source.rows - max(int(source.added.max()), 0), 1)
+        bounds[source.input] = min(room, bounds.get(source.input, room))
+    return bounds
 
 
-@dataclass
-class _Bounding:
-    nodes: Mapping[str, Node]
-    made_by: Mapping[str, tuple[str, ...]]
-    constants: Mapping[str, torch.Tensor]
-    bounds: dict[str, int] = field(default_factory=dict)
+@dataclass(frozen=True, slots=True)
+class IdSource:
+    """An input that ids of a table with `rows` are made of; `added` to it on the way. `is_id`: nothing else is done."""
 
-    def reach(self, name: str, rows: int, added: torch.Tensor) -> None:
-        """Note that `name`, with `added` to it, indexes a table of `rows`."""
-        node = self.nodes.get(name)
-        if node is None:
-            room = max(rows - max(int(added.max()), 0), 1)
-            self.bounds[name] = min(room, self.bounds.get(name, room))
+    input: str
+    rows: int
+    added: torch.Tensor
+    is_id: bool
+
+
+def id_sources(
+    program: Program, table_rows: Mapping[str, int], constants: Mapping[str, torch.Tensor]
+) -> Iterator[IdSource]:
+    """Yield the sources of the ids of every lookup in tables of `table_rows`; an input may be there more than once."""
+    made_by = reads(program)
+
+    def walk(name: str, rows: int, added: torch.Tensor, is_id: bool) -> Iterator[IdSource]:
+        node = program.values[name]
+        if not isinstance(node, Node):
+            yield IdSource(name, rows, added, is_id)
+            return
+        parts, width = node.args[0] if node.op == "aten.cat.default" else None, node.shape[-1] if node.shape else 0
+        last = len(node.args) > 1 and node.args[1] in (-1, len(node.shape) - 1)
+        if isinstance(parts, tuple) and last and len(parts) == width and added.shape[-1] in (1, width):
+            for part, share in zip(parts, added.expand(*added.shape[:-1], width).unbind(-1), strict=True):
+                assert isinstance(part, Ref)
+                yield from walk(part.name, rows, share.reshape(-1), is_id)
             return
         if node.op == "aten.add.Tensor":
             for term in node.args[:2]:
-                plain = self.constants.get(term.name) if isinstance(term, Ref) else torch.tensor([term])
-                added = added + plain if plain is not None else added
-        parts = node.args[0] if node.op == "aten.cat.default" else None
-        width = node.shape[-1] if node.shape else 0
-        last = len(node.args) > 1 and node.args[1] in (-1, len(node.shape) - 1)
-        if isinstance(parts, tuple) and last and added.shape[-1] == width == len(parts):
-            for part, share in zip(parts, torch.unbind(added, -1), strict=True):
-                assert isinstance(part, Ref)
-                self.reach(part.name, rows, share)
-            return
-        for source in self.made_by.get(name, ()):
-            self.reach(source, rows, added if node.op == "aten.add.Tensor" else added.max().reshape(1))
+                plain = constants.get(term.name) if isinstance(term, Ref) else torch.tensor([term])
+                added = added if plain is None else added + plain
+            is_id &= node.dtype.startswith("int") and not node.kwargs and isinstance(node.args[1], Ref)
+            is_id &= node.inputs[-1] in constants
+        else:
+            exact = node.dtype == "int64" or (node.dtype in ("int32", "float32", "float64") and rows <= _EXACT_ROWS)
+            is_id &= node.op in _KEEPS_IDS and exact
+            added = added if is_id else added.max().reshape(1)
+        for source in made_by.get(name, ()):
+            yield from walk(source, rows, added, is_id and source == node.inputs[0])
+
+    for node in program.nodes:
+        rows = table_rows.get(str(node.kwargs["table"])) if node.op == LOOKUP else None
+        if rows is not None:
+            yield from walk(node.inputs[0], rows, torch.zeros(1, dtype=torch.int64), True)
 
 
 def collate(

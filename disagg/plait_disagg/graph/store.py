@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from plait_disagg.graph.errors import BadProgram
-from plait_disagg.graph.operators import SIZE, VOCABULARY, overload
+from plait_disagg.graph.operators import SIZE, VOCABULARY, schema_of
 from plait_disagg.graph.program import LOOKUP, ROWS, TILE, Arg, DType, Node, Port, Program, Ref, Rows
 from plait_disagg.tables.values import Mode
 
@@ -183,9 +183,9 @@ def _check_call(node: Node, known: Mapping[str, str]) -> None:
         if not plain or any(key != "copy" or type(value) is not bool for key, value in node.kwargs.items()):
             raise BadProgram(f"{node.name}: {TILE} takes a tensor and user_of, and copy=true or false")
         return None
-    schema = overload(node.op)._schema  # type: ignore[attr-defined]
-    places = [argument for argument in schema.arguments if not argument.kwarg_only]
-    named = {argument.name: argument for argument in schema.arguments if argument.kwarg_only}
+    schema = schema_of(node.op).arguments
+    places = [argument for argument in schema if not argument.kwarg_only]
+    named = {argument.name: argument for argument in schema if argument.kwarg_only}
     if len(node.args) > len(places) or not node.kwargs.keys() <= named.keys():
         raise BadProgram(f"{node.name}: {node.op} does not take these arguments")
     given = list(zip(places, node.args, strict=False)) + [(named[key], value) for key, value in node.kwargs.items()]

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from plait_disagg.graph.groups import ValueGroup, shortened
-from plait_disagg.graph.report import CrossingValues, CutReport, human_bytes, shape_text
+from plait_disagg.graph.report import CrossingValues, CutReport, ValueGroup, human_bytes, shape_text, shortened
 
 _BOX_WIDTH, _BOX_HEIGHT, _STEP, _TOP = 330, 46, 66, 118
 _CN_X, _HN_X, _WIDTH = 40, 690, 1080

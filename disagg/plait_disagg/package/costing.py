@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +38,10 @@ def cuttable(
     *,
     table_rows: Mapping[str, int],
     exact: bool,
-    refuses: Callable[[str], bool] = lambda _: True,
+    may_move: Mapping[str, int] | None = None,
 ) -> Cuttable:
-    """Make a captured program as cheap as possible before it is cut. `refuses`: whether ids outside a table are.
+    """Make a captured program as cheap as possible before it is cut. `may_move`: rows of the tables that an HN may
+    hold if they are small, which are those that reject an id outside; None: all.
 
     The user's values, dot products and share of linear layers are computed once per user; with `exact`, only as far
     as results stay bit-exact.
@@ -48,7 +49,7 @@ def cuttable(
     program, bounds = tile(captured, exact=exact), id_bounds(captured, table_rows, constants)
     if not exact:
         program, constants = factor_linears(*split_interactions(program, constants))
-    held = {table: rows for table, rows in table_rows.items() if refuses(table)}
+    held = table_rows if may_move is None else may_move
     return Cuttable(program=program, constants=constants, inputs=inputs, bounds=bounds, table_rows=held)
 
 

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, range_text, tensor_names
 from plait_disagg.package.errors import PackageError
-from plait_disagg.package.tensor_files import save_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,3 +184,11 @@ def first_bad(bad: torch.Tensor, offsets: torch.Tensor | None) -> tuple[int, int
     if offsets is None:
         return place, place // bad[0].numel()
     return place, int(torch.searchsorted(offsets, place, right=True)) - 1
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file with the mode that the umask gives a new file; the library makes it its owner's own."""
+    path.touch()
+    mode = stat.S_IMODE(path.stat().st_mode)
+    save_file(dict(tensors), path)
+    path.chmod(mode)

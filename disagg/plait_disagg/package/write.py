@@ -23,7 +23,7 @@ from plait_disagg.graph.verify import ReturnsNan, verify_halves
 from plait_disagg.package.bounds import check_items, reject_from
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
 from plait_disagg.package.errors import PackageError
-from plait_disagg.package.items import Items, write_items
+from plait_disagg.package.items import Items, save_tensors, write_items
 from plait_disagg.package.manifest import (
     CN,
     CONSTANTS,
@@ -40,7 +40,6 @@ from plait_disagg.package.manifest import (
 )
 from plait_disagg.package.memory import check_cn, check_hn
 from plait_disagg.package.samples import blamed, check_samples
-from plait_disagg.package.tensor_files import save_tensors
 from plait_disagg.tables.fused import FusedTables
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.reference import SeparateTables
@@ -107,18 +106,24 @@ def _write(
 ) -> Manifest:
     captured = capture(module, inputs)
     _check_numbers({**captured.tables, **captured.constants})
-    bounds = reject_from(captured, options.out_of_range)
+    policies, rows = options.out_of_range, {name: int(weight.shape[0]) for name, weight in captured.tables.items()}
+    rejecting = {
+        table: count
+        for table, count in rows.items()
+        if (policies if isinstance(policies, str) else policies.get(table, "error")) == "error"
+    }
+    bounds = reject_from(captured, rejecting)
     count = None if items is None else write_items(folder / ITEMS, folder / ITEM_NAMES, items, captured.inputs, bounds)
     if items is not None:
-        check_items(captured, options.out_of_range, items.features)
+        check_items(captured, rejecting, items.features)
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
         captured.program,
         captured.constants,
         captured.inputs,
-        table_rows=_rows(captured),
+        table_rows=rows,
         exact=not options.tile,
-        refuses=lambda table: _policy(options.out_of_range, table) == "error",
+        may_move=rejecting,
     )
     tables = FusedTables(open_tables(folder / TABLES))
     check_samples(module, ready, ids_per_bag=options.ids_per_bag)
@@ -198,14 +203,6 @@ def _as_stored(tables: FusedTables, name: str) -> torch.Tensor:
     (table,) = [table for table in tables.tables if table.name == name]
     every = LookupRequest(lookup=Lookup(name=name, table=name, mode="rows"), ids=torch.arange(table.rows))
     return tables.lookup([every])[0]
-
-
-def _policy(policies: OutOfRange | Mapping[str, OutOfRange], table: str) -> OutOfRange:
-    return policies if isinstance(policies, str) else policies.get(table, "error")
-
-
-def _rows(captured: Captured) -> dict[str, int]:
-    return {name: int(weight.shape[0]) for name, weight in captured.tables.items()}
 
 
 def _outputs(captured: Captured) -> dict[str, tuple[int, ...]]:

@@ -16,7 +16,7 @@ from plait_disagg.errors import BadInput, RankError, WorkerUnavailable
 from plait_disagg.tables.errors import ShardLost
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
-from plait_fabric import FabricError
+from plait_fabric import FrameTooLarge, PoolExhausted
 
 _log = logging.getLogger(__name__)
 
@@ -117,8 +117,8 @@ def as_rank_error(error: Exception) -> RankError:
         return BadInput(str(error), param=error.table)
     if isinstance(error, ShardLost):
         return WorkerUnavailable(f"part of the model's tables is away: {error}", retry_after_s=error.back_in_s)
-    if isinstance(error, FabricError):
+    if isinstance(error, FrameTooLarge | PoolExhausted):
         _log.error("a request does not fit the fabric: %s", error)
-        return RankError("the request is too large to be passed on to a worker")
+        return RankError(f"the request cannot be passed on to a worker: {error}")
     _log.error("a batch failed unexpectedly", exc_info=error)
     return RankError(f"internal error ({type(error).__name__}); the worker's log has the details")

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from plait_disagg.tables.formats import pool, take
 from plait_disagg.tables.ids import ids_in_range
-from plait_disagg.tables.pooling import pool, take
 from plait_disagg.tables.protocols import LookupBags, LookupRequest
 from plait_disagg.tables.storage import TableSet
 from plait_disagg.tables.values import Lookup, Mode, Table, TableGroup

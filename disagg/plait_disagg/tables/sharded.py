@@ -15,10 +15,9 @@ import torch
 from numpy.typing import NDArray
 
 from plait_disagg.tables.errors import ShardRefused
-from plait_disagg.tables.formats import LAYOUTS, decode_rows
+from plait_disagg.tables.formats import LAYOUTS, decode_rows, pool
 from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.plan import ShardPlan, TablePiece
-from plait_disagg.tables.pooling import pool
 from plait_disagg.tables.protocols import LookupRequest, PendingLookup, ShardTables
 from plait_disagg.tables.values import Lookup, Mode, RowFormat, Table
 

@@ -102,9 +102,7 @@ def _of_package(package: Package, question: CutQuestion) -> Cut:
         manifest.inputs,
         table_rows={table.name: table.rows for table in package.stored.tables},
         exact=not manifest.cut.tiled,
-        refuses=lambda name: any(
-            table.name == name and table.out_of_range == "error" for table in package.stored.tables
-        ),
+        may_move={table.name: table.rows for table in package.stored.tables if table.out_of_range == "error"},
     )
     if question.cutter is None:
         program = offered(ready, candidates=manifest.cut.candidates, ids_per_bag=question.ids_per_bag)

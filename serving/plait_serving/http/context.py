@@ -63,7 +63,7 @@ class HttpSettings:
     ping_interval_s: float = 15.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True, eq=False)
 class RouteContext:
     """The services, the settings and the few impure things that routes use, so that tests can fix them.
 
@@ -89,11 +89,11 @@ class RouteContext:
 
     def __post_init__(self) -> None:
         threads = self.settings.codec_threads
-        object.__setattr__(self, "decoders", TurnThreads(max(1, threads // 2), "plait-decode"))
-        object.__setattr__(self, "workers", TurnThreads(threads, "plait-work"))
+        self.decoders = TurnThreads(max(1, threads // 2), "plait-decode")
+        self.workers = TurnThreads(threads, "plait-work")
         kept = self.settings.results
-        object.__setattr__(self, "results", None if kept is None else ResultStore(kept, now_s=self.now_s))
-        object.__setattr__(self, "refusals", RecentRefusals(self.monotonic_s))
+        self.results = None if kept is None else ResultStore(kept, now_s=self.now_s)
+        self.refusals = RecentRefusals(self.monotonic_s)
 
     def limits_of(self, tenant: str) -> TenantLimits:
         """Return what a tenant may ask for."""

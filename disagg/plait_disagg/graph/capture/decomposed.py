@@ -15,13 +15,13 @@ from torch._decomp import get_decompositions
 from torch.export import ExportedProgram
 from torch.export.exported_program import default_decompositions
 
-from plait_disagg.graph.capture.embeddings import is_lookup
-from plait_disagg.graph.capture.lower import (
+from plait_disagg.graph.capture.calls import (
     ATEN_LONGEST,
     changes_what_is_seen,
     functional_base,
     has_lowered_parts,
     is_explained,
+    is_lookup,
 )
 from plait_disagg.graph.capture.rows_first import MAKERS
 from plait_disagg.graph.operators import VOCABULARY
@@ -31,16 +31,16 @@ _RECURRENT = frozenset({"aten.gru.input", "aten.lstm.input", "aten.rnn_tanh.inpu
 
 
 def decomposed(program: ExportedProgram) -> ExportedProgram:
-    """Return the trace with unknown operators taken apart as far as they can be, recurrent layers unrolled, and
-    without changes in place that another reader could see. What torch itself cannot take apart stays as it is."""
+    """Take a trace apart as far as a program asks for.
+
+    In: a trace. Out: one with unknown operators as what they are made of, recurrent layers unrolled, and without
+    changes in place that another reader could see; what torch has no parts for stays, to be refused by its name.
+    """
     nodes = [node for node in program.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
     if not any(_has_parts(node.target) or changes_what_is_seen(node) for node in nodes):
         return program
-    try:
-        with torch.no_grad():
-            made: ExportedProgram = program.run_decompositions(dict(_table()))
-    except Exception:  # whatever torch says; the operator will be refused by its name
-        return program
+    with torch.no_grad():
+        made: ExportedProgram = program.run_decompositions(dict(_table()))
     return made
 
 

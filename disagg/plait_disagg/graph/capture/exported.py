@@ -1,23 +1,27 @@
-"""The one place that calls `torch.export` and reads its trace."""
+"""The one place that calls `torch.export` and reads its trace, in which every operator knows its line in the model."""
 
 from __future__ import annotations
 
 import inspect
+import linecache
+import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any, cast
 
 import torch
 from torch import fx, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import InputKind
-from torch.fx.proxy import TracerBase
+from torch.fx.traceback import preserve_node_meta, set_stack_trace
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from plait_disagg.graph.capture.decomposed import decomposed
-from plait_disagg.graph.capture.source_lines import TORCH, source_line
-from plait_disagg.graph.capture.traced import RowsLayout
+from plait_disagg.graph.capture.draft import RowsLayout
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, tensor_names
 from plait_disagg.graph.program import ROWS
@@ -26,22 +30,31 @@ _ROWS = 41
 """The number of rows of the traced example. The trace keeps sizes symbolic; a prime that is no model's width makes
 it obvious if one was fixed."""
 
+_TORCH = str(Path(torch.__file__).parent)
+_BATCH_FIRST = "give it batch_first=True: its rows are taken for tokens"
+_INSTEAD = dict.fromkeys(("MultiheadAttention", "TransformerEncoderLayer", "GRU", "LSTM", "RNN"), _BATCH_FIRST)
+"""What to write in place of a layer of torch that cannot be served."""
+
 
 def export(module: nn.Module, inputs: Sequence[Input]) -> Exported:
-    """Trace `module`. Raises `UnsupportedOperator` if it cannot be traced or fixes its number of rows."""
+    """Trace `module`.
+
+    In: a module, and the inputs that it declares. Out: the operators of its `forward`, in which sizes are numbers or
+    symbols, as far as possible those that a program holds (`decomposed`).
+    Raises `UnsupportedOperator` if it cannot be traced or fixes its number of rows.
+    """
     tensors = example_tensors(inputs, rows=_ROWS)
     _check_signature(module, inputs)
     shapes = {name: {0: Dim.AUTO} for name in tensors}
     try:
-        with torch.no_grad(), _no_fast_path(), _all_frames():
-            program = torch.export.export(_ByName(module), (dict(tensors),), dynamic_shapes=(shapes,), strict=False)
+        with torch.no_grad(), _no_fast_path():
+            traced = torch.export.export(_ByName(module), (dict(tensors),), dynamic_shapes=(shapes,), strict=False)
+        program = decomposed(traced)
     except Exception as error:  # whatever the tracer or the module itself says
         raise UnsupportedOperator(
             "torch.export", f"cannot trace {type(module).__name__}.forward: {_said(error)}", _raised_at(error)
         ) from error
-    exported = Exported(decomposed(program), tensors)
-    exported.check_rows(inputs)
-    return exported
+    return Exported(program, inputs, tensors)
 
 
 @contextmanager
@@ -55,25 +68,35 @@ def _no_fast_path() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-@contextmanager
-def _all_frames() -> Iterator[None]:
-    """Let every operator of the trace know its own line: torch keeps only frames of functions called `forward`."""
-    before = TracerBase._filter_traceback_frames
-    TracerBase._filter_traceback_frames = _authors_frames  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        TracerBase._filter_traceback_frames = before  # type: ignore[method-assign]
+class _AuthorsLines(TorchFunctionMode):
+    """Lets every operator of the trace know its line in the model: torch keeps only frames of functions `forward`."""
+
+    def __torch_function__(self, func: Callable[..., Any], _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code.co_filename.startswith((_TORCH, "<")):
+            frame = frame.f_back
+        is_own = frame is None or frame.f_code.co_filename == __file__
+        set_stack_trace([] if frame is None or is_own else [_line_of(frame)])
+        return func(*args, **(kwargs or {}))
 
 
-def _authors_frames(_: TracerBase, frames: traceback.StackSummary) -> traceback.StackSummary:
-    """Return the frames from the call of the module on, without those of torch."""
-    start = next(
-        (place for place, frame in enumerate(frames) if frame.filename == __file__ and frame.name == "forward"), 0
-    )
-    return traceback.StackSummary.from_list(
-        [frame for frame in frames[start + 1 :] if not frame.filename.startswith((TORCH, "<"))]
-    )
+def _line_of(frame: FrameType) -> str:
+    path, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{path}:{number}: {linecache.getline(path, number).strip()}"
+
+
+def source_line(node: fx.Node) -> str:
+    """Return `file:line: code` of the model's author, or an empty string if the trace does not know it."""
+    return node.stack_trace or ""
+
+
+def module_hint(node: fx.Node) -> str:
+    """Return what to use instead of a torch layer that cannot be served, if the operator is inside one."""
+    for _, kind in reversed((node.meta.get("nn_module_stack") or {}).values()):
+        name = str(kind if isinstance(kind, str) else kind.__name__).rpartition(".")[2]
+        if name in _INSTEAD:
+            return f" (inside nn.{name}: {_INSTEAD[name]})"
+    return ""
 
 
 class _ByName(nn.Module):
@@ -84,38 +107,32 @@ class _ByName(nn.Module):
         self.module = module
 
     def forward(self, tensors: dict[str, torch.Tensor]) -> Any:
-        return self.module(**tensors)
+        with preserve_node_meta(), _AuthorsLines():
+            return self.module(**tensors)
 
 
 class Exported:
     """A trace. Sizes in it are numbers or symbols; which symbols count rows is derived from the inputs."""
 
-    def __init__(self, program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, program: ExportedProgram, inputs: Sequence[Input], tensors: Mapping[str, torch.Tensor]) -> None:
+        """Read a trace that was made with `tensors`. Raises `UnsupportedOperator` if it holds for one number of rows
+        only."""
         self._program = program
         self._specs = {spec.arg.name: spec for spec in program.graph_signature.input_specs}
-        self._tensors = tensors
         names = program.graph_signature.user_inputs
         self._inputs = dict(zip(names, _names_in_order(program, tensors), strict=True))
-        self._fronts: dict[str, Any] = {}
+        fronts: dict[str, Any] = {}
         for node in program.graph.find_nodes(op="placeholder"):
             if node.name in self._inputs:
-                self._fronts[self._inputs[node.name]] = node.meta["val"].shape[0]
-        self._row_counts: set[str] = set()
-        self._row_symbols: list[torch.SymInt] = []
-        self._counts: set[str] = set()
-
-    def check_rows(self, inputs: Sequence[Input]) -> None:
-        """Find out which symbols count what. Raises `UnsupportedOperator` if the trace holds for one number of rows
-        only."""
-        for name, front in self._fronts.items():
-            if not isinstance(front, torch.SymInt):
-                raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
-        for item in inputs:
-            if isinstance(item, Bag):
-                self._counts |= {str(self._fronts[name]) for name in tensor_names((item,))}
-                self._row_symbols.append(self._fronts[item.name + OFFSETS] - 1)
-            else:
-                self._row_symbols.append(self._fronts[item.name])
+                name, front = self._inputs[node.name], node.meta["val"].shape[0]
+                if not isinstance(front, torch.SymInt):
+                    raise UnsupportedOperator("forward", f"it works only with {front} in the first dimension of {name}")
+                fronts[name] = front
+        bags = [item for item in inputs if isinstance(item, Bag)]
+        self._counts = {str(fronts[name]) for name in tensor_names(bags)}
+        self._row_symbols: list[torch.SymInt] = [
+            fronts[item.name + OFFSETS] - 1 if isinstance(item, Bag) else fronts[item.name] for item in inputs
+        ]
         self._row_counts = {str(symbol) for symbol in self._row_symbols}
 
     def live_nodes(self) -> Iterator[fx.Node]:
@@ -135,12 +152,13 @@ class Exported:
     def constant(self, node: fx.Node) -> tuple[str, torch.Tensor] | None:
         """Return the name and tensor of a parameter, buffer or constant, or None for an input."""
         spec = self._specs[node.name]
-        if spec.kind == InputKind.USER_INPUT or spec.target is None:
+        if spec.kind == InputKind.USER_INPUT:
             return None
-        found = self._program.state_dict.get(spec.target, self._program.constants.get(spec.target))
+        name = spec.target or ""  # empty for what orders checks that a decomposition adds
+        found = self._program.state_dict.get(name, self._program.constants.get(name))
         if not isinstance(found, torch.Tensor):
             raise UnsupportedOperator(node.name, f"{spec.kind} is not a tensor")
-        return spec.target.removeprefix("module."), found.detach()
+        return name.removeprefix("module."), found.detach()
 
     def input_name(self, node: fx.Node) -> str:
         """Return the input's name in the declaration."""
@@ -153,7 +171,7 @@ class Exported:
         made = self._program.graph.output_node().args[0]
         assert isinstance(made, tuple | list)
         assert spec is not None
-        tree = _pytree.tree_unflatten(list(made), spec)
+        tree = _pytree.tree_unflatten(list(made)[-spec.num_leaves :], spec)  # before them, what orders checks
         if isinstance(tree, fx.Node):
             return [("score", tree)]
         if isinstance(tree, Mapping):
@@ -170,14 +188,12 @@ class Exported:
         """Return whether a symbolic number is the number of rows."""
         return str(number) in self._row_counts
 
-    def layout(self, node: fx.Node, op: str, where: str) -> tuple[RowsLayout, int] | None:
+    def layout(self, node: fx.Node, op: str) -> tuple[RowsLayout, int] | None:
         """Return the traced shape of a node's result and how many numbers its dimension of rows has for each row.
 
         None if no dimension or more than one varies with the number of rows alone.
         """
-        made = node.meta.get("val")
-        if not isinstance(made, torch.Tensor):
-            raise UnsupportedOperator(op, "it makes something else than one tensor", where)
+        made = _tensor_of(node, op)
         varying = [dim for dim, size in enumerate(made.shape) if isinstance(size, torch.SymInt)]
         factor = self._rows_in(cast(torch.SymInt, made.shape[varying[0]])) if len(varying) == 1 else None
         if factor is None:
@@ -193,24 +209,26 @@ class Exported:
                 return int(ratio)
         return None
 
-    def shape(self, node: fx.Node, op: str, where: str) -> tuple[int, ...]:
+    def shape(self, node: fx.Node, op: str) -> tuple[int, ...]:
         """Return the shape of a node's result, with `ROWS` where it counts rows or a bag's ids or offsets."""
-        made = node.meta.get("val")
-        if not isinstance(made, torch.Tensor):
-            raise UnsupportedOperator(op, "it makes something else than one tensor", where)
-        return tuple(self._size(size, op, where) for size in made.shape)
+        return tuple(self._size(size, op) for size in _tensor_of(node, op).shape)
 
-    def _size(self, size: Any, op: str, where: str) -> int:
+    def _size(self, size: Any, op: str) -> int:
         if not isinstance(size, torch.SymInt):
             return int(size)
         if str(size) in self._row_counts or str(size) in self._counts:
             return ROWS
         if len(self._counts & {str(symbol) for symbol in size.node.expr.free_symbols}) > 1:
             how = "look each up by itself (a KeyedJaggedTensor takes its parts by key, in jt_dict)"
-            raise UnsupportedOperator(op, f"it joins bags, whose sizes are the request's: {how}", where)
-        raise UnsupportedOperator(
-            op, f"its result has a size {size}: rows must stay the first dimension by themselves", where
-        )
+            raise UnsupportedOperator(op, f"it joins bags, whose sizes are the request's: {how}")
+        raise UnsupportedOperator(op, f"its result has a size {size}: rows must stay the first dimension by themselves")
+
+
+def _tensor_of(node: fx.Node, op: str) -> torch.Tensor:
+    made = node.meta.get("val")
+    if not isinstance(made, torch.Tensor):
+        raise UnsupportedOperator(op, "it makes something else than one tensor")
+    return made
 
 
 def example_tensors(inputs: Sequence[Input], *, rows: int) -> dict[str, torch.Tensor]:
@@ -294,7 +312,7 @@ def _raised_at(error: BaseException) -> str:
     frame, found = error.__traceback__, ""
     while frame is not None:
         name = frame.tb_frame.f_code.co_filename
-        if not name.startswith(TORCH) and name != __file__ and not name.startswith("<"):
+        if not name.startswith(_TORCH) and name != __file__ and not name.startswith("<"):
             found = f"{name}:{frame.tb_lineno}"
         frame = frame.tb_next
     return found

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from plait_disagg.graph.capture.appender import Appender
-from plait_disagg.graph.capture.traced import RowsLayout, Traced, leaves
-from plait_disagg.graph.operators import VOCABULARY
+from plait_disagg.graph.capture.calls import Call
+from plait_disagg.graph.capture.draft import Appender, RowsLayout, Traced, leaves
+from plait_disagg.graph.operators import VOCABULARY, schema_of
 from plait_disagg.graph.program import ROWS
 from plait_disagg.graph.rows import MixesRows, RowCount, attention, joined, linear, normalised, pointwise
 
@@ -32,16 +32,12 @@ MAKERS: Mapping[str, float | None] = {
 """Operators whose result has the same number everywhere; None: the argument `fill_value`."""
 
 _RESHAPE, _PERMUTE, _MATMUL = "aten.reshape.default", "aten.permute.default", "aten.matmul.default"
-_PERMUTED = frozenset({"self", "dims"})
 
 
 @dataclass(frozen=True, slots=True)
-class MovedCall:
+class MovedCall(Call):
     """A traced call. `out`: its shape and where its rows are; `factor`: how many numbers are there for each row."""
 
-    op: str
-    arguments: Mapping[str, Any]
-    given: frozenset[str]
     out: RowsLayout
     factor: int
     dtype: str
@@ -54,7 +50,11 @@ class Mover:
     emit: Appender
 
     def lower(self, call: MovedCall) -> Traced:
-        """Add calls that compute the operator. Raises `MixesRows` if there is no rewrite."""
+        """Rewrite one call.
+
+        In: a call on `Traced`, and where the trace has the rows of its result. Out: calls with the rows in front, added
+        to the program, and their result. Raises `MixesRows` if there is no rewrite.
+        """
         handler = self._handler(call.op)
         if handler is None:
             raise MixesRows("the rows are not its first dimension, and it has no form in which they are")
@@ -96,18 +96,15 @@ class Mover:
             return self._cat
         if operator.rule is pointwise or op in ("aten.sub.Tensor", "aten.dropout.default"):
             return self._pointwise
-        return self._along if any(name in _DIMS for name in _schema_names(op)) else None
+        return self._along if any(one.name in _DIMS for one in schema_of(op).arguments) else None
 
     def _make(self, call: MovedCall) -> Traced:
         fill = MAKERS[call.op]
         layout = replace(call.out, before=1, after=call.factor)
+        fill = call.given.get("fill_value") if fill is None else fill
         sizes = (RowCount(), *layout.stored[1:])
-        made: dict[str, Any] = {
-            "size": sizes,
-            "fill_value": call.arguments.get("fill_value") if fill is None else fill,
-            "dtype": getattr(torch, call.dtype),
-        }
-        return self.emit.append("aten.full.default", made, frozenset(made), layout, call.dtype)
+        made = {"size": sizes, "fill_value": fill, "dtype": getattr(torch, call.dtype)}
+        return self.emit.add("aten.full.default", layout, call.dtype, **made)
 
     def _permute(self, call: MovedCall) -> Traced:
         source: Traced = call.arguments["self"]
@@ -121,7 +118,7 @@ class Mover:
         made = RowsLayout(call.out.sizes, order.index(layout.at), layout.before, layout.after)
         if dims == tuple(range(len(dims))):
             return replace(source, layout=made)
-        return self.emit.append(_PERMUTE, {"self": source, "dims": dims}, _PERMUTED, made, source.dtype)
+        return self.emit.add(_PERMUTE, made, source.dtype, self=source, dims=dims)
 
     def _reshape(self, call: MovedCall) -> Traced:
         source: Traced = call.arguments["self"]
@@ -131,8 +128,7 @@ class Mover:
         """Return the source's numbers, in their order, in another layout."""
         if layout.stored == source.layout.stored:
             return replace(source, layout=layout)
-        made = {"self": source, "shape": layout.stored}
-        return self.emit.append(_RESHAPE, made, frozenset(made), layout, source.dtype)
+        return self.emit.add(_RESHAPE, layout, source.dtype, self=source, shape=layout.stored)
 
     def _aligned(self, value: Any, layout: RowsLayout, *, keep: int = 0) -> Any:
         """Return an operand with as many dimensions as `layout`, and its rows where that has them.
@@ -157,20 +153,17 @@ class Mover:
 
     def _like(self, call: MovedCall) -> RowsLayout:
         """Return the layout of the result of an operator that leaves rows where they are."""
-        first = next(value for value in leaves(call.arguments) if isinstance(value, Traced))
-        for value in leaves(call.arguments):
-            if isinstance(value, Traced) and value.layout.ndim > first.layout.ndim:
-                first = value
-        return replace(call.out, before=first.layout.before, after=first.layout.after)
+        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        widest = max(layouts, key=lambda layout: layout.ndim)
+        return replace(call.out, before=widest.before, after=widest.after)
 
     def _pointwise(self, call: MovedCall) -> Traced:
         layout = self._like(call)
-        made = {name: self._aligned(value, layout) for name, value in call.arguments.items()}
-        return self.emit.append(call.op, made, call.given, layout, call.dtype)
+        made = {name: self._aligned(value, layout) for name, value in call.given.items()}
+        return self.emit.add(call.op, layout, call.dtype, **made)
 
     def _expand(self, call: MovedCall) -> Traced:
-        source = call.arguments["self"]
-        layout = call.out
+        source, layout = call.given["self"], call.out
         if isinstance(source, Traced):
             layout = replace(layout, before=source.layout.before, after=source.layout.after)
         elif call.factor != 1:
@@ -178,48 +171,38 @@ class Mover:
         source = self._aligned(source, layout)
         if isinstance(source, torch.Tensor) and source.dim() < len(layout.stored):
             source = self.emit.constant(source.reshape((1,) * (len(layout.stored) - source.dim()) + source.shape))
-        made = {
-            "self": source,
-            "size": layout.stored if isinstance(source, Traced) else (RowCount(), *layout.stored[1:]),
-        }
-        return self.emit.append("aten.expand.default", made, frozenset(made), layout, call.dtype)
+        size = layout.stored if isinstance(source, Traced) else (RowCount(), *layout.stored[1:])
+        return self.emit.add("aten.expand.default", layout, call.dtype, self=source, size=size)
 
     def _along(self, call: MovedCall) -> Traced:
         """Rewrite an operator along dimensions other than the rows."""
-        operands = [value for value in leaves(call.arguments) if isinstance(value, Traced)]
-        layout = operands[0].layout
-        if any(
-            (one.layout.ndim, one.layout.at, one.layout.inner) != (layout.ndim, layout.at, layout.inner)
-            for one in operands
-        ):
+        layouts = [value.layout for value in leaves(call.given.values()) if isinstance(value, Traced)]
+        layout = layouts[0]
+        if any((one.ndim, one.at, one.inner) != (layout.ndim, layout.at, layout.inner) for one in layouts):
             raise MixesRows("its operands have their rows in different places")
-        made = dict(call.arguments)
-        removed = layout.ndim - call.out.ndim
-        for name in _DIMS:
-            if name not in made:
+        placed = {}
+        for name, dims in call.arguments.items():
+            if name not in _DIMS:
                 continue
-            dims = made[name]
             if dims is None or dims == ():
                 raise MixesRows(f"it names no {name}, so it works over all rows at once")
             several = isinstance(dims, tuple | list)
-            made[name] = tuple(layout.place(dim) for dim in dims) if several else layout.place(dims)
-        made_of = RowsLayout(call.out.sizes, call.out.at, layout.before, layout.after)
-        if removed < 0:
+            placed[name] = tuple(layout.place(dim) for dim in dims) if several else layout.place(dims)
+        if layout.ndim < call.out.ndim:
             raise MixesRows("it adds a dimension")
-        return self.emit.append(call.op, made, call.given | (made.keys() & _DIMS), made_of, call.dtype)
+        made = replace(call.out, before=layout.before, after=layout.after)
+        return self.emit.add(call.op, made, call.dtype, **{**call.given, **placed})
 
     def _cat(self, call: MovedCall) -> Traced:
         layout = self._like(call)
-        parts = tuple(self._aligned(part, layout) for part in call.arguments["tensors"])
-        made = {"tensors": parts, "dim": layout.place(call.arguments["dim"])}
-        return self.emit.append(call.op, made, frozenset(made), layout, call.dtype)
+        parts = tuple(self._aligned(part, layout) for part in call.given["tensors"])
+        return self.emit.add(call.op, layout, call.dtype, tensors=parts, dim=layout.place(call.arguments["dim"]))
 
     def _stack(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         dim = call.arguments["dim"] % layout.ndim
-        parts = tuple(self._widened(part, layout, dim) for part in call.arguments["tensors"])
-        made = {"tensors": parts, "dim": layout.place(dim)}
-        return self.emit.append("aten.cat.default", made, frozenset(made), layout, call.dtype)
+        parts = tuple(self._widened(part, layout, dim) for part in call.given["tensors"])
+        return self.emit.add("aten.cat.default", layout, call.dtype, tensors=parts, dim=layout.place(dim))
 
     def _widened(self, part: Any, layout: RowsLayout, dim: int) -> Traced:
         if not isinstance(part, Traced):
@@ -229,42 +212,41 @@ class Mover:
 
     def _last_dims(self, call: MovedCall) -> Traced:
         """Rewrite an operator over the last dimensions, such as linear and layer_norm."""
-        source: Traced = call.arguments["input"]
-        layout = RowsLayout(call.out.sizes, source.layout.at, source.layout.before, source.layout.after)
-        used = len(call.arguments.get("normalized_shape", (0,)))
+        source: Traced = call.given["input"]
+        used = len(call.given.get("normalized_shape", (0,)))
         if source.layout.at >= source.layout.ndim - used:
             raise MixesRows("it sums over the rows")
-        return self.emit.append(call.op, call.arguments, call.given, layout, call.dtype)
+        return self.emit.add(call.op, replace(source.layout, sizes=call.out.sizes), call.dtype, **call.given)
 
     def _by_channel(self, call: MovedCall) -> Traced:
         """Rewrite batch_norm and prelu: their channels are dimension 1 of the trace, and must be the program's."""
-        name = "input" if "input" in call.arguments else "self"
-        source: Traced = call.arguments[name]
+        name = "input" if "input" in call.given else "self"
+        source: Traced = call.given[name]
         layout = replace(source.layout, sizes=call.out.sizes)
         channels, ndim = layout.place(1), len(layout.stored)
         order = (0, channels, *(dim for dim in range(1, ndim) if dim != channels))
         back = tuple(order.index(dim) for dim in range(ndim))
         moved = RowsLayout(tuple(layout.stored[dim] for dim in order))
-        front = self.emit.append(_PERMUTE, {"self": source, "dims": order}, _PERMUTED, moved, source.dtype)
-        made = self.emit.append(call.op, {**call.arguments, name: front}, call.given, moved, call.dtype)
-        return self.emit.append(_PERMUTE, {"self": made, "dims": back}, _PERMUTED, layout, call.dtype)
+        front = self.emit.add(_PERMUTE, moved, source.dtype, self=source, dims=order)
+        made = self.emit.add(call.op, moved, call.dtype, **{**call.given, name: front})
+        return self.emit.add(_PERMUTE, layout, call.dtype, self=made, dims=back)
 
     def _attention(self, call: MovedCall) -> Traced:
         layout = self._like(call)
         if layout.at > layout.ndim - 3:
             raise MixesRows("its rows would attend to each other: give it (rows, tokens, features)")
-        made = {name: self._aligned(value, layout, keep=2) for name, value in call.arguments.items()}
-        return self.emit.append(call.op, made, call.given, layout, call.dtype)
+        made = {name: self._aligned(value, layout, keep=2) for name, value in call.given.items()}
+        return self.emit.add(call.op, layout, call.dtype, **made)
 
     def _matmul(self, call: MovedCall) -> Traced:
-        right = call.arguments.get("mat2", call.arguments.get("other"))
-        return self._product(call.arguments["self"], right, call.out, call.factor, call.dtype)
+        right = call.given.get("mat2", call.given.get("other"))
+        return self._product(call.given["self"], right, call)
 
-    def _product(self, left: Any, right: Any, out: RowsLayout, factor: int, dtype: str) -> Traced:
-        """Return a matrix product whose result has the traced shape and rows of `out`."""
-        wide = next(value for value in (left, right) if isinstance(value, Traced)).layout
+    def _product(self, left: Any, right: Any, call: MovedCall) -> Traced:
+        """Return the matrix product of a call."""
+        wide, out = next(value for value in (left, right) if isinstance(value, Traced)).layout, call.out
         layout = replace(out, before=wide.before, after=wide.after)
-        if wide.before * wide.after != factor:
+        if wide.before * wide.after != call.factor:
             raise MixesRows("it multiplies rows with rows")
         if out.at <= out.ndim - 3:
             left, right = self._aligned(left, layout, keep=2), self._aligned(right, layout, keep=2)
@@ -272,8 +254,7 @@ class Mover:
             left, right, layout = self._row_by_row(left, right, layout)
         else:
             raise MixesRows("it multiplies all rows with all rows, or sums over them")
-        made = {"self": left, "other": right}
-        product = self.emit.append(_MATMUL, made, frozenset(made), layout, dtype)
+        product = self.emit.add(_MATMUL, layout, call.dtype, self=left, other=right)
         return self._shaped(product, replace(out, before=wide.before, after=wide.after))
 
     def _row_by_row(
@@ -289,20 +270,20 @@ class Mover:
         return self._shaped(left, spread), right, made
 
     def _baddbmm(self, call: MovedCall) -> Traced:
-        given = call.arguments
-        if (given["beta"], given["alpha"]) != (1, 1):
-            raise MixesRows("it scales its operands")
-        product = self._product(given["batch1"], given["batch2"], call.out, call.factor, call.dtype)
-        made = {"self": self._aligned(given["self"], product.layout), "other": product, "alpha": 1}
-        return self.emit.append("aten.add.Tensor", made, frozenset({"self", "other"}), product.layout, call.dtype)
+        return self._added(call, "batch1", "batch2")
 
     def _addmm(self, call: MovedCall) -> Traced:
+        return self._added(call, "mat1", "mat2")
+
+    def _added(self, call: MovedCall, left: str, right: str) -> Traced:
+        """Return a matrix product with an operand added to it."""
         given = call.arguments
         if (given["beta"], given["alpha"]) != (1, 1):
             raise MixesRows("it scales its operands")
-        product = self._product(given["mat1"], given["mat2"], call.out, call.factor, call.dtype)
-        made = {"self": product, "other": self._aligned(given["self"], product.layout), "alpha": 1}
-        return self.emit.append("aten.add.Tensor", made, frozenset({"self", "other"}), product.layout, call.dtype)
+        product = self._product(given[left], given[right], call)
+        other = self._aligned(given["self"], product.layout)
+        both = (other, product) if call.op == "aten.baddbmm.default" else (product, other)
+        return self.emit.add("aten.add.Tensor", product.layout, call.dtype, self=both[0], other=both[1])
 
     def _einsum(self, call: MovedCall) -> Traced:
         left, arrow, out = call.arguments["equation"].replace(" ", "").partition("->")
@@ -320,12 +301,9 @@ class Mover:
             words[index] = letter + word.replace(letter, "")
         if letter not in out:
             raise MixesRows("it sums over the rows")
-        made = {
-            "equation": f"{','.join(words)}->{letter}{out.replace(letter, '')}",
-            "tensors": tuple(operands),
-        }
+        equation = f"{','.join(words)}->{letter}{out.replace(letter, '')}"
         layout = replace(call.out, at=out.index(letter))
-        return self.emit.append("aten.einsum.default", made, frozenset(made), layout, call.dtype)
+        return self.emit.add("aten.einsum.default", layout, call.dtype, equation=equation, tensors=tuple(operands))
 
     def _tensordot(self, call: MovedCall) -> Traced:
         left, right = call.arguments["self"], call.arguments["other"]
@@ -335,7 +313,7 @@ class Mover:
             words[1] = words[1].replace(words[1][other], words[0][one])
         out = "".join(letter for letter in words[0] + words[1] if (letter in words[0]) != (letter in words[1]))
         made = {"equation": f"{words[0]},{words[1]}->{out}", "tensors": (left, right)}
-        return self._einsum(replace(call, op="aten.einsum.default", arguments=made))
+        return self._einsum(replace(call, op="aten.einsum.default", given=made))
 
 
 _DIMS = frozenset({"dim", "dims"})
@@ -352,12 +330,6 @@ _RESHAPES = frozenset(
         "aten.squeeze.dims",
     }
 )
-
-
-def _schema_names(op: str) -> list[str]:
-    _, name, which = op.partition(":")[0].split(".")
-    schema = getattr(getattr(torch.ops.aten, name), which)._schema
-    return [argument.name for argument in schema.arguments]
 
 
 def _order(call: MovedCall, ndim: int) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from plait_serving.deployments.fabric_endpoints import declare_thread_cap
-from plait_serving.deployments.images.engine_source import ACCEPTED, EngineSource
+from plait_serving.deployments.images.engine_source import Accepted, EngineSource
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
@@ -40,13 +40,13 @@ class EngineReplica:
         self._hosted = source.open(controlnets)
         self._start_s = seconds_to_start()
 
-    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
-        """Yield `ACCEPTED` and the request's events, `Finished` or `Failed` last. Cancelling the call cancels the
+    async def generate(self, request: ImageRequest) -> AsyncGenerator[Event | Accepted, None]:
+        """Yield `Accepted` and the request's events, `Finished` or `Failed` last. Cancelling the call cancels the
         request."""
         if self._stopping:
             yield Failed(error=EngineStopped("the server is stopping"))
             return
-        yield ACCEPTED
+        yield Accepted()
         events = self._hosted.service.generate(request)
         reported_s = -math.inf
         try:

@@ -8,14 +8,16 @@ from typing import Any, Protocol, Self
 
 from plait_serving.deployments.threads import given_knobs
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.values import Progress
 from plait_serving.images.config import ControlNetSection, ImagesSection
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
 
-ACCEPTED = Progress(step=0, steps=0)
-"""The first event of every request that reached a replica: from then on it waits for its turn, not for a replica."""
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The first event of every request that reached a replica: from then on it waits for its turn, not for a
+    replica."""
 
 
 class HostedEngine(Protocol):

@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledE
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
-from plait_serving.deployments.images.engine_source import ACCEPTED
+from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.metrics import families_of, replicas_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import ControlRef, Edit, Event, Failed, Finished, ImageRequest, Preview
@@ -180,7 +180,7 @@ class HandleImageService:
             self._accepted_s = time.monotonic()
             while event is not None:
                 ended = isinstance(event, Finished | Failed)
-                if event != ACCEPTED:
+                if not isinstance(event, Accepted):
                     yield event
                 if ended:
                     return

@@ -15,11 +15,11 @@ from torch import nn
 
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Bag, Dense
-from plait_disagg.graph.memory import check_memory
 from plait_disagg.graph.program import LOOKUP
 from plait_disagg.graph.tile import tile
 from plait_disagg.package import PackageError, PackageOptions, open_package, write_package
 from plait_disagg.package.manifest import sha256_of
+from plait_disagg.package.memory import check_memory
 from support.graph import model
 
 INPUTS = (Dense("age", "user"), Bag("genres", "item"))

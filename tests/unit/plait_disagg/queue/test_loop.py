@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from plait_disagg.errors import Busy, RankError, WorkerUnavailable
+from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop, Inbox
 from plait_disagg.queue.pace import Pace
+from plait_fabric import FrameTooLarge, PeerLost
 from plait_fabric.heartbeat import Stuck
 from support import rank_queue
 
@@ -302,6 +304,13 @@ def test_knobs_that_can_not_be_are_refused(bad: dict[str, Any]) -> None:
     """When they are made, not when they are used."""
     with pytest.raises(ValueError, match=next(iter(bad))):
         WorkerKnobs(**bad)
+
+
+def test_only_what_does_not_fit_is_told_as_such(caplog: pytest.LogCaptureFixture) -> None:
+    """Any other failure of the fabric is the worker's own, and its log has the details."""
+    assert "cannot be passed on" in as_rank_error(FrameTooLarge("9 buffers are over the limit")).message
+    assert "internal error (PeerLost)" in as_rank_error(PeerLost("the link was cut")).message
+    assert "the link was cut" in caplog.text
 
 
 def _wait(event: threading.Event) -> None:

@@ -104,7 +104,12 @@ def by_ids(x, y):
     return made.sum((1, 2))
 
 
-@pytest.mark.parametrize("function", [by_place, by_ids])
+def inverted(x, y):
+    """Call what torch checks behind the scenes, in an order that it writes into the trace."""
+    return torch.linalg.inv(x[..., :4] + torch.eye(4)).sum((1, 2)) + y.sum((1, 2))
+
+
+@pytest.mark.parametrize("function", [by_place, by_ids, inverted])
 def test_what_writes_among_rows_is_refused_at_its_own_line(function):
     """A helper that forward calls is named, not the line of forward that calls it."""
     with pytest.raises(UnsupportedOperator) as refused:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError
 
-from plait_serving.deployments.images.engine_source import ACCEPTED
+from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.images.handle import HandleImageService
 from plait_serving.diffusion.errors import EngineStopped, KillsReplicas
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
@@ -82,7 +82,7 @@ class _Response:
     async def __anext__(self) -> object:
         if not self._accepted:
             self._accepted = True
-            return ACCEPTED
+            return Accepted()
         event, gone = (asyncio.ensure_future(it) for it in (anext(self._events, None), self._gone.wait()))
         await asyncio.wait((event, gone), return_when=asyncio.FIRST_COMPLETED)
         gone.cancel()

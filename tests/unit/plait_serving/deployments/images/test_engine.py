@@ -10,7 +10,7 @@ import pytest
 from fakes.serve import FakeHosted
 from plait_fabric.heartbeat import Stuck
 from plait_serving.deployments.images.engine import EngineReplica, portable
-from plait_serving.deployments.images.engine_source import ACCEPTED
+from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.lazy import LazyEngine
 from plait_serving.diffusion.errors import (
     EngineError,
@@ -50,7 +50,7 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     hosted = FakeHosted(step_s=0.0)
     replica = EngineReplica(Source(hosted), {"edges": object()})
     events = [event async for event in replica.generate(REQUEST)]
-    assert events[0] == ACCEPTED
+    assert events[0] == Accepted()
     assert isinstance(events[-1], Finished)
     assert (await replica.catalog()).start_s > 0
     metrics = await replica.metric_families()
@@ -83,7 +83,7 @@ async def test_serve_replica_reports_a_first_step_to_who_reads_no_progress():
     """Each event costs both replicas time; that the request survived a step is news all the same."""
     replica = EngineReplica(Source(FakeHosted(step_s=0.15)), {})
     events = [event async for event in replica.generate(REQUEST)]
-    kinds = [type(event) for event in events if event != ACCEPTED]
+    kinds = [type(event) for event in events if event != Accepted()]
     assert kinds.count(Progress) == 1
     assert kinds.count(Preview) == 1
     await replica.drain(0)
@@ -117,7 +117,7 @@ async def test_serve_replica_cancels_the_request_of_a_closed_stream():
     hosted = FakeHosted(step_s=0.01)
     replica = EngineReplica(Source(hosted), {})
     events = replica.generate(REQUEST)
-    assert await anext(events) == ACCEPTED
+    assert await anext(events) == Accepted()
     await anext(events)
     await events.aclose()
     assert hosted.service.cancelled == ["r"]

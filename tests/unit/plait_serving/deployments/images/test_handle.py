@@ -14,7 +14,7 @@ from fakes.images import FakeImageService, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
 from plait_serving.deployments.images.counted import audit_families
-from plait_serving.deployments.images.engine_source import ACCEPTED
+from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.images.handle import HandleImageService, translate
 from plait_serving.diffusion.errors import (
     Cancelled,
@@ -241,7 +241,7 @@ async def test_serve_handle_one_death_is_nobodys_fault():
 
 async def test_serve_handle_suspects_come_one_after_the_other():
     """Two requests that died together are tried again apart, so that the harmless one survives."""
-    handle = Handle([ActorDiedError()], [ActorDiedError()], [ACCEPTED, "wait"], [ACCEPTED, FINISHED])
+    handle = Handle([ActorDiedError()], [ActorDiedError()], [Accepted(), "wait"], [Accepted(), FINISHED])
     service = HandleImageService(handle)
     suspect, harmless = replace(REQUEST, request_id="a"), replace(REQUEST, request_id="b", prompt="y")
     tasks = [asyncio.ensure_future(collect(service.generate(request))) for request in (suspect, harmless)]
@@ -254,7 +254,7 @@ async def test_serve_handle_suspects_come_one_after_the_other():
 
 
 STEP = Progress(step=1, steps=4)
-DIED = [ACCEPTED, ActorDiedError()]
+DIED = [Accepted(), ActorDiedError()]
 
 
 def several(count):
@@ -281,7 +281,7 @@ async def test_serve_handle_nobody_ends_by_waiting_for_others_trials(monkeypatch
     """Eight that died together take their first steps one by one, however long: each has survived its own."""
     monkeypatch.setattr(handle, "ACCEPT_TIMEOUT_S", 0.4)
     eight = several(8)
-    scripted = Handle(*[list(DIED) for _ in eight], *[[ACCEPTED, "moment", STEP, FINISHED] for _ in eight])
+    scripted = Handle(*[list(DIED) for _ in eight], *[[Accepted(), "moment", STEP, FINISHED] for _ in eight])
     assert all(isinstance(end, Finished) for end in await ends_of(HandleImageService(scripted), eight))
 
 
@@ -315,10 +315,10 @@ async def test_serve_handle_who_dies_of_another_is_tried_again():
     three = several(3)
     scripted = Handle(
         *[list(DIED) for _ in three],
-        [ACCEPTED, STEP, first_dies, ActorDiedError()],
-        [ACCEPTED, culprit_dies, ActorDiedError()],
-        [ACCEPTED, STEP, FINISHED],
-        [ACCEPTED, STEP, FINISHED],
+        [Accepted(), STEP, first_dies, ActorDiedError()],
+        [Accepted(), culprit_dies, ActorDiedError()],
+        [Accepted(), STEP, FINISHED],
+        [Accepted(), STEP, FINISHED],
         [FINISHED],
         [FINISHED],
     )
@@ -341,7 +341,7 @@ async def test_serve_handle_who_dies_of_another_is_tried_again():
 
 async def test_serve_handle_who_dies_late_and_of_nobody_else_is_the_cause():
     """Its first step was survived, and what came after it was not, twice."""
-    scripted = Handle([ACCEPTED, STEP, ActorDiedError()], [ACCEPTED, STEP, ActorDiedError()])
+    scripted = Handle([Accepted(), STEP, ActorDiedError()], [Accepted(), STEP, ActorDiedError()])
     service = HandleImageService(scripted)
     (end,) = await ends_of(service, [REQUEST])
     assert isinstance(end.error, EngineStopped)
@@ -358,7 +358,7 @@ async def test_serve_handle_waits_for_a_replica_only_so_long(monkeypatch):
     assert isinstance(event.error, EngineStopped)
     assert event.error.retry_after_s >= 1
     assert nobody.responses[0].cancelled
-    queue = Handle([ACCEPTED, "moment", FINISHED])
+    queue = Handle([Accepted(), "moment", FINISHED])
     assert [type(event) for event in await events_of(queue)] == [Finished]
 
 
