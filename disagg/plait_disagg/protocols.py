@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from plait_disagg.graph.program import Port
 from plait_disagg.tables.values import Table
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
@@ -83,6 +84,10 @@ class RowSource(Protocol):
 
 class DenseHalf(Protocol):
     """The HN side. Not thread-safe: one thread owns it."""
+
+    @property
+    def crossing(self) -> Sequence[Port]:
+        """What it takes. An update does not change it."""
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Return the outputs by name, (sum of candidates, ...) float32, from the crossing tensors of a batch."""

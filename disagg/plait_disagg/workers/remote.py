@@ -10,7 +10,7 @@ from functools import partial
 from weakref import WeakKeyDictionary
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
-from plait_disagg.messages.layout import MessageLayout, layout_of_inputs
+from plait_disagg.messages.layout import CardLayouts, layouts_of
 from plait_disagg.messages.wire import (
     SEND_S,
     VERSION,
@@ -60,7 +60,7 @@ class RemoteCore:
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
-        self._layouts: WeakKeyDictionary[Connection[RankJob], MessageLayout] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Connection[RankJob], CardLayouts] = WeakKeyDictionary()
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
@@ -124,7 +124,7 @@ class RemoteCore:
 
     def _send_on(self, connection: Connection[RankJob], job: RankJob) -> None:
         try:
-            request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection]
+            request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection].inputs
             connection.call(
                 job,
                 lambda number, pool: rank_message(number, request, layout, pool, timeout_s=0.0),
@@ -187,7 +187,7 @@ class RemoteCore:
         card = parse_card(payload)
         if card.name != self._model:
             raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
-        self._layouts[connection] = layout_of_inputs(card.inputs)
+        self._layouts[connection] = layouts_of(card)
         if card != self._card:
             self._card = card
 
@@ -197,7 +197,7 @@ class RemoteCore:
             if version is not None:
                 self._now_at(version)
                 return
-            answers = parse_answers(message.header, message.buffers)
+            answers = parse_answers(message.header, message.keep(), self._layouts[connection].outputs)
         outcomes: list[tuple[RankJob, Outcome]] = []
         for number, outcome in answers:
             job = connection.take(number)  # None: cancelled meanwhile
