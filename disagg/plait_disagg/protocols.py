@@ -22,7 +22,8 @@ class Ranker(Protocol):
         it."""
 
     async def rank(self, request: RankRequest) -> RankAnswer:
-        """Rank the candidates. Raises `RankError`. Cancelling the task abandons the request."""
+        """Rank the candidates. Raises `RankError`, `DeadlinePassed` at the deadline whatever a worker does. Cancelling
+        the task abandons the request."""
 
     async def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
