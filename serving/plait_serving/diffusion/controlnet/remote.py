@@ -23,7 +23,7 @@ from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.on_demand import Losses, OnDemand
-from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from plait_fabric.rpc.replicas import NoReplica
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.model import check_image
@@ -94,7 +94,6 @@ class RemoteControlNetClient(ControlNetClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._connect = connect
         self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
         self._clock = clock
@@ -109,7 +108,7 @@ class RemoteControlNetClient(ControlNetClient):
             send_timeout_s=answer_timeout_s,
         )
         self._place: OnDemand[_Step] = OnDemand(
-            self._dial, protocol, name=f"ControlNet {name}", max_tries=_MAX_TRIES, backoff=backoff, clock=clock
+            connect, protocol, name=f"ControlNet {name}", max_tries=_MAX_TRIES, backoff=backoff, clock=clock
         )
 
     @property
@@ -214,12 +213,6 @@ class RemoteControlNetClient(ControlNetClient):
             message = f"no replica of ControlNet {self._name} answers"  # the log has why
             raise ControlNetUnavailable(message, retry_after_s=self._place.back_in_s) from error
 
-    def _dial(self, left_out: frozenset[str]) -> ReplicaLink:
-        try:
-            return self._connect(left_out)
-        except ControlNetUnavailable as error:
-            raise NoReplica(str(error)) from error
-
     def _move_if_worth_it(self) -> None:
         """Move between two steps, when nothing is in flight; sessions follow to the new replica in their next step."""
         current = self._place.current
@@ -230,7 +223,7 @@ class RemoteControlNetClient(ControlNetClient):
             if not self._worth_moving(current.replica):
                 return
             self._place.move()
-        except (ConnectionLost, ControlNetUnavailable, NoReplica, FabricError) as error:
+        except (ConnectionLost, NoReplica, FabricError) as error:
             _log.info("ControlNet %s stays at replica %s: %s", self._name, current.replica, error)
 
     def _on_welcome(self, _: _Connection, payload: Header) -> None:
