@@ -24,7 +24,7 @@ from plait_disagg.tables.storage import pack_tables
 from plait_disagg.tables.values import Lookup
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import PeerLost, connect, listen
-from plait_fabric.rpc.handshake import greeting
+from plait_fabric.rpc.fields import greeting
 from suites.fabric_channel import eventually
 from support.fabric_rows import SECRET, Replicas, merged, reach, shard, two_pieces, who
 from support.tables import held_by, make_ask, make_weights

@@ -26,9 +26,9 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, Listener, Unreachable, connect, listen, new_secret
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
-from plait_fabric.rpc.handshake import greeting
+from plait_fabric.rpc.fields import greeting
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 Scheme = Literal["inproc", "shm", "tcp"]

@@ -42,10 +42,10 @@ from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Buffer, Message, Pool
 from plait_fabric.layouts import Layout
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.threads import set_threads
 
 _SenderKey: TypeAlias = tuple[Pool, int, str, str]

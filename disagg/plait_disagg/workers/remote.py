@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
@@ -25,10 +26,10 @@ from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, deliver_all
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
 from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.threads import set_threads
 
 _LOOK_S = 0.02
@@ -240,29 +241,9 @@ class RemoteCore:
 class RemoteRanker(CoreRanker):
     """A `Ranker` whose model is in other processes."""
 
-    def __init__(
-        self,
-        model: str,
-        connect: Connect,
-        *,
-        replicas: int = 1,
-        max_replicas: int | None = None,
-        window: int = 1_024,
-        answer_timeout_s: float = 30.0,
-        backoff: Backoff | None = None,
-    ) -> None:
+    def __init__(self, model: str, connect: Connect, **options: Any) -> None:
         """Start a `RemoteCore` with these arguments."""
-        super().__init__(
-            RemoteCore(
-                model,
-                connect,
-                replicas=replicas,
-                max_replicas=max_replicas,
-                window=window,
-                answer_timeout_s=answer_timeout_s,
-                backoff=backoff,
-            )
-        )
+        super().__init__(RemoteCore(model, connect, **options))
 
 
 _MEAN, _DEVIATION = 1 / 8, 1 / 4

@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from plait_fabric.errors import FabricError
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
-from plait_fabric.rpc.outages import Outages
+from plait_fabric.rpc.outages import Backoff, Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 _log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ import torch
 
 from plait_fabric import FabricError, Message, Pool
 from plait_fabric.request_log import requests_at_hand
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.on_demand import Losses, OnDemand
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_serving.diffusion.controlnet import wire

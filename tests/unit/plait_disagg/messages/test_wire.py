@@ -37,8 +37,7 @@ from plait_disagg.queue.batch import cut
 from plait_disagg.values import RankAnswer, RankTimings
 from plait_fabric.layouts import LayoutError, Part, RowCounts, layout_of, pack, parse_layout, unpack
 from plait_fabric.memory.pool import Pool
-from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import read_greeting
+from plait_fabric.rpc.fields import WireError, read_greeting
 from plait_fabric.transport.frames import encode_header
 from support.layout_twin import describe, encode
 from support.rank_fabric import CROSSING, OUTPUTS, hello_header, welcome_header

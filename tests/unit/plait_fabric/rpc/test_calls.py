@@ -20,11 +20,11 @@ import pytest
 
 from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, PeerLost, Pool, PoolExhausted, connect
 from plait_fabric.rpc import fields
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
-from plait_fabric.rpc.handshake import greeting
+from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.on_demand import Losses, OnDemand
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import rpc as kit
 from support.paused import pause
