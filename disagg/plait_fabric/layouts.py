@@ -172,7 +172,7 @@ class _SectionPlan(NamedTuple):
     code: str
     width: int
     dtype: torch.dtype
-    count: int
+    numbers: int
     sizes: list[int]
     groups: list[_GroupPlan]
 
@@ -230,7 +230,7 @@ def _packed(plan: _SectionPlan, tensors: Mapping[str, Pieces], pool: Pool, timeo
         return bytes_of(torch.ops.quantized.embedding_bag_byte_prepack(rows).reshape(-1))
     if len(groups) == len(groups[0]) == 1 and source is plan.dtype:
         return bytes_of(groups[0][0].contiguous())  # the channel makes the one copy
-    nbytes = plan.count * plan.dtype.itemsize
+    nbytes = plan.numbers * plan.dtype.itemsize
     if nbytes < _LEASE_FROM_BYTES:
         target = bytearray(nbytes)
         _fill(memoryview(target), plan, groups)
@@ -324,7 +324,7 @@ def unpack(layout: Layout, counts: RowCounts, buffers: Sequence[memoryview]) -> 
 def _numbers(plan: _SectionPlan, buffer: memoryview) -> torch.Tensor:
     """Return all numbers of a section, flat."""
     dtype, width = plan.dtype, plan.width
-    stored = plan.count if not width else plan.count // width * (width + _SCALE_BYTES)
+    stored = plan.numbers if not width else plan.numbers // width * (width + _SCALE_BYTES)
     if stored * dtype.itemsize != buffer.nbytes:
         raise LayoutError(f"section {plan.code} has {buffer.nbytes} bytes, not {stored * dtype.itemsize}")
     if not stored:
