@@ -48,6 +48,7 @@ _NARROWED = ("f2", "q1")
 """Codes of a float32 that travels as something else."""
 _CODES = {dtype: code for code, dtype in _DTYPES.items() if code not in _NARROWED}
 _SCALE_BYTES = 8
+_ROWS = ("u", "i", "U", "I")
 
 _NAME = re.compile(r"^[A-Za-z0-9_.][A-Za-z0-9_.:]{0,199}$")
 MAX_LAYOUT_CHARS = 60_000
@@ -79,26 +80,34 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class _Section:
+class Group:
+    """Tensors of one row shape: their names, and where in `RowCounts.heights` the rows of each are."""
+
+    names: list[str]
+    rows: list[int]
+    tail: tuple[int, ...]
+    numbers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
     """The groups of one buffer; `width`: numbers per `q1` row, otherwise 0."""
 
     code: str
     width: int
-    groups: tuple[tuple[Part, ...], ...]
+    dtype: torch.dtype
+    groups: list[Group]
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The parts in their order, and the sections in the order of the buffers."""
+    """The parts in their order, and the sections in the order of the buffers. `given`: names of the parts whose rows
+    each message says (`f`)."""
 
     text: str
     parts: tuple[Part, ...]
-    sections: tuple[_Section, ...]
-
-    @property
-    def given(self) -> tuple[str, ...]:
-        """Names of the parts whose rows each message says (`f`)."""
-        return tuple([part.name for part in self.parts if part.rows == "f"])
+    sections: tuple[Section, ...]
+    given: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +117,11 @@ class RowCounts:
     users: int = 0
     items: int = 0
     flat: tuple[int, ...] = ()
+
+    @property
+    def heights(self) -> tuple[int, ...]:
+        """The rows of parts `u`, `i`, `U`, `I`, and of each `f`."""
+        return self.users, self.items, self.users + 1, self.items + 1, *self.flat
 
 
 def code_of(dtype: torch.dtype) -> str:
@@ -131,15 +145,21 @@ def parse_layout(text: str) -> Layout:
     parts = tuple(_parse_part(entry) for entry in text.split(";")) if text else ()
     if len({part.name for part in parts}) != len(parts):
         raise LayoutError("a layout names a tensor twice")
+    given = tuple(part.name for part in parts if part.rows == "f")
     sections: dict[tuple[str, int], dict[tuple[int, ...], list[Part]]] = {}
     for part in parts:
         key = part.code, part.tail[-1] if part.code == "q1" else 0
         sections.setdefault(key, {}).setdefault(part.tail, []).append(part)
     made = tuple(
-        _Section(code, width, tuple(tuple(group) for _, group in sorted(groups.items())))
+        Section(code, width, _DTYPES[code], [_group(tail, some, given) for tail, some in sorted(groups.items())])
         for (code, width), groups in sorted(sections.items())
     )
-    return Layout(text=text, parts=parts, sections=made)
+    return Layout(text, parts, made, given)
+
+
+def _group(tail: tuple[int, ...], parts: Sequence[Part], given: tuple[str, ...]) -> Group:
+    rows = [len(_ROWS) + given.index(part.name) if part.rows == "f" else _ROWS.index(part.rows) for part in parts]
+    return Group([part.name for part in parts], rows, tail, math.prod(tail))
 
 
 def _parse_part(entry: str) -> Part:
@@ -148,7 +168,7 @@ def _parse_part(entry: str) -> Part:
         raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")
     code, rows, tail_text, name = fields
     sizes = tail_text.split(",") if tail_text else []
-    if code not in _DTYPES or rows not in ("u", "i", "U", "I", "f") or not _NAME.match(name) or len(sizes) > 8:
+    if code not in _DTYPES or rows not in (*_ROWS, "f") or not _NAME.match(name) or len(sizes) > 8:
         raise LayoutError(f"{entry[:100]!r} is not code:rows:tail:name")
     if not all(size.isascii() and size.isdigit() and len(size) <= 8 for size in sizes):
         raise LayoutError(f"{entry[:100]!r} has a tail that is no shape")
@@ -158,49 +178,36 @@ def _parse_part(entry: str) -> Part:
     return Part(code, rows, tail, name)
 
 
-class _GroupPlan(NamedTuple):
-    """Tensors that lie end to end: their names and heights, and the shape of all of them."""
+class _Plan(NamedTuple):
+    """A buffer of a message: the heights of its tensors, by group, and how many numbers they have."""
 
-    names: list[str]
-    heights: list[int]
-    shape: tuple[int, ...]
-
-
-class _SectionPlan(NamedTuple):
-    """A buffer: how many numbers it has, in all and by group."""
-
-    code: str
-    width: int
-    dtype: torch.dtype
-    numbers: int
+    section: Section
+    heights: list[list[int]]
+    totals: list[int]
     sizes: list[int]
-    groups: list[_GroupPlan]
+    numbers: int
 
 
-def _plan(layout: Layout, counts: RowCounts) -> tuple[_SectionPlan, ...]:
+def _plan(layout: Layout, counts: RowCounts) -> tuple[_Plan, ...]:
     # Sizes of bags differ from request to request: such plans would only push out others.
     return _made_plan(layout, counts) if counts.flat else _known_plan(layout.text, counts.users, counts.items)
 
 
 @lru_cache(maxsize=1024)
-def _known_plan(text: str, users: int, items: int) -> tuple[_SectionPlan, ...]:
+def _known_plan(text: str, users: int, items: int) -> tuple[_Plan, ...]:
     return _made_plan(parse_layout(text), RowCounts(users=users, items=items))
 
 
-def _made_plan(layout: Layout, counts: RowCounts) -> tuple[_SectionPlan, ...]:
-    rows = {"u": counts.users, "i": counts.items, "U": counts.users + 1, "I": counts.items + 1}
-    given = layout.given
-    if len(given) != len(counts.flat):
+def _made_plan(layout: Layout, counts: RowCounts) -> tuple[_Plan, ...]:
+    if len(layout.given) != len(counts.flat):
         raise LayoutError("the message says the sizes of other tensors")
-    heights_of = dict(zip(given, counts.flat, strict=True))
+    all_heights = counts.heights
     made = []
     for section in layout.sections:
-        groups, sizes = [], []
-        for group in section.groups:
-            heights = [heights_of[it.name] if it.rows == "f" else rows[it.rows] for it in group]
-            groups.append(_GroupPlan([it.name for it in group], heights, (sum(heights), *group[0].tail)))
-            sizes.append(math.prod(groups[-1].shape))
-        made.append(_SectionPlan(section.code, section.width, _DTYPES[section.code], sum(sizes), sizes, groups))
+        heights = [[all_heights[row] for row in group.rows] for group in section.groups]
+        totals = [sum(mine) for mine in heights]
+        sizes = [total * group.numbers for total, group in zip(totals, section.groups, strict=True)]
+        made.append(_Plan(section, heights, totals, sizes, sum(sizes)))
     return tuple(made)
 
 
@@ -222,15 +229,18 @@ def pack(
     return buffers
 
 
-def _packed(plan: _SectionPlan, tensors: Mapping[str, Pieces], pool: Pool, timeout_s: float) -> Buffer:
-    source = torch.float32 if plan.code in _NARROWED else plan.dtype
-    groups = [_pieces(group, source, tensors) for group in plan.groups]
-    if plan.width:
-        rows = torch.cat([torch.cat(pieces).reshape(-1, plan.width) for pieces in groups])
+def _packed(plan: _Plan, tensors: Mapping[str, Pieces], pool: Pool, timeout_s: float) -> Buffer:
+    section = plan.section
+    source = torch.float32 if section.code in _NARROWED else section.dtype
+    groups = [
+        _pieces(group, heights, source, tensors) for group, heights in zip(section.groups, plan.heights, strict=True)
+    ]
+    if section.width:
+        rows = torch.cat([torch.cat(pieces).reshape(-1, section.width) for pieces in groups])
         return bytes_of(torch.ops.quantized.embedding_bag_byte_prepack(rows).reshape(-1))
-    if len(groups) == len(groups[0]) == 1 and source is plan.dtype:
+    if len(groups) == len(groups[0]) == 1 and source is section.dtype:
         return bytes_of(groups[0][0].contiguous())  # the channel makes the one copy
-    nbytes = plan.numbers * plan.dtype.itemsize
+    nbytes = plan.numbers * section.dtype.itemsize
     if nbytes < _LEASE_FROM_BYTES:
         target = bytearray(nbytes)
         _fill(memoryview(target), plan, groups)
@@ -245,37 +255,37 @@ def _packed(plan: _SectionPlan, tensors: Mapping[str, Pieces], pool: Pool, timeo
     return lease
 
 
-def _pieces(group: _GroupPlan, dtype: torch.dtype, tensors: Mapping[str, Pieces]) -> list[torch.Tensor]:
+def _pieces(
+    group: Group, heights: Sequence[int], dtype: torch.dtype, tensors: Mapping[str, Pieces]
+) -> list[torch.Tensor]:
     """Return what is to lie end to end. Raises `LayoutError` unless it has the layout's shapes and dtype."""
     found: list[torch.Tensor] = []
-    tail = group.shape[1:]
-    for name, height in zip(group.names, group.heights, strict=True):
+    tail = group.tail
+    for name, height in zip(group.names, heights, strict=True):
         given = tensors[name]
-        pieces = (given,) if isinstance(given, torch.Tensor) else given
-        rows = 0
-        for piece in pieces:
+        for piece in (given,) if isinstance(given, torch.Tensor) else given:
             shape = piece.shape
             if not shape or shape[1:] != tail or piece.dtype is not dtype:
                 raise LayoutError(f"{name} is {piece.dtype} {list(shape)}, not rows of {dtype} {list(tail)}")
-            rows += shape[0]
-        if rows != height:
-            raise LayoutError(f"{name} has {rows} rows, not {height}")
-        found += pieces
+            height -= shape[0]  # noqa: PLW2901  # what is left to find
+            found.append(piece)
+        if height:
+            raise LayoutError(f"{name} has other rows than the message says: {height} are left")
     return found
 
 
-def _fill(target: memoryview, plan: _SectionPlan, groups: Sequence[list[torch.Tensor]]) -> None:
+def _fill(target: memoryview, plan: _Plan, groups: Sequence[list[torch.Tensor]]) -> None:
     """Write the groups end to end. Raises `OverflowError` for numbers that float16 cannot hold."""
-    start = 0
-    for group, size, pieces in zip(plan.groups, plan.sizes, groups, strict=True):
-        stop = start + size * plan.dtype.itemsize
-        there = _end_to_end(pieces, stop - start, plan.dtype)
+    start, dtype = 0, plan.section.dtype
+    for group, total, size, pieces in zip(plan.section.groups, plan.totals, plan.sizes, groups, strict=True):
+        stop = start + size * dtype.itemsize
+        there = _end_to_end(pieces, stop - start, dtype)
         if there is not None:
             copy_bytes(target[start:stop], there)
         elif size:
-            torch.cat(pieces, out=torch.frombuffer(target[start:stop], dtype=plan.dtype).view(group.shape))
+            torch.cat(pieces, out=torch.frombuffer(target[start:stop], dtype=dtype).view(total, *group.tail))
         start = stop
-    if plan.code == "f2":
+    if plan.section.code == "f2":
         _check_range(target, groups)
 
 
@@ -310,27 +320,27 @@ def unpack(layout: Layout, counts: RowCounts, buffers: Sequence[memoryview]) -> 
         raise LayoutError(f"{len(buffers)} buffers for {len(layout.sections)} sections")
     tensors: dict[str, torch.Tensor] = {}
     for plan, buffer in zip(_plan(layout, counts), buffers, strict=True):
-        numbers = _numbers(plan, buffer)
-        chunks = (numbers,) if len(plan.sizes) == 1 else numbers.split_with_sizes(plan.sizes)
-        for chunk, group in zip(chunks, plan.groups, strict=True):
-            together = chunk.view(group.shape)
-            if len(group.names) == 1:
+        flat = _numbers(plan, buffer)
+        chunks = (flat,) if len(plan.sizes) == 1 else flat.split_with_sizes(plan.sizes)
+        for chunk, group, total, heights in zip(chunks, plan.section.groups, plan.totals, plan.heights, strict=True):
+            together = chunk.view(total, *group.tail)
+            if len(heights) == 1:
                 tensors[group.names[0]] = together
             else:
-                tensors.update(zip(group.names, together.split_with_sizes(group.heights), strict=True))
+                tensors.update(zip(group.names, together.split_with_sizes(heights), strict=True))
     return tensors
 
 
-def _numbers(plan: _SectionPlan, buffer: memoryview) -> torch.Tensor:
+def _numbers(plan: _Plan, buffer: memoryview) -> torch.Tensor:
     """Return all numbers of a section, flat."""
-    dtype, width = plan.dtype, plan.width
+    code, dtype, width = plan.section.code, plan.section.dtype, plan.section.width
     stored = plan.numbers if not width else plan.numbers // width * (width + _SCALE_BYTES)
     if stored * dtype.itemsize != buffer.nbytes:
-        raise LayoutError(f"section {plan.code} has {buffer.nbytes} bytes, not {stored * dtype.itemsize}")
+        raise LayoutError(f"section {code} has {buffer.nbytes} bytes, not {stored * dtype.itemsize}")
     if not stored:
-        return torch.empty(0, dtype=torch.float32 if plan.code in _NARROWED else dtype)
+        return torch.empty(0, dtype=torch.float32 if code in _NARROWED else dtype)
     flat = torch.frombuffer(buffer, dtype=dtype)
-    if plan.code == "f2":
+    if code == "f2":
         return flat.to(torch.float32)
     if not width:
         return flat

@@ -31,7 +31,7 @@ def describe(
 def encode(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> list[bytes]:
     """What `pack` makes."""
     return [
-        b"".join(_bytes(section.code, tensors[part.name]) for group in section.groups for part in group)
+        b"".join(_bytes(section.code, tensors[name]) for group in section.groups for name in group.names)
         for section in layout.sections
     ]
 
@@ -46,10 +46,10 @@ def decode(layout: Layout, counts: RowCounts, buffers: Sequence[memoryview]) -> 
     """What `unpack` makes of buffers that are right."""
     rows = {"u": counts.users, "i": counts.items, "U": counts.users + 1, "I": counts.items + 1}
     given = dict(zip(layout.given, counts.flat, strict=True))
-    tensors = {}
+    tensors, parts = {}, {part.name: part for part in layout.parts}
     for section, buffer in zip(layout.sections, buffers, strict=True):
         rest = bytes(buffer)
-        for part in (part for group in section.groups for part in group):
+        for part in (parts[name] for group in section.groups for name in group.names):
             shape = (given.get(part.name, rows.get(part.rows, 0)), *part.tail)
             width = 0 if part.code != "q1" else part.tail[-1]
             numbers = math.prod(shape) if not width else math.prod(shape) // width * (width + 8)
