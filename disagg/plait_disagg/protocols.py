@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from plait_disagg.graph.program import Port
 from plait_disagg.tables.values import Table
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest
 
@@ -21,7 +22,8 @@ class Ranker(Protocol):
         it."""
 
     async def rank(self, request: RankRequest) -> RankAnswer:
-        """Rank the candidates. Raises `RankError`. Cancelling the task abandons the request."""
+        """Rank the candidates. Raises `RankError`, `DeadlinePassed` at the deadline whatever a worker does. Cancelling
+        the task abandons the request."""
 
     async def ready(self) -> str | None:
         """Return None if a request would be answered now, otherwise what is missing."""
@@ -83,6 +85,10 @@ class RowSource(Protocol):
 
 class DenseHalf(Protocol):
     """The HN side. Not thread-safe: one thread owns it."""
+
+    @property
+    def crossing(self) -> Sequence[Port]:
+        """What it takes. An update does not change it."""
 
     def run(self, crossing: Mapping[str, torch.Tensor], candidates: Sequence[int]) -> Mapping[str, torch.Tensor]:
         """Return the outputs by name, (sum of candidates, ...) float32, from the crossing tensors of a batch."""

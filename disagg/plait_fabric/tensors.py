@@ -156,14 +156,15 @@ def _describe(pool: Pool, name: str, tensor: torch.Tensor, timeout_s: float | No
             entry.append(order)
             tensor, dense = in_memory, True
     if dense and tensor.device.type == "cpu":
-        return entry, _bytes_of(tensor)
+        return entry, bytes_of(tensor)
     lease = pool.acquire(tensor.numel() * tensor.dtype.itemsize, timeout_s)
     _view(lease.memory, tensor.dtype, tuple(tensor.shape), None).copy_(tensor)
     pool.count_copy(lease.nbytes)
     return entry, lease
 
 
-def _bytes_of(contiguous: torch.Tensor) -> memoryview:
+def bytes_of(contiguous: torch.Tensor) -> memoryview:
+    """Return a contiguous CPU tensor's memory."""
     if contiguous.dtype is torch.bfloat16:  # numpy has no such type
         contiguous = contiguous.view(torch.int16)
     array: Any = contiguous.numpy()

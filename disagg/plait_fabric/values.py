@@ -171,7 +171,7 @@ class Message:
     Use the message as a context manager, or call `release()` once, from any thread.
     """
 
-    __slots__ = ("_buffers", "_releases", "delivery", "header")
+    __slots__ = ("_buffers", "_lent", "_releases", "delivery", "header")
 
     def __init__(
         self,
@@ -180,8 +180,11 @@ class Message:
         on_release: Callable[[], None],
         *,
         delivery: Delivery = MEASURED,
+        lent: bool = True,
     ) -> None:
+        """`lent` False: the buffers are in nobody else's memory."""
         self.header = header
+        self._lent = lent
         self.delivery = delivery
         self._buffers: tuple[memoryview, ...] | None = tuple(buffers)
         self._releases = [on_release]  # popped once: that is atomic, and cheaper than a lock for every message
@@ -192,6 +195,10 @@ class Message:
         if self._buffers is None:
             raise LeaseMisuse("the message was released; its buffers belong to the channel again")
         return self._buffers
+
+    def keep(self) -> list[memoryview]:
+        """Return the payload as the caller's own, which outlives the release: what is lent is copied."""
+        return [memoryview(bytearray(buffer)) for buffer in self.buffers] if self._lent else list(self.buffers)
 
     def release(self) -> None:
         """Return the memory to the sender. Raises `LeaseMisuse` on the second call."""

@@ -190,7 +190,7 @@ def test_bytes_need_no_torch() -> None:
     """A process that moves bytes or serves calls imports neither torch nor ray, and knows none of its users."""
     code = (
         "import sys, plait_fabric\n"
-        "from plait_fabric.rpc import client, fields, on_demand, server\n"
+        "from plait_fabric.rpc import client, fields, server\n"
         "print(*{'torch', 'ray', 'pytest', 'plait', 'plait_disagg', 'plait_serving'} & set(sys.modules))"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -75,15 +75,23 @@ class FakeRanker:
         self._now += 1
         try:
             if self._work_s:
-                await asyncio.sleep(self._work_s)
-        except asyncio.CancelledError:
-            self.cancelled.append(request.request_id)
-            raise
+                left_s = None if request.deadline_s is None else request.deadline_s - time.monotonic()
+                async with asyncio.timeout(left_s):
+                    await self._work(request)
+        except TimeoutError as error:
+            raise DeadlinePassed("the deadline passed before the answer was there") from error
         finally:
             self._now -= 1
         self.ranked.append(request)
         timings = RankTimings(queued_ms=0.5, lookup_ms=1.0, wire_ms=0.25, dense_ms=2.0)
         return RankAnswer(outputs=fake_outputs(request), timings=timings, bytes_crossed=64 * request.candidates)
+
+    async def _work(self, request: RankRequest) -> None:
+        try:
+            await asyncio.sleep(self._work_s)
+        except asyncio.CancelledError:
+            self.cancelled.append(request.request_id)
+            raise
 
     async def ready(self) -> str | None:
         """Return `missing`."""

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
+from plait_disagg.graph.program import Port
 from plait_disagg.messages.check import check_request
 from plait_disagg.queue.batch import join
 from plait_disagg.values import ModelCard, RankRequest
@@ -70,6 +71,13 @@ class FakeSparse:
 class FakeDense:
     """A `DenseHalf`. A price of ``poison`` makes a batch fail; ``slow_s`` is how long each batch takes at least; `gate`
     holds batches up while it is not set."""
+
+    crossing = (
+        Port(name="user", shape=(-1, DIM), dtype="float32", rows="user"),
+        Port(name="age", shape=(-1, 1), dtype="float32", rows="user"),
+        Port(name="item", shape=(-1, DIM), dtype="float32", rows="item"),
+        Port(name="price", shape=(-1, 1), dtype="float32", rows="item"),
+    )
 
     def __init__(self, *, poison: float | None = None, slow_s: float = 0.0) -> None:
         self.poison = poison

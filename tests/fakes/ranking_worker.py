@@ -14,7 +14,7 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Unreachable, connect, listen
-from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 _QUICK = Backoff(first_s=0.05, max_s=0.2)

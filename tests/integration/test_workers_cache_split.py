@@ -28,6 +28,7 @@ class GatedDense:
 
     def __init__(self, inner: CompiledDense) -> None:
         self.inner = inner
+        self.crossing = inner.crossing
         self.batches: list[tuple[int, ...]] = []
         self.gate = threading.Event()
         self.gate.set()

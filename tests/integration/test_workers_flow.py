@@ -22,7 +22,7 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Channel, FabricError
 from support.log_file import LogFile, log_file
-from support.rank_fabric import Rig, until, welcome_header
+from support.rank_fabric import CROSSING, OUTPUTS, Rig, until, welcome_header
 
 __all__ = ["log_file"]
 
@@ -48,7 +48,7 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
         channel.send(welcome_header(kit.CARD))
         while True:
             with channel.recv() as message:
-                ask = parse_dense(message.header, message.buffers)
+                ask = parse_dense(message.header, message.buffers, CROSSING)
                 answer(channel, ask.number, dict(kit.FakeDense().run(ask.crossing, ask.candidates)))
 
     def accept() -> None:
@@ -67,7 +67,7 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
 
 
 def _send(channel: Channel, number: int, outputs: dict[str, torch.Tensor]) -> None:
-    header, buffers = done_message(number, outputs, 1.0, channel.pool)
+    header, buffers = done_message(number, OUTPUTS, outputs, 1.0, channel.pool)
     channel.send(header, buffers)
 
 

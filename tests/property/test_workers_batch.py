@@ -7,14 +7,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fakes import ranking_model as kit
-from plait_disagg.messages.layout import decode, describe, encode, layout_of_inputs, parse_layout
-from plait_disagg.messages.packing import pack, plan_of, unpack
+from plait_disagg.messages.layout import layout_of_inputs
 from plait_disagg.messages.wire import parse_rank, rank_message
 from plait_disagg.queue.batch import cut, join, user_of
 from plait_disagg.queue.knobs import WireFormat
 from plait_fabric import Lease
+from plait_fabric.layouts import pack, parse_layout, unpack
 from plait_fabric.memory.pool import Pool
 from plait_fabric.transport.inproc import pair
+from support.layout_twin import decode, describe, encode
 
 REQUESTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 9)), min_size=1, max_size=6)
 
@@ -86,9 +87,9 @@ def test_crossing_tensors_arrive_within_the_wire_formats_error(
     layout, counts = describe(tensors, users=users, items=items, wire=wire)
     assert parse_layout(layout.text) is layout
     left, right = pair()
-    left.send({}, encode(layout, tensors, left.pool, timeout_s=1.0))
+    left.send({}, pack(layout, counts, tensors, left.pool, timeout_s=1.0))
     with right.recv(1) as message:
-        arrived = {name: value.clone() for name, value in decode(layout, message.buffers, counts).items()}
+        arrived = {name: value.clone() for name, value in unpack(layout, counts, message.buffers).items()}
     for name, value in tensors.items():
         assert arrived[name].shape == value.shape
         assert arrived[name].dtype == value.dtype
@@ -120,19 +121,15 @@ def test_plans_pack_and_unpack_as_their_naive_twin(
     tensors["last"] = torch.randn(items, 2).to(last)
     tensors["strided"] = torch.randn(2, items).T
     layout, counts = describe(tensors, users=users, items=items, wire=wire)
-    plan = plan_of(tensors, users=users, items=items, wire=wire)
-    assert plan.layout is layout
-    assert plan.fields == {"layout": layout.text, "flat": list(counts.flat)}
     pool = Pool.anonymous(1 << 24)
-    made = []
-    for buffers in (encode(layout, tensors, pool, timeout_s=1.0), pack(plan, tensors, pool, timeout_s=1.0)):
-        made.append([bytearray(it.memory if isinstance(it, Lease) else it) for it in buffers])
-        for lease in (it for it in buffers if isinstance(it, Lease)):
-            lease.release()
-    assert made[0] == made[1]
+    buffers = pack(layout, counts, tensors, pool, timeout_s=1.0)
+    made = [bytearray(it.memory if isinstance(it, Lease) else it) for it in buffers]
+    for lease in (it for it in buffers if isinstance(it, Lease)):
+        lease.release()
+    assert made == encode(layout, tensors)
     assert pool.statistics().leases == 0
-    views = [memoryview(it) for it in made[0]]
-    naive, planned = decode(layout, views, counts), unpack(layout, views, counts)
+    views = [memoryview(it) for it in made]
+    naive, planned = decode(layout, counts, views), unpack(layout, counts, views)
     assert naive.keys() == planned.keys()
     for name, tensor in naive.items():
         assert tensor.shape == planned[name].shape

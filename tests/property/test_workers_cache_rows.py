@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
+from plait_disagg.messages.layout import layout_of_crossing
 from plait_disagg.messages.wire import DenseAsk, dense_message, parse_dense
 from plait_disagg.package import Package
 from plait_disagg.queue.knobs import CachePolicy, WireFormat, WorkerKnobs
+from plait_fabric.layouts import Layout
 from plait_fabric.memory.pool import Lease, Pool
 from support import rank_rows as kit
 
@@ -26,16 +28,20 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Package:
 
 
 def _crossed(
-    tensors: Mapping[str, torch.Tensor], candidates: list[int], wire: WireFormat, hot: HotRows | None = None
+    layout: Layout,
+    tensors: Mapping[str, torch.Tensor],
+    candidates: list[int],
+    wire: WireFormat,
+    hot: HotRows | None = None,
 ) -> tuple[DenseAsk, int]:
     """What arrives, and its bytes."""
-    header, buffers = dense_message(1, tensors, candidates, POOL, wire=wire, hot=hot)
+    header, buffers = dense_message(1, layout, tensors, candidates, POOL, wire=wire, hot=hot)
     views = []
     for buffer in buffers:
         views.append(memoryview(bytearray(buffer.memory if isinstance(buffer, Lease) else buffer)))
         if isinstance(buffer, Lease):
             buffer.release()
-    return parse_dense(header, views), sum(view.nbytes for view in views)
+    return parse_dense(header, views, layout), sum(view.nbytes for view in views)
 
 
 @settings(max_examples=40)
@@ -56,6 +62,7 @@ def test_what_arrives_is_the_same_with_the_cache(
 ) -> None:
     """Bit for bit, in every wire format, with caches smaller than a request; and the bytes saved are those counted."""
     sparse = package.sparse()
+    layout = layout_of_crossing(package.dense().crossing, package.card().inputs)
     savings = RowSavings()
     sender = RowSender(sparse, WorkerKnobs(cache_rows=cache_rows, cache=policy, wire=wire), savings)
     receiver = RowReceiver()
@@ -63,9 +70,9 @@ def test_what_arrives_is_the_same_with_the_cache(
     for batch in batches:
         requests = [kit.request(package, seed, candidates) for seed, candidates in batch]
         candidates = [request.candidates for request in requests]
-        plain, plain_bytes = _crossed(sparse.run(requests), candidates, wire)
+        plain, plain_bytes = _crossed(layout, sparse.run(requests), candidates, wire)
         tensors, hot = sender.encode(sparse.run_ids(requests))
-        ask, nbytes = _crossed(tensors, candidates, wire, hot)
+        ask, nbytes = _crossed(layout, tensors, candidates, wire, hot)
         assert ask.hot is not None
         found = receiver.decode(ask.crossing, ask.hot)
         assert found.keys() == plain.crossing.keys()

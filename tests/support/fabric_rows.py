@@ -17,7 +17,7 @@ from plait_disagg.tables.values import OutOfRange, Table
 from plait_disagg.workers.shard import ShardWorker
 from plait_fabric import Channel, connect, listen, new_secret
 from plait_fabric.errors import FabricError
-from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support.tables import Weights, deal, held_by, joined, make_weights
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 
 from fakes import ranking_model as kit
 from fakes.fabric import CutListener
+from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import VERSION, Role, card_payload, role_payload
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -25,15 +26,18 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, Listener, Unreachable, connect, listen, new_secret
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
-from plait_fabric.rpc.handshake import greeting
+from plait_fabric.rpc.fields import greeting
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 Scheme = Literal["inproc", "shm", "tcp"]
 
 QUICK = Backoff(first_s=0.01, max_s=0.05)
 PATIENCE_S = 60.0
+
+CROSSING = layout_of_crossing(kit.FakeDense.crossing, kit.INPUTS)
+OUTPUTS = layouts_of(kit.CARD).outputs
 
 _numbers = itertools.count()
 
@@ -45,7 +49,7 @@ def hello_header(role: Role) -> dict[str, Any]:
 
 def welcome_header(card: ModelCard) -> dict[str, Any]:
     """What a server sends first."""
-    return greeting("welcome", VERSION, card_payload(card))
+    return greeting("welcome", VERSION, card_payload(card, CROSSING))
 
 
 class Rig:

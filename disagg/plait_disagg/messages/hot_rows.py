@@ -20,7 +20,7 @@ from typing import Any, Self
 import torch
 
 from plait_disagg.errors import RankError
-from plait_disagg.messages.layout import MessageLayout
+from plait_disagg.messages.layout import new_rows, new_slots
 from plait_disagg.protocols import RowSource
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import CacheCounters, CachedRows, ReceiverCache, SenderCache
@@ -32,9 +32,6 @@ MAX_BYTES = 1 << 30
 fabric can be (`plait_fabric.values.MessageLimits`)."""
 
 _MAX_SLOTS = 1 << 31
-
-_PREFIX = "hot."
-"""The prefix of names that no port can have: port names contain no dots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +45,6 @@ class HotRows:
     number: int
     slots: tuple[int, ...]
     ports: tuple[tuple[str, ...], ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors that are slots."""
-        return frozenset(name for ports in self.ports for name in ports)
 
     def to_json(self) -> list[Any]:
         """Return the header as plain data."""
@@ -131,7 +123,7 @@ class RowSender:
             message = self._caches[index].encode(flat, partial(self._source.rows, table.name))
             pieces = message.slots.split_with_sizes([one.numel() for one in ids])
             made |= {port: piece.view(one.shape) for port, piece, one in zip(ports, pieces, ids, strict=True)}
-            made[_new(index)], made[_rows(index)] = message.new_slots, message.rows
+            made[new_slots(index)], made[new_rows(index)] = message.new_slots, message.rows
             self._count(flat.numel(), message, table.dim)
         hot = HotRows(number=self._number, slots=self._slots, ports=self._ports)
         self._number += 1
@@ -161,7 +153,7 @@ class RowReceiver:
         Raises `OutOfStep`, or ValueError for input that no `RowSender` makes.
         """
         left = dict(tensors)
-        sent = [(_taken(left, _new(index)), _taken(left, _rows(index))) for index in range(len(hot.slots))]
+        sent = [(_taken(left, new_slots(index)), _taken(left, new_rows(index))) for index in range(len(hot.slots))]
         if not all(rows.dim() == 2 and rows.shape[1] for _, rows in sent):
             raise ValueError("hot rows are not (rows, D)")
         dims = [rows.shape[1] for _, rows in sent]
@@ -186,25 +178,6 @@ class RowReceiver:
             self._shape = shape
         elif shape != self._shape:
             raise ValueError("hot rows of other caches than the channel has")
-
-
-def can_merge(layout: MessageLayout, hot: HotRows | None) -> bool:
-    """Return whether all crossing tensors have a row per user or per candidate. An int64 may be offsets, which look as
-    if they had."""
-    slots = frozenset() if hot is None else hot.names
-    return all(
-        part.rows in ("u", "i") and (part.code in ("f4", "f2", "q1", "i4", "b1") or part.name in slots)
-        for part in layout.parts
-        if not part.name.startswith(_PREFIX)
-    )
-
-
-def _new(index: int) -> str:
-    return f"{_PREFIX}{index}.new"
-
-
-def _rows(index: int) -> str:
-    return f"{_PREFIX}{index}.rows"
 
 
 def _taken(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:

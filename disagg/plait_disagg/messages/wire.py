@@ -7,7 +7,7 @@ the other, matched by number::
     cancel   ingress -> CN or whole    nobody waits for the answer any more
     answers  back                      the outcomes of one or more requests, each with the version that produced it
     version  back                      a refresh: the model's version from now on
-    dense    CN -> HN                  the crossing tensors of a batch
+    dense    CN -> HN                  the crossing tensors of a batch, in the layout that the HN's welcome says
     done     back                      its outputs, or why there are none
 
 Every header is untrusted input and validated field by field; a peer that breaks the rules is disconnected.
@@ -24,24 +24,18 @@ import torch
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
 from plait_disagg.graph.inputs import check_inputs, input_from_json, input_to_json
-from plait_disagg.messages.hot_rows import HotRows, can_merge
-from plait_disagg.messages.layout import (
-    MAX_LAYOUT_CHARS,
-    MessageLayout,
-    RowCounts,
-    encode,
-    parse_layout,
-)
-from plait_disagg.messages.packing import pack, plan_of, unpack
+from plait_disagg.messages.hot_rows import HotRows
+from plait_disagg.messages.layout import crossing_layout
 from plait_disagg.queue.batch import cut
-from plait_disagg.queue.knobs import WireFormat
+from plait_disagg.queue.knobs import WIRE_FORMATS, WireFormat
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
+from plait_fabric.layouts import MAX_LAYOUT_CHARS, Layout, RowCounts, pack, parse_layout, unpack
 from plait_fabric.request_log import MAX_REQUESTS, requests_at_hand
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
 
-VERSION = 3
+VERSION = 4
 """The version of everything defined here; both sides of a channel must have the same."""
 
 SEND_S = 1.0
@@ -66,8 +60,8 @@ _CODES = {kind: code for code, kind in _ERRORS.items()}
 class DenseAsk:
     """A batch for the HN.
 
-    `mergeable`: every tensor has a row per user or per candidate (`can_merge`), so that batches laid end to end are a
-    batch. `crossing` may view the message's memory. `hot`: some of it goes through `RowReceiver.decode` first.
+    `mergeable`: see `CrossingLayout`. `crossing` may view the message's memory. `hot`: some of it goes through
+    `RowReceiver.decode` first.
     `dense_version`: the dense half that belongs to the rows. `requests`: ids of those in it, for the log, as many as
     the CN named.
     """
@@ -75,7 +69,6 @@ class DenseAsk:
     number: int
     candidates: tuple[int, ...]
     crossing: Mapping[str, torch.Tensor]
-    layout: MessageLayout
     mergeable: bool
     hot: HotRows | None = None
     dense_version: str = ""
@@ -93,9 +86,9 @@ def check_role(payload: Header, role: Role) -> None:
         raise WireError(f"the role must be {role}, not {payload.get('role')!s:.20}")
 
 
-def card_payload(card: ModelCard) -> Header:
-    """Return the payload of a server's welcome."""
-    return {"card": card_to_json(card)}
+def card_payload(card: ModelCard, crossing: Layout | None = None) -> Header:
+    """Return the payload of a server's welcome; `crossing`: of an HN, what it takes."""
+    return {"card": card_to_json(card), **({} if crossing is None else {"crossing": crossing.text})}
 
 
 def parse_card(payload: Header) -> ModelCard:
@@ -107,26 +100,32 @@ def parse_card(payload: Header) -> ModelCard:
         raise WireError(str(error)) from error
 
 
+def parse_crossing(payload: Header) -> Layout:
+    """Parse what crosses to the HN that sent this welcome. Raises `WireError`."""
+    return parse_layout(fields.text(payload, "crossing", MAX_LAYOUT_CHARS))
+
+
 def rank_message(
-    number: int, request: RankRequest, layout: MessageLayout, pool: Pool, *, timeout_s: float = SEND_S
+    number: int, request: RankRequest, layout: Layout, pool: Pool, *, timeout_s: float = SEND_S
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a request. `layout`: `layout_of_inputs` of the server's card. A deadline travels as the time remaining.
+    """Pack a request. `layout`: the inputs' of the server's card. A deadline travels as the time remaining.
 
     Waits at most `timeout_s` for memory of the channel.
     """
+    counts = RowCounts(users=1, items=request.candidates, flat=_flat(layout, request.tensors))
     header: dict[str, Any] = {
         "kind": "rank",
         "number": number,
         "id": request.request_id[:_MAX_ID_CHARS],
         "n": request.candidates,
-        "flat": [request.tensors[part.name].shape[0] for part in layout.parts if part.rows == "f"],
+        "flat": list(counts.flat),
     }
     if request.deadline_s is not None:
         header["left_s"] = request.deadline_s - time.monotonic()
-    return header, encode(layout, request.tensors, pool, timeout_s=timeout_s)
+    return header, pack(layout, counts, request.tensors, pool, timeout_s=timeout_s)
 
 
-def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: MessageLayout) -> RankRequest:
+def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, layout: Layout) -> RankRequest:
     """Parse a request; its tensors view `buffers`.
 
     The ingress has checked the values, and table lookups check ids again. Raises `WireError`.
@@ -139,7 +138,7 @@ def parse_rank(header: Header, buffers: Sequence[memoryview], card: ModelCard, l
         request_id=fields.text(header, "id"),
         model=card.name,
         candidates=counts.items,
-        tensors=unpack(layout, buffers, counts),
+        tensors=unpack(layout, counts, buffers),
         deadline_s=None if left_s is None else time.monotonic() + left_s,
     )
 
@@ -165,9 +164,9 @@ def parse_number(header: Header) -> int:
 
 
 def answers_message(
-    outcomes: Sequence[tuple[int, RankAnswer | RankError]], pool: Pool
+    outcomes: Sequence[tuple[int, RankAnswer | RankError]], layout: Layout, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack outcomes with the numbers of their requests."""
+    """Pack outcomes with the numbers of their requests. `layout`: the outputs' of the model's card."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
         [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
@@ -179,24 +178,22 @@ def answers_message(
         header["errors"] = errors
     if not answers:
         return header, []
-    names = answers[0][1].outputs
-    one = len(answers) == 1
-    outputs = names if one else {name: torch.cat([it.outputs[name] for _, it in answers]) for name in names}
+    outputs = {part.name: [it.outputs[part.name] for _, it in answers] for part in layout.parts}
     rows = [next(iter(it.outputs.values())).shape[0] for _, it in answers]
-    plan = plan_of(outputs, users=sum(rows), items=sum(rows))
     header |= {
         "numbers": [number for number, _ in answers],
         "n": rows,
         "ms": [_times(it.timings) for _, it in answers],
         "bytes": [it.bytes_crossed for _, it in answers],
         "versions": [it.version for _, it in answers],
-        **plan.fields,
     }
-    return header, pack(plan, outputs, pool, timeout_s=SEND_S)
+    return header, pack(layout, RowCounts(items=sum(rows)), outputs, pool, timeout_s=SEND_S)
 
 
-def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[int, RankAnswer | RankError]]:
-    """Return the outcomes by number; outputs are copies. Raises `WireError`."""
+def parse_answers(
+    header: Header, buffers: Sequence[memoryview], layout: Layout
+) -> list[tuple[int, RankAnswer | RankError]]:
+    """Return the outcomes by number; outputs view `buffers`. Raises `WireError`."""
     outcomes: list[tuple[int, RankAnswer | RankError]] = list(map(_parse_error, fields.entries(header, "errors")))
     numbers = fields.integers(header, "numbers")
     if not numbers:
@@ -208,9 +205,7 @@ def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[i
         raise WireError("versions are no texts")
     if not len(numbers) == len(rows) == len(times) == len(crossed) == len(versions):
         raise WireError("an answer's lists differ in length")
-    _, outputs = _parse_tensors(header, own_buffers(buffers), users=sum(rows), items=sum(rows))
-    if any(output.shape[0] != sum(rows) for output in outputs.values()):
-        raise WireError("an answer has other rows than it says")
+    outputs = unpack(layout, RowCounts(items=sum(rows)), buffers)
     for number, mine, ms, nbytes, version in zip(numbers, cut(outputs, rows), times, crossed, versions, strict=True):
         answer = RankAnswer(outputs=mine, timings=_parse_times(ms), bytes_crossed=nbytes, version=version)
         outcomes.append((number, answer))
@@ -219,6 +214,7 @@ def parse_answers(header: Header, buffers: Sequence[memoryview]) -> list[tuple[i
 
 def dense_message(
     number: int,
+    layout: Layout,
     crossing: Mapping[str, torch.Tensor],
     candidates: Sequence[int],
     pool: Pool,
@@ -227,18 +223,19 @@ def dense_message(
     hot: HotRows | None = None,
     dense_version: str = "",
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch; `hot` as made by `RowSender.encode`.
+    """Pack a batch in the `layout` that its HN said; `hot` as made by `RowSender.encode`.
 
     If a number does not fit float16, the whole batch travels as float32.
     """
-    items = sum(candidates)
-    plan = plan_of(crossing, users=len(candidates), items=items, wire=wire)
+    ports = None if hot is None else hot.ports
+    made = crossing_layout(layout.text, wire, ports).layout
+    counts = RowCounts(users=len(candidates), items=sum(candidates), flat=_flat(made, crossing))
     try:
-        buffers = pack(plan, crossing, pool, timeout_s=SEND_S)
+        buffers = pack(made, counts, crossing, pool, timeout_s=SEND_S)
     except OverflowError:
-        plan = plan_of(crossing, users=len(candidates), items=items)
-        buffers = pack(plan, crossing, pool, timeout_s=SEND_S)
-    header = {"kind": "dense", "number": number, "n": list(candidates), **plan.fields}
+        wire = "float32"
+        buffers = pack(crossing_layout(layout.text, wire, ports).layout, counts, crossing, pool, timeout_s=SEND_S)
+    header = {"kind": "dense", "number": number, "n": list(candidates), "wire": wire, "flat": list(counts.flat)}
     header["requests"] = [each[:_MAX_ID_CHARS] for each in requests_at_hand()]
     if hot is not None:
         header["hot"] = hot.to_json()
@@ -247,8 +244,8 @@ def dense_message(
     return header, buffers
 
 
-def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
-    """Parse a batch. Raises `WireError`."""
+def parse_dense(header: Header, buffers: Sequence[memoryview], layout: Layout) -> DenseAsk:
+    """Parse a batch in the `layout` of the HN's welcome. Raises `WireError`."""
     if header.get("kind") != "dense":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
     candidates = fields.integers(header, "n", _MAX_ROWS)
@@ -257,14 +254,18 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
     requests = fields.entries(header, "requests", MAX_REQUESTS)
     if not all(isinstance(each, str) and len(each) <= _MAX_ID_CHARS for each in requests):
         raise WireError(f"requests must be texts of at most {_MAX_ID_CHARS} characters")
-    layout, crossing = _parse_tensors(header, buffers, users=len(candidates), items=sum(candidates))
+    wire = header.get("wire")
+    if wire not in WIRE_FORMATS:
+        raise WireError(f"wire must be one of {', '.join(WIRE_FORMATS)}")
     hot = HotRows.from_json(header["hot"]) if "hot" in header else None
+    made = crossing_layout(layout.text, wire, None if hot is None else hot.ports)
+    flat = fields.integers(header, "flat", _MAX_ROWS)
+    counts = RowCounts(users=len(candidates), items=sum(candidates), flat=flat)
     return DenseAsk(
         number=parse_number(header),
         candidates=candidates,
-        crossing=crossing,
-        layout=layout,
-        mergeable=can_merge(layout, hot),
+        crossing=unpack(made.layout, counts, buffers),
+        mergeable=made.mergeable,
         hot=hot,
         dense_version=fields.text(header, "dense", default=""),
         requests=tuple(requests),
@@ -272,13 +273,12 @@ def parse_dense(header: Header, buffers: Sequence[memoryview]) -> DenseAsk:
 
 
 def done_message(
-    number: int, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool
+    number: int, layout: Layout, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch's outputs, (N, ...) each."""
+    """Pack a batch's outputs, (N, ...) each, in the layout of the model's card."""
     items = next(iter(outputs.values())).shape[0]
-    plan = plan_of(outputs, users=items, items=items)
-    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms, **plan.fields}
-    return header, pack(plan, outputs, pool, timeout_s=SEND_S)
+    header = {"kind": "done", "number": number, "n": items, "ms": dense_ms}
+    return header, pack(layout, RowCounts(items=items), outputs, pool, timeout_s=SEND_S)
 
 
 def failed_header(number: int, error: RankError) -> dict[str, Any]:
@@ -287,31 +287,22 @@ def failed_header(number: int, error: RankError) -> dict[str, Any]:
 
 
 def parse_done(
-    header: Header, buffers: Sequence[memoryview]
+    header: Header, buffers: Sequence[memoryview], layout: Layout
 ) -> tuple[int, tuple[dict[str, torch.Tensor], float] | RankError]:
-    """Return the number, and outputs (copies) with the HN's milliseconds or its error. Raises `WireError`."""
+    """Return the number, and outputs (which view `buffers`) with the HN's milliseconds or its error. Raises
+    `WireError`."""
     if header.get("kind") != "done":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
     asked = parse_number(header)
     error = header.get("error")
     if error is not None:
         return asked, _parse_error([asked, *error, None, None] if isinstance(error, list) else error)[1]
-    items = fields.integer(header, "n", 0, _MAX_ROWS)
-    _, outputs = _parse_tensors(header, own_buffers(buffers), users=items, items=items)
+    outputs = unpack(layout, RowCounts(items=fields.integer(header, "n", 0, _MAX_ROWS)), buffers)
     return asked, (outputs, fields.number(header, "ms"))
 
 
-def own_buffers(buffers: Sequence[memoryview]) -> list[memoryview]:
-    """Return copies, so that the message can be released."""
-    return [memoryview(bytearray(buffer)) for buffer in buffers]
-
-
-def _parse_tensors(
-    header: Header, buffers: Sequence[memoryview], *, users: int, items: int
-) -> tuple[MessageLayout, dict[str, torch.Tensor]]:
-    layout = parse_layout(fields.text(header, "layout", MAX_LAYOUT_CHARS))
-    counts = RowCounts(users=users, items=items, flat=fields.integers(header, "flat", _MAX_ROWS))
-    return layout, unpack(layout, buffers, counts)
+def _flat(layout: Layout, tensors: Mapping[str, torch.Tensor]) -> tuple[int, ...]:
+    return tuple([tensors[name].shape[0] for name in layout.given])
 
 
 def _times(timings: RankTimings) -> list[float]:

@@ -115,7 +115,8 @@ class CompiledDense:
         kind = self._device.type if prepares else ""
         self.programs = DensePrograms(program, trust) if kind == "cpu" else None
         self._graphs = DenseGraphs(program, self._device, CudaCapture(self._device)) if kind == "cuda" else None
-        self._needs_user_of = any(port.name == USER_OF for port in program.program.inputs)
+        self.crossing = tuple(port for port in program.program.inputs if port.name != USER_OF)
+        self._needs_user_of = len(self.crossing) < len(program.program.inputs)
 
     def with_constants(self, constants: Mapping[str, torch.Tensor]) -> CompiledDense:
         """Return the same half with other constants (`Compiled.with_constants`). It prepares its own programs."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 WireFormat = Literal["float32", "float16", "int8"]
 """How float32 tensors cross from the CN to the HN. int8: with one scale and one bias per row."""
+
+WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 
 CachePolicy = Literal["lru", "static"]
 """Which rows an HN keeps: the most recently used ones, or permanently the ones that were requested first."""

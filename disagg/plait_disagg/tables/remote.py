@@ -21,10 +21,10 @@ from plait_disagg.tables.errors import OtherVersion, ShardLost, ShardRefused
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.rows_wire import WIRE_VERSION, Found, Other, ShardIdentity, pack_requests, parse_answer
 from plait_fabric import FabricError, Message
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.threads import set_threads
 
 _log = logging.getLogger(__name__)

@@ -1,43 +1,42 @@
-"""The messages between a shard of tables and who asks it: a header, and numbers end to end in at most three buffers::
+"""The messages between a shard of tables and who asks it: a header, and numbers end to end (`plait_fabric.layouts`)::
 
     rows    client -> shard    number, version of the rows; by ask [piece, mode, ids, bags or -1, weighted]
-                               buffers: ids int64, offsets int64, weights float32, of all asks
-    found   back               number; by ask [dtype, rows, columns]; buffer: the values of all
+                               ids int64, offsets int64, weights float32, of all asks
+    found   back               number; by ask [dtype, rows, columns]; the values of all, by dtype
     other   back               number and the version that the shard has instead
     failed  back               number and why
 
-Numbers are written straight into memory of the channel's pool: that is their only copy on the sending side. What each
-side says of itself in its greeting must add up (`ShardIdentity`).
+What each side says of itself in its greeting must add up (`ShardIdentity`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
 
 from plait_disagg.tables.plan import ShardPlan
 from plait_disagg.tables.protocols import LookupRequest
 from plait_disagg.tables.values import Lookup, Mode
-from plait_fabric import Lease, Message, Pool
-from plait_fabric.memory.pool import release_all
+from plait_fabric import Buffer, Message, Pool
+from plait_fabric.layouts import Layout, RowCounts, pack, parse_layout, unpack
 from plait_fabric.rpc.fields import Header, WireError, entries, integer, text
-from plait_fabric.tensors import DTYPES
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 """The version of what is defined here; both sides must have the same."""
+
+_ASKED = parse_layout("i8:f::ids;i8:f::offsets;f4:f::weights")
+_FOUND = parse_layout("f4:f::float32;h2:f::float16;u1:f::uint8")
+"""Every dtype in which rows are stored, by its name in torch."""
 
 _MODES = get_args(Mode)
 _ROOM_S = 5.0
 """How long to wait for memory of the pool, which the peer releases as it reads."""
 _MAX_NUMBERS = 1 << 40
 _MAX_ASKS = 4_096
-_ALIGN_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +101,7 @@ class Refusal:
 
 def pack_requests(
     pool: Pool, number: int, version: str, requests: Sequence[LookupRequest]
-) -> tuple[dict[str, Any], list[Lease]]:
+) -> tuple[dict[str, Any], list[Buffer]]:
     """Return the message of a lookup; ids are (n,). Raises ValueError for an invalid request, `PoolExhausted`."""
     for request in requests:
         pools = request.lookup.mode != "rows"
@@ -119,35 +118,28 @@ def pack_requests(
         for request in requests
     ]
     header = {"kind": "rows", "number": number, "of": version, "asks": described}
-    parts: list[tuple[list[torch.Tensor], torch.dtype]] = [
-        ([request.ids for request in requests], torch.int64),
-        ([request.offsets for request in requests if request.offsets is not None], torch.int64),
-        ([request.weights for request in requests if request.weights is not None], torch.float32),
-    ]
-    leases: list[Lease] = []
-    try:
-        for tensors, dtype in parts:
-            leases.append(_end_to_end(pool, tensors, dtype))  # what was made must be known if one fails
-    except BaseException:
-        release_all(leases)
-        raise
-    return header, leases
+    numbers = {
+        "ids": [request.ids.long() for request in requests],
+        "offsets": [request.offsets.long() for request in requests if request.offsets is not None],
+        "weights": [request.weights for request in requests if request.weights is not None],
+    }
+    return header, _packed(pool, _ASKED, numbers)
 
 
-def pack_found(pool: Pool, number: int, values: Sequence[torch.Tensor]) -> tuple[dict[str, Any], list[Lease]]:
+def pack_found(pool: Pool, number: int, values: Sequence[torch.Tensor]) -> tuple[dict[str, Any], list[Buffer]]:
     """Return the message of an answer: (rows, columns) each."""
-    described = [[str(value.dtype).removeprefix("torch."), *value.shape] for value in values]
-    header: dict[str, Any] = {"kind": "found", "number": number, "found": described}
-    lease = pool.acquire(sum(map(_aligned, values)), _ROOM_S)
-    if lease.nbytes:
-        whole = torch.frombuffer(lease.memory, dtype=torch.uint8)
-        start = 0
-        for value in values:
-            if value.numel():
-                whole[start : start + value.nbytes].view(value.dtype).view(value.shape).copy_(value)
-            start += _aligned(value)
-        pool.count_copy(lease.nbytes)
-    return header, [lease]
+    described: list[list[Any]] = []
+    numbers: dict[str, list[torch.Tensor]] = {name: [] for name in _FOUND.given}
+    for value in values:
+        dtype = str(value.dtype).removeprefix("torch.")
+        described.append([dtype, *value.shape])
+        numbers[dtype].append(value.reshape(-1))
+    return {"kind": "found", "number": number, "found": described}, _packed(pool, _FOUND, numbers)
+
+
+def _packed(pool: Pool, layout: Layout, numbers: Mapping[str, Sequence[torch.Tensor]]) -> list[Buffer]:
+    flat = tuple([sum([len(piece) for piece in numbers[name]]) for name in layout.given])
+    return pack(layout, RowCounts(flat=flat), numbers, pool, timeout_s=_ROOM_S)
 
 
 def other_header(number: int, has: str) -> dict[str, Any]:
@@ -165,98 +157,53 @@ def parse_requests(message: Message, lookups: Mapping[tuple[str, Mode], Lookup])
     header = message.header
     if header.get("kind") != "rows":
         raise WireError(f"a message of kind {str(header.get('kind'))[:50]!r}")
-    number, version, described = integer(header, "number"), text(header, "of"), entries(header, "asks", _MAX_ASKS)
-    if len(message.buffers) != 3:
-        raise WireError("a lookup has three buffers")
-    numbers = [_Numbers(b, dtype) for b, dtype in zip(message.buffers, (np.int64, np.int64, np.float32), strict=True)]
+    number, version = integer(header, "number"), text(header, "of")
+    asks = [_parse_ask(entry) for entry in entries(header, "asks", _MAX_ASKS)]
+    sizes = {
+        "ids": [count for _, _, count, _, _ in asks],
+        "offsets": [bags + 1 for _, _, _, bags, _ in asks],
+        "weights": [count if weighted else 0 for _, _, count, _, weighted in asks],
+    }
+    ids, offsets, weights = _cut(_ASKED, sizes, message.buffers).values()
     requests: list[LookupRequest] = []
     missing = ""
-    for entry in described:
-        request = _parse_request(entry, numbers, lookups)
-        missing = missing or ("" if request is not None else entry[0])
-        requests += [request] if request is not None else []
-    if any(some.left for some in numbers):
-        raise WireError("there are more numbers than were asked about")
+    for (piece, mode, _, bags, weighted), mine, ends, each in zip(asks, ids, offsets, weights, strict=True):
+        if bags >= 0 and (int(ends[0]) or int(ends[-1]) != len(mine) or bool((ends.diff() < 0).any())):
+            raise WireError(f"the offsets of piece {piece[:200]!r} do not fit its ids")
+        lookup = lookups.get((piece, mode))
+        if lookup is None:
+            missing = missing or piece
+            continue
+        some_offsets, some_weights = (ends if bags >= 0 else None), (each if weighted else None)
+        requests.append(LookupRequest(lookup=lookup, ids=mine, offsets=some_offsets, weights=some_weights))
     return RowsRequest(number=number, version=version, requests=requests, missing=missing)
 
 
 def parse_answer(message: Message) -> tuple[int, Found | Other | Refusal]:
-    """Parse an answer; its values are copied out of the message. Raises `WireError`."""
+    """Parse an answer; its values outlive the message. Raises `WireError`."""
     header = message.header
     number, kind = integer(header, "number"), header.get("kind")
     if kind == "other":
         return number, Other(text(header, "has"))
     if kind == "failed":
         return number, Refusal(text(header, "why", 1_000))
-    if kind != "found" or len(message.buffers) != 1:
+    if kind != "found":
         raise WireError("the shard must answer with found, other or failed")
-    memory = memoryview(bytearray(message.buffers[0]))
-    return number, Found(list(_values(entries(header, "found", _MAX_ASKS), memory)))
+    described = [_parse_value(entry) for entry in entries(header, "found", _MAX_ASKS)]
+    sizes = {name: [rows * columns for dtype, rows, columns in described if dtype == name] for name in _FOUND.given}
+    numbers = {name: iter(parts) for name, parts in _cut(_FOUND, sizes, message.keep()).items()}
+    return number, Found([next(numbers[dtype]).view(rows, columns) for dtype, rows, columns in described])
 
 
-def _values(described: Sequence[object], memory: memoryview) -> Iterable[torch.Tensor]:
-    start = 0
-    for entry in described:
-        dtype, *shape = entry if isinstance(entry, list) else [None]
-        if not isinstance(dtype, str) or dtype not in DTYPES or len(shape) != 2:
-            raise WireError("the shard described a value wrongly")
-        rows, columns = (_natural(size, "a size") for size in shape)
-        stop = start + rows * columns * DTYPES[dtype].itemsize
-        if stop > memory.nbytes:
-            raise WireError("there are fewer values than their shapes say")
-        if stop == start:
-            yield torch.empty((rows, columns), dtype=DTYPES[dtype])
-        else:
-            yield torch.frombuffer(memory[start:stop], dtype=DTYPES[dtype]).view(rows, columns)
-        start = stop + -stop % _ALIGN_BYTES
-    if start != memory.nbytes:
-        raise WireError("there are more values than shapes")
+def _cut(
+    layout: Layout, sizes: Mapping[str, list[int]], buffers: Sequence[memoryview]
+) -> dict[str, tuple[torch.Tensor, ...]]:
+    """Return the numbers of each part, cut into pieces of these sizes."""
+    found = unpack(layout, RowCounts(flat=tuple([sum(sizes[name]) for name in layout.given])), buffers)
+    return {name: found[name].split_with_sizes(sizes[name]) for name in layout.given}
 
 
-def _aligned(value: torch.Tensor) -> int:
-    return value.nbytes + -value.nbytes % _ALIGN_BYTES
-
-
-def _end_to_end(pool: Pool, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> Lease:
-    """Copy all numbers into one lease, converting them on the way."""
-    lease = pool.acquire(sum(tensor.numel() for tensor in tensors) * dtype.itemsize, _ROOM_S)
-    if lease.nbytes:
-        whole = torch.frombuffer(lease.memory, dtype=dtype)
-        start = 0
-        for tensor in tensors:
-            whole[start : start + tensor.numel()].copy_(tensor)
-            start += tensor.numel()
-        pool.count_copy(lease.nbytes)
-    return lease
-
-
-class _Numbers:
-    """Numbers of one type, consumed from a buffer in order."""
-
-    def __init__(self, buffer: memoryview, dtype: DTypeLike) -> None:
-        if buffer.nbytes % np.dtype(dtype).itemsize:
-            raise WireError("a buffer does not hold whole numbers")
-        self._array: NDArray[Any] = np.frombuffer(buffer, dtype) if buffer.nbytes else np.empty(0, dtype)
-        self._start = 0
-
-    @property
-    def left(self) -> int:
-        """Count of the numbers not yet taken."""
-        return len(self._array) - self._start
-
-    def take(self, count: int) -> torch.Tensor:
-        """Return a view of the next numbers."""
-        stop = self._start + count
-        if stop > len(self._array):
-            raise WireError("there are fewer numbers than were asked about")
-        taken = torch.from_numpy(self._array[self._start : stop])
-        self._start = stop
-        return taken
-
-
-def _parse_request(
-    entry: object, numbers: Sequence[_Numbers], lookups: Mapping[tuple[str, Mode], Lookup]
-) -> LookupRequest | None:
+def _parse_ask(entry: object) -> tuple[str, Mode, int, int, bool]:
     if not isinstance(entry, list) or len(entry) != 5:
         raise WireError("an ask has five fields")
     piece, mode, count, bags, weighted = entry
@@ -264,13 +211,14 @@ def _parse_request(
         raise WireError(f"the ask of piece {str(piece)[:200]!r} is malformed")
     if not -1 <= bags < _MAX_NUMBERS or (bags < 0) is not (mode == "rows") or (weighted and mode != "sum"):
         raise WireError(f"the ask of piece {piece[:200]!r} contradicts itself")
-    ids = numbers[0].take(_natural(count, "the number of ids"))
-    offsets = numbers[1].take(bags + 1) if bags >= 0 else None
-    if offsets is not None and (int(offsets[0]) or int(offsets[-1]) != ids.numel() or bool((offsets.diff() < 0).any())):
-        raise WireError(f"the offsets of piece {piece[:200]!r} do not fit its ids")
-    weights = numbers[2].take(ids.numel()) if weighted else None
-    lookup = lookups.get((piece, mode))
-    return None if lookup is None else LookupRequest(lookup=lookup, ids=ids, offsets=offsets, weights=weights)
+    return piece, mode, _natural(count, "the number of ids"), bags, weighted
+
+
+def _parse_value(entry: object) -> tuple[str, int, int]:
+    dtype, *shape = entry if isinstance(entry, list) else [None]
+    if dtype not in _FOUND.given or len(shape) != 2:
+        raise WireError("the shard described a value wrongly")
+    return dtype, _natural(shape[0], "a size"), _natural(shape[1], "a size")
 
 
 def _natural(value: object, name: str) -> int:

@@ -20,7 +20,16 @@ import torch
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
-from plait_disagg.messages.wire import SEND_S, VERSION, dense_message, parse_card, parse_done, role_payload
+from plait_disagg.messages.layout import layouts_of
+from plait_disagg.messages.wire import (
+    SEND_S,
+    VERSION,
+    dense_message,
+    parse_card,
+    parse_crossing,
+    parse_done,
+    role_payload,
+)
 from plait_disagg.protocols import RowSource, SparseHalf
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.batch_boundary import BatchBoundary, run_agreed
@@ -32,10 +41,11 @@ from plait_disagg.queue.window import Window
 from plait_disagg.refresh.prepared_update import PreparedUpdate
 from plait_disagg.values import ModelCard, RankAnswer, RankTimings
 from plait_fabric import Buffer, Message, Pool
-from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.layouts import Layout
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.threads import set_threads
 
 _SenderKey: TypeAlias = tuple[Pool, int, str, str]
@@ -96,6 +106,8 @@ class CnCore:
         self._stopping = False
         self._room = threading.Condition()
         self._windows: WeakKeyDictionary[Connection[_SentBatch], Window] = WeakKeyDictionary()
+        self._crossing: WeakKeyDictionary[Connection[_SentBatch], Layout] = WeakKeyDictionary()
+        self._outputs = layouts_of(card).outputs
         self._lookup_s = self._bytes = self._lost = self._late = 0.0
         protocol = ClientProtocol(
             version=VERSION,
@@ -272,7 +284,14 @@ class CnCore:
         self._lookup_s += batch.looked_up_s - batch.began_s
         candidates = [job.request.candidates for job in batch.jobs]
         header, buffers = dense_message(
-            number, tensors, candidates, pool, wire=batch.wire, hot=hot, dense_version=self._dense_version
+            number,
+            self._crossing[connection],
+            tensors,
+            candidates,
+            pool,
+            wire=batch.wire,
+            hot=hot,
+            dense_version=self._dense_version,
         )
         batch.nbytes = sum(len(it) if isinstance(it, bytes | bytearray) else it.nbytes for it in buffers)
         self._bytes += batch.nbytes
@@ -290,12 +309,13 @@ class CnCore:
         theirs = card.name, card.packaged or card.version
         if mine != theirs:  # refreshes are the batches' business: each names the dense version that it wants
             raise WireError(f"the HN has {' '.join(theirs)}, not {' '.join(mine)}")
+        self._crossing[connection] = parse_crossing(payload)
         window = self._windows[connection] = Window(max_size=self._knobs.window, adapts=self._knobs.adapt_window)
         connection.window = window.size
 
     def _on_message(self, connection: Connection[_SentBatch], message: Message) -> None:
         with message:
-            number, outcome = parse_done(message.header, message.buffers)
+            number, outcome = parse_done(message.header, message.keep(), self._outputs)
             queued_s = parse_queued_s(message.header)
         open_now = connection.open_calls
         batch = connection.take(number)

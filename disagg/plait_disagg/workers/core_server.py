@@ -9,20 +9,20 @@ from functools import partial
 from typing import Any
 
 from plait_disagg.errors import BadInput, RankError
-from plait_disagg.messages.layout import layout_of_inputs
+from plait_disagg.messages.layout import layouts_of
 from plait_disagg.messages.wire import (
     SEND_S,
     VERSION,
     answers_message,
     card_payload,
     check_role,
-    own_buffers,
     parse_number,
     parse_rank,
     version_header,
 )
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
 from plait_fabric import Listener, Message
+from plait_fabric.layouts import Layout
 from plait_fabric.request_log import on_behalf_of
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
@@ -42,7 +42,7 @@ class CoreServer:
         """Start serving at once."""
         self._core = core
         self._card = core.card
-        self._layout = layout_of_inputs(core.card.inputs)
+        self._layouts = layouts_of(core.card)
         self._sinks: dict[int, _PeerSink] = {}
         protocol = ServerProtocol(
             version=VERSION,
@@ -85,12 +85,12 @@ class CoreServer:
     def _on_message(self, peer: Peer, message: Message) -> None:
         sink = self._sinks.get(peer.number)
         if sink is None:
-            sink = self._sinks[peer.number] = _PeerSink(peer)
+            sink = self._sinks[peer.number] = _PeerSink(peer, self._layouts.outputs)
         with message:
             kind, number = message.header.get("kind"), parse_number(message.header)
             if kind == "rank":
                 # Copied: the lookups may come much later than the next message.
-                self._rank(sink, number, message.header, own_buffers(message.buffers))
+                self._rank(sink, number, message.header, message.keep())
             elif kind == "cancel":
                 self._cancel(sink, number)
             else:
@@ -98,7 +98,7 @@ class CoreServer:
 
     def _rank(self, sink: _PeerSink, number: int, header: Mapping[str, Any], buffers: list[memoryview]) -> None:
         try:
-            request = parse_rank(header, buffers, self._card, self._layout)
+            request = parse_rank(header, buffers, self._card, self._layouts.inputs)
         except WireError as error:  # perhaps it was made for another version of the model
             sink.refuse(number, BadInput(f"the request does not fit model {self._card.name}: {error}"))
             return
@@ -123,8 +123,9 @@ class CoreServer:
 class _PeerSink:
     """Sends outcomes to one client; the tickets of their jobs are its request numbers."""
 
-    def __init__(self, peer: Peer) -> None:
+    def __init__(self, peer: Peer, outputs: Layout) -> None:
         self._peer = peer
+        self._outputs = outputs
         self.jobs: dict[int, RankJob] = {}
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
@@ -138,11 +139,13 @@ class _PeerSink:
 
     def _send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
         try:
-            header, buffers = answers_message(numbered, self._peer.pool)
+            header, buffers = answers_message(numbered, self._outputs, self._peer.pool)
         except Exception as error:
             _log.exception("answers that cannot be sent")
             broken = RankError(f"internal error ({type(error).__name__}); the worker's log has the details")
-            header, buffers = answers_message([(number, broken) for number, _ in numbered], self._peer.pool)
+            header, buffers = answers_message(
+                [(number, broken) for number, _ in numbered], self._outputs, self._peer.pool
+            )
         self._peer.send(header, buffers)
         for number, _ in numbered:
             self.jobs.pop(number, None)

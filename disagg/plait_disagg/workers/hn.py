@@ -17,6 +17,7 @@ import torch
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.messages.flow import Flow, parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
+from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import (
     SEND_S,
     VERSION,
@@ -112,6 +113,8 @@ class HnWorker:
         self._busy_s = 0.0
         self._stay_s = 0.0
         self._windows: dict[int, int] = {}  # as each CN said last
+        self._crossing = layout_of_crossing(dense.crossing, card.inputs)
+        self._outputs = layouts_of(card).outputs
         self._hot: dict[int, RowReceiver] = {}  # by number of the peer; each is its thread's own
         self._loop: BatchLoop[_Dense] = BatchLoop(
             self._work, name=f"hn {card.name}", knobs=knobs or WorkerKnobs(), clock=clock, refuses=False
@@ -120,7 +123,7 @@ class HnWorker:
         protocol = ServerProtocol(
             version=VERSION,
             on_hello=partial(check_role, role="dense"),
-            welcome=lambda: card_payload(card),
+            welcome=lambda: card_payload(card, self._crossing),
             on_message=self._on_message,
             on_lost=self._on_lost,
             send_timeout_s=SEND_S,
@@ -190,7 +193,7 @@ class HnWorker:
 
     def _on_message(self, peer: Peer, message: Message) -> None:
         try:
-            ask = self._with_rows(peer, parse_dense(message.header, message.buffers))
+            ask = self._with_rows(peer, parse_dense(message.header, message.buffers, self._crossing))
             now_s = self._clock()
             item = _Dense(peer=peer, message=message, ask=ask, flow=parse_flow(message.header, now_s), came_s=now_s)
             self._windows[peer.number] = item.flow.window
@@ -270,7 +273,7 @@ class HnWorker:
         self._stay_s += began_s + seconds - item.came_s
         try:
             peer = item.peer
-            header, buffers = done_message(item.ask.number, outputs, seconds * 1e3, peer.pool)
+            header, buffers = done_message(item.ask.number, self._outputs, outputs, seconds * 1e3, peer.pool)
             header["queued_ms"] = (began_s - item.came_s) * 1e3
         except FabricError as error:
             item.peer.drop(error)

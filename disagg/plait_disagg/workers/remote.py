@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
-from plait_disagg.messages.layout import MessageLayout, layout_of_inputs
+from plait_disagg.messages.layout import CardLayouts, layouts_of
 from plait_disagg.messages.wire import (
     SEND_S,
     VERSION,
@@ -25,10 +26,10 @@ from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, deliver_all
 from plait_disagg.values import ModelCard, RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
 from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.threads import set_threads
 
 _LOOK_S = 0.02
@@ -60,7 +61,7 @@ class RemoteCore:
         self._model = model
         self._window = window
         self._card: ModelCard | None = None
-        self._layouts: WeakKeyDictionary[Connection[RankJob], MessageLayout] = WeakKeyDictionary()
+        self._layouts: WeakKeyDictionary[Connection[RankJob], CardLayouts] = WeakKeyDictionary()
         self._way = Delay()
         self._stopping = False
         self._requests = self._lost = 0
@@ -124,7 +125,7 @@ class RemoteCore:
 
     def _send_on(self, connection: Connection[RankJob], job: RankJob) -> None:
         try:
-            request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection]
+            request, layout = replace(job.request, deadline_s=self._due_there_s(job)), self._layouts[connection].inputs
             connection.call(
                 job,
                 lambda number, pool: rank_message(number, request, layout, pool, timeout_s=0.0),
@@ -187,7 +188,7 @@ class RemoteCore:
         card = parse_card(payload)
         if card.name != self._model:
             raise WireError(f"the worker ranks with {card.name!r}, not {self._model!r}")
-        self._layouts[connection] = layout_of_inputs(card.inputs)
+        self._layouts[connection] = layouts_of(card)
         if card != self._card:
             self._card = card
 
@@ -197,7 +198,7 @@ class RemoteCore:
             if version is not None:
                 self._now_at(version)
                 return
-            answers = parse_answers(message.header, message.buffers)
+            answers = parse_answers(message.header, message.keep(), self._layouts[connection].outputs)
         outcomes: list[tuple[RankJob, Outcome]] = []
         for number, outcome in answers:
             job = connection.take(number)  # None: cancelled meanwhile
@@ -240,29 +241,9 @@ class RemoteCore:
 class RemoteRanker(CoreRanker):
     """A `Ranker` whose model is in other processes."""
 
-    def __init__(
-        self,
-        model: str,
-        connect: Connect,
-        *,
-        replicas: int = 1,
-        max_replicas: int | None = None,
-        window: int = 1_024,
-        answer_timeout_s: float = 30.0,
-        backoff: Backoff | None = None,
-    ) -> None:
+    def __init__(self, model: str, connect: Connect, **options: Any) -> None:
         """Start a `RemoteCore` with these arguments."""
-        super().__init__(
-            RemoteCore(
-                model,
-                connect,
-                replicas=replicas,
-                max_replicas=max_replicas,
-                window=window,
-                answer_timeout_s=answer_timeout_s,
-                backoff=backoff,
-            )
-        )
+        super().__init__(RemoteCore(model, connect, **options))
 
 
 _MEAN, _DEVIATION = 1 / 8, 1 / 4

@@ -4,7 +4,7 @@
 
     Client ──> Connection ──calls──>  Server ──> Peer ──on_message──> the workload
        ^            └──<──answers─────────────────┘
-       └─ replicas (which one), backoff (when again), handshake (who is there), fields (what a header may hold)
+       └─ replicas (which one), outages (when again), fields (who is there, what a header may hold)
 
 A call is open from `Connection.call` until its answer is taken, it is withdrawn, or its connection is lost; then the
 workload's policy decides whether it is retried elsewhere. The contents of messages are the workload's business:

@@ -11,10 +11,9 @@ from dataclasses import replace
 from typing import Generic, TypeAlias, TypeVar
 
 from plait_fabric.errors import FabricError
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
-from plait_fabric.rpc.handshake import HANDSHAKE_S
-from plait_fabric.rpc.outages import Outages
+from plait_fabric.rpc.fields import HANDSHAKE_S
+from plait_fabric.rpc.outages import Backoff, Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 
 _log = logging.getLogger(__name__)

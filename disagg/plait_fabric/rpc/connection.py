@@ -18,8 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from plait_fabric.errors import FabricError, FabricTimeout, PoolExhausted, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
-from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
+from plait_fabric.rpc.fields import HANDSHAKE_S, WireError, greeting, read_greeting
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.values import Message
 

@@ -1,10 +1,13 @@
-"""When a service that is away is likely to be back: as long as it was away before, or as its replicas take to start."""
+"""When to call again who did not answer, and when a service that is away is likely to be back: after as long as it was
+away before, or as its replicas take to start."""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 _MIN_OUTAGE_S = 1.0
 """No process starts within this time: who is found sooner is another replica, or was not away."""
@@ -52,3 +55,18 @@ class Outages:
             if self._lost_s is None:
                 return _MIN_WAIT_S
             return max(_MIN_WAIT_S, self._guess_s - away_s, _OVERDUE * away_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backoff:
+    """Exponential backoff: the pause doubles from `first_s` to `max_s`, which is what a replica that is back may wait
+    until its clients learn of it."""
+
+    first_s: float = 0.1
+    max_s: float = 0.5
+
+    def wait_s(self, failures: int, rng: random.Random | None = None) -> float:
+        """Return the pause after `failures` (>= 1) in a row. With `rng`, up to half of it is subtracted at random, so
+        that the clients of one dead server do not come back together."""
+        wait_s = min(self.max_s, self.first_s * 2.0 ** min(failures - 1, 30))
+        return wait_s if rng is None else wait_s * (1.0 - 0.5 * rng.random())

@@ -2,13 +2,12 @@
 
 One thread per client receives. Answers are sent straight into the channel by the thread that has them: a hop through
 a thread per client would cost more than a small send. Where answers are large and a slow client must not hold up
-others, `backlog` gives each client a sending thread and bounds how many of its messages wait.
+others, they are replies, which have a thread for each client; `backlog` bounds how many of its messages wait.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +17,8 @@ from typing import Any
 from plait_fabric.errors import ChannelClosed, FabricError, PeerLost
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
-from plait_fabric.rpc.connection import Pack
-from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import HANDSHAKE_S, greeting, read_greeting
+from plait_fabric.rpc.connection import Outbox, Pack
+from plait_fabric.rpc.fields import HANDSHAKE_S, WireError, greeting, read_greeting
 from plait_fabric.values import Message
 
 _log = logging.getLogger(__name__)
@@ -34,22 +32,8 @@ class Peer:
         self.channel = channel
         self.is_greeted = False
         self._send_timeout_s = protocol.send_timeout_s
-        self._room = threading.Semaphore(protocol.backlog or 1)
-        self._replies: queue.SimpleQueue[Pack | None] = queue.SimpleQueue()
-        self._backlog = protocol.backlog
-        self._threads: list[threading.Thread] = []
-
-    def start(self, receive: Callable[[], None], *, name: str) -> None:
-        """Start the peer's threads."""
-        targets = [receive] if self._backlog is None else [self._send_replies, receive]
-        self._threads = [threading.Thread(target=target, name=name, daemon=True) for target in targets]
-        for thread in self._threads:
-            thread.start()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the peer's threads; call `hang_up` first."""
-        for thread in self._threads:
-            thread.join(timeout_s)
+        self._room = threading.Semaphore(protocol.backlog)
+        self._outbox = Outbox(name=f"replies {number}")
 
     @property
     def pool(self) -> Pool:
@@ -82,27 +66,25 @@ class Peer:
         self._room.release()
 
     def reply(self, pack: Pack) -> None:
-        """Queue a reply, to be sent from the client's own thread, which then makes room."""
-        self._replies.put(pack)
+        """Queue a reply, to be sent from a thread of the client's own, which then makes room."""
+        self._outbox.post(partial(self._reply, pack))
 
     def hang_up(self, flush_s: float = 0.0) -> None:
         """Close the channel once pending replies are sent or `flush_s` has passed."""
-        self._replies.put(None)
         if flush_s > 0:
-            for thread in self._threads[:-1]:
-                thread.join(flush_s)
+            sent = threading.Event()
+            self._outbox.post(sent.set)
+            sent.wait(flush_s)
         self.channel.close()
         self._room.release()
 
-    def _send_replies(self) -> None:
-        while (pack := self._replies.get()) is not None:
-            try:
-                header, buffers = pack(self.pool)
-            except FabricError as error:
-                self.drop(error)
-                return
-            if not self.send(header, buffers):
-                return
+    def _reply(self, pack: Pack) -> None:
+        try:
+            header, buffers = pack(self.pool)
+        except FabricError as error:
+            self.drop(error)
+            return
+        if self.send(header, buffers):
             self._room.release()
 
 
@@ -122,7 +104,7 @@ class ServerProtocol:
     on_lost: Callable[[Peer], None]
     send_timeout_s: float
     max_peers: int = 128
-    backlog: int | None = None
+    backlog: int = 1
 
 
 class Server:
@@ -142,6 +124,7 @@ class Server:
         self._on_thread = on_thread
         self._listeners = tuple(listeners)
         self._peers: dict[int, Peer] = {}
+        self._threads: dict[int, threading.Thread] = {}
         self._numbers = 0
         self._lock = threading.Lock()
         self._stopped = False
@@ -184,12 +167,12 @@ class Server:
         """Disconnect all clients once pending replies are sent or `flush_s` has passed. Call `close_listeners`
         first."""
         with self._lock:
-            peers = list(self._peers.values())
+            peers, threads = list(self._peers.values()), list(self._threads.values())
         for peer in peers:
             peer.hang_up(flush_s)
         if flush_s > 0:
-            for peer in peers:
-                peer.join(flush_s)
+            for thread in threads:
+                thread.join(flush_s)
 
     def _admit(self, channel: Channel) -> None:
         with self._lock:
@@ -197,7 +180,11 @@ class Server:
             if is_welcome:
                 self._numbers += 1
                 peer = self._peers[self._numbers] = Peer(self._numbers, channel, self._protocol)
-                peer.start(partial(self._receive, peer), name=f"{self._name} {peer.number}")
+                name = f"{self._name} {peer.number}"
+                self._threads[peer.number] = threading.Thread(
+                    target=self._receive, args=(peer,), name=name, daemon=True
+                )
+                self._threads[peer.number].start()
             else:
                 self.refused += 1
         if not is_welcome:
@@ -218,6 +205,7 @@ class Server:
             peer.hang_up()
             with self._lock:
                 self._peers.pop(peer.number, None)
+                self._threads.pop(peer.number, None)
             self._protocol.on_lost(peer)
 
     def _greet(self, peer: Peer) -> None:

@@ -14,11 +14,12 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Generator
+from typing import TypeAlias
 
-from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError
+from plait_fabric.errors import AcceptTimeout, ChannelClosed, FabricError, PeerLost
 from plait_fabric.protocols import Channel
+from plait_fabric.transport.waiting import HUNG_UP
 from plait_fabric.values import FabricOptions
 
 log = logging.getLogger(__name__)
@@ -27,22 +28,21 @@ _PAUSE_S = 0.05
 """How long to leave the backlog alone when the process has run out of file descriptors."""
 
 
-class Arrival(Protocol):
-    """A connection during its handshake. Its socket is non-blocking."""
+Greeting: TypeAlias = Generator[None, None, Channel]
+"""A handshake on a fresh, non-blocking connection: goes on whenever there is something to read, and returns the channel
+once the peer is authenticated. Raises `FabricError` or `OSError` when the connection must be dropped."""
 
-    sock: socket.socket
 
-    def start(self) -> None:
-        """Send the first block."""
-
-    def advance(self) -> Channel | None:
-        """Continue once bytes are readable; return the channel once the peer is authenticated.
-
-        Raises `FabricError` or `OSError` when the connection must be dropped.
-        """
-
-    def abandon(self) -> None:
-        """Close everything that the handshake opened."""
+def receive(sock: socket.socket, nbytes: int) -> Generator[None, None, bytes]:
+    """Read `nbytes` of a stream in a greeting. Raises `PeerLost`."""
+    data = b""
+    while len(data) < nbytes:
+        yield
+        chunk = sock.recv(nbytes - len(data))
+        if not chunk:
+            raise PeerLost(HUNG_UP)
+        data += chunk
+    return data
 
 
 class SocketListener:
@@ -54,20 +54,20 @@ class SocketListener:
         *,
         address: str,
         options: FabricOptions,
-        arrive: Callable[[socket.socket], Arrival],
+        greet: Callable[[socket.socket], Greeting],
         on_close: Callable[[], None],
     ) -> None:
-        """Own `sock` (bound, listening). `arrive` starts a handshake, `on_close` cleans up the address."""
+        """Own `sock` (bound, listening). `on_close` cleans up the address."""
         self._sock = sock
         self._address = address
         self._options = options
-        self._arrive = arrive
+        self._greet = greet
         self._on_close = on_close
         self._changed = threading.Condition()
         self._ready: deque[Channel] = deque()
         self._rejected = 0
         self._closed = False
-        self._pending: dict[Arrival, float] = {}
+        self._pending: dict[socket.socket, tuple[Greeting, float]] = {}
         self._wake_read, self._wake_write = os.pipe()
         sock.setblocking(False)
         self._selector = selectors.DefaultSelector()
@@ -120,8 +120,8 @@ class SocketListener:
                 for key, _ in self._selector.select(self._next_expiry_s()):
                     if key.fileobj is self._sock:
                         self._admit()
-                    elif isinstance(key.data, _PendingSlot):
-                        self._advance(key.data.arrival)
+                    elif isinstance(key.fileobj, socket.socket):
+                        self._advance(key.fileobj)
                 self._expire()
         finally:
             self._tidy()
@@ -129,7 +129,7 @@ class SocketListener:
     def _next_expiry_s(self) -> float | None:
         if not self._pending:
             return None
-        return max(0.0, min(self._pending.values()) - time.monotonic())
+        return max(0.0, min(at_s for _, at_s in self._pending.values()) - time.monotonic())
 
     def _admit(self) -> None:
         try:
@@ -143,27 +143,22 @@ class SocketListener:
         sock.setblocking(False)
         if len(self._pending) >= self._options.pending_handshakes:
             self._drop(next(iter(self._pending)), "pushed out by newer connections")
-        arrival = self._arrive(sock)
-        self._pending[arrival] = time.monotonic() + self._options.handshake_timeout_s
-        self._selector.register(sock, selectors.EVENT_READ, _PendingSlot(arrival))
-        try:
-            arrival.start()
-        except (FabricError, OSError) as error:
-            self._drop(arrival, str(error))
+        self._pending[sock] = self._greet(sock), time.monotonic() + self._options.handshake_timeout_s
+        self._selector.register(sock, selectors.EVENT_READ)
+        self._advance(sock)
 
-    def _advance(self, arrival: Arrival) -> None:
-        if arrival not in self._pending:
+    def _advance(self, sock: socket.socket) -> None:
+        if sock not in self._pending:
             return
         try:
-            channel = arrival.advance()
-        except BlockingIOError:
-            return
+            next(self._pending[sock][0])
         except (FabricError, OSError) as error:
-            self._drop(arrival, str(error))
-            return
-        if channel is None:
-            return
-        self._forget(arrival)
+            self._drop(sock, str(error))
+        except StopIteration as met:
+            self._forget(sock)
+            self._offer(met.value)
+
+    def _offer(self, channel: Channel) -> None:
         with self._changed:
             if len(self._ready) < self._options.pending_handshakes and not self._closed:
                 self._ready.append(channel)
@@ -174,23 +169,25 @@ class SocketListener:
 
     def _expire(self) -> None:
         now_s = time.monotonic()
-        for arrival in [arrival for arrival, at_s in self._pending.items() if at_s <= now_s]:
-            self._drop(arrival, f"no handshake within {self._options.handshake_timeout_s} s")
+        for sock in [sock for sock, (_, at_s) in self._pending.items() if at_s <= now_s]:
+            self._drop(sock, f"no handshake within {self._options.handshake_timeout_s} s")
 
-    def _forget(self, arrival: Arrival) -> None:
-        del self._pending[arrival]
-        self._selector.unregister(arrival.sock)
+    def _forget(self, sock: socket.socket) -> Greeting:
+        self._selector.unregister(sock)
+        return self._pending.pop(sock)[0]
 
-    def _drop(self, arrival: Arrival, why: str) -> None:
-        self._forget(arrival)
-        arrival.abandon()
+    def _abandon(self, sock: socket.socket) -> None:
+        self._forget(sock).close()  # and with it what it has opened
+        sock.close()
+
+    def _drop(self, sock: socket.socket, why: str) -> None:
+        self._abandon(sock)
         log.warning("fabric: %s dropped a connection: %s", self._address, why)
         self._rejected += 1  # last: what is counted has been told
 
     def _tidy(self) -> None:
-        for arrival in list(self._pending):
-            self._forget(arrival)
-            arrival.abandon()
+        for sock in list(self._pending):
+            self._abandon(sock)
         self._selector.close()
         self._sock.close()
         with self._changed:
@@ -199,12 +196,3 @@ class SocketListener:
         for channel in abandoned:
             channel.close()
         self._on_close()
-
-
-class _PendingSlot:
-    """The selector data of a pending connection."""
-
-    __slots__ = ("arrival",)
-
-    def __init__(self, arrival: Arrival) -> None:
-        self.arrival = arrival

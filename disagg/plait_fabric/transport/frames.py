@@ -125,7 +125,7 @@ def unpack_one(packet: bytes, limits: MessageLimits) -> tuple[dict[str, Any], by
         return None
     if _U64.unpack_from(packet, table_at)[0] != payload_bytes:
         return None
-    return decode_header(packet[PREFIX_BYTES:table_at]), bytearray(packet[table_at + _U64.size :])
+    return decode_header(packet[PREFIX_BYTES:table_at]), bytearray(memoryview(packet)[table_at + _U64.size :])
 
 
 def unpack_prefix(data: bytes | bytearray | memoryview, limits: MessageLimits) -> Prefix:

@@ -17,18 +17,16 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 
 from plait_fabric.errors import ChannelClosed, FabricError, PeerLost, ProtocolViolation, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Lease, Pool, release_all
-from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.acceptor import Greeting, SocketListener, receive
 from plait_fabric.transport.base import Deadline
 from plait_fabric.transport.frames import FrameKind, pack_head, pack_places, unpack_places
 from plait_fabric.transport.nixl_endpoint import DESCRIPTION_HEAD_BYTES, NixlEndpoint, description_bytes, load_nixl
 from plait_fabric.transport.staging import Part, stage
 from plait_fabric.transport.stream import StreamFrame
-from plait_fabric.transport.tcp import TcpArrival, TcpChannel, dial, listen_with
+from plait_fabric.transport.tcp import TcpChannel, authenticate, dial, listen_with, peer_of
 from plait_fabric.transport.waiting import finish_connect, has_hung_up, recv_exactly
 from plait_fabric.values import Address, FabricOptions
 
@@ -292,40 +290,21 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
         raise
 
 
-class _NixlArrival(TcpArrival):
-    """An `Arrival` that waits for the client's response, then for its description."""
+def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
+    """Listen; see `endpoints.listen`. Port 0 takes a free port."""
+    load_nixl()
 
-    def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions) -> None:
-        super().__init__(sock, secret, options, scheme="nixl")
-        self._is_proven = False
-        self._theirs = b""
-
-    def advance(self) -> Channel | None:
-        if not self._is_proven:
-            self._is_proven = self.proven()
-            return None
-        data = self.sock.recv(self._wanted() - len(self._theirs))
-        if not data:
-            raise PeerLost("it hung up during the handshake")
-        self._theirs += data
-        return None if len(self._theirs) < self._wanted() else self._joined()
-
-    def _wanted(self) -> int:
-        head = self._theirs[:DESCRIPTION_HEAD_BYTES]
-        return DESCRIPTION_HEAD_BYTES + (description_bytes(head) if len(head) == DESCRIPTION_HEAD_BYTES else 0)
-
-    def _joined(self) -> NixlChannel:
-        endpoint = NixlEndpoint(self._options.pool_bytes, transport=self._options.nixl_transport)
+    def greet(sock: socket.socket) -> Greeting:
+        yield from authenticate(sock, secret, "nixl")
+        head = yield from receive(sock, DESCRIPTION_HEAD_BYTES)
+        theirs = yield from receive(sock, description_bytes(head))
+        endpoint = NixlEndpoint(options.pool_bytes, transport=options.nixl_transport)
         try:
-            endpoint.join(self._theirs)
-            self.sock.send(endpoint.description())
-            return NixlChannel(self.sock, self.peer("nixl"), self._options, endpoint)
+            endpoint.join(head + theirs)
+            sock.send(endpoint.description())
+            return NixlChannel(sock, peer_of(sock, "nixl"), options, endpoint)
         except BaseException:
             endpoint.close()
             raise
 
-
-def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
-    """Listen; see `endpoints.listen`. Port 0 takes a free port."""
-    load_nixl()
-    return listen_with(address, options, partial(_NixlArrival, secret=secret, options=options))
+    return listen_with(address, options, greet)

@@ -28,8 +28,7 @@ from plait_fabric.errors import (
     Unreachable,
 )
 from plait_fabric.memory.segment import Segment, close_descriptors, require_linux
-from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import SocketListener
+from plait_fabric.transport.acceptor import Greeting, SocketListener
 from plait_fabric.transport.auth import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -40,7 +39,7 @@ from plait_fabric.transport.auth import (
 )
 from plait_fabric.transport.base import Deadline
 from plait_fabric.transport.shm import ShmChannel, create_segment
-from plait_fabric.transport.waiting import finish_connect
+from plait_fabric.transport.waiting import HUNG_UP, finish_connect
 from plait_fabric.values import Address, FabricOptions
 
 _LONGEST_PATH_BYTES = 107
@@ -64,13 +63,13 @@ def connect(address: Address, secret: bytes, options: FabricOptions, deadline: D
             raise Unreachable(f"nobody listens at {address}: {error.strerror}") from error
         challenge = finish_connect(sock, deadline, lambda: sock.recv(CHALLENGE_BYTES + 1))
         if not challenge:
-            raise PeerLost("the listener hung up during the handshake")
+            raise PeerLost(HUNG_UP)
         response = handshake.respond(challenge)
         finish_connect(sock, deadline, lambda: sock.send(response))
         proof, descriptors, _, _ = finish_connect(sock, deadline, lambda: socket.recv_fds(sock, PROOF_BYTES + 1, 2))
         try:
             if not proof:
-                raise PeerLost("the listener hung up during the handshake")
+                raise PeerLost(HUNG_UP)
             handshake.verify(proof)
             if len(descriptors) != 2:
                 raise ProtocolViolation("the listener passed no segment")
@@ -102,69 +101,51 @@ def _register(
         raise
 
 
-class _ShmArrival:
-    """An `Arrival` that waits for the client's response, then for its segment."""
-
-    def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions) -> None:
-        self.sock = sock
-        self._handshake = ServerHandshake(secret, "shm")
-        self._options = options
-        self._outgoing: Segment | None = None
-        self._credit: socket.socket | None = None
-
-    def start(self) -> None:
-        credentials = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        _, user, _ = _CREDENTIALS.unpack(credentials)
-        if user not in (os.geteuid(), 0):
-            raise AuthFailed(f"the peer runs as user {user}")
-        self.sock.send(self._handshake.challenge)
-
-    def advance(self) -> Channel | None:
-        if self._outgoing is None:
-            self._prove()
-            return None
-        return self._accept_segment(self._outgoing)
-
-    def _prove(self) -> None:
-        response = self.sock.recv(RESPONSE_BYTES + 1)
-        if not response:
-            raise PeerLost("it hung up during the handshake")
+def _greet(sock: socket.socket, secret: bytes, options: FabricOptions) -> Greeting:
+    """Authenticate a client, pass our segment and map the client's."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, user, _ = _CREDENTIALS.unpack(credentials)
+    if user not in (os.geteuid(), 0):
+        raise AuthFailed(f"the peer runs as user {user}")
+    handshake = ServerHandshake(secret, "shm")
+    sock.send(handshake.challenge)
+    yield
+    response = sock.recv(RESPONSE_BYTES + 1)
+    if not response:
+        raise PeerLost(HUNG_UP)
+    try:
+        proof = handshake.prove(response)
+    except AuthFailed:
+        sock.send(REFUSED)
+        raise
+    outgoing, descriptor = create_segment(options)
+    credit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
         try:
-            proof = self._handshake.prove(response)
-        except AuthFailed:
-            self.sock.send(REFUSED)
-            raise
-        self._outgoing, descriptor = create_segment(self._options)
-        self._credit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            socket.send_fds(self.sock, [proof], [descriptor, theirs.fileno()])
+            socket.send_fds(sock, [proof], [descriptor, theirs.fileno()])
         finally:
             theirs.close()
             os.close(descriptor)
-
-    def abandon(self) -> None:
-        self.sock.close()
-        if self._credit is not None:
-            self._credit.close()
-
-    def _accept_segment(self, outgoing: Segment) -> Channel:
-        packet, descriptors, _, _ = socket.recv_fds(self.sock, len(_REGISTER) + 1, 1)
-        try:
-            if not packet:
-                raise PeerLost("it hung up during the handshake")
-            if packet != _REGISTER or len(descriptors) != 1 or self._credit is None:
-                raise ProtocolViolation("it registered no segment")
-            incoming = Segment.attach(descriptors[0])
-        finally:
-            close_descriptors(descriptors)
+        yield
+        incoming = _registered(sock)
         return ShmChannel(
-            control=self.sock,
-            credit=self._credit,
-            outgoing=outgoing,
-            incoming=incoming,
-            peer="shm client",
-            options=self._options,
+            control=sock, credit=credit, outgoing=outgoing, incoming=incoming, peer="shm client", options=options
         )
+    except BaseException:
+        credit.close()
+        raise
+
+
+def _registered(sock: socket.socket) -> Segment:
+    packet, descriptors, _, _ = socket.recv_fds(sock, len(_REGISTER) + 1, 1)
+    try:
+        if not packet:
+            raise PeerLost(HUNG_UP)
+        if packet != _REGISTER or len(descriptors) != 1:
+            raise ProtocolViolation("it registered no segment")
+        return Segment.attach(descriptors[0])
+    finally:
+        close_descriptors(descriptors)
 
 
 def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
@@ -190,7 +171,7 @@ def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketLis
         sock,
         address=str(address),
         options=options,
-        arrive=lambda peer: _ShmArrival(peer, secret, options),
+        greet=lambda peer: _greet(peer, secret, options),
         on_close=lambda: _unlink_if_ours(path, ours),
     )
 

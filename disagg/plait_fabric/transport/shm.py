@@ -267,7 +267,7 @@ class ShmChannel(ChannelBase):
     def _parse(self, packet: bytes) -> tuple[Message, int]:
         one = unpack_one(packet, self._limits)
         if one is not None:
-            return Message(one[0], (memoryview(one[1]),), self._count_release), len(one[1])
+            return Message(one[0], (memoryview(one[1]),), self._count_release, lent=False), len(one[1])
         if not PREFIX_BYTES <= len(packet) <= self._max_packet:
             raise ProtocolViolation("the peer sent a packet of impossible size")
         prefix = unpack_prefix(packet, self._limits)
@@ -282,7 +282,7 @@ class ShmChannel(ChannelBase):
         table = packet[table_at:payload_at]
         if prefix.kind is FrameKind.MESSAGE:
             views = _unpack_inline(packet[payload_at:], unpack_lengths(table, prefix))
-            return Message(header, views, self._count_release), prefix.payload_bytes
+            return Message(header, views, self._count_release, lent=False), prefix.payload_bytes
         message_id, places = unpack_places(table, prefix, len(self._arrivals))
         views = [self._arrivals[offset : offset + nbytes] for offset, nbytes in places]
         return Message(header, views, self._releaser(message_id)), prefix.payload_bytes

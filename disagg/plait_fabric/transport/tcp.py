@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from plait_fabric.errors import (
     AddressInUse,
@@ -30,8 +30,7 @@ from plait_fabric.errors import (
     Unreachable,
 )
 from plait_fabric.memory.pool import Lease, Pool
-from plait_fabric.protocols import Channel
-from plait_fabric.transport.acceptor import Arrival, SocketListener
+from plait_fabric.transport.acceptor import Greeting, SocketListener, receive
 from plait_fabric.transport.auth import (
     CHALLENGE_BYTES,
     PROOF_BYTES,
@@ -282,56 +281,37 @@ def dial(address: Address, secret: bytes, deadline: Deadline) -> socket.socket:
         raise
 
 
-class TcpArrival:
-    """An `Arrival` on a TCP socket."""
+def authenticate(sock: socket.socket, secret: bytes, scheme: Scheme) -> Generator[None, None, None]:
+    """The part of a greeting in which two ends authenticate each other, as `dial` does at the other end."""
+    handshake = ServerHandshake(secret, scheme)
+    sock.send(handshake.challenge)
+    response = yield from receive(sock, RESPONSE_BYTES)
+    try:
+        proof = handshake.prove(response)
+    except AuthFailed:
+        sock.send(REFUSED)
+        raise
+    sock.send(proof)
 
-    def __init__(self, sock: socket.socket, secret: bytes, options: FabricOptions, *, scheme: Scheme = "tcp") -> None:
-        self.sock = sock
-        self._handshake = ServerHandshake(secret, scheme)
-        self._options = options
-        self._response = b""
 
-    def start(self) -> None:
-        """Send the challenge."""
-        self.sock.send(self._handshake.challenge)
-
-    def advance(self) -> Channel | None:
-        """Return the channel once the peer has authenticated itself."""
-        return TcpChannel(self.sock, self.peer("tcp"), self._options) if self.proven() else None
-
-    def proven(self) -> bool:
-        """Read on; return whether the peer has authenticated itself by now, and so have we."""
-        data = self.sock.recv(RESPONSE_BYTES - len(self._response))
-        if not data:
-            raise PeerLost("it hung up during the handshake")
-        self._response += data
-        if len(self._response) < RESPONSE_BYTES:
-            return False
-        try:
-            proof = self._handshake.prove(self._response)
-        except AuthFailed:
-            self.sock.send(REFUSED)
-            raise
-        self.sock.send(proof)
-        return True
-
-    def peer(self, scheme: Scheme) -> str:
-        """Return the address of the other end."""
-        host, port, *_ = self.sock.getpeername()
-        return str(Address(scheme=scheme, target=host, port=port))
-
-    def abandon(self) -> None:
-        """Close the socket."""
-        self.sock.close()
+def peer_of(sock: socket.socket, scheme: Scheme) -> str:
+    """Return the address of the other end."""
+    host, port, *_ = sock.getpeername()
+    return str(Address(scheme=scheme, target=host, port=port))
 
 
 def listen(address: Address, secret: bytes, options: FabricOptions) -> SocketListener:
     """Listen; see `endpoints.listen`. Port 0 takes a free port."""
-    return listen_with(address, options, lambda peer: TcpArrival(peer, secret, options))
+
+    def greet(sock: socket.socket) -> Greeting:
+        yield from authenticate(sock, secret, "tcp")
+        return TcpChannel(sock, peer_of(sock, "tcp"), options)
+
+    return listen_with(address, options, greet)
 
 
-def listen_with(address: Address, options: FabricOptions, arrive: Callable[[socket.socket], Arrival]) -> SocketListener:
-    """Listen for connections that arrive so. Raises `BadAddress`, `AddressInUse`."""
+def listen_with(address: Address, options: FabricOptions, greet: Callable[[socket.socket], Greeting]) -> SocketListener:
+    """Listen for connections that are greeted so. Raises `BadAddress`, `AddressInUse`."""
     family = socket.AF_INET6 if ":" in address.target else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -350,6 +330,6 @@ def listen_with(address: Address, options: FabricOptions, arrive: Callable[[sock
         sock,
         address=str(Address(scheme=address.scheme, target=host, port=port)),
         options=options,
-        arrive=arrive,
+        greet=greet,
         on_close=lambda: None,
     )

@@ -1,4 +1,4 @@
-"""Waiting on descriptors, and the client's side of a handshake. All polling is here."""
+"""Waiting on descriptors, and for the peer in a handshake. All polling is here."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ T = TypeVar("T")
 POLL_IN = select.POLLIN
 POLL_OUT = select.POLLOUT
 _HANG_UP = getattr(select, "POLLRDHUP", 0)
+HUNG_UP = "the peer hung up during the handshake"
 
 
 class Waiter:
@@ -54,7 +55,7 @@ def recv_exactly(sock: socket.socket, nbytes: int, deadline: Deadline) -> bytes:
     while len(data) < nbytes:
         chunk = finish_connect(sock, deadline, partial(sock.recv, nbytes - len(data)))
         if not chunk:
-            raise PeerLost("the listener hung up during the handshake")
+            raise PeerLost(HUNG_UP)
         data += chunk
     return data
 
@@ -70,4 +71,4 @@ def finish_connect(sock: socket.socket, deadline: Deadline, call: Callable[[], T
     except TimeoutError as error:
         raise ConnectTimeout(f"no handshake within {deadline.timeout_s} s") from error
     except (ConnectionResetError, BrokenPipeError) as error:
-        raise PeerLost("the listener hung up during the handshake") from error
+        raise PeerLost(HUNG_UP) from error

@@ -14,13 +14,12 @@ import socket
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
 from plait_fabric.cores import usable_cores
-from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one
+from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
 from plait_serving.cores import declare_threads
 
 _log = logging.getLogger(__name__)
@@ -32,26 +31,19 @@ Most messages of ranking models fit into the control packet, which saves them a 
 measured on 2 busy cores, a round trip of 20 KB took 330 to 390 us through a slot and 205 to 270 us without.
 """
 
+_ASK_S = 5.0
+"""How long a replica may take to describe itself, and then to be connected to."""
+
 _SOCKET = re.compile(r"^[a-z]+-(\d+)-[0-9a-f]+$")
 
 
 class ServeReplicas:
     """The replicas of one deployment as Serve knows them; the only place that calls its handle for this."""
 
-    def __init__(
-        self,
-        what: str,
-        handle: Any,
-        *,
-        describe_timeout_s: float = 5.0,
-        dial_timeout_s: float = 5.0,
-        chance: random.Random | None = None,
-    ) -> None:
+    def __init__(self, what: str, handle: Any, *, chance: random.Random | None = None) -> None:
         """Take the deployment's name for messages as `what` and Serve's `handle`, which is not called yet."""
         self._what = what
         self._handle = handle
-        self._describe_timeout_s = describe_timeout_s
-        self._dial = partial(dial, timeout_s=dial_timeout_s)
         self._chance = chance or random.Random()
 
     def connect(self, left_out: frozenset[str]) -> ReplicaLink:
@@ -59,7 +51,11 @@ class ServeReplicas:
         there is no other one at once, so that a client may always look for more."""
         if left_out and (known := _known_names(self._handle)) and known <= left_out:
             raise NoReplica("there is no other replica")
-        return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=self._dial)
+        return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=dial)
+
+    def worth_moving(self, current: str) -> bool:
+        """Return whether a client of replica `current` should move to another one. Raises `NoReplica`."""
+        return worth_moving(self.replicas(), current, chance=self._chance)
 
     def replicas(self) -> list[Replica]:
         """Return the replicas that answer now. Raises `NoReplica` if Serve has none."""
@@ -76,7 +72,7 @@ class ServeReplicas:
 
     def _ask(self) -> Sequence[Any]:
         response = self._handle.broadcast("describe")
-        answers: Sequence[Any] = response.results(timeout_s=self._describe_timeout_s, return_exceptions=True)
+        answers: Sequence[Any] = response.results(timeout_s=_ASK_S, return_exceptions=True)
         return answers
 
 
@@ -88,9 +84,9 @@ def _known_names(handle: Any) -> frozenset[str]:
     return frozenset(replica.to_full_id_str() for replica in list(known))
 
 
-def dial(address: str, secret: bytes, *, timeout_s: float) -> Channel:
+def dial(address: str, secret: bytes) -> Channel:
     """Return a channel with `FABRIC`'s options. Raises `FabricError`."""
-    return connect(address, secret=secret, timeout_s=timeout_s, options=FABRIC)
+    return connect(address, secret=secret, timeout_s=_ASK_S, options=FABRIC)
 
 
 def host_id() -> str:

@@ -1,4 +1,4 @@
-"""What a replica learns and settles before it loads anything: its knobs, and CPU threads."""
+"""What a replica learns and settles before it loads anything: its knobs, CPU threads, turns at the GIL."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Any
 from plait_serving.ranking.config import OmpWait
 
 _log = logging.getLogger(__name__)
+
+_GIL_TURN_S = 5e-4
 
 
 def given_knobs() -> Mapping[str, Any]:
@@ -34,6 +36,15 @@ def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
     if "torch" in sys.modules:
         _log.warning("torch was imported before the replica could choose its threads")
     environ.pop("OMP_NUM_THREADS", None)
+
+
+def shorten_gil_interval() -> None:
+    """Make this process's threads wait for the GIL for at most half a millisecond, not 5 ms (Python's default).
+
+    For processes in which an event loop and a compute thread share the GIL: a lookup of 50 us releases it, and would
+    have to wait for the loop to read half a megabyte before the next one. No benchmark shows a gain yet.
+    """
+    sys.setswitchinterval(_GIL_TURN_S)
 
 
 def choose_omp_wait(environ: MutableMapping[str, str], wait: OmpWait) -> None:

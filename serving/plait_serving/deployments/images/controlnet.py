@@ -8,8 +8,8 @@ In the application, one deployment per ControlNet::
 
 In a base replica, with the handle that Serve made of it::
 
-    connect = ServeConnect("edges", handle)
-    client = RemoteControlNetClient("edges", connect, worth_moving=connect.worth_moving)
+    replicas = ServeReplicas("ControlNet edges", handle)
+    client = RemoteControlNetClient("edges", replicas.connect, worth_moving=replicas.worth_moving)
 
 Serve places and supervises the replicas and hands out their addresses and secrets (`ControlNetDeployment.describe`,
 called on every replica at once with `handle.broadcast`); everything that moves on each step goes over the fabric.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -30,10 +29,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from plait_disagg.queue.scale import Gauge
 from plait_fabric import new_secret
-from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, worth_moving
+from plait_fabric.rpc.replicas import Replica
 from plait_fabric.threads import run_on_own_thread
 from plait_serving.deployments.fabric_endpoints import (
-    ServeReplicas,
     cpu_threads,
     declare_thread_cap,
     host_id,
@@ -47,7 +45,6 @@ from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.deployments.threads import given_knobs
 from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
-from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.preparation import auditor_for, default_prepared_folder, preparer_for, uses_graphs
 from plait_serving.diffusion.queue.pressure import busy_share
@@ -176,45 +173,3 @@ class ControlNetDeployment:
         elsewhere."""
         if hasattr(self, "_service"):
             self._service.stop(drain_s=_DRAIN_S)
-
-
-class ServeConnect:
-    """A `Connect` that asks Serve for a ControlNet's replicas and dials one. Blocks its thread, usually for
-    milliseconds."""
-
-    def __init__(
-        self,
-        name: str,
-        handle: Any,
-        *,
-        describe_timeout_s: float = 5.0,
-        dial_timeout_s: float = 5.0,
-        chance: random.Random | None = None,
-    ) -> None:
-        """Take Serve's `DeploymentHandle` of the ControlNet's deployment as `handle`. It is not called yet."""
-        self._chance = chance or random.Random()
-        self._replicas = ServeReplicas(
-            f"ControlNet {name}",
-            handle,
-            describe_timeout_s=describe_timeout_s,
-            dial_timeout_s=dial_timeout_s,
-            chance=self._chance,
-        )
-
-    def __call__(self, left_out: frozenset[str]) -> ReplicaLink:
-        """Return a channel to a replica that is not in `left_out`. Raises `ControlNetUnavailable`."""
-        try:
-            return self._replicas.connect(left_out)
-        except NoReplica as error:
-            raise ControlNetUnavailable(str(error)) from error
-
-    def worth_moving(self, current: str) -> bool:
-        """Return whether a client of replica `current` should move to another one. Raises `ControlNetUnavailable`."""
-        return worth_moving(self.replicas(), current, chance=self._chance)
-
-    def replicas(self) -> list[Replica]:
-        """Return the replicas that answer now. Raises `ControlNetUnavailable` if Serve has none."""
-        try:
-            return self._replicas.replicas()
-        except NoReplica as error:
-            raise ControlNetUnavailable(str(error)) from error

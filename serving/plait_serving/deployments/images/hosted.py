@@ -10,15 +10,14 @@ from typing import Any
 
 from plait_disagg.queue.scale import Gauge
 from plait_fabric.cores import usable_cores
+from plait_fabric.rpc.replicas import NoReplica
 from plait_serving.cores import HostCores, threads_of_host
-from plait_serving.deployments.fabric_endpoints import socket_folder
-from plait_serving.deployments.images.controlnet import ServeConnect
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
 from plait_serving.deployments.images.counted import engine_families, host_families
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
-from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
@@ -42,7 +41,7 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
     Raises `ModelError`.
     """
-    services = _services(controlnets)
+    services = {name: ServeReplicas(f"ControlNet {name}", handle) for name, handle in controlnets.items()}
     hosted = load_images(images, services)
     for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
         _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
@@ -52,7 +51,7 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
 def load_images(
     images: ImagesSection,
-    services: Mapping[str, ServeConnect] | None = None,
+    services: Mapping[str, ServeReplicas] | None = None,
     *,
     lora_formats: bool = True,
     converts: bool = True,
@@ -66,8 +65,8 @@ def load_images(
     """
     loras = lora_source(images)
     remote = {
-        name: partial(RemoteControlNetClient, name, connect, worth_moving=connect.worth_moving)
-        for name, connect in (services or {}).items()
+        name: partial(RemoteControlNetClient, name, replicas.connect, worth_moving=replicas.worth_moving)
+        for name, replicas in (services or {}).items()
     }
     settings = {
         name: EngineSettings(
@@ -237,12 +236,7 @@ def _host() -> HostCores:
     return threads_of_host(socket_folder(), cores=usable_cores())
 
 
-def _services(handles: Mapping[str, Any]) -> dict[str, ServeConnect]:
-    """Return a `ServeConnect` for each ControlNet that is a deployment."""
-    return {name: ServeConnect(name, handle) for name, handle in handles.items()}
-
-
-def wait_for_replicas(services: Mapping[str, ServeConnect], *, timeout_s: float, poll_s: float = 0.5) -> list[str]:
+def wait_for_replicas(services: Mapping[str, ServeReplicas], *, timeout_s: float, poll_s: float = 0.5) -> list[str]:
     """Wait at most `timeout_s` until every ControlNet has a replica that answers; return the names of those without
     one.
 
@@ -254,6 +248,6 @@ def wait_for_replicas(services: Mapping[str, ServeConnect], *, timeout_s: float,
         try:
             services[missing[0]].replicas()
             missing.pop(0)
-        except ControlNetUnavailable:
+        except NoReplica:
             time.sleep(poll_s)
     return missing

@@ -33,9 +33,8 @@ from plait_disagg.workers.remote import RemoteRanker
 from plait_disagg.workers.shard import ShardWorker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, new_secret
-from plait_fabric.gil import shorten_gil_interval
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import Replica
 from plait_fabric.threads import run_on_own_thread, set_threads
 from plait_serving.deployments.fabric_endpoints import (
@@ -50,7 +49,7 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.deployments.threads import given_knobs
+from plait_serving.deployments.threads import given_knobs, shorten_gil_interval
 from plait_serving.health import HEALTH_TIMEOUT_S
 from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
 from plait_serving.ranking.counted import rank_families

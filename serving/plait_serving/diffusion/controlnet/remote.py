@@ -18,11 +18,10 @@ import torch
 
 from plait_fabric import FabricError, Message, Pool
 from plait_fabric.request_log import requests_at_hand
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import Header, WireError
-from plait_fabric.rpc.on_demand import Losses, OnDemand
+from plait_fabric.rpc.outages import Backoff, Outages
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_serving.diffusion.controlnet import wire
@@ -48,6 +47,22 @@ _MAX_TRIES = 3
 all."""
 
 _BACKOFF = Backoff(first_s=0.2, max_s=1.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Losses:
+    """Replicas that were lost during one step; those that hung are not asked again for it."""
+
+    lost: set[str] = field(default_factory=set)
+    hung: set[str] = field(default_factory=set)
+    count: int = 0
+
+    def add(self, error: ConnectionLost) -> None:
+        """Record one more loss."""
+        self.count += 1
+        self.lost.add(error.replica)
+        if error.hung:
+            self.hung.add(error.replica)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -77,7 +92,8 @@ _Connection: TypeAlias = Connection[_Step]
 
 
 class RemoteControlNetClient(ControlNetClient):
-    """A `ControlNetClient` over the fabric. `connect` finds a replica and returns a channel to it.
+    """A `ControlNetClient` over the fabric. `connect` finds a replica and returns a channel to it, when it is first
+    needed, and to another replica when it is lost: the engine asks from one thread and waits for the answer.
 
     `worth_moving` is called from time to time to decide whether a replica's clients should move to another one;
     without it a client stays until its replica is lost.
@@ -94,22 +110,24 @@ class RemoteControlNetClient(ControlNetClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
-        self._connect = connect
         self._worth_moving = worth_moving
         self._answer_timeout_s = answer_timeout_s
         self._clock = clock
         self._next_session = 0
         self._move_at_s = clock() + _MOVE_EVERY_S
-        protocol = ClientProtocol(
+        self._connect = connect
+        self._backoff = backoff
+        self._failures = 0
+        self._closed_until_s = -float("inf")
+        self._outages = Outages(clock=clock)
+        self._current: _Connection | None = None
+        self._protocol = ClientProtocol(
             version=wire.VERSION,
             hello={},
             on_welcome=self._on_welcome,
             on_message=_deliver,
             on_lost=lambda _, steps, __: _wake(steps),
             send_timeout_s=answer_timeout_s,
-        )
-        self._place: OnDemand[_Step] = OnDemand(
-            self._dial, protocol, name=f"ControlNet {name}", max_tries=_MAX_TRIES, backoff=backoff, clock=clock
         )
 
     @property
@@ -128,14 +146,14 @@ class RemoteControlNetClient(ControlNetClient):
         session = RemoteSession(controlnet=self._name, constants=constants)
         self._next_session += 1
         self._move_if_worth_it()
-        losses = Losses()
+        losses = _Losses()
         while True:
             connection = self._connected(losses)
             try:
                 self._open_on(connection, session)
                 return session
             except ConnectionLost as error:
-                self._place.drop(connection, error, losses)
+                self._drop(connection, error, losses)
 
     def start(self, calls: Sequence[ControlCall]) -> PendingResiduals:
         """Send the calls to a replica, opening their sessions there first if necessary."""
@@ -155,9 +173,11 @@ class RemoteControlNetClient(ControlNetClient):
 
     def shutdown(self) -> None:
         """Close the connection."""
-        self._place.close()
+        if self._current is not None:
+            self._current.close()
+            self._current = None
 
-    def ask(self, calls: Sequence[ControlCall], indices: Sequence[int], losses: Losses) -> list[_Step]:
+    def ask(self, calls: Sequence[ControlCall], indices: Sequence[int], losses: _Losses) -> list[_Step]:
         """Send some of the calls to a replica, first opening their sessions where it does not have them.
 
         Raises `ControlNetUnavailable`, or `ConnectionLost` after recording it in `losses`.
@@ -170,11 +190,11 @@ class RemoteControlNetClient(ControlNetClient):
                     self._open_on(connection, _remote(calls[i].session))
                 steps.append(self._call(connection, part, tuple(_wire_call(calls[i]) for i in part)))
         except ConnectionLost as error:
-            self._place.drop(connection, error, losses)
+            self._drop(connection, error, losses)
             raise
         return steps
 
-    def collect(self, step: _Step, losses: Losses) -> dict[int, wire.Answer]:
+    def collect(self, step: _Step, losses: _Losses) -> dict[int, wire.Answer]:
         """Wait for a step's answers and return them by call. Raises `ConnectionLost` after recording it in `losses`; a
         replica that takes too long counts as lost."""
         connection, timeout_s = step.connection, self._answer_timeout_s
@@ -183,7 +203,7 @@ class RemoteControlNetClient(ControlNetClient):
             return dict(zip(step.indices, step.answers, strict=True))
         why = f"no answer within {timeout_s:g} s" if hung else connection.why_down
         error = ConnectionLost(connection.replica, why, hung=hung)
-        self._place.drop(connection, error, losses)
+        self._drop(connection, error, losses)
         raise error
 
     def _open_on(self, connection: _Connection, session: RemoteSession) -> None:
@@ -206,31 +226,74 @@ class RemoteControlNetClient(ControlNetClient):
         except FabricError as error:
             raise ConnectionLost(connection.replica, str(error)) from error
 
-    def _connected(self, losses: Losses) -> _Connection:
-        """Return the existing connection, or a new one. Raises `ControlNetUnavailable`."""
-        try:
-            return self._place.get(losses)
-        except NoReplica as error:
-            message = f"no replica of ControlNet {self._name} answers"  # the log has why
-            raise ControlNetUnavailable(message, retry_after_s=self._place.back_in_s) from error
+    def _connected(self, losses: _Losses) -> _Connection:
+        """Return the existing connection, or a new one, without an attempt if the last one failed only recently. Raises
+        `ControlNetUnavailable`."""
+        if self._current is not None and self._current.up:
+            return self._current
+        if self._clock() >= self._closed_until_s:
+            try:
+                return self._connected_anew(losses)
+            except (NoReplica, FabricError) as error:
+                self._failures += 1
+                self._outages.lost()
+                pause_s = self._backoff.wait_s(self._failures)
+                self._closed_until_s = self._clock() + pause_s
+                _log.warning("ControlNet %s: no replica answers; next try in %.1f s: %s", self._name, pause_s, error)
+        message = f"no replica of ControlNet {self._name} answers"  # the log has why
+        raise ControlNetUnavailable(message, retry_after_s=self._outages.back_in_s())
 
-    def _dial(self, left_out: frozenset[str]) -> ReplicaLink:
+    def _connected_anew(self, losses: _Losses) -> _Connection:
+        while losses.count < _MAX_TRIES:
+            try:
+                self._current = self._greeted(self._link(losses))
+            except ConnectionLost as error:
+                _log.warning("ControlNet %s: replica %s: %s", self._name, error.replica, error)
+                losses.add(error)
+            else:
+                self._failures = 0
+                self._outages.found()
+                return self._current
+        raise NoReplica(f"lost one after the other: {', '.join(sorted(losses.lost))}")
+
+    def _link(self, losses: _Losses) -> ReplicaLink:
+        """Return a channel to a replica that was not just lost; failing that, to one that may be back."""
         try:
-            return self._connect(left_out)
-        except ControlNetUnavailable as error:
-            raise NoReplica(str(error)) from error
+            return self._connect(frozenset(losses.lost))
+        except (NoReplica, FabricError):
+            if losses.lost == losses.hung:
+                raise
+        return self._connect(frozenset(losses.hung))
+
+    def _greeted(self, link: ReplicaLink) -> _Connection:
+        connection = Connection(self._protocol)
+        connection.attach(link)
+        self._outages.expect(link.start_s)
+        threading.Thread(target=connection.read, name=f"ControlNet {self._name} answers", daemon=True).start()
+        return connection
+
+    def _drop(self, connection: _Connection, error: ConnectionLost, losses: _Losses) -> None:
+        """Record that a connection was lost; the next step opens another one."""
+        _log.warning("ControlNet %s: replica %s: %s", self._name, error.replica, error)
+        losses.add(error)
+        self._outages.lost()
+        connection.close()
+        if self._current is connection:
+            self._current = None
 
     def _move_if_worth_it(self) -> None:
         """Move between two steps, when nothing is in flight; sessions follow to the new replica in their next step."""
-        current = self._place.current
+        current = self._current
         if self._worth_moving is None or current is None or self._clock() < self._move_at_s:
             return
         self._move_at_s = self._clock() + _MOVE_EVERY_S
         try:
             if not self._worth_moving(current.replica):
                 return
-            self._place.move()
-        except (ConnectionLost, ControlNetUnavailable, NoReplica, FabricError) as error:
+            self._current = self._greeted(self._connect(frozenset({current.replica})))
+            _log.info("ControlNet %s moves from %s to %s", self._name, current.replica, self._current.replica)
+            current.close()
+        except (ConnectionLost, NoReplica, FabricError) as error:
             _log.info("ControlNet %s stays at replica %s: %s", self._name, current.replica, error)
 
     def _on_welcome(self, _: _Connection, payload: Header) -> None:
@@ -247,7 +310,7 @@ class _Pending(PendingResiduals):
         self._calls = calls
         self._answers: dict[int, Residuals | EngineError] = {}
         self._reopened: set[int] = set()
-        self._losses = Losses()
+        self._losses = _Losses()
         self._steps: list[_Step] = []
         for i, call in enumerate(calls):
             session = call.session

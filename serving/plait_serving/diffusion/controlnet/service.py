@@ -71,7 +71,7 @@ class ServiceLimits:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class ServiceStatistics:
     """Counts since the start, except `channels`, `sessions` and `sessions_bytes`, which are current values.
 
@@ -108,17 +108,6 @@ class _Job:
     @property
     def rows(self) -> int:
         return sum(block.constants.rows for block in self.blocks.values())
-
-
-@dataclass(slots=True, eq=False)
-class _Counts:
-    opened: int = 0
-    steps: int = 0
-    rows: int = 0
-    batches: int = 0
-    shared_batches: int = 0
-    failed_calls: int = 0
-    busy_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +161,7 @@ class ControlNetService:
         )
         self._inbox = _Inbox()
         self._jobs: deque[_Job] = deque()
-        self._counts = _Counts()
+        self._counts = ServiceStatistics()
         self._batch_s: dict[tuple[frozenset[Hashable], int], float] = {}
         self._heartbeat = ThreadHeartbeat(clock)
         self._stopping = threading.Lock()
@@ -213,26 +202,18 @@ class ControlNetService:
 
     def reconfigure(self, *, threads: int, largest_batch_rows: int) -> None:
         """Change what can change without a restart; takes effect from the next forward pass on."""
-        limits = self._limits
-        self._limits = ServiceLimits(
-            largest_batch_rows=largest_batch_rows,
-            sessions_bytes=limits.sessions_bytes,
-            session_idle_s=limits.session_idle_s,
-            channels=limits.channels,
-            send_timeout_s=limits.send_timeout_s,
-        )
+        self._limits = replace(self._limits, largest_batch_rows=largest_batch_rows)
         self._threads = threads
 
     def statistics(self) -> ServiceStatistics:
         """Return a snapshot. A batch that is just being counted may be partly included; clients are included once
         greeted."""
-        counts = {name: getattr(self._counts, name) for name in self._counts.__slots__}
-        return ServiceStatistics(
+        return replace(
+            self._counts,
             channels=self._server.peers,
             sessions=len(self._sessions),
             sessions_bytes=self._sessions.nbytes,
             refused_channels=self._server.refused,
-            **counts,
         )
 
     def stop(self, *, drain_s: float = 5.0) -> None:

@@ -14,6 +14,7 @@ from plait_disagg.graph.program import LOOKUP, Node, Port, Program, Ref
 from plait_disagg.messages import hot_rows
 from plait_disagg.messages.check import check_request
 from plait_disagg.messages.hot_rows import HotRows, RowReceiver, RowSavings, RowSender
+from plait_disagg.messages.layout import layout_of_crossing
 from plait_disagg.messages.wire import dense_message, parse_dense
 from plait_disagg.package import Package
 from plait_disagg.package.read import CachedPort, without_rows
@@ -22,6 +23,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.tables.cache import OutOfStep
 from plait_disagg.tables.protocols import BadId
 from plait_disagg.tables.values import OutOfRange, Table
+from plait_fabric.layouts import Part, layout_of, parse_layout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.rpc.fields import WireError
 from support import rank_rows as kit
@@ -196,11 +198,12 @@ class TestWhatIsRefused:
     )
     def test_a_header_that_no_sender_makes(self, hot: object) -> None:
         """Refused field by field."""
-        header, _ = dense_message(1, {"items": torch.zeros(2, 3)}, [2], POOL, wire="float32")
+        layout = parse_layout("f4:i:3:items")
+        header, _ = dense_message(1, layout, {"items": torch.zeros(2, 3)}, [2], POOL, wire="float32")
         buffers = [memoryview(bytearray(24))]
-        assert parse_dense(header, buffers).hot is None
+        assert parse_dense(header, buffers, layout).hot is None
         with pytest.raises(WireError):
-            parse_dense(header | {"hot": hot}, buffers)
+            parse_dense(header | {"hot": hot}, buffers, layout)
 
     @pytest.mark.parametrize("change", [{"cache_rows": -1}, {"cache": "fifo"}])
     def test_knobs_that_make_no_sense(self, change: dict[str, object]) -> None:
@@ -212,10 +215,12 @@ class TestWhatIsRefused:
 def test_a_cached_batch_of_rows_can_be_merged(package: Package) -> None:
     """What was laid end to end before still is; a batch with ids of its own still is not."""
     tensors, hot = _message(package, _sender(package), 1, 2)
+    agreed = layout_of_crossing(package.dense().crossing, package.card().inputs)
     for extra, mergeable in (({}, True), ({"history": torch.zeros(2, 6, dtype=torch.int64)}, False)):
-        header, buffers = dense_message(1, tensors | extra, [7, 7], POOL, wire="float32", hot=hot)
+        layout = layout_of([*agreed.parts, *[Part("i8", "u", (6,), name) for name in extra]])
+        header, buffers = dense_message(1, layout, tensors | extra, [7, 7], POOL, wire="float32", hot=hot)
         views = [memoryview(bytearray(it.memory if hasattr(it, "memory") else it)) for it in buffers]
-        assert parse_dense(header, views).mergeable is mergeable
+        assert parse_dense(header, views, layout).mergeable is mergeable
 
 
 def test_ports_of_one_table_share_its_cache(package: Package) -> None:

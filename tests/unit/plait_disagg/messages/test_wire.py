@@ -12,16 +12,8 @@ from hypothesis import strategies as st
 
 from fakes import ranking_model as kit
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, UnknownModel, WorkerUnavailable
-from plait_disagg.messages.layout import (
-    LayoutError,
-    RowCounts,
-    decode,
-    describe,
-    encode,
-    layout_of_inputs,
-    parse_layout,
-)
-from plait_disagg.messages.packing import pack, plan_of, unpack
+from plait_disagg.graph.program import Port
+from plait_disagg.messages.layout import layout_of_crossing, layout_of_inputs
 from plait_disagg.messages.wire import (
     VERSION,
     answers_message,
@@ -33,6 +25,7 @@ from plait_disagg.messages.wire import (
     failed_header,
     parse_answers,
     parse_card,
+    parse_crossing,
     parse_dense,
     parse_done,
     parse_rank,
@@ -42,10 +35,12 @@ from plait_disagg.messages.wire import (
 )
 from plait_disagg.queue.batch import cut
 from plait_disagg.values import RankAnswer, RankTimings
+from plait_fabric.layouts import LayoutError, Part, RowCounts, layout_of, pack, parse_layout, unpack
 from plait_fabric.memory.pool import Pool
-from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import read_greeting
-from support.rank_fabric import hello_header, welcome_header
+from plait_fabric.rpc.fields import WireError, read_greeting
+from plait_fabric.transport.frames import encode_header
+from support.layout_twin import describe, encode
+from support.rank_fabric import CROSSING, OUTPUTS, hello_header, welcome_header
 
 POOL = Pool.anonymous(1 << 22)
 
@@ -67,11 +62,9 @@ def test_tensors_that_lie_end_to_end_are_packed_as_any_others(rows: int) -> None
     ):  # fmt: skip
         named = {f"t{index}": tensor for index, tensor in enumerate(tensors)}
         layout, counts = describe(named, users=rows, items=2 * rows)
-        plan = plan_of(named, users=rows, items=2 * rows)
-        assert plan.layout == layout
-        mine, twin = _views(pack(plan, named, POOL, timeout_s=1)), _views(encode(layout, named, POOL, timeout_s=1))
-        assert [bytes(view) for view in mine] == [bytes(view) for view in twin]
-        assert all(torch.equal(value, named[name]) for name, value in unpack(layout, mine, counts).items())
+        mine = _views(pack(layout, counts, named, POOL, timeout_s=1))
+        assert [bytes(view) for view in mine] == encode(layout, named)
+        assert all(torch.equal(value, named[name]) for name, value in unpack(layout, counts, mine).items())
 
 
 def test_a_card_survives_the_wire() -> None:
@@ -98,8 +91,8 @@ def test_outcomes_survive_the_wire() -> None:
         kind(f"about {kind.__name__}", param="x", retry_after_s=2.5)
         for kind in (BadInput, UnknownModel, Busy, DeadlinePassed, WorkerUnavailable, RankError)
     ]
-    header, buffers = answers_message(list(enumerate([*answers, *errors])), POOL)
-    arrived = dict(parse_answers(header, _views(buffers)))
+    header, buffers = answers_message(list(enumerate([*answers, *errors])), OUTPUTS, POOL)
+    arrived = dict(parse_answers(header, _views(buffers), OUTPUTS))
     assert sorted(arrived) == list(range(9))
     for number, answer in enumerate(answers):
         got = arrived[number]
@@ -117,23 +110,38 @@ def test_batches_and_their_ends_survive_the_wire() -> None:
     """Crossing tensors, outputs, and a failure."""
     requests = [kit.request(seed, 2 + seed) for seed in range(2)]
     crossing = kit.FakeSparse().run(requests)
-    ask = parse_dense(*_message(dense_message(3, crossing, [2, 3], POOL, wire="float32")))
+    ask = parse_dense(*_message(dense_message(3, CROSSING, crossing, [2, 3], POOL, wire="float32")), CROSSING)
     assert (ask.number, ask.candidates, ask.mergeable) == (3, (2, 3), True)
     assert all(torch.equal(ask.crossing[name], value) for name, value in crossing.items())
     outputs = kit.FakeDense().run(ask.crossing, ask.candidates)
-    number, done = parse_done(*_message(done_message(3, outputs, 1.25, POOL)))
+    number, done = parse_done(*_message(done_message(3, OUTPUTS, outputs, 1.25, POOL)), OUTPUTS)
     assert number == 3
     assert not isinstance(done, RankError)
     assert done[1] == 1.25
     assert [part["pair"].shape for part in cut(done[0], [2, 3])] == [(2, 2), (3, 2)]
-    number, failed = parse_done(failed_header(4, BadInput("no")), [])
+    number, failed = parse_done(failed_header(4, BadInput("no")), [], OUTPUTS)
     assert isinstance(failed, BadInput)
+
+
+def test_headers_say_nothing_of_the_tensors() -> None:
+    """Both ends know them since they greeted each other: however many there are, a message says how many rows."""
+    many = {f"a_rather_long_name_of_a_table_{n}": torch.zeros(3, 4) for n in range(500)}
+    layout, _ = describe(many, users=2, items=3)
+    outputs = layout_of([Part("f4", "i", (4,), name) for name in many])
+    answers = [(n, RankAnswer(outputs=many)) for n in range(2)]
+    for header, _ in (
+        dense_message(1, layout, many, [1, 2], POOL, wire="float32"),
+        done_message(1, outputs, many, 1.0, POOL),
+        answers_message(answers, outputs, POOL),
+    ):
+        assert len(encode_header(header)) < 200
 
 
 def test_ids_keep_batches_apart() -> None:
     """Only rows of floats may be laid end to end; ids could be offsets."""
     crossing = {"item": torch.zeros(2, 4), "ids": torch.zeros(2, dtype=torch.int64)}
-    assert not parse_dense(*_message(dense_message(1, crossing, [2], POOL, wire="float32"))).mergeable
+    layout, _ = describe(crossing, users=1, items=2)
+    assert not parse_dense(*_message(dense_message(1, layout, crossing, [2], POOL, wire="float32")), layout).mergeable
 
 
 def test_a_number_that_float16_lacks_travels_as_float32() -> None:
@@ -141,7 +149,8 @@ def test_a_number_that_float16_lacks_travels_as_float32() -> None:
     for value in (70000.0, -1e30, float("inf"), float("nan")):
         for rows in (2, 3000):  # with and without a lease
             crossing = {"price": torch.full((rows, 1), value)}
-            ask = parse_dense(*_message(dense_message(1, crossing, [rows], POOL, wire="float16")))
+            layout, _ = describe(crossing, users=1, items=rows)
+            ask = parse_dense(*_message(dense_message(1, layout, crossing, [rows], POOL, wire="float16")), layout)
             torch.testing.assert_close(ask.crossing["price"], crossing["price"], equal_nan=True, rtol=0, atol=0)
 
 
@@ -149,9 +158,9 @@ def test_no_lease_is_left_behind_when_encoding_fails() -> None:
     """Whatever was leased before the fault goes back."""
     pool = Pool.anonymous(1 << 20)
     tensors = {"a": torch.zeros(4000, 1, dtype=torch.int64), "b": torch.full((4000, 1), 1e9)}
-    layout, _ = describe(tensors, users=1, items=4000, wire="float16")
+    layout, counts = describe(tensors, users=1, items=4000, wire="float16")
     with pytest.raises(OverflowError):
-        encode(layout, tensors, pool, timeout_s=1.0)
+        pack(layout, counts, tensors, pool, timeout_s=1.0)
     assert pool.statistics().leases == 0
 
 
@@ -174,19 +183,40 @@ def test_buffers_must_be_what_the_layout_says(counts: RowCounts) -> None:
     """Neither more nor less, and as many sections."""
     layout = parse_layout("f4:i:2:a;i8:u::b")
     right = [memoryview(bytearray(16)), memoryview(bytearray(8))]
-    for read in (decode, unpack):
-        assert read(layout, right, RowCounts(users=1, items=2))["a"].shape == (2, 2)
-        for buffers in (right, right[:1], [right[1], right[0]], [*right, right[0]]):
-            with pytest.raises(LayoutError):
-                read(layout, buffers, counts)
+    assert unpack(layout, RowCounts(users=1, items=2), right)["a"].shape == (2, 2)
+    for buffers in (right, right[:1], [right[1], right[0]], [*right, right[0]]):
+        with pytest.raises(LayoutError):
+            unpack(layout, counts, buffers)
 
 
 def test_what_has_no_rows_or_no_code_does_not_travel() -> None:
     """Told when it is sent."""
-    with pytest.raises(LayoutError, match="number"):
-        describe({"a": torch.tensor(1.0)}, users=1, items=1)
+    for port in (
+        Port(name="a", shape=(), dtype="float32", rows="none"),
+        Port(name="a", shape=(-1, -1), dtype="float32", rows="item"),
+    ):
+        with pytest.raises(LayoutError, match="no tensor with rows"):
+            layout_of_crossing([port], ())
     with pytest.raises(LayoutError, match="complex"):
-        describe({"a": torch.zeros(1, dtype=torch.complex64)}, users=1, items=1)
+        layout_of_crossing([Port(name="a", shape=(-1,), dtype="complex64", rows="item")], ())
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.tensor(1.0), torch.zeros(2, 2), torch.zeros(4, 3), torch.zeros(4, 2, 1), torch.zeros(8),
+        torch.zeros(4, 2, dtype=torch.float64), torch.zeros(4, 2, dtype=torch.int64),
+    ],
+)  # fmt: skip
+def test_tensors_must_be_what_the_layout_says(tensor: torch.Tensor) -> None:
+    """A number, other rows, another tail, another dtype: told when it is sent, beside others and alone."""
+    parts = [Part("f4", "i", (2,), "a"), Part("f4", "i", (2,), "b")]
+    for layout in (layout_of(parts[:1]), layout_of(parts)):
+        with pytest.raises(LayoutError, match="a "):
+            pack(layout, RowCounts(items=4), {"a": tensor, "b": torch.zeros(4, 2)}, POOL, timeout_s=1.0)
+    in_two = {"a": [torch.zeros(1, 2), torch.ones(3, 2)], "b": torch.zeros(4, 2)}
+    views = _views(pack(layout, RowCounts(items=4), in_two, POOL, timeout_s=1.0))
+    assert unpack(layout, RowCounts(items=4), views)["a"].sum() == 6
 
 
 JSON = st.recursive(
@@ -205,10 +235,23 @@ def test_no_header_gets_past_the_parsers(data: st.DataObject) -> None:
     answer = RankAnswer(outputs=kit.expected(request))
     parsers: list[tuple[tuple[Any, Any], Any]] = [
         (rank_message(1, request, layout, POOL), lambda header, views: parse_rank(header, views, kit.CARD, layout)),
-        (answers_message([(1, answer), (2, Busy("x"))], POOL), parse_answers),
-        (dense_message(1, crossing, [4], POOL, wire="int8"), parse_dense),
-        (done_message(1, kit.expected(request), 1.0, POOL), parse_done),
-        ((failed_header(1, Busy("x")), []), parse_done),
+        (
+            answers_message([(1, answer), (2, Busy("x"))], OUTPUTS, POOL),
+            lambda header, views: parse_answers(header, views, OUTPUTS),
+        ),
+        (
+            dense_message(1, CROSSING, crossing, [4], POOL, wire="int8"),
+            lambda header, views: parse_dense(header, views, CROSSING),
+        ),
+        (
+            done_message(1, OUTPUTS, kit.expected(request), 1.0, POOL),
+            lambda header, views: parse_done(header, views, OUTPUTS),
+        ),
+        ((failed_header(1, Busy("x")), []), lambda header, views: parse_done(header, views, OUTPUTS)),
+        (
+            (welcome_header(kit.CARD), []),
+            lambda header, _: parse_crossing(read_greeting("welcome", VERSION, header)),
+        ),
         ((welcome_header(kit.CARD), []), lambda header, _: parse_card(read_greeting("welcome", VERSION, header))),
         ((version_header("2"), []), lambda header, _: parse_version(header)),
         ((hello_header("rank"), []), lambda header, _: check_role(read_greeting("hello", VERSION, header), "rank")),

@@ -20,11 +20,10 @@ import pytest
 
 from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, PeerLost, Pool, PoolExhausted, connect
 from plait_fabric.rpc import fields
-from plait_fabric.rpc.backoff import Backoff
 from plait_fabric.rpc.client import Client
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
-from plait_fabric.rpc.handshake import greeting
-from plait_fabric.rpc.on_demand import Losses, OnDemand
+from plait_fabric.rpc.fields import greeting
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support import rpc as kit
 from support.paused import pause
@@ -593,84 +592,3 @@ def test_news_reaches_those_who_are_here(address: str) -> None:
             with channel.recv(kit.WAIT_S) as message:
                 assert message.header["news"] == 1
             channel.close()
-
-
-# ---- one connection on demand ---------------------------------------------------------------------------------------
-
-
-class Clock:
-    """Time that stands still until it is told to move."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def _on_demand(fleet: Fleet, clock: Clock, max_tries: int = 3) -> OnDemand[Question]:
-    backoff = Backoff(first_s=2.0, max_s=8.0)
-    return OnDemand(fleet.connect, client_protocol(), name="test", max_tries=max_tries, backoff=backoff, clock=clock)
-
-
-def test_on_demand_leaves_out_what_was_lost(tmp_path: Path) -> None:
-    """A replica that refuses costs a try; the one that answers is kept until it is dropped."""
-    with (
-        serving(_address("inproc", tmp_path, "a"), version=99) as other,
-        serving(_address("inproc", tmp_path, "b")) as right,
-    ):
-        fleet, losses = Fleet({"a": other.address, "b": right.address}), Losses()
-        place = _on_demand(fleet, Clock())
-        connection = place.get(losses)
-        assert (connection.replica, losses.lost, place.get(Losses())) == ("b", {"a"}, connection)
-        assert [left_out for _, left_out in fleet.asked] == [frozenset(), frozenset({"a"})]
-        place.drop(connection, ConnectionLost("b", "hung", hung=True), losses)
-        assert losses.hung == {"b"}
-        place.close()
-
-
-def test_on_demand_asks_nobody_during_the_pause(tmp_path: Path) -> None:
-    """After nobody answered; the pause doubles, and ends with the first success."""
-    fleet, clock = Fleet(), Clock()
-    place = _on_demand(fleet, clock)
-    for pause_s in (2.0, 4.0):
-        with pytest.raises(NoReplica, match="no other"):
-            place.get(Losses())
-        asked = len(fleet.asked)
-        clock.now_s += pause_s - 0.1
-        with pytest.raises(NoReplica, match="a moment ago"):
-            place.get(Losses())
-        assert len(fleet.asked) == asked
-        clock.now_s += 0.1
-    with serving(_address("inproc", tmp_path)) as numbers:
-        fleet.addresses["r"] = numbers.address
-        assert place.get(Losses()).replica == "r"
-        place.close()
-
-
-def test_on_demand_gives_up_after_so_many_replicas(tmp_path: Path) -> None:
-    """A task that kills whoever works on it must not kill all of them."""
-    with serving(_address("inproc", tmp_path), version=99) as other:
-        fleet = Fleet(dict.fromkeys("abcd", other.address))
-        with pytest.raises(NoReplica, match="one after the other: a, b"):
-            _on_demand(fleet, Clock(), max_tries=2).get(Losses())
-        assert len(fleet.asked) == 2
-
-
-def test_on_demand_moves_only_where_somebody_answers(tmp_path: Path) -> None:
-    """Otherwise it stays; the connection that was left is closed."""
-    with (
-        serving(_address("inproc", tmp_path, "a")) as first,
-        serving(_address("inproc", tmp_path, "b")) as second,
-    ):
-        fleet = Fleet({"a": first.address})
-        place = _on_demand(fleet, Clock())
-        before = place.get(Losses())
-        with pytest.raises(NoReplica):
-            place.move()
-        assert place.get(Losses()) is before
-        fleet.addresses["b"] = second.address
-        place.move()
-        assert place.get(Losses()).replica == "b"
-        until(lambda: not before.up)
-        place.close()

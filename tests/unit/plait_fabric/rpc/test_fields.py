@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait_fabric.rpc import fields
-from plait_fabric.rpc.backoff import Backoff
-from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import greeting, read_greeting
+from plait_fabric.rpc.fields import WireError, greeting, read_greeting
+from plait_fabric.rpc.outages import Backoff
 
 Reader = Callable[[dict[str, Any]], object]
 

@@ -8,8 +8,11 @@ import threading
 
 from plait_fabric import FabricOptions
 from plait_fabric.transport import acceptor
-from plait_fabric.transport.tcp import TcpArrival
-from suites.fabric_channel import SECRET, WAIT_S
+from suites.fabric_channel import WAIT_S
+
+
+def _never_ends(sock):
+    yield
 
 
 def test_a_listener_whose_thread_ends_first_closes_well(monkeypatch):
@@ -21,7 +24,7 @@ def test_a_listener_whose_thread_ends_first_closes_well(monkeypatch):
         sock,
         address="tcp://listener",
         options=options,
-        arrive=lambda peer: TcpArrival(peer, SECRET, options),
+        greet=_never_ends,
         on_close=ended.set,
     )
 

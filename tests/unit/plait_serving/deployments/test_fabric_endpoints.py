@@ -38,7 +38,7 @@ class Handle:
 
 def test_to_look_for_another_replica_costs_no_call_if_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients look all the time, since the number of replicas may change; one that is new is found."""
-    monkeypatch.setattr(fabric_endpoints, "dial", lambda address, secret, timeout_s: SimpleNamespace())
+    monkeypatch.setattr(fabric_endpoints, "dial", lambda address, secret: SimpleNamespace())
     handle = Handle("a", "b")
     replicas = ServeReplicas("CNs", handle)
     connected = frozenset(it.to_full_id_str() for it in handle.ids)

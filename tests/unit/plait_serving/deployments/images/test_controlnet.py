@@ -14,10 +14,9 @@ import pytest
 from pydantic import ValidationError
 
 from plait_fabric import Unsupported, connect, listen, new_secret
-from plait_fabric.rpc.replicas import Replica
-from plait_serving.deployments.fabric_endpoints import host_id, open_listeners, remove_stale_sockets
-from plait_serving.deployments.images.controlnet import ControlNetKnobs, ServeConnect
-from plait_serving.diffusion.errors import ControlNetUnavailable
+from plait_fabric.rpc.replicas import NoReplica, Replica
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners, remove_stale_sockets
+from plait_serving.deployments.images.controlnet import ControlNetKnobs
 
 
 def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_knobs_refuse_what_they_do_not_know() -> None:
 
 
 class Handle:
-    """What `ServeConnect` uses of a Serve handle; its replicas answer with what they are given, or raise it."""
+    """What `ServeReplicas` uses of a Serve handle; its replicas answer with what they are given, or raise it."""
 
     def __init__(self, answers: list[object] | Exception) -> None:
         self.answers = answers
@@ -95,22 +94,22 @@ def test_living_replicas_are_found_beside_dead_ones() -> None:
     secret = new_secret()
     with listen("tcp://127.0.0.1:0", secret=secret) as listener:
         well = Replica(name="well", host=host_id(), addresses=(listener.address,), secret=secret)
-        connect_one = ServeConnect("edges", Handle([RuntimeError("died"), well]), chance=random.Random(0))
-        link = connect_one(frozenset())
+        replicas = ServeReplicas("edges", Handle([RuntimeError("died"), well]), chance=random.Random(0))
+        link = replicas.connect(frozenset())
         assert link.replica == "well"
         link.channel.close()
-        with pytest.raises(ControlNetUnavailable):
-            connect_one(frozenset({"well"}))
+        with pytest.raises(NoReplica):
+            replicas.connect(frozenset({"well"}))
 
 
 async def test_asking_works_inside_an_event_loop() -> None:
     """A Serve constructor runs on an event loop, where Serve refuses to wait for results; asking works there too."""
     replica = Replica(name="r", host="h", addresses=(), secret=b"")
-    assert ServeConnect("edges", Handle([replica])).replicas() == [replica]
+    assert ServeReplicas("edges", Handle([replica])).replicas() == [replica]
 
 
 @pytest.mark.parametrize("answers", [[], [RuntimeError("died")], TimeoutError("late"), RuntimeError("no deployment")])
 def test_no_replica_is_unavailable(answers: list[object] | Exception) -> None:
-    """Whatever Serve says when there is nobody becomes `ControlNetUnavailable`."""
-    with pytest.raises(ControlNetUnavailable, match="edges"):
-        ServeConnect("edges", Handle(answers))(frozenset())
+    """Whatever Serve says when there is nobody becomes `NoReplica`, which clients tell as their own."""
+    with pytest.raises(NoReplica, match="edges"):
+        ServeReplicas("edges", Handle(answers)).connect(frozenset())

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait_fabric import Unreachable
-from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
 from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait_fabric.rpc.fields import WireError
-from plait_fabric.rpc.handshake import greeting, read_greeting
+from plait_fabric.rpc.fields import WireError, greeting, read_greeting
 from plait_serving.diffusion.controlnet import wire
 from plait_serving.diffusion.controlnet.wire import (
     VERSION,

@@ -9,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from plait_disagg.workers.remote import RemoteRanker
-from plait_fabric.rpc.backoff import Backoff
+from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
