@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
+from plait_serving.diffusion.request_fields import echoed
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -343,14 +344,8 @@ class ImageReply:
             "size": f"{request.width}x{request.height}",
             "output_format": self._body.format.value,
             "seed": request.seed,
-            "scheduler": request.scheduler.value,
-            "sigmas": None if request.sigmas is None else request.sigmas.value,
-            "eta": request.eta,
-            "num_inference_steps": request.steps,
-            "guidance_scale": request.guidance_scale,
-            "guidance_rescale": request.guidance_rescale,
-            "clip_skip": request.clip_skip,
-            **({} if request.edit is None else {"strength": request.edit.strength}),
+            **echoed(request),
+            **({} if request.edit is None else echoed(request.edit)),
             "lora_policy": result.lora_policy.value,
             "lora_free_steps": result.lora_free_steps,
             "timings": {
