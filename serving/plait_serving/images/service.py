@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol, Self
 
-from prometheus_client import Metric
-
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, SamplerChoice, Scheduler
 from plait_serving.health import Health
+from plait_serving.replica_metrics import ReplicaMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,5 +153,5 @@ class ImageService(Protocol):
     async def health(self) -> Health:
         """Return ready only after a warm-up image was made. Never blocks on the queue."""
 
-    async def metric_families(self) -> Sequence[Metric]:
-        """Return the service's own metrics, those of other replicas with their names; may be empty."""
+    async def counts(self) -> Sequence[ReplicaMetrics]:
+        """Return what each replica of the service counts; may be empty."""

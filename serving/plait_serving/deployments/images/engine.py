@@ -23,7 +23,7 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
-from plait_serving.replica_metrics import ReplicaMetrics, this_process
+from plait_serving.replica_metrics import ReplicaMetrics
 
 PROGRESS_PERIOD_S = 0.1
 """The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
@@ -76,7 +76,8 @@ class EngineReplica:
 
     async def metric_families(self) -> ReplicaMetrics:
         """Return the engine's metrics."""
-        return ReplicaMetrics(replica=this_process(), families=await self._hosted.service.metric_families())
+        (counted,) = await self._hosted.service.counts()
+        return counted
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""

@@ -13,17 +13,17 @@ from dataclasses import fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-from prometheus_client import Metric
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
 from plait_serving.deployments.images.engine_source import ACCEPTED
-from plait_serving.deployments.metrics import families_of, replicas_of
+from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import ControlRef, Edit, Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health
 from plait_serving.images.service import Catalog
+from plait_serving.replica_metrics import ReplicaMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class HandleImageService:
         """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
         self._handle = handle
         self._stream = handle.options(stream=True)
-        self._engines = replicas_of(handle)
-        self._controlnets = [replicas_of(it) for it in controlnets]
+        self._engines = AllReplicas(handle)
+        self._controlnets = [AllReplicas(it) for it in controlnets]
         self._outages = Outages()
         self._suspects = FatalRequests()
         self._accepted_s = -math.inf
@@ -97,9 +97,9 @@ class HandleImageService:
         except (RayError, RayServeException) as error:
             raise self._translated(error) from error
 
-    async def metric_families(self) -> list[Metric]:
-        """Return the metrics of all replicas. Raises `EngineStopped` if no engine answers."""
-        engines, controlnets = await asyncio.gather(families_of([self._engines]), families_of(self._controlnets))
+    async def counts(self) -> list[ReplicaMetrics]:
+        """Return what all replicas count. Raises `EngineStopped` if no engine answers."""
+        engines, controlnets = await asyncio.gather(answers_of([self._engines]), answers_of(self._controlnets))
         if not engines:
             raise EngineStopped("no engine replica reports its metrics")
         return engines + controlnets

@@ -374,17 +374,22 @@ class Broadcast:
         return self.answers
 
 
+def shown(answers):
+    """What /metrics has of them."""
+    return [it for answer in answers for it in answer.labelled()]
+
+
 async def test_serve_handle_metrics_are_those_of_all_replicas():
     """Whichever ingress is asked, both engines' steps are counted; without any engine that is an error."""
     handle = Handle()
     name = "plait_engine_steps_total"
     answers = [ReplicaMetrics(replica=who, families=[family(name, "Steps", it)]) for who, it in (("a", 3), ("b", 4))]
     handle.broadcast = lambda method: Broadcast(answers if method == "metric_families" else [])
-    families = await HandleImageService(handle).metric_families()
+    families = shown(await HandleImageService(handle).counts())
     assert [total(families, name, replica=who) for who in "ab"] == [3, 4]
     handle.broadcast = lambda method: Broadcast([ActorDiedError()])
     with pytest.raises(EngineStopped):
-        await HandleImageService(handle).metric_families()
+        await HandleImageService(handle).counts()
 
 
 async def test_serve_handle_metrics_count_the_audits_of_controlnets():
@@ -396,7 +401,7 @@ async def test_serve_handle_metrics_count_the_audits_of_controlnets():
         answers = [ReplicaMetrics(replica=str(i), families=audits)]
         service.broadcast = lambda _, answers=answers: Broadcast(answers)
     handles[3].broadcast = lambda _: Broadcast([ActorDiedError()])
-    families = await HandleImageService(handles[0], handles[1:]).metric_families()
+    families = shown(await HandleImageService(handles[0], handles[1:]).counts())
     assert total(families, "plait_audit_checked_total") == 10
     assert total(families, "plait_audit_drifted_total", model="model 1", replica="1") == 1
     assert total(families, "plait_audit_largest_share_of_tolerance", model="model 1") == 1.5
