@@ -29,7 +29,7 @@ def counted(assembled: Assembled, host: HostCores) -> ReplicaMetrics:
     me, usage = this_process(), assembled.engine.usage()
     return ReplicaMetrics(
         replica=me,
-        families=[*_engine_families(assembled), *_host_families(host)],
+        families=[*_engine_families(assembled), *host_families(host)],
         account={(me, tenant, name): it for tenant, used in usage.items() for name, it in _used(used).items()},
     )
 
@@ -95,7 +95,7 @@ def audit_families(audits: Mapping[str, AuditStatistics]) -> list[Metric]:
     return [family("plait_audit_largest_share_of_tolerance", said, shares, "model"), *counted]
 
 
-def _host_families(host: HostCores) -> list[Metric]:
+def host_families(host: HostCores) -> list[Metric]:
     """Return what the replicas of the engine's host may use."""
     shared = int(host.is_shared)
     return [

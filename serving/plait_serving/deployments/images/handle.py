@@ -7,16 +7,17 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
+from plait_serving.deployments.images.catalog_pieces import unpacked
 from plait_serving.deployments.images.engine_source import ACCEPTED
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
@@ -28,11 +29,12 @@ from plait_serving.replica_metrics import ReplicaMetrics
 _log = logging.getLogger(__name__)
 
 CATALOG_TIMEOUT_S = 120.0
-"""Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
-time to load a model."""
+"""For the first catalog: a replica that died and is started again has the time to load a model."""
 
-_CATALOG_PATIENCE_S = 1.0
-"""A call that takes longer met a replica that is busy, or gone."""
+_PERIOD_S = 0.5
+"""How old a catalog may be, beside what its engine took to see a change (`lora_cards`): with that, less than 2 s."""
+_PATIENCE_S = 1.0
+"""A call that takes longer met a replica that is busy, or gone; twice as long the next time."""
 
 _PAUSE_S = 0.05
 
@@ -55,23 +57,65 @@ class HandleImageService:
         self._outages = Outages()
         self._suspects = FatalRequests()
         self._accepted_s = -math.inf
-        self._catalogs: SingleFlight[Catalog] = SingleFlight(self._catalog, patience_s=_CATALOG_PATIENCE_S)
+        self._catalog: Catalog | None = None
+        self._digest = ""
+        self._no_catalog: EngineError | None = None
+        self._told = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
 
     async def catalog(self) -> Catalog:
-        """Return the catalog of a replica, one answer to all who ask together. Raises `EngineStopped` if none answers
-        within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
-        return await self._catalogs.ask()
+        """Return what an engine told last; from the first call on one is asked again and again. Raises `EngineStopped`
+        if none has told anything within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+        if self._catalog is None:
+            try:
+                await asyncio.wait_for(self._told.wait(), CATALOG_TIMEOUT_S)
+            except TimeoutError as error:
+                raise self._none_within(CATALOG_TIMEOUT_S) from error
+        if self._catalog is None:
+            assert self._no_catalog is not None
+            raise self._no_catalog
+        return self._catalog
 
-    async def _catalog(self) -> Catalog:
+    async def _follow(self) -> None:
+        patience_s = _PATIENCE_S
+        while True:
+            try:
+                async with asyncio.timeout(patience_s):
+                    await self._look()
+                patience_s = _PATIENCE_S
+            except TimeoutError:
+                patience_s = min(2 * patience_s, CATALOG_TIMEOUT_S)
+            except EngineError as error:
+                if not isinstance(error, _ReplicaDied):  # another one will tell
+                    self._no_catalog = error
+                    self._tell()
+            await asyncio.sleep(_PERIOD_S)
+
+    async def _look(self) -> None:
+        """Ask an engine whether its catalog is still the one that is known, and take a new one."""
+        response = self._stream.catalog.remote(self._digest)
         try:
-            async with asyncio.timeout(CATALOG_TIMEOUT_S):
-                catalog = await self._ask_any("catalog")
-        except TimeoutError as error:
-            raise self._none_within(CATALOG_TIMEOUT_S) from error
-        assert isinstance(catalog, Catalog)
-        self._outages.expect(catalog.start_s)
+            told = [piece async for piece in response]
+        except (RayError, RayServeException) as error:
+            raise self._translated(error) from error
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        if not told:
+            raise self._died("the engine's replica told no catalog")
+        head, *pieces = told
+        self._outages.expect(head.start_s)
         self._outages.found()
-        return catalog
+        if pieces:
+            self._catalog, self._digest = unpacked(pieces), head.digest
+            self._tell()
+
+    def _tell(self) -> None:
+        """Let all go on that wait for the first catalog."""
+        self._told.set()
+        self._told = asyncio.Event()
 
     async def _ask_any(self, method: str) -> object:
         """Ask until a replica survives the question: for a while Serve offers those that are dead beside the others."""
@@ -238,41 +282,6 @@ def translate(error: Exception) -> EngineError:
         return _ReplicaDied("the engine's replica died; it is started again")
     _log.error("unexpected error from the engine's deployment", exc_info=error)
     return EngineError("internal error; the engine's log has the details")
-
-
-T = TypeVar("T")
-
-
-class SingleFlight(Generic[T]):
-    """Makes a call for everybody who asked before it began: nobody gets an answer from before the question.
-
-    One call is made at a time; the next one begins when it has ended, or after `patience_s` if it hangs.
-    """
-
-    def __init__(self, call: Callable[[], Awaitable[T]], *, patience_s: float) -> None:
-        self._call = call
-        self._patience_s = patience_s
-        self._running: asyncio.Task[T] | None = None
-        self._next: asyncio.Task[T] | None = None
-
-    async def ask(self) -> T:
-        """Return the answer. Raises what the call raises; who is cancelled leaves it to the others."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._after(self._running))
-            self._next.add_done_callback(_seen)
-        return await asyncio.shield(self._next)
-
-    async def _after(self, before: asyncio.Task[T] | None) -> T:
-        if before is not None and not before.done():
-            await asyncio.wait([before], timeout=self._patience_s)
-        self._running, self._next = self._next, None
-        return await self._call()
-
-
-def _seen(task: asyncio.Task[T]) -> None:
-    """Let asyncio not complain where everybody who asked was cancelled."""
-    if not task.cancelled():
-        task.exception()
 
 
 _CAPACITY = 1_024
