@@ -112,7 +112,7 @@ class FakeImageService:
         self._fail_at_step = fail_at_step
         self.step_s = step_s
 
-    async def catalog(self) -> Catalog:
+    async def catalog(self, *, anew: bool = False) -> Catalog:
         """Return the fixed catalog."""
         return self.offers
 

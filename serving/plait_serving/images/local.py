@@ -62,7 +62,7 @@ class LocalImageService:
         alive."""
         self._warmup_s = seconds
 
-    async def catalog(self) -> Catalog:
+    async def catalog(self, *, anew: bool = False) -> Catalog:  # noqa: ARG002  # it is always
         """Call `catalog` in a thread."""
         return await asyncio.to_thread(self._catalog)
 

@@ -107,8 +107,9 @@ def random_seed() -> int:
 class ImageService(Protocol):
     """Makes images. All methods may be called concurrently from many tasks of one event loop."""
 
-    async def catalog(self) -> Catalog:
-        """Return what exists now, or did a moment ago. Cheap: it is called with every request."""
+    async def catalog(self, *, anew: bool = False) -> Catalog:
+        """Return what existed a moment ago, which costs nothing: it is called with every request. `anew`: what exists
+        now, which may be asked of another process."""
 
     def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
         """Yield the request's events, `Finished` or `Failed` last; nothing is submitted before the first read.

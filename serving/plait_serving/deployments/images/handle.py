@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import fields, replace
 from typing import Any
 
@@ -59,41 +59,52 @@ class HandleImageService:
         self._accepted_s = -math.inf
         self._catalog: Catalog | None = None
         self._digest = ""
-        self._no_catalog: EngineError | None = None
-        self._told = asyncio.Event()
+        self._waiting: list[asyncio.Future[Catalog]] = []
+        self._wanted = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
-    async def catalog(self) -> Catalog:
-        """Return what an engine told last; from the first call on one is asked again and again. Raises `EngineStopped`
-        if none has told anything within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
+    async def catalog(self, *, anew: bool = False) -> Catalog:
+        """Return what an engine told last; from the first call on one is asked again and again. `anew`, or the first:
+        what one tells now, one answer to all who ask together. Raises `EngineStopped` if none answers within
+        `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
         if self._following is None or self._following.done():
             self._following = asyncio.create_task(self._follow())
-        if self._catalog is None:
-            try:
-                await asyncio.wait_for(self._told.wait(), CATALOG_TIMEOUT_S)
-            except TimeoutError as error:
-                raise self._none_within(CATALOG_TIMEOUT_S) from error
-        if self._catalog is None:
-            assert self._no_catalog is not None
-            raise self._no_catalog
-        return self._catalog
+        if self._catalog is not None and not anew:
+            return self._catalog
+        told = asyncio.get_running_loop().create_future()
+        self._waiting.append(told)
+        self._wanted.set()
+        try:
+            return await asyncio.wait_for(told, CATALOG_TIMEOUT_S)
+        except TimeoutError as error:
+            raise self._none_within(CATALOG_TIMEOUT_S) from error
 
     async def _follow(self) -> None:
         patience_s = _PATIENCE_S
         while True:
+            asked, self._waiting = self._waiting, []  # nobody gets an answer from before the question
+            self._wanted.clear()
             try:
                 async with asyncio.timeout(patience_s):
-                    await self._look()
+                    catalog = await self._look()
                 patience_s = _PATIENCE_S
-            except TimeoutError:
-                patience_s = min(2 * patience_s, CATALOG_TIMEOUT_S)
+                for told in asked:
+                    if not told.done():
+                        told.set_result(catalog)
+            except (TimeoutError, _ReplicaDied) as error:  # another one will tell
+                if isinstance(error, TimeoutError):
+                    patience_s = min(2 * patience_s, CATALOG_TIMEOUT_S)
+                self._waiting += asked
+                await asyncio.sleep(_PAUSE_S)
+                continue
             except EngineError as error:
-                if not isinstance(error, _ReplicaDied):  # another one will tell
-                    self._no_catalog = error
-                    self._tell()
-            await asyncio.sleep(_PERIOD_S)
+                for told in asked:
+                    if not told.done():
+                        told.set_exception(error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _PERIOD_S)
 
-    async def _look(self) -> None:
+    async def _look(self) -> Catalog:
         """Ask an engine whether its catalog is still the one that is known, and take a new one."""
         response = self._stream.catalog.remote(self._digest)
         try:
@@ -108,14 +119,9 @@ class HandleImageService:
         head, *pieces = told
         self._outages.expect(head.start_s)
         self._outages.found()
-        if pieces:
+        if pieces or self._catalog is None:
             self._catalog, self._digest = unpacked(pieces), head.digest
-            self._tell()
-
-    def _tell(self) -> None:
-        """Let all go on that wait for the first catalog."""
-        self._told.set()
-        self._told = asyncio.Event()
+        return self._catalog
 
     async def _ask_any(self, method: str) -> object:
         """Ask until a replica survives the question: for a while Serve offers those that are dead beside the others."""

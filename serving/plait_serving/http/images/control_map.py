@@ -48,7 +48,7 @@ class ControlMapResponse(BaseModel):
 async def control_map(body: ControlMapBody, request: Request, context: ContextDep) -> ControlMapResponse:
     """Return the map that a generation with this entry of `controlnets` would use: stretched to the output's size, and
     with `preprocess` made from an ordinary image."""
-    catalog = await context.image_service.catalog()
+    catalog = await context.image_service.catalog(anew=True)
     tenant = principal(request).tenant
     control = ControlNetBody(name=body.name, image=body.image, preprocess=body.preprocess)
     work = partial(
