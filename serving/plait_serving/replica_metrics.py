@@ -13,7 +13,7 @@ import secrets
 import socket
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -22,15 +22,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-TENANT_PREFIX = "plait_tenant_"
-"""Counters of this name with the label `tenant` are the account of what each tenant used."""
+IMAGE_COUNTS: Mapping[str, str] = {
+    "image_requests_finished": "Requests whose images were made",
+    "image_requests_failed": "Requests that ended in an error",
+    "image_requests_cancelled": "Requests whose client went away",
+    "image_requests_rejected": "Requests that were refused",
+    "images": "Images delivered",
+    "image_pixels": "Pixels of images delivered",
+    "image_steps": "Denoising steps of images",
+    "image_compute_seconds": "Seconds of compute, of requests that failed or were cancelled too",
+}
+"""What engines count of each tenant, with what it is, for people."""
+
+RANK_COUNTS: Mapping[str, str] = {"rankings": "Rankings answered.", "candidates": "Candidates ranked."}
+"""What ingresses count."""
 
 REPLICA = "replica"
 """The label that names the replica."""
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # they would be half of all series, and nobody reads them
 
-Labelled = Mapping[tuple[str], float] | Mapping[tuple[str, ...], float]
+Labelled = Mapping[tuple[str], float] | Mapping[tuple[str, str], float] | Mapping[tuple[str, ...], float]
 """Values by those of their labels."""
 
 Sums = Mapping[tuple[str, str, str], float]
@@ -39,11 +51,19 @@ Sums = Mapping[tuple[str, str, str], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaMetrics:
-    """What one replica counts, its name, and, of an ingress, what it knows of all replicas' tenants."""
+    """What one replica counts, its name, and what it knows of all replicas' tenants, itself included."""
 
     replica: str
     families: Sequence[Metric]
     account: Sums = field(default_factory=dict)
+
+    def labelled(self) -> list[Metric]:
+        """Return the families with the replica's name in every series that has none."""
+        found = []
+        for each in self.families:
+            found.append(Metric(each.name, each.documentation, each.type))
+            found[-1].samples = [it._replace(labels={REPLICA: self.replica, **it.labels}) for it in each.samples]
+        return found
 
     def __reduce__(self) -> tuple[Callable[[bytes], ReplicaMetrics], tuple[bytes]]:
         """Be a small answer. Ray keeps one of 100 KB and more in shared memory, and when such a one comes that nobody
@@ -85,13 +105,19 @@ def family(name: str, said: str, value: float | Labelled, *labels: str) -> Metri
     return made
 
 
-def labelled(replica: str, families: Iterable[Metric]) -> list[Metric]:
-    """Return the families with the replica's name in every series that has none."""
-    found = []
-    for each in families:
-        found.append(Metric(each.name, each.documentation, each.type))
-        found[-1].samples = [it._replace(labels={REPLICA: replica, **it.labels}) for it in each.samples]
-    return found
+def tenant_families(answers: Iterable[ReplicaMetrics]) -> list[Metric]:
+    """Return what replicas counted themselves of each tenant."""
+    own = [(key, value) for it in answers for key, value in it.account.items() if key[0] == it.replica]
+    return [
+        family(
+            f"plait_tenant_{name}_total",
+            said,
+            {(replica, tenant): value for (replica, tenant, of), value in own if of == name},
+            REPLICA,
+            "tenant",
+        )
+        for name, said in {**IMAGE_COUNTS, **RANK_COUNTS}.items()
+    ]
 
 
 def exposition(families: Iterable[Metric]) -> str:
@@ -128,12 +154,9 @@ class Account:
         for key, value in sums.items():
             self._sums[key] = max(value, self._sums.get(key, 0.0))
 
-    def read(self, families: Iterable[Metric]) -> None:
-        """Learn from families that name their replicas."""
-        for each in families:
-            if each.name.startswith(TENANT_PREFIX):
-                name = each.name.removeprefix(TENANT_PREFIX)
-                self.learn({(it.labels[REPLICA], it.labels["tenant"], name): it.value for it in each.samples})
+    def knows(self, names: Collection[str]) -> bool:
+        """Return whether any of these was ever counted."""
+        return any(name in names for _, _, name in self._sums)
 
     def by_tenant(self) -> dict[str, dict[str, float]]:
         """Return the sums over all replicas by tenant and name, whole numbers but for seconds."""

@@ -147,7 +147,7 @@ async def test_catalog_health_and_metrics_answer(subject):
     service, _ = subject
     assert await service.catalog() == FAKE_CATALOG
     assert isinstance((await service.health()).ready, bool)
-    assert {family.type for family in await service.metric_families()} <= {"counter", "gauge"}
+    assert {family.type for it in await service.counts() for family in it.families} <= {"counter", "gauge"}
 
 
 # --- the local service alone -------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 
 import numpy as np
-from prometheus_client import Metric
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import (
@@ -24,7 +23,7 @@ from plait_serving.diffusion.values import (
 )
 from plait_serving.health import Health
 from plait_serving.images.service import BaseModelCard, Catalog, ControlNetCard, LoraCard
-from plait_serving.replica_metrics import family
+from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 
 FAKE_CATALOG = Catalog(
     models=(
@@ -106,14 +105,14 @@ class FakeImageService:
         self.cancelled: list[str] = []
         self.asleep: set[str] = set()
         self.steps_run = 0
-        self._images = Counter[tuple[str, ...]]()
+        self._images = Counter[str]()
         self.state = health or Health(ready=True, warmup_s=0.25)
         self.offers = catalog
         self._failures = dict(failures or {})
         self._fail_at_step = fail_at_step
         self.step_s = step_s
 
-    async def catalog(self) -> Catalog:
+    async def catalog(self, *, anew: bool = False) -> Catalog:
         """Return the fixed catalog."""
         return self.offers
 
@@ -125,14 +124,16 @@ class FakeImageService:
         """Return the fixed health."""
         return self.state
 
-    async def metric_families(self) -> list[Metric]:
+    async def counts(self) -> list[ReplicaMetrics]:
         """Return the number of steps, the models, and each tenant's images."""
         models = {(model.name,): 1.0 for model in self.offers.models}
-        return [
+        families = [
             family("fake_steps_total", "Steps that were run", self.steps_run),
             family("plait_model_resident", "1: the base model is in memory", models, "model"),
-            family("plait_tenant_images_total", "Images", self._images, "tenant"),
         ]
+        me = this_process()
+        account = {(me, tenant, "images"): count for tenant, count in self._images.items()}
+        return [ReplicaMetrics(replica=me, families=families, account=account)]
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
         """Yield the events of a request made with `fake_image`."""
@@ -160,7 +161,7 @@ class FakeImageService:
             if step + 1 in previews:
                 image = fake_image(request, request.seed + step + 1)
                 yield Preview(index=previews.index(step + 1), step=step + 1, image=image)
-        self._images[(request.tenant.name,)] += request.n
+        self._images[request.tenant.name] += request.n
         yield Finished(result=fake_result(request))
 
 

@@ -22,7 +22,7 @@ from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.service import LoraCard
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.replica_metrics import family
+from plait_serving.replica_metrics import ReplicaMetrics, family
 from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.words import image_words
 from support.app_server import AppServer, wait_for
@@ -146,8 +146,8 @@ class Waiting(FakeImageService):
         super().__init__()
         self.go = threading.Event()
 
-    async def metric_families(self):
-        return [family("plait_engine_requests_waiting", "Waiting", 3)]
+    async def counts(self):
+        return [ReplicaMetrics(replica="engine", families=[family("plait_engine_requests_waiting", "Waiting", 3)])]
 
     async def generate(self, request):
         await asyncio.to_thread(self.go.wait, 60)

@@ -94,7 +94,11 @@ class PlaitServer:
         wanted = f"ray::ServeReplica:plait:{deployment}"
         found = []
         for process in self.members():
-            title = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace").strip()
+            try:
+                line = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+            except OSError:  # it has ended since
+                continue
+            title = line.split(b"\0")[0].decode(errors="replace").strip()
             if title == wanted or title.startswith(wanted + "."):
                 found.append(process.pid)
         return found

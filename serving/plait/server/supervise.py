@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TextIO, cast
+from typing import Any, NoReturn, Self, TextIO
 
 from plait.config import ENGINE, TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
 from plait.errors import PlaitError, ServeError
@@ -27,9 +27,6 @@ from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remov
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
 from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE
-
-if TYPE_CHECKING:
-    from plait_serving.images.service import Catalog
 
 _log = logging.getLogger(__name__)
 
@@ -169,10 +166,11 @@ class _Run:
             return {}
         assert self._cluster is not None
         try:
-            return cast("Catalog", self._cluster.ask(ENGINE, "catalog")).refused
+            refused: Mapping[str, str] = self._cluster.ask(ENGINE, "refused")
         except Exception:
             _log.exception("asking what is not served")
             return {}
+        return refused
 
     @property
     def killed_ray(self) -> bool:

@@ -66,7 +66,7 @@ class Ingress:
         self._nodes = NodeGauges(behind or {})
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
-        self._ingresses = AllReplicas(_handle_of_this_deployment)
+        self._ingresses = AllReplicas(make=_handle_of_this_deployment)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change."""

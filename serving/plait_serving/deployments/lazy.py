@@ -107,8 +107,11 @@ class EngineMethods(ReplicaMethods, Protocol):
     def generate(self, request: Any) -> AsyncGenerator[Any, None]:
         """Yield the request's events."""
 
-    async def catalog(self) -> Any:
-        """Return what can be requested now."""
+    def catalog(self, known: str) -> AsyncGenerator[Any, None]:
+        """Yield what can be requested now, in pieces."""
+
+    async def refused(self) -> Mapping[str, str]:
+        """Return why models are not served, by name."""
 
     async def rest(self, model: str, asleep: bool) -> None:  # Serve passes arguments by place
         """Let a model's weights leave memory, or bring them back."""
@@ -165,7 +168,7 @@ class LazyEngine(
     LazyReplica,
     target="plait_serving.deployments.images.engine:EngineReplica",
     methods=EngineMethods,
-    streams=("generate",),
+    streams=("generate", "catalog"),
 ):
     """A lazily built replica of a base model."""
 

@@ -10,9 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-from prometheus_client import Metric
-
-from plait_serving.replica_metrics import ReplicaMetrics, labelled
+from plait_serving.replica_metrics import ReplicaMetrics
 
 _log = logging.getLogger(__name__)
 
@@ -29,10 +27,11 @@ class AllReplicas:
     its queue. Its counters are left out: another ingress may have told newer ones, and what falls looks like a restart.
     """
 
-    def __init__(self, handle: Callable[[], Any], *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take what returns Serve's handle; it is called later, on a thread, and may block."""
-        self._make_handle = handle
-        self._handle: Any = None
+    def __init__(
+        self, handle: Any = None, *, make: Callable[[], Any] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Take Serve's handle, or what makes it: called later, on a thread, it may block."""
+        self._handle, self._make_handle = handle, make
         self._response: Any = None
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "plait-metrics")
@@ -60,7 +59,7 @@ class AllReplicas:
 
     def _broadcast(self) -> Sequence[Any]:
         try:
-            if self._handle is None:
+            if self._handle is None and self._make_handle is not None:
                 self._handle = self._make_handle()
             # Kept until the next time: an answer that is late must still find somebody (`ReplicaMetrics.__reduce__`).
             self._response = self._handle.broadcast("metric_families")
@@ -71,16 +70,11 @@ class AllReplicas:
         return answers
 
 
-def replicas_of(handle: Any) -> AllReplicas:
-    """Return those behind a handle of Serve."""
-    return AllReplicas(lambda: handle)
-
-
 def _gauges(answer: ReplicaMetrics) -> ReplicaMetrics:
-    return replace(answer, families=[each for each in answer.families if each.type == "gauge"])
+    return replace(answer, families=[each for each in answer.families if each.type == "gauge"], account={})
 
 
-async def families_of(deployments: Sequence[AllReplicas]) -> list[Metric]:
-    """Return what all replicas of the deployments count, each series with its replica's name."""
+async def answers_of(deployments: Sequence[AllReplicas]) -> list[ReplicaMetrics]:
+    """Return what all replicas of the deployments count."""
     found = await asyncio.gather(*(each.answers() for each in deployments))
-    return [it for answers in found for answer in answers for it in labelled(answer.replica, answer.families)]
+    return [answer for answers in found for answer in answers]

@@ -1,20 +1,26 @@
-"""Which requests the engine accepts. Pure checks; each raises an error that names the field."""
+"""Which requests the engine accepts. Pure checks; each raises an error that names the field.
+
+The ingress calls those that need no image before it decodes one.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from pydantic import ValidationError
 
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.request_fields import request_fields
 from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.values import (
     MAX_IMAGES,
     MAX_SCALE,
     MAX_SEED,
     NAME_PATTERN,
+    Edit,
     ImageRequest,
     LoraPolicy,
     PromptSize,
@@ -51,31 +57,23 @@ def check_request(
     samplers: SamplerChoice,
 ) -> None:
     """Raise `RequestError` or `NotFound`, naming the field, unless the request can run."""
-    _check_numbers(request, limits)
-    check_sampler(request.scheduler, request.sigmas, request.eta, samplers)
-    if not 0.0 <= request.guidance_rescale <= 1.0:
-        raise RequestError("guidance_rescale must be 0..1", param="guidance_rescale")
-    if request.clip_skip < 0:
-        raise RequestError("clip_skip must be 0 or more layers", param="clip_skip")
-    _check_edit(request)
-    _check_policy(request)
-    if len(request.loras) > limits.max_loras:
-        raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
+    check_numbers(request, limits, samplers)
+    if request.edit is not None:
+        _check_arrays(request, request.edit)
+        check_edit(request.edit, request.steps)
+    check_policy(request)
     for i, lora in enumerate(request.loras):
         _check_name(lora.name, f"loras.{i}.name", "LoRA", loras, is_well_formed=is_name(lora.name))
         if not math.isfinite(lora.scale) or abs(lora.scale) > MAX_SCALE:
             raise RequestError("scale must be a finite number", param=f"loras.{i}.scale")
     if len({lora.name for lora in request.loras}) < len(request.loras):
         raise RequestError("a LoRA may appear only once in a set", param="loras")
-    if len(request.controlnets) > limits.max_controlnets:
-        raise RequestError(f"at most {limits.max_controlnets} ControlNets", param="controlnets")
+    check_spans([(control.start, control.end) for control in request.controlnets], limits)
     for i, control in enumerate(request.controlnets):
         is_well_formed = NAME_PATTERN.fullmatch(control.name) is not None
         _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets, is_well_formed=is_well_formed)
         if not math.isfinite(control.scale):
             raise RequestError("scale must be a finite number", param=f"controlnets.{i}.scale")
-        if not 0.0 <= control.start < control.end <= 1.0:
-            raise RequestError("need 0 <= start < end <= 1", param=f"controlnets.{i}.start")
 
 
 def check_prompts(size: PromptSize, limits: ImageLimits) -> None:
@@ -92,26 +90,47 @@ def _check_name(name: str, param: str, kind: str, known: Container[str], *, is_w
         raise NotFound(f"there is no {kind} named {name!r}", param=param)
 
 
-def _check_numbers(request: ImageRequest, limits: ImageLimits) -> None:
-    for param, side in (("width", request.width), ("height", request.height)):
-        if side < limits.min_edge_px or side % limits.size_multiple:
-            raise RequestError(f"{param} must be a multiple of {limits.size_multiple} pixels, not {side}", param="size")
-        if side > limits.max_edge_px:
-            raise RequestError(f"{param} may be at most {limits.max_edge_px} pixels", param="size")
+def check_numbers(request: ImageRequest, limits: ImageLimits, samplers: SamplerChoice) -> None:
+    """Raise `RequestError` for a number that is out of bounds, or a sampler's option that the model does not take."""
+    edges, multiple = (request.width, request.height), limits.size_multiple
+    if any(edge % multiple for edge in edges):
+        raise RequestError(f"both edges must be multiples of {multiple} pixels", param="size")
+    if min(edges) < limits.min_edge_px or max(edges) > limits.max_edge_px:
+        raise RequestError(f"edges go from {limits.min_edge_px} to {limits.max_edge_px} pixels", param="size")
     if request.width * request.height > limits.max_pixels:
-        raise RequestError(f"size may have at most {limits.max_pixels} pixels", param="size")
-    if not 1 <= request.n <= limits.max_images:
-        raise RequestError(f"n must be 1..{limits.max_images}", param="n")
-    if not 1 <= request.steps <= limits.max_steps:
-        raise RequestError(f"num_inference_steps must be 1..{limits.max_steps}", param="num_inference_steps")
-    if not math.isfinite(request.guidance_scale) or not 0 <= request.guidance_scale <= MAX_SCALE:
-        raise RequestError(f"guidance_scale must be 0..{MAX_SCALE}", param="guidance_scale")
+        raise RequestError(f"{request.width}x{request.height} is more than {limits.max_pixels} pixels", param="size")
+    _check_fields(request)
+    if request.n > limits.max_images:
+        raise RequestError(f"at most {limits.max_images} images", param="n")
+    if request.steps > limits.max_steps:
+        raise RequestError(f"at most {limits.max_steps} steps", param="num_inference_steps")
     if request.seed < 0 or request.seed + request.n - 1 > MAX_SEED:
-        raise RequestError("seed must be 0..2**63-n", param="seed")
+        raise RequestError(f"seed + n - 1 must not be above {MAX_SEED}, nor seed below 0", param="seed")
     if request.deadline_s is not None and not request.deadline_s > 0:
         raise RequestError("deadline_ms must be positive", param="deadline_ms")
-    if not 0 <= request.partial_images <= 3:
-        raise RequestError("partial_images must be 0..3", param="partial_images")
+    if len(request.loras) > limits.max_loras:
+        raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
+    check_sampler(request.scheduler, request.sigmas, request.eta, samplers)
+
+
+def _check_fields(values: ImageRequest | Edit) -> None:
+    """Refuse a number that no client could have given."""
+    for name, declared in request_fields(type(values)).items():
+        value = getattr(values, name)
+        if isinstance(value, int | float):
+            try:
+                declared.check(value)
+            except ValidationError as error:
+                raise RequestError(f"{declared.name}: {error.errors()[0]['msg']}", param=declared.name) from error
+
+
+def check_spans(spans: Sequence[tuple[float, float]], limits: ImageLimits) -> None:
+    """Raise `RequestError` for too many ControlNets, or one that acts never. `spans`: `(start, end)` of each."""
+    if len(spans) > limits.max_controlnets:
+        raise RequestError(f"at most {limits.max_controlnets} ControlNets", param="controlnets")
+    for i, (start, end) in enumerate(spans):
+        if not 0.0 <= start < end <= 1.0:
+            raise RequestError("end must be above start, both 0 to 1", param=f"controlnets.{i}.end")
 
 
 def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float, samplers: SamplerChoice) -> None:
@@ -124,30 +143,29 @@ def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float, sampl
     if sigmas is not None and not scheduler.takes_sigmas:
         names = ", ".join(other for other in Scheduler if other.takes_sigmas)
         raise RequestError(f"{scheduler} has a spacing of its own; {names} take one", param="sigmas")
-    if not 0.0 <= eta <= 1.0:
-        raise RequestError("eta must be 0..1", param="eta")
     if eta and scheduler is not Scheduler.DDIM:
         raise RequestError(f"eta is the noise of ddim, not of {scheduler}", param="eta")
 
 
-def _check_edit(request: ImageRequest) -> None:
-    edit = request.edit
-    if edit is None:
-        return
+def _check_arrays(request: ImageRequest, edit: Edit) -> None:
     size = (request.height, request.width)
     if edit.image.dtype != np.uint8 or edit.image.shape != (*size, 3):
         raise RequestError(f"the image must be uint8 {(*size, 3)}, not {edit.image.shape}", param="image")
     if edit.mask is not None and (edit.mask.dtype != np.uint8 or edit.mask.shape != size):
         raise RequestError(f"the mask must be uint8 {size}, not {edit.mask.shape}", param="mask")
-    if not 0.0 < edit.strength <= 1.0:
-        raise RequestError("strength must be above 0 and at most 1", param="strength")
-    if not request.run_steps:
-        raise RequestError(f"{edit.strength:g} of {request.steps} steps is not a whole step", param="strength")
 
 
-def _check_policy(request: ImageRequest) -> None:
+def check_edit(edit: Edit, steps: int) -> None:
+    """Raise `RequestError` for an edit of which no step of so many would run."""
+    _check_fields(edit)
+    if not edit.steps_of(steps):
+        raise RequestError(f"{edit.strength:g} of {steps} steps is not a whole step", param="strength")
+
+
+def check_policy(request: ImageRequest) -> None:
+    """Raise `RequestError` for steps without LoRAs where there are none such, or no others."""
     k = request.lora_free_steps
-    if request.lora_policy is LoraPolicy.EXACT and k != 0:
-        raise RequestError("lora_free_steps needs lora_policy bounded_async", param="lora_free_steps")
+    if request.lora_policy is LoraPolicy.EXACT and k:
+        raise RequestError("lora_free_steps needs lora_policy: bounded_async", param="lora_free_steps")
     if not 0 <= k < request.run_steps:
-        raise RequestError("lora_free_steps must be smaller than the number of steps that run", param="lora_free_steps")
+        raise RequestError(f"with {request.run_steps} steps the LoRAs would never act", param="lora_free_steps")

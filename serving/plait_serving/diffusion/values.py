@@ -8,10 +8,22 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
+
+from plait_serving.diffusion.request_fields import (
+    Corner,
+    Fraction,
+    PixelSize,
+    RequestField,
+    Text,
+    between,
+    choice,
+    whole,
+)
 
 RgbImage: TypeAlias = npt.NDArray[np.uint8]
 """`uint8 (H, W, 3)`, RGB."""
@@ -130,8 +142,17 @@ class Edit:
 
     image: RgbImage
     mask: GreyImage | None = None
-    strength: float = 1.0
-    overlay: bool = True
+    strength: Annotated[
+        float,
+        RequestField(
+            type=Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)],
+            about="share of the steps that run; unset: 1 with a mask, else 0.8",
+            echoed=True,
+        ),
+    ] = 1.0
+    overlay: Annotated[
+        bool, RequestField(type=bool, about="put the image's own pixels back outside of the mask; unset: true")
+    ] = True
 
     def steps_of(self, steps: int) -> int:
         """Return how many of a schedule's steps run, the last ones (diffusers' rule)."""
@@ -179,29 +200,79 @@ class ImageRequest:
     prompt: str
     width: int
     height: int
-    steps: int
-    guidance_scale: float
     seed: int
-    scheduler: Scheduler
-    sigmas: Sigmas | None = None
-    eta: float = 0.0
-    guidance_rescale: float = 0.0
-    clip_skip: int = 0
-    negative_prompt: str | None = None
-    prompt_syntax: PromptSyntax = PromptSyntax.PLAIN
-    prompt_2: str | None = None
-    negative_prompt_2: str | None = None
-    original_size: tuple[int, int] | None = None
-    target_size: tuple[int, int] | None = None
-    crop: tuple[int, int] = (0, 0)
-    n: int = 1
+    scheduler: Annotated[
+        Scheduler,
+        RequestField(
+            type=choice(Scheduler), about="the sampler; heun and dpmpp_sde run the model twice a step", echoed=True
+        ),
+    ]
+    sigmas: Annotated[
+        Sigmas | None,
+        RequestField(
+            type=choice(Sigmas),
+            about="how noise levels are spaced; unset: as the model says. Not for ddim, ddpm, euler_a, lcm",
+            echoed=True,
+        ),
+    ] = None
+    eta: Annotated[float, RequestField(type=Fraction, about="noise of ddim", infotext="Eta DDIM", echoed=True)] = 0.0
+    steps: Annotated[int, RequestField(type=whole(1), name="num_inference_steps", echoed=True)]
+    guidance_scale: Annotated[float, RequestField(type=between(0.0, MAX_SCALE), echoed=True)]
+    guidance_rescale: Annotated[
+        float,
+        RequestField(
+            type=Fraction,
+            about="0.7 takes back the overexposure of high guidance_scale; 0 does nothing",
+            infotext="CFG rescale",
+            echoed=True,
+        ),
+    ] = 0.0
+    clip_skip: Annotated[
+        int,
+        RequestField(
+            type=whole(0, 64),
+            about="text encoder layers that the prompt leaves out, as in diffusers, and with prompt_syntax: a1111 the "
+            "negative prompt too; A1111's `Clip skip` is one more",
+            infotext="Clip skip",
+            write=lambda layers: str(layers + 1),
+            echoed=True,
+        ),
+    ] = 0
+    negative_prompt: Annotated[str | None, RequestField(type=Text)] = None
+    prompt_syntax: Annotated[
+        PromptSyntax,
+        RequestField(
+            type=choice(PromptSyntax),
+            about="a1111: (word:1.2), ((word)), [word], BREAK and <lora:name:0.8> have a meaning",
+            infotext="Prompt syntax",
+        ),
+    ] = PromptSyntax.PLAIN
+    prompt_2: Annotated[
+        str | None,
+        RequestField(type=Text, about="SDXL: for the second text encoder; unset: prompt", infotext="Prompt 2"),
+    ] = None
+    negative_prompt_2: Annotated[
+        str | None, RequestField(type=Text, about="SDXL: as prompt_2", infotext="Negative prompt 2")
+    ] = None
+    original_size: Annotated[
+        tuple[int, int] | None,
+        RequestField(type=PixelSize, about='SDXL: "WIDTHxHEIGHT"; unset: size', infotext="Original size"),
+    ] = None
+    target_size: Annotated[
+        tuple[int, int] | None,
+        RequestField(type=PixelSize, about='SDXL: "WIDTHxHEIGHT"; unset: size', infotext="Target size"),
+    ] = None
+    crop: Annotated[
+        tuple[int, int], RequestField(type=Corner, about="SDXL: [left, top]; unset: [0, 0]", infotext="Crop")
+    ] = (0, 0)
+    n: Annotated[int, RequestField(type=whole(1, MAX_IMAGES))] = 1
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()
     edit: Edit | None = None
-    lora_policy: LoraPolicy = LoraPolicy.EXACT
-    lora_free_steps: int = 0
+    lora_policy: Annotated[LoraPolicy, RequestField(type=choice(LoraPolicy))] = LoraPolicy.EXACT
+    lora_free_steps: Annotated[int, RequestField(type=whole(0), about="k of bounded_async")] = 0
     deadline_s: float | None = None
-    partial_images: int = 0
+    partial_images: Annotated[int, RequestField(type=whole(0, 3))] = 0
     wants_progress: bool = False
     tenant: Tenant = Tenant()
     model: str = ""

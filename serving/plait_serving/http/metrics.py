@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
 from fastapi import APIRouter, Depends
@@ -16,7 +16,7 @@ from plait_serving.diffusion.errors import EngineError
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.http.edge.repeating import PACED_PATHS
-from plait_serving.replica_metrics import TENANT_PREFIX, ReplicaMetrics, exposition, family, labelled, this_process
+from plait_serving.replica_metrics import ReplicaMetrics, exposition, family, tenant_families, this_process
 
 router = APIRouter(tags=["operations"])
 
@@ -24,15 +24,16 @@ T = TypeVar("T")
 
 WAIT_S = 0.85
 """Whatever is down, a scrape is answered within a second."""
-_MODELS = "plait_model_resident"
 _UP = "Whether the service's own metrics are in this answer; 0: it did not answer in time"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gathered:
-    """What all replicas count, each series with its replica's name, and whether each service answered."""
+    """What all replicas count, each series with its replica's name, what they count of tenants, and whether each
+    service answered."""
 
     families: Sequence[Metric]
+    of_tenants: Sequence[Metric]
     is_up: dict[str, bool]
 
 
@@ -40,43 +41,43 @@ class Gathered:
 async def metrics(context: ContextDep, who: Annotated[Principal, Depends(principal)]) -> Response:
     """Return the HTTP side's metrics, of all ingress replicas, and those of the services and their workers. What each
     tenant used is for admins."""
-    families: Iterable[Metric] = (await gather(context)).families
-    if who.role is not Role.ADMIN:
-        families = (each for each in families if not each.name.startswith(TENANT_PREFIX))
-    return Response(exposition(families), headers={"content-type": CONTENT_TYPE_LATEST})
+    found = await gather(context)
+    shown = [*found.families, *(found.of_tenants if who.role is Role.ADMIN else ())]
+    return Response(exposition(shown), headers={"content-type": CONTENT_TYPE_LATEST})
 
 
 async def gather(context: RouteContext) -> Gathered:
     """Ask all replicas what they count, and keep what they say of tenants."""
     images, ranking = context.images, context.ranking
-    own, others, of_images, of_workers = await asyncio.gather(
+    own, others, of_images, of_workers, catalog = await asyncio.gather(
         own_metrics(context),
         _in_time(None if context.neighbours is None else context.neighbours()),
-        _in_time(None if images is None else images.metric_families()),
-        _in_time(None if ranking is None else ranking.worker_families()),
+        _in_time(None if images is None else images.counts()),
+        _in_time(None if ranking is None else ranking.worker_counts()),
+        _in_time(None if images is None else images.catalog()),
     )
-    is_up = {name: found is not None for name, found in (("ranking", of_workers), ("images", of_images))}
+    is_up = {"ranking": of_workers is not None, "images": of_images is not None}
     is_up = {name: up for name, up in is_up.items() if name in context.workloads}
-    models = {it.labels["model"] for each in of_images or () if each.name == _MODELS for it in each.samples}
-    context.metrics.expect(PACED_PATHS, models)
+    context.metrics.expect(PACED_PATHS, [card.name for card in catalog.models] if catalog else ())
     up = family("plait_service_up", _UP, {(name,): int(up) for name, up in is_up.items()}, "service")
-    here = labelled(own.replica, [*own.families, *(of_images or ()), *(of_workers or ()), up])
-    there = [it for each in others or () for it in labelled(each.replica, each.families)]
-    for each in others or ():
+    own = replace(own, families=[*own.families, up])
+    answers = [own, *(of_images or ()), *(of_workers or ()), *(others or ())]
+    for each in answers:
         context.account.learn(each.account)
-    context.account.read([*here, *there])
-    return Gathered(families=[*here, *there], is_up=is_up)
+    families = [it for each in answers for it in each.labelled()]
+    return Gathered(families=families, of_tenants=tenant_families(answers), is_up=is_up)
 
 
 async def own_metrics(context: RouteContext) -> ReplicaMetrics:
     """Return what this process itself counts: of HTTP, and of the ranking requests that it sent."""
-    ranking = None if context.ranking is None else await _in_time(context.ranking.metric_families())
+    ranking, me = None if context.ranking is None else await _in_time(context.ranking.metric_families()), this_process()
     nodes = () if context.nodes is None else await context.nodes()
     families = [*context.metrics.families(), *(ranking or ()), *nodes]
-    return ReplicaMetrics(replica=this_process(), families=families, account=context.account.sums)
+    used = {(me, *key): value for key, value in context.metrics.used.items()}
+    return ReplicaMetrics(replica=me, families=families, account={**context.account.sums, **used})
 
 
-async def _in_time(asked: Awaitable[Sequence[T]] | None) -> Sequence[T] | None:
+async def _in_time(asked: Awaitable[T] | None) -> T | None:
     """Return the answer, or None if there is none in time: the others' are worth more than waiting."""
     if asked is None:
         return None

@@ -76,7 +76,7 @@ async def _models(context: RouteContext) -> dict[str, dict[str, Any]]:
     """Return the models by name, without ranking models whose workers are not available yet."""
     found: dict[str, dict[str, Any]] = {}
     if context.images is not None:
-        catalog = await context.images.catalog()
+        catalog = await context.images.catalog(anew=True)
         found |= {card.name: _model(card) for card in catalog.models}
         for alias in catalog.aliases:
             card = catalog.base(alias.model)
@@ -120,7 +120,7 @@ async def wake(model_id: str, context: ContextDep) -> dict[str, Any]:
 
 
 async def _rest(name: str, context: RouteContext, *, asleep: bool) -> dict[str, Any]:
-    names, name = [card.name for card in (await context.image_service.catalog()).models], composed(name)
+    names, name = [card.name for card in (await context.image_service.catalog(anew=True)).models], composed(name)
     if name not in names:
         raise NotFound(f"there is no base model {name[:100]!r}{hint(name, names)}", param="model")
     await context.image_service.rest(name, asleep=asleep)
@@ -138,14 +138,14 @@ async def words(context: ContextDep) -> dict[str, Any]:
 @image_router.get("/loras", summary="The LoRAs")
 async def loras(context: ContextDep) -> dict[str, Any]:
     """List the LoRAs that a set may name; new files appear without a restart."""
-    cards = (await context.image_service.catalog()).loras
+    cards = (await context.image_service.catalog(anew=True)).loras
     return _listing([{**_item("lora", card.name, card.family), "format": card.format} for card in cards])
 
 
 @image_router.get("/controlnets", summary="The ControlNets")
 async def controlnets(context: ContextDep) -> dict[str, Any]:
     """List the ControlNets, each with the preprocessor that `preprocess: true` runs (or null)."""
-    catalog = await context.image_service.catalog()
+    catalog = await context.image_service.catalog(anew=True)
     items = [
         {**_item("controlnet", card.name, card.family), "preprocessor": card.preprocessor}
         for card in catalog.controlnets

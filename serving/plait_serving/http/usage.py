@@ -1,4 +1,4 @@
-"""`GET /v1/usage`: what each tenant used, read off the metrics of all replicas that there were."""
+"""`GET /v1/usage`: what each tenant used, by the account of all replicas that there were."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.http.metrics import gather
+from plait_serving.replica_metrics import IMAGE_COUNTS
 
 router = APIRouter(prefix="/v1", tags=["operations"])
 
@@ -23,7 +24,7 @@ async def usage(context: ContextDep, who: Annotated[Principal, Depends(principal
     """
     is_up = (await gather(context)).is_up.get("images", True)
     found = context.account.by_tenant()
-    if not is_up and not any(name.startswith("image") for sums in found.values() for name in sums):
+    if not is_up and not context.account.knows(IMAGE_COUNTS):
         raise EngineStopped("the engine, which keeps the account, does not answer", retry_after_s=1.0)
     seen = found if who.role is Role.ADMIN else {who.tenant: found.get(who.tenant, {})}
     return {"object": "list", "data": [{"object": "usage", "tenant": name, **seen[name]} for name in sorted(seen)]}

@@ -6,12 +6,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
-from prometheus_client import Metric
-
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog
+from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 
 class RequestTicket(Protocol):
@@ -35,19 +34,27 @@ class ImageEngine(Protocol):
         """Let a model's weights leave memory, or bring them back. Raises `NotFound`."""
 
 
+def _nothing_counted() -> ReplicaMetrics:
+    return ReplicaMetrics(replica=this_process(), families=())
+
+
 class LocalImageService:
     """An `ImageService` that makes all calls into the engine, none of them on the event loop's thread.
 
-    `catalog` and `families` are plain functions that may read files; they run in threads too. The composition
+    `catalog` and `counted` are plain functions that may read files; they run in threads too. The composition
     root calls `warmed_up` once its warm-up image was made.
     """
 
     def __init__(
-        self, *, engine: ImageEngine, catalog: Callable[[], Catalog], families: Callable[[], Sequence[Metric]] = tuple
+        self,
+        *,
+        engine: ImageEngine,
+        catalog: Callable[[], Catalog],
+        counted: Callable[[], ReplicaMetrics] = _nothing_counted,
     ) -> None:
         self._engine = engine
         self._catalog = catalog
-        self._families = families
+        self._counted = counted
         self._warmup_s: float | None = None
 
     def warmed_up(self, seconds: float) -> None:
@@ -55,7 +62,7 @@ class LocalImageService:
         alive."""
         self._warmup_s = seconds
 
-    async def catalog(self) -> Catalog:
+    async def catalog(self, *, anew: bool = False) -> Catalog:  # noqa: ARG002  # it is always
         """Call `catalog` in a thread."""
         return await asyncio.to_thread(self._catalog)
 
@@ -67,9 +74,9 @@ class LocalImageService:
             return Health(ready=False, reason="the engine has stopped", warmup_s=self._warmup_s)
         return Health(ready=True, warmup_s=self._warmup_s)
 
-    async def metric_families(self) -> Sequence[Metric]:
-        """Call `families` in a thread."""
-        return await asyncio.to_thread(self._families)
+    async def counts(self) -> Sequence[ReplicaMetrics]:
+        """Call `counted` in a thread."""
+        return [await asyncio.to_thread(self._counted)]
 
     async def rest(self, model: str, *, asleep: bool) -> None:
         """Tell the engine."""

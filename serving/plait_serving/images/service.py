@@ -5,19 +5,15 @@ Imports neither FastAPI nor torch, so a command, a test or a replica can use it.
 
 from __future__ import annotations
 
-import json
 import secrets
-import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from typing import Protocol, Self
-
-from prometheus_client import Metric
+from typing import Protocol
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, SamplerChoice, Scheduler
 from plait_serving.health import Health
+from plait_serving.replica_metrics import ReplicaMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,30 +43,6 @@ class LoraCard:
     format: str
 
 
-class PackedLoras(tuple[LoraCard, ...]):
-    """Cards that every request's answer brings to another process, as a few kilobytes that are made once, and taken
-    apart there once for as long as they stay the same."""
-
-    packed: bytes
-
-    def __new__(cls, cards: Iterable[LoraCard] = ()) -> Self:
-        """Take the cards."""
-        made = super().__new__(cls, cards)
-        text = json.dumps([(card.name, card.family, card.format) for card in made])
-        made.packed = zlib.compress(text.encode(), level=1)
-        return made
-
-    def __reduce__(self) -> tuple[Callable[[bytes], PackedLoras], tuple[bytes]]:
-        """Let pickle take the bytes."""
-        return _unpacked, (self.packed,)
-
-
-@lru_cache(maxsize=4)  # a replica of another age may differ
-def _unpacked(packed: bytes) -> PackedLoras:
-    found = json.loads(zlib.decompress(packed))
-    return PackedLoras(LoraCard(name=name, family=family, format=fmt) for name, family, fmt in found)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlNetCard:
     """A ControlNet that requests may name; `preprocessor` turns an ordinary image into its control map."""
@@ -92,8 +64,7 @@ class AliasCard:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Catalog:
     """What can be requested now; LoRAs may come and go while the server runs. The first model is what requests without
-    one mean. `refused`: why models of the configuration, or in its folder, are not served, by name. `start_s`: how long
-    the process that answers took to start, if it is one of several."""
+    one mean. `refused`: why models of the configuration, or in its folder, are not served, by name."""
 
     models: tuple[BaseModelCard, ...]
     aliases: tuple[AliasCard, ...] = ()
@@ -101,7 +72,6 @@ class Catalog:
     controlnets: tuple[ControlNetCard, ...] = ()
     preprocessors: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
-    start_s: float | None = None
 
     @property
     def model(self) -> BaseModelCard:
@@ -137,8 +107,9 @@ def random_seed() -> int:
 class ImageService(Protocol):
     """Makes images. All methods may be called concurrently from many tasks of one event loop."""
 
-    async def catalog(self) -> Catalog:
-        """Return what exists now. Cheap: it is called with every request."""
+    async def catalog(self, *, anew: bool = False) -> Catalog:
+        """Return what existed a moment ago, which costs nothing: it is called with every request. `anew`: what exists
+        now, which may be asked of another process."""
 
     def generate(self, request: ImageRequest) -> AsyncGenerator[Event, None]:
         """Yield the request's events, `Finished` or `Failed` last; nothing is submitted before the first read.
@@ -154,5 +125,5 @@ class ImageService(Protocol):
     async def health(self) -> Health:
         """Return ready only after a warm-up image was made. Never blocks on the queue."""
 
-    async def metric_families(self) -> Sequence[Metric]:
-        """Return the service's own metrics, those of other replicas with their names; may be empty."""
+    async def counts(self) -> Sequence[ReplicaMetrics]:
+        """Return what each replica of the service counts; may be empty."""

@@ -14,6 +14,7 @@ from plait_serving.health import Health
 from plait_serving.ranking.counted import rank_families
 from plait_serving.ranking.inputs import Binder
 from plait_serving.ranking.service import BoundModel, Refreshes, ServedRanker, why_not_ready
+from plait_serving.replica_metrics import ReplicaMetrics
 
 
 class LocalRankingService:
@@ -57,7 +58,7 @@ class LocalRankingService:
         """Return one metric `plait_ranker_NAME` for each thing that the rankers count."""
         return rank_families("plait_ranker", {name: it.ranker.metrics() for name, it in tuple(self._models.items())})
 
-    async def worker_families(self) -> Sequence[Metric]:
+    async def worker_counts(self) -> Sequence[ReplicaMetrics]:
         """Return nothing: workers of this process are what its rankers count."""
         return ()
 

@@ -17,6 +17,7 @@ from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.protocols import ItemStore, Ranker
 from plait_disagg.values import ModelCard
 from plait_serving.health import Health
+from plait_serving.replica_metrics import ReplicaMetrics
 
 if TYPE_CHECKING:
     from plait_serving.ranking.inputs import Binder  # holds tensors
@@ -81,8 +82,8 @@ class RankingService(Protocol):
     async def metric_families(self) -> Sequence[Metric]:
         """Return what this process counts; may be empty."""
 
-    async def worker_families(self) -> Sequence[Metric]:
-        """Return what workers in other processes count, with their names; may be empty."""
+    async def worker_counts(self) -> Sequence[ReplicaMetrics]:
+        """Return what workers in other processes count; may be empty."""
 
 
 async def why_not_ready(ranker: Ranker) -> str | None:

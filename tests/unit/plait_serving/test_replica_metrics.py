@@ -7,9 +7,23 @@ import pickle
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from plait_serving.replica_metrics import Account, ReplicaMetrics, exposition, family, labelled, this_process
+from plait_serving.replica_metrics import (
+    IMAGE_COUNTS,
+    RANK_COUNTS,
+    Account,
+    ReplicaMetrics,
+    exposition,
+    family,
+    tenant_families,
+    this_process,
+)
 from support.names import ODD_NAMES
 from support.prometheus import found, total
+
+
+def labelled(replica: str, families: list[Metric]) -> list[Metric]:
+    """What /metrics has of a replica's."""
+    return ReplicaMetrics(replica=replica, families=families).labelled()
 
 
 def http_metrics(answers: int, seconds: float, in_flight: int) -> list[Metric]:
@@ -71,30 +85,38 @@ def test_a_process_has_one_name() -> None:
     assert this_process() == this_process()
 
 
-def used(replica: str, **images: float) -> list[Metric]:
+def used(replica: str, **images: float) -> dict[tuple[str, str, str], float]:
     """What a replica says of its tenants."""
-    counts = {(tenant,): count for tenant, count in images.items()}
-    return labelled(replica, [family("plait_tenant_images_total", "Images", counts, "tenant")])
+    return {(replica, tenant, "images"): count for tenant, count in images.items()}
 
 
 def test_an_account_keeps_what_replicas_counted_that_are_gone() -> None:
     """And counts none of them twice: neither one that was silent, nor what another ingress knew, older or newer."""
     one, other = Account(), Account()
-    one.read([*used("a", acme=5, blue=1), *used("b", acme=2)])
-    one.read(used("b", acme=3))  # a is silent, or gone
+    one.learn({**used("a", acme=5, blue=1), **used("b", acme=2)})
+    one.learn(used("b", acme=3))  # a is silent, or gone
     assert one.by_tenant() == {"acme": {"images": 8}, "blue": {"images": 1}}
-    other.read(used("a", acme=6))  # it came back, and was asked by somebody else
+    other.learn(used("a", acme=6))  # it came back, and was asked by somebody else
     other.learn(one.sums)
     assert other.by_tenant() == {"acme": {"images": 9}, "blue": {"images": 1}}
     one.learn(other.sums)
-    one.read(used("a", acme=4))  # an answer that was late
+    one.learn(used("a", acme=4))  # an answer that was late
     assert one.by_tenant() == other.by_tenant()
 
 
 def test_an_account_is_of_whole_numbers_and_of_seconds() -> None:
     """By the name of what was counted."""
     account = Account()
-    seconds = family("plait_tenant_image_compute_seconds_total", "Seconds", {("a",): 1.5}, "tenant")
-    account.read([*labelled("r", [seconds]), *used("r", a=3.0), family("plait_images_total", "Images", 9)])
+    account.learn({("r", "a", "image_compute_seconds"): 1.5, **used("r", a=3.0)})
     assert account.by_tenant() == {"a": {"images": 3, "image_compute_seconds": 1.5}}
     assert type(account.by_tenant()["a"]["images"]) is int
+    assert account.knows(IMAGE_COUNTS)
+    assert not account.knows(RANK_COUNTS)
+
+
+def test_what_tenants_used_is_shown_of_those_who_counted_it() -> None:
+    """An ingress knows more than it counted, and a replica that is gone is shown no more."""
+    ingress = ReplicaMetrics(replica="i", families=(), account={**used("gone", a=9), ("i", "a", "rankings"): 2})
+    shown = tenant_families([ingress, ReplicaMetrics(replica="e", families=(), account=used("e", a=3))])
+    assert found(shown, "plait_tenant_images_total", tenant="a") == [3]
+    assert found(shown, "plait_tenant_rankings_total", replica="i", tenant="a") == [2]

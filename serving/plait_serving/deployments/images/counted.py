@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import Metric
 
 from plait_fabric.cores import instruction_set
-from plait_serving.replica_metrics import TENANT_PREFIX, family
+from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 
 if TYPE_CHECKING:
     from plait_kernels.executors.audit import AuditStatistics
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.assemble import Assembled
     from plait_serving.diffusion.queue.usage import TenantUsage
 
-_TENANT = {
-    "image_requests_finished": ("finished", "Requests whose images were made"),
-    "image_requests_failed": ("failed", "Requests that ended in an error"),
-    "image_requests_cancelled": ("cancelled", "Requests whose client went away"),
-    "image_requests_rejected": ("rejected", "Requests that were refused"),
-    "images": ("images", "Images delivered"),
-    "image_pixels": ("pixels", "Pixels of images delivered"),
-    "image_steps": ("steps", "Denoising steps of images"),
-    "image_compute_seconds": ("compute_s", "Seconds of compute, of requests that failed or were cancelled too"),
-}
 _AUDITS = {
     "checked": "Calls of compiled models that torch computed again",
     "drifted": "Audited calls that differed from torch's",
@@ -34,7 +24,17 @@ _AUDITS = {
 }
 
 
-def engine_families(assembled: Assembled) -> list[Metric]:
+def counted(assembled: Assembled, host: HostCores) -> ReplicaMetrics:
+    """Return what an engine's replica counts, on its host."""
+    me, usage = this_process(), assembled.engine.usage()
+    return ReplicaMetrics(
+        replica=me,
+        families=[*_engine_families(assembled), *host_families(host)],
+        account={(me, tenant, name): it for tenant, used in usage.items() for name, it in _used(used).items()},
+    )
+
+
+def _engine_families(assembled: Assembled) -> list[Metric]:
     """Return what an engine and its LoRA caches count. What may leave with a model has the model's name."""
     engine, residency = assembled.engine.statistics(), assembled.engine.residents.statistics()
     caches = {id(cache): (name, cache) for name, cache in assembled.loras.items()}  # several models may share one
@@ -67,20 +67,21 @@ def engine_families(assembled: Assembled) -> list[Metric]:
         family("plait_model_loads_total", "Base models that were loaded", residency.loads),
         family("plait_model_resident", "1: the base model is in memory", resident, "model"),
         family("plait_engine_prepared", "Parts of the models that run as programs", prepared, "part"),
-        *tenant_families(assembled.engine.usage()),
         *audit_families({name: model.auditor.statistics() for name, model in assembled.models.items()}),
     ]
 
 
-def tenant_families(usage: Mapping[str, TenantUsage]) -> list[Metric]:
-    """Return what each tenant used: the account that `http/usage.py` reads."""
-
-    def of_all(key: str) -> Mapping[tuple[str, ...], float]:
-        return {(tenant,): round(getattr(used, key), 6) for tenant, used in sorted(usage.items())}
-
-    return [
-        family(f"{TENANT_PREFIX}{name}_total", said, of_all(key), "tenant") for name, (key, said) in _TENANT.items()
-    ]
+def _used(usage: TenantUsage) -> dict[str, float]:
+    return {
+        "image_requests_finished": usage.finished,
+        "image_requests_failed": usage.failed,
+        "image_requests_cancelled": usage.cancelled,
+        "image_requests_rejected": usage.rejected,
+        "images": usage.images,
+        "image_pixels": usage.pixels,
+        "image_steps": usage.steps,
+        "image_compute_seconds": round(usage.compute_s, 6),
+    }
 
 
 def audit_families(audits: Mapping[str, AuditStatistics]) -> list[Metric]:

@@ -10,10 +10,10 @@ import math
 import os
 import time
 from collections.abc import AsyncGenerator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from plait_serving.deployments.fabric_endpoints import declare_thread_cap
+from plait_serving.deployments.images.catalog_pieces import CatalogHead, CatalogPacker
 from plait_serving.deployments.images.engine_source import Accepted, EngineSource
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.scaling import PRESSURE
@@ -22,8 +22,7 @@ from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress
 from plait_serving.health import Health
-from plait_serving.images.service import Catalog
-from plait_serving.replica_metrics import ReplicaMetrics, this_process
+from plait_serving.replica_metrics import ReplicaMetrics
 
 PROGRESS_PERIOD_S = 0.1
 """The min interval between progress events: each costs both replicas about a millisecond, a batch has one per
@@ -38,7 +37,7 @@ class EngineReplica:
         configure_logging("engine", os.environ)
         self._stopping = False
         self._hosted = source.open(controlnets)
-        self._start_s = seconds_to_start()
+        self._packer = CatalogPacker(seconds_to_start())
 
     async def generate(self, request: ImageRequest) -> AsyncGenerator[Event | Accepted, None]:
         """Yield `Accepted` and the request's events, `Finished` or `Failed` last. Cancelling the call cancels the
@@ -60,9 +59,15 @@ class EngineReplica:
         finally:
             await events.aclose()
 
-    async def catalog(self) -> Catalog:
-        """Return what can be requested now."""
-        return replace(await self._hosted.service.catalog(), start_s=self._start_s)
+    async def catalog(self, known: str) -> AsyncGenerator[CatalogHead | bytes, None]:
+        """Yield what can be requested now, in pieces; only its head if its digest is `known`."""
+        catalog = await self._hosted.service.catalog()
+        for piece in self._packer.pieces(catalog, known):
+            yield piece
+
+    async def refused(self) -> Mapping[str, str]:
+        """Return why models are not served, by name."""
+        return (await self._hosted.service.catalog()).refused
 
     async def rest(self, model: str, asleep: bool) -> None:  # Serve passes arguments by place
         """Let a model's weights leave memory, or bring them back."""
@@ -76,7 +81,8 @@ class EngineReplica:
 
     async def metric_families(self) -> ReplicaMetrics:
         """Return the engine's metrics."""
-        return ReplicaMetrics(replica=this_process(), families=await self._hosted.service.metric_families())
+        (counted,) = await self._hosted.service.counts()
+        return counted
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""

@@ -7,32 +7,34 @@ import hashlib
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, suppress
 from dataclasses import fields, replace
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
-from prometheus_client import Metric
 from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException, RequestCancelledError
 
 from plait_fabric.rpc.outages import Outages
+from plait_serving.deployments.images.catalog_pieces import unpacked
 from plait_serving.deployments.images.engine_source import Accepted
-from plait_serving.deployments.metrics import families_of, replicas_of
+from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.diffusion.errors import Cancelled, EngineError, EngineStopped, KillsReplicas, Overloaded
 from plait_serving.diffusion.values import ControlRef, Edit, Event, Failed, Finished, ImageRequest, Preview
 from plait_serving.health import HEALTH_TIMEOUT_S, Health
 from plait_serving.images.service import Catalog
+from plait_serving.replica_metrics import ReplicaMetrics
 
 _log = logging.getLogger(__name__)
 
 CATALOG_TIMEOUT_S = 120.0
-"""Every request begins with this call. A replica answers it in milliseconds; one that died and is started again has the
-time to load a model."""
+"""For the first catalog: a replica that died and is started again has the time to load a model."""
 
-_CATALOG_PATIENCE_S = 1.0
-"""A call that takes longer met a replica that is busy, or gone."""
+_PERIOD_S = 0.5
+"""How old a catalog may be, beside what its engine took to see a change (`lora_cards`): with that, less than 2 s."""
+_PATIENCE_S = 1.0
+"""A call that takes longer met a replica that is busy, or gone; twice as long the next time."""
 
 _PAUSE_S = 0.05
 
@@ -50,28 +52,76 @@ class HandleImageService:
         """Take the handles of the base model and of its ControlNets' services, which are only asked for metrics."""
         self._handle = handle
         self._stream = handle.options(stream=True)
-        self._engines = replicas_of(handle)
-        self._controlnets = [replicas_of(it) for it in controlnets]
+        self._engines = AllReplicas(handle)
+        self._controlnets = [AllReplicas(it) for it in controlnets]
         self._outages = Outages()
         self._suspects = FatalRequests()
         self._accepted_s = -math.inf
-        self._catalogs: SingleFlight[Catalog] = SingleFlight(self._catalog, patience_s=_CATALOG_PATIENCE_S)
+        self._catalog: Catalog | None = None
+        self._digest = ""
+        self._waiting: list[asyncio.Future[Catalog]] = []
+        self._wanted = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
 
-    async def catalog(self) -> Catalog:
-        """Return the catalog of a replica, one answer to all who ask together. Raises `EngineStopped` if none answers
-        within `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
-        return await self._catalogs.ask()
-
-    async def _catalog(self) -> Catalog:
+    async def catalog(self, *, anew: bool = False) -> Catalog:
+        """Return what an engine told last; from the first call on one is asked again and again. `anew`, or the first:
+        what one tells now, one answer to all who ask together. Raises `EngineStopped` if none answers within
+        `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
+        if self._following is None or self._following.done():
+            self._following = asyncio.create_task(self._follow())
+        if self._catalog is not None and not anew:
+            return self._catalog
+        told = asyncio.get_running_loop().create_future()
+        self._waiting.append(told)
+        self._wanted.set()
         try:
-            async with asyncio.timeout(CATALOG_TIMEOUT_S):
-                catalog = await self._ask_any("catalog")
+            return await asyncio.wait_for(told, CATALOG_TIMEOUT_S)
         except TimeoutError as error:
             raise self._none_within(CATALOG_TIMEOUT_S) from error
-        assert isinstance(catalog, Catalog)
-        self._outages.expect(catalog.start_s)
+
+    async def _follow(self) -> None:
+        patience_s = _PATIENCE_S
+        while True:
+            asked, self._waiting = self._waiting, []  # nobody gets an answer from before the question
+            self._wanted.clear()
+            try:
+                async with asyncio.timeout(patience_s):
+                    catalog = await self._look()
+                patience_s = _PATIENCE_S
+                for told in asked:
+                    if not told.done():
+                        told.set_result(catalog)
+            except (TimeoutError, _ReplicaDied) as error:  # another one will tell
+                if isinstance(error, TimeoutError):
+                    patience_s = min(2 * patience_s, CATALOG_TIMEOUT_S)
+                self._waiting += asked
+                await asyncio.sleep(_PAUSE_S)
+                continue
+            except EngineError as error:
+                for told in asked:
+                    if not told.done():
+                        told.set_exception(error)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._wanted.wait(), _PERIOD_S)
+
+    async def _look(self) -> Catalog:
+        """Ask an engine whether its catalog is still the one that is known, and take a new one."""
+        response = self._stream.catalog.remote(self._digest)
+        try:
+            told = [piece async for piece in response]
+        except (RayError, RayServeException) as error:
+            raise self._translated(error) from error
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        if not told:
+            raise self._died("the engine's replica told no catalog")
+        head, *pieces = told
+        self._outages.expect(head.start_s)
         self._outages.found()
-        return catalog
+        if pieces or self._catalog is None:
+            self._catalog, self._digest = unpacked(pieces), head.digest
+        return self._catalog
 
     async def _ask_any(self, method: str) -> object:
         """Ask until a replica survives the question: for a while Serve offers those that are dead beside the others."""
@@ -97,9 +147,9 @@ class HandleImageService:
         except (RayError, RayServeException) as error:
             raise self._translated(error) from error
 
-    async def metric_families(self) -> list[Metric]:
-        """Return the metrics of all replicas. Raises `EngineStopped` if no engine answers."""
-        engines, controlnets = await asyncio.gather(families_of([self._engines]), families_of(self._controlnets))
+    async def counts(self) -> list[ReplicaMetrics]:
+        """Return what all replicas count. Raises `EngineStopped` if no engine answers."""
+        engines, controlnets = await asyncio.gather(answers_of([self._engines]), answers_of(self._controlnets))
         if not engines:
             raise EngineStopped("no engine replica reports its metrics")
         return engines + controlnets
@@ -238,41 +288,6 @@ def translate(error: Exception) -> EngineError:
         return _ReplicaDied("the engine's replica died; it is started again")
     _log.error("unexpected error from the engine's deployment", exc_info=error)
     return EngineError("internal error; the engine's log has the details")
-
-
-T = TypeVar("T")
-
-
-class SingleFlight(Generic[T]):
-    """Makes a call for everybody who asked before it began: nobody gets an answer from before the question.
-
-    One call is made at a time; the next one begins when it has ended, or after `patience_s` if it hangs.
-    """
-
-    def __init__(self, call: Callable[[], Awaitable[T]], *, patience_s: float) -> None:
-        self._call = call
-        self._patience_s = patience_s
-        self._running: asyncio.Task[T] | None = None
-        self._next: asyncio.Task[T] | None = None
-
-    async def ask(self) -> T:
-        """Return the answer. Raises what the call raises; who is cancelled leaves it to the others."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._after(self._running))
-            self._next.add_done_callback(_seen)
-        return await asyncio.shield(self._next)
-
-    async def _after(self, before: asyncio.Task[T] | None) -> T:
-        if before is not None and not before.done():
-            await asyncio.wait([before], timeout=self._patience_s)
-        self._running, self._next = self._next, None
-        return await self._call()
-
-
-def _seen(task: asyncio.Task[T]) -> None:
-    """Let asyncio not complain where everybody who asked was cancelled."""
-    if not task.cancelled():
-        task.exception()
 
 
 _CAPACITY = 1_024

@@ -13,7 +13,7 @@ from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica
 from plait_serving.cores import HostCores, threads_of_host
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
-from plait_serving.deployments.images.counted import engine_families, host_families
+from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
@@ -112,7 +112,7 @@ class HostedImages:
         self._service = LocalImageService(
             engine=assembled.engine,
             catalog=self._catalog,
-            families=lambda: [*engine_families(assembled), *host_families(_host())],
+            counted=lambda: counted(assembled, _host()),
         )
 
     @property

@@ -1,4 +1,4 @@
-"""The LoRAs of an engine as cards, made once for as long as they stay the same: every request asks for them."""
+"""The LoRAs of an engine as cards, made once for as long as they stay the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
 from plait_serving.diffusion.lora.source import FolderSource, LoraSource
-from plait_serving.images.service import LoraCard, PackedLoras
+from plait_serving.images.service import LoraCard
 
 _PERIOD_S = 1.0  # half of what a new file may take to be known
 _HEADERS_S = 0.1  # of every period: images are made on the same cores
@@ -31,15 +31,15 @@ class LoraCards:
         self._listing: object = None
         self._stamps: dict[str, str] = {}
         self._formats: Mapping[str, tuple[str, str]] = {}  # by name: the file's stamp, and its format
-        self._made: tuple[object, PackedLoras] = (None, PackedLoras())
+        self._made: tuple[object, tuple[LoraCard, ...]] = (None, ())
 
-    def cards(self) -> PackedLoras:
+    def cards(self) -> tuple[LoraCard, ...]:
         """Return the cards, sorted by name: the same object while nothing has changed."""
         of = (self._source.names(), self._formats, self._family())
         made_of, cards = self._made
         if of != made_of:
             names, formats, family = of
-            cards = PackedLoras(
+            cards = tuple(
                 LoraCard(name=name, family=family, format=formats.get(name, ("", "unknown"))[1]) for name in names
             )
             self._made = (of, cards)

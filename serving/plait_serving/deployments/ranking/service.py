@@ -9,19 +9,18 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import Metric
-
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_disagg.workers.remote import RemoteRanker
 from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
-from plait_serving.deployments.metrics import families_of, replicas_of
+from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.deployments.ranking.package_source import RankModel, RankSource
 from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import RankingService, ServedRanker
+from plait_serving.replica_metrics import ReplicaMetrics
 
 
 def remote_ranking_service(models: Mapping[str, RankModel]) -> RankingService:
@@ -37,11 +36,11 @@ class _RemoteRankingService(LocalRankingService):
         wait_until_ready([ranker.core for ranker in rankers.values()])
         super().__init__({name: _served(name, model, rankers[name]) for name, model in models.items()})
         parts = [part for it in models.values() for part in (it.workers, it.hns, *it.shards) if part is not None]
-        self._workers = [replicas_of(part) for part in parts]
+        self._workers = [AllReplicas(part) for part in parts]
 
-    async def worker_families(self) -> Sequence[Metric]:
+    async def worker_counts(self) -> Sequence[ReplicaMetrics]:
         """Return what the workers' replicas count."""
-        return await families_of(self._workers)
+        return await answers_of(self._workers)
 
 
 def _served(name: str, model: RankModel, ranker: RemoteRanker) -> ServedRanker:

@@ -7,6 +7,7 @@ are, and no label ever holds a prompt, a request id or a LoRA's name.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Iterable
 from itertools import product
 
@@ -64,12 +65,8 @@ class HttpMetrics:
         self.images = Counter("plait_images", "Images delivered.", registry=self.registry)
         self.rejected = Counter("plait_rejected", "Requests refused.", ["reason"], registry=self.registry)
         self.cancelled = Counter("plait_cancelled", "Requests whose client went away.", registry=self.registry)
-        self.tenant_rankings = Counter(
-            "plait_tenant_rankings", "Rankings answered.", ["tenant"], registry=self.registry
-        )
-        self.tenant_candidates = Counter(
-            "plait_tenant_candidates", "Candidates ranked.", ["tenant"], registry=self.registry
-        )
+        self.used: defaultdict[tuple[str, str], float] = defaultdict(float)
+        """What was counted of tenants, by tenant and name (`replica_metrics.RANK_COUNTS`)."""
         self.in_flight = Gauge("plait_requests_in_flight", "Image requests being served.", registry=self.registry)
         replicas = Gauge("plait_ingress_replicas", "Processes that answer HTTP.", registry=self.registry)
         replicas.set(1)  # several replicas add up
@@ -77,7 +74,6 @@ class HttpMetrics:
         # Series are kept, because finding them by their labels costs more than counting.
         self._models: dict[str, _RankSeries] = {}
         self._answers: dict[tuple[str, int, str], tuple[Counter, Histogram]] = {}
-        self._tenants: dict[str, tuple[Counter, Counter]] = {}
 
     def expect(self, routes: Iterable[str], models: Iterable[str] = ("",)) -> None:
         """Show the counters of these routes, and of these models, before the first request."""
@@ -122,12 +118,8 @@ class HttpMetrics:
 
     def observe_rank(self, model: str, candidates: int, seconds: float, answer: RankAnswer, tenant: str) -> None:
         """Record that `candidates` of a known model were ranked within `seconds`."""
-        counters = self._tenants.get(tenant)
-        if counters is None:
-            counters = self.tenant_rankings.labels(tenant=tenant), self.tenant_candidates.labels(tenant=tenant)
-            self._tenants[tenant] = counters
-        counters[0].inc()
-        counters[1].inc(candidates)
+        self.used[tenant, "rankings"] += 1
+        self.used[tenant, "candidates"] += candidates
         series = self._models.get(model)
         if series is None:
             series = self._models[model] = _RankSeries(self._rank, model)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, BeforeValidator, Field
 from starlette.requests import Request
 
 from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.request_fields import OutputSize
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import principal
@@ -33,7 +34,7 @@ class ControlMapBody(StrictBody):
     name: Name
     image: str = Field(min_length=1, repr=False, description="base64 or a data URL of a PNG, JPEG or WebP")
     preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = True
-    size: Annotated[str, Field(max_length=16, description="of the output; unset: the model's own")] | None = None
+    size: OutputSize | None = Field(None, description="of the output; unset: the model's own")
 
 
 class ControlMapResponse(BaseModel):
@@ -47,7 +48,7 @@ class ControlMapResponse(BaseModel):
 async def control_map(body: ControlMapBody, request: Request, context: ContextDep) -> ControlMapResponse:
     """Return the map that a generation with this entry of `controlnets` would use: stretched to the output's size, and
     with `preprocess` made from an ordinary image."""
-    catalog = await context.image_service.catalog()
+    catalog = await context.image_service.catalog(anew=True)
     tenant = principal(request).tenant
     control = ControlNetBody(name=body.name, image=body.image, preprocess=body.preprocess)
     work = partial(

@@ -31,13 +31,14 @@ _CHARSETS = frozenset({b"utf-8", b"utf8", b"us-ascii"})
 _LONGEST_TYPE = 1024
 """Characters of a form's content-type, which takes as long to read."""
 _MAX_PARTS = 6 * MAX_LIST
-_NESTED = {"loras": frozenset({"name", "scale"}),
-           "controlnets": frozenset({"name", "image", "scale", "start", "end", "preprocess"})}  # fmt: skip
+_SCHEMA = EditBody.model_json_schema(ref_template="#/components/schemas/{model}")
+_NESTED = {"loras": _SCHEMA["$defs"]["LoraBody"], "controlnets": _SCHEMA.pop("$defs")["ControlNetBody"]}
 _JSON_FIELDS = frozenset(
-    {"n", "output_compression", "partial_images", "num_inference_steps", "seed", "lora_free_steps", "deadline_ms",
-     "guidance_scale", "guidance_rescale", "eta", "clip_skip", "crop", "strength", "stream", "overlay", "loras",
-     "controlnets", "scale", "start", "end"}
-)  # fmt: skip
+    name
+    for schema in (_SCHEMA, *_NESTED.values())
+    for name, each in schema["properties"].items()
+    if not {"string", None} & {it.get("type") for it in each.get("anyOf", [each])}
+)
 """Those that are neither text nor files. In a text field 1 is text."""
 
 _PATH = re.compile(r"(?P<field>[a-z_]+)\[(?P<index>[0-9]{0,3})\]\[(?P<member>[a-z_]+)\]")
@@ -102,7 +103,7 @@ def _fields(parts: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
         if count > MAX_JSON_VALUES:
             raise ApiError(413, f"the form has more than {MAX_JSON_VALUES:,} values", code="body_too_large", param=name)
         path = _PATH.fullmatch(name)
-        if path is not None and path["member"] in _NESTED.get(path["field"], ()):
+        if path is not None and path["field"] in _NESTED and path["member"] in _NESTED[path["field"]]["properties"]:
             members = nested.setdefault(path["field"], {})
             members.setdefault(f"{path['index']}.{path['member']}", []).append(_value(path["member"], value))
             continue
@@ -153,17 +154,15 @@ def _objects(field: str, members: Mapping[str, list[Any]]) -> list[dict[str, Any
 
 
 def _request_document() -> dict[str, Any]:
-    schema = EditBody.model_json_schema(ref_template="#/components/schemas/{model}")
-    schema.pop("$defs", None)  # the generations' document has them
     file = {"type": "string", "format": "binary"}
     text = {"type": "string", "description": "JSON, as in a JSON body"}
-    properties = {**schema["properties"], "image": file, "mask": file, "loras": text, "controlnets": text}
+    properties = {**_SCHEMA["properties"], "image": file, "mask": file, "loras": text, "controlnets": text}
     return {
         "requestBody": {
             "required": True,
             "content": {
-                _FORM: {"schema": {**schema, "title": "EditForm", "properties": properties}},
-                "application/json": {"schema": schema},
+                _FORM: {"schema": {**_SCHEMA, "title": "EditForm", "properties": properties}},
+                "application/json": {"schema": _SCHEMA},
             },
         }
     }

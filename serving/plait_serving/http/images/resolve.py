@@ -6,16 +6,15 @@ Everything cheap is checked before the first control image is decoded.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from plait_serving.diffusion.admission import ImageLimits, check_sampler
+from plait_serving.diffusion.admission import ImageLimits, check_edit, check_numbers, check_policy, check_spans
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.request_fields import given
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import (
     MAX_SCALE,
-    MAX_SEED,
     ControlRef,
     Edit,
     GreyImage,
@@ -24,11 +23,9 @@ from plait_serving.diffusion.values import (
     LoraRef,
     LoraSet,
     RgbImage,
-    Scheduler,
-    Sigmas,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
-from plait_serving.http.images.prompting import prompts_of
+from plait_serving.http.images.prompting import read_prompts
 from plait_serving.http.images.schemas import MAX_LIST, ControlNetBody, EditBody, GenerationBody, LoraBody
 from plait_serving.images.codec import (
     DecodeLimits,
@@ -47,8 +44,6 @@ from plait_serving.spelling import hint
 LORA_FREE_SHARE = 5
 RANDOM_SEED = -1  # A1111's way to ask for one
 
-_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})")
-
 
 def resolve(
     body: GenerationBody,
@@ -65,70 +60,68 @@ def resolve(
     `NotFound` naming the field."""
     allowed = TenantLimits() if allowed is None else allowed
     model, named = chosen_model(body.model, catalog)
+    limits = model.limits
     upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
-    width, height = _size(_asked_size(body, upload, model.limits), model)
-    steps = _steps(body, model)
-    n = body.n or 1
-    _check_allowed(allowed, pixels=width * height, steps=steps, images=n, limits=model.limits)
-    scheduler = model.default_scheduler if body.scheduler is None else Scheduler(body.scheduler)
-    sigmas = None if body.sigmas is None else Sigmas(body.sigmas)
-    check_sampler(scheduler, sigmas, body.eta or 0.0, model.samplers)
-    seed = _seed(body, n, random_seed)
-    _check_stream(body, n)
-    prompts = prompts_of(body)
-    given = {"model": named, "loras": body.loras or [], "prompt": prompts.loras}
-    loras = _loras(given, catalog, model.limits)
-    _check_controlnets(body, catalog, model, preprocessors)
-    edit = None if upload is None else upload.edit(width=width, height=height, steps=steps)
-    run_steps = steps if edit is None else edit.steps_of(steps)
-    policy, free_steps = _lora_policy(body, run_steps, loras)
-    return ImageRequest(
+    width, height = _size(body, upload, model)
+    prompt, tags = read_prompts(body)
+    defaults = {
+        "scheduler": model.default_scheduler,
+        "steps": model.default_steps,
+        "guidance_scale": model.default_guidance_scale,
+    }
+    request = ImageRequest(
         request_id=request_id,
-        **prompts.fields,
+        **{**defaults, **given(body, ImageRequest)},
+        prompt=prompt,
         width=width,
         height=height,
-        steps=steps,
-        guidance_scale=model.default_guidance_scale if body.guidance_scale is None else body.guidance_scale,
-        seed=seed,
-        scheduler=scheduler,
-        sigmas=sigmas,
-        eta=body.eta or 0.0,
-        guidance_rescale=body.guidance_rescale or 0.0,
-        clip_skip=body.clip_skip or 0,
-        n=n,
-        loras=loras,
-        controlnets=_controls(
-            body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits
-        ),
-        edit=edit,
-        lora_policy=policy,
-        lora_free_steps=free_steps,
+        seed=random_seed if body.seed is None or body.seed == RANDOM_SEED else body.seed,
+        loras=_loras({"model": named, "loras": body.loras or [], "prompt": tags}, catalog, limits),
         deadline_s=None if body.deadline_ms is None else body.deadline_ms / 1000.0,
-        partial_images=body.partial_images or 0,
         wants_progress=bool(body.stream),
         tenant=tenant_of(tenant, allowed),
         model=model.name,
     )
+    check_numbers(request, limits, model.samplers)
+    _check_allowed(request, allowed)
+    _check_stream(request)
+    _check_controlnets(body, catalog, model, preprocessors)
+    request = replace(request, edit=None if upload is None else upload.edit(request))
+    if request.lora_policy is LoraPolicy.BOUNDED_ASYNC and "lora_free_steps" not in given(body, ImageRequest):
+        request = replace(request, lora_free_steps=request.run_steps // LORA_FREE_SHARE)
+    check_policy(request)
+    if not request.loras:
+        request = replace(request, lora_free_steps=0)
+    controls = _controls(body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits)
+    return replace(request, controlnets=controls)
 
 
-def _check_allowed(allowed: TenantLimits, *, pixels: int, steps: int, images: int, limits: ImageLimits) -> None:
-    """Raise `RequestError` for more than the model, or the tenant, takes."""
-    if images > limits.max_images:
-        raise RequestError(f"at most {limits.max_images} images", param="n")
+def _check_allowed(request: ImageRequest, allowed: TenantLimits) -> None:
+    """Raise `RequestError` for more than the tenant may ask for."""
     asked = (
-        ("size", "pixels", pixels, allowed.max_pixels),
-        ("num_inference_steps", "steps", steps, allowed.max_steps),
-        ("n", "images", images, allowed.max_images),
+        ("size", "pixels", request.width * request.height, allowed.max_pixels),
+        ("num_inference_steps", "steps", request.steps, allowed.max_steps),
+        ("n", "images", request.n, allowed.max_images),
     )
     for param, what, count, most in asked:
         if most is not None and count > most:
             raise RequestError(f"your key allows at most {most} {what}, not {count}", param=param)
 
 
-def _asked_size(body: GenerationBody, upload: Upload | None, limits: ImageLimits) -> str | None:
-    """Return the size that a request asks for: an edit without one asks for its image's, rounded down."""
-    if upload is None or body.size not in (None, "auto"):
+def _check_stream(request: ImageRequest) -> None:
+    if request.wants_progress and request.n > 1:
+        raise RequestError("streaming is only supported with n=1", param="n")  # OpenAI's own rule and words
+    if request.partial_images and not request.wants_progress:
+        raise RequestError("partial_images needs stream: true", param="partial_images")
+
+
+def _size(body: GenerationBody, upload: Upload | None, model: BaseModelCard) -> tuple[int, int]:
+    """Return the output's size: an edit without one has its image's, rounded down."""
+    if body.size is not None:
         return body.size
+    if upload is None:
+        return model.default_width, model.default_height
+    limits = model.limits
     width, height = (edge - edge % limits.size_multiple for edge in (upload.width, upload.height))
     if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
         raise RequestError(
@@ -136,45 +129,7 @@ def _asked_size(body: GenerationBody, upload: Upload | None, limits: ImageLimits
             "pixels: give a size",
             param="size",
         )
-    return f"{width}x{height}"
-
-
-def _size(text: str | None, model: BaseModelCard) -> tuple[int, int]:
-    if text is None or text == "auto":
-        return model.default_width, model.default_height
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        raise RequestError('size is "WIDTHxHEIGHT" in pixels, for example "512x512", or "auto"', param="size")
-    width, height = int(match[1]), int(match[2])
-    limits = model.limits
-    if width % limits.size_multiple or height % limits.size_multiple:
-        raise RequestError(f"both edges must be multiples of {limits.size_multiple} pixels", param="size")
-    if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
-        raise RequestError(f"edges go from {limits.min_edge_px} to {limits.max_edge_px} pixels", param="size")
-    if width * height > limits.max_pixels:
-        raise RequestError(f"{width}x{height} is more than {limits.max_pixels} pixels", param="size")
     return width, height
-
-
-def _steps(body: GenerationBody, model: BaseModelCard) -> int:
-    steps = model.default_steps if body.num_inference_steps is None else body.num_inference_steps
-    if steps > model.limits.max_steps:
-        raise RequestError(f"at most {model.limits.max_steps} steps", param="num_inference_steps")
-    return steps
-
-
-def _seed(body: GenerationBody, n: int, random_seed: int) -> int:
-    seed = random_seed if body.seed is None or body.seed == RANDOM_SEED else body.seed
-    if seed + n - 1 > MAX_SEED:
-        raise RequestError(f"seed + n - 1 must not be above {MAX_SEED}", param="seed")
-    return seed
-
-
-def _check_stream(body: GenerationBody, n: int) -> None:
-    if body.stream and n > 1:
-        raise RequestError("streaming is only supported with n=1", param="n")  # OpenAI's own rule and words
-    if body.partial_images and not body.stream:
-        raise RequestError("partial_images needs stream: true", param="partial_images")
 
 
 def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: ImageLimits) -> LoraSet:
@@ -198,26 +153,11 @@ def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: Im
     return tuple(LoraRef(name=name, scale=scale) for name, scale in scales.items())
 
 
-def _lora_policy(body: GenerationBody, steps: int, loras: LoraSet) -> tuple[LoraPolicy, int]:
-    policy = LoraPolicy(body.lora_policy or "exact")
-    given = body.lora_free_steps
-    if policy is LoraPolicy.EXACT:
-        if given:
-            raise RequestError("lora_free_steps needs lora_policy: bounded_async", param="lora_free_steps")
-        return policy, 0
-    if given is not None and given >= steps:
-        raise RequestError(f"with {steps} steps the LoRAs would never act", param="lora_free_steps")
-    if not loras:
-        return policy, 0
-    return policy, steps // LORA_FREE_SHARE if given is None else given
-
-
 def _check_controlnets(
     body: GenerationBody, catalog: Catalog, model: BaseModelCard, preprocessors: Preprocessors
 ) -> None:
     bodies = body.controlnets or []
-    if len(bodies) > model.limits.max_controlnets:
-        raise RequestError(f"at most {model.limits.max_controlnets} ControlNets", param="controlnets")
+    check_spans([(control.start, control.end) for control in bodies], model.limits)
     for i, control in enumerate(bodies):
         card, param = catalog.controlnet(control.name), f"controlnets.{i}.name"
         if card is None:
@@ -229,8 +169,6 @@ def _check_controlnets(
                 f"{', '.join(model.controlnets) or 'none'}",
                 param=param,
             )
-        if control.start >= control.end:
-            raise RequestError("end must be above start", param=f"controlnets.{i}.end")
         if control.preprocess is False:
             continue
         name = _preprocessor(control, catalog)
@@ -358,8 +296,9 @@ class Upload:
     width: int
     height: int
 
-    def edit(self, *, width: int, height: int, steps: int) -> Edit:
+    def edit(self, request: ImageRequest) -> Edit:
         """Decode image and mask, stretched to the output's size. Raises `RequestError` naming the field."""
+        width, height = request.width, request.height
         image, mask = self._layers()
         strength = self.body.strength
         if strength is None:
@@ -370,8 +309,7 @@ class Upload:
             strength=float(strength),
             overlay=self.body.overlay is not False,
         )
-        if not edit.steps_of(steps):
-            raise RequestError(f"{strength:g} of {steps} steps is not a whole step", param="strength")
+        check_edit(edit, request.steps)
         return edit
 
     def _layers(self) -> tuple[RgbImage, GreyImage | None]:

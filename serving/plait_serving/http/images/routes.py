@@ -17,7 +17,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
+from plait_serving.diffusion.errors import DeadlineMissed, NotFound, Overloaded
+from plait_serving.diffusion.request_fields import echoed
 from plait_serving.diffusion.values import (
     Event,
     Failed,
@@ -46,7 +47,7 @@ from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image
 from plait_serving.images.infotext import infotext
-from plait_serving.images.service import BaseModelCard
+from plait_serving.images.service import BaseModelCard, Catalog
 
 _log = logging.getLogger(__name__)
 
@@ -251,7 +252,13 @@ async def _going_on(event: Progress | Preview | None, job: ImageReply, context: 
 
 
 async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
-    catalog = await context.image_service.catalog()
+    try:
+        return await _resolve_by(await context.image_service.catalog(), body, request, context)
+    except NotFound:  # what came a moment ago
+        return await _resolve_by(await context.image_service.catalog(anew=True), body, request, context)
+
+
+async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
     tenant = principal(request).tenant
     check_again(context, tenant)
     state = request.state
@@ -343,14 +350,8 @@ class ImageReply:
             "size": f"{request.width}x{request.height}",
             "output_format": self._body.format.value,
             "seed": request.seed,
-            "scheduler": request.scheduler.value,
-            "sigmas": None if request.sigmas is None else request.sigmas.value,
-            "eta": request.eta,
-            "num_inference_steps": request.steps,
-            "guidance_scale": request.guidance_scale,
-            "guidance_rescale": request.guidance_rescale,
-            "clip_skip": request.clip_skip,
-            **({} if request.edit is None else {"strength": request.edit.strength}),
+            **echoed(request),
+            **({} if request.edit is None else echoed(request.edit)),
             "lora_policy": result.lora_policy.value,
             "lora_free_steps": result.lora_free_steps,
             "timings": {

@@ -26,7 +26,8 @@ from plait_bench.faults.tenants import FirstImage, ManyFiles, ManyModels, Neighb
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
-from plait_serving.http.images.schemas import MAX_PROMPT_CHARS, GenerationBody
+from plait_serving.diffusion.request_fields import MAX_PROMPT_CHARS
+from plait_serving.http.images.schemas import GenerationBody
 from plait_serving.images.codec import DecodeLimits
 
 

@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError
 
 from plait_serving.deployments import ingress as ingress_module
 from plait_serving.deployments.ingress import Ingress
-from plait_serving.deployments.metrics import AllReplicas, families_of
+from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 from support.prometheus import found, total
@@ -49,7 +49,7 @@ def said(name: str, steps: float, waiting: float = 0.0) -> ReplicaMetrics:
 
 async def told(replicas: AllReplicas, name: str = "x_steps_total") -> dict[str, float]:
     """What is shown of each replica."""
-    families = await families_of([replicas])
+    families = [it for answer in await answers_of([replicas]) for it in answer.labelled()]
     return {it.labels["replica"]: it.value for each in families for it in each.samples if it.name == name}
 
 
@@ -58,7 +58,7 @@ async def test_of_a_replica_that_is_late_only_its_queue_is_shown_as_it_was() -> 
     and what falls is a restart to Prometheus."""
     now = [100.0]
     handle = Handle(said("a", 1, 5), said("b", 2, 6))
-    replicas = AllReplicas(lambda: handle, clock=lambda: now[0])
+    replicas = AllReplicas(handle, clock=lambda: now[0])
     assert await told(replicas) == {"a": 1, "b": 2}
     handle.answers = (GetTimeoutError("late"), said("b", 3, 7))
     assert await told(replicas, "x_waiting") == {"a": 5, "b": 7}
@@ -74,7 +74,7 @@ async def test_of_a_replica_that_is_late_only_its_queue_is_shown_as_it_was() -> 
 async def test_a_replica_that_is_gone_is_not_shown() -> None:
     """Serve knows that it died, so nothing of it is missing; nobody at all is nothing."""
     handle = Handle(said("a", 1), said("b", 2))
-    replicas = AllReplicas(lambda: handle)
+    replicas = AllReplicas(handle)
     await told(replicas)
     handle.answers = (RuntimeError("the actor died"), said("b", 3))
     assert await told(replicas) == {"b": 3}
@@ -86,7 +86,7 @@ async def test_who_asks_meanwhile_gets_the_same_answers() -> None:
     """Many scrapes at once are one question to the replicas, and one that gives up does not end it."""
     handle = Handle(said("a", 1))
     handle.gate.clear()
-    replicas = AllReplicas(lambda: handle)
+    replicas = AllReplicas(handle)
     asked = [asyncio.ensure_future(told(replicas)) for _ in range(5)]
     await asyncio.sleep(0.02)
     asked[0].cancel()
@@ -102,13 +102,13 @@ async def test_a_handle_that_cannot_be_made_is_no_answer() -> None:
     def nothing() -> Any:
         raise RuntimeError("no controller")
 
-    assert await told(AllReplicas(nothing)) == {}
+    assert await told(AllReplicas(make=nothing)) == {}
 
 
 async def test_an_ingress_tells_what_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Itself it counts once, whatever the broadcast says of it; and it answers within a second (finding 9)."""
     handle = Handle(said("another", 5), said(this_process(), 5), TimeoutError())
-    monkeypatch.setattr(ingress_module, "AllReplicas", lambda _: AllReplicas(lambda: handle))
+    monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
     ingress = Ingress(None, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
     text = await scraped(app)
@@ -128,7 +128,7 @@ async def test_an_ingress_learns_of_tenants_by_itself(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ingress_module, "LOOK_S", 0.01)
     known = {("engine", "acme", "images"): 3.0}
     handle = Handle(ReplicaMetrics(replica="another", families=(), account=known))
-    monkeypatch.setattr(ingress_module, "AllReplicas", lambda _: AllReplicas(lambda: handle))
+    monkeypatch.setattr(ingress_module, "AllReplicas", lambda make: AllReplicas(handle))
     ingress = Ingress(None, HttpSettings)
     app = ingress.__serve_build_asgi_app__()
     await ingress.check_health()

@@ -251,7 +251,7 @@ def test_metrics_come_whatever_is_down(monkeypatch):
 
         up = metrics_of(make_client(service))
         assert (total(up, "plait_service_up", service="images"), len(found(up, "fake_steps_total"))) == (1, 1)
-        service.metric_families = never
+        service.counts = never
         down = metrics_of(make_client(service))
         assert (total(down, "plait_service_up", service="images"), len(found(down, "fake_steps_total"))) == (0, 0)
         assert found(down, "plait_requests_in_flight")

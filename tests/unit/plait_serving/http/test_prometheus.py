@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
+from fakes.ranking import fake_rankers
 from plait_serving.cores import HostCores
-from plait_serving.deployments.images.counted import engine_families, host_families
+from plait_serving.deployments.images.counted import counted
 from plait_serving.diffusion.errors import (
     ControlNetUnavailable,
     DeadlineMissed,
@@ -30,10 +32,11 @@ from plait_serving.diffusion.errors import (
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.request_registry import EngineStatistics
 from plait_serving.http import metrics
-from plait_serving.http.app import app_from_context
+from plait_serving.http.app import app_from_context, create_app
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.metrics import gather, own_metrics
-from plait_serving.replica_metrics import exposition
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.replica_metrics import exposition, tenant_families
 from support.http_app import AsgiCall, make_app, make_client, until
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
@@ -183,6 +186,32 @@ async def test_increases_are_the_truth_over_restarts_and_silence(monkeypatch):
     assert share_of_failures(scrapes, at_s) > 0.01
 
 
+def heads_of(text: str) -> list[str]:
+    """What a text says but for numbers: names, what they are, and the labels of each."""
+    samples = re.findall(r"^(\w+)(?:\{(.*)\})? ", text, re.MULTILINE)
+    labelled = {name + "{" + ",".join(re.findall(r'(\w+)="', labels)) + "}" for name, labels in samples}
+    return sorted({*re.findall(r"^# .*$", text, re.MULTILINE), *labelled})
+
+
+def test_names_and_labels_are_those_that_dashboards_know():
+    """Of a server of both workloads that has answered once. Whoever changes one changes the alerts of others."""
+    service, engine = FakeImageService(), counted(assembled(), HostCores(cores=2, planned_threads=2))
+
+    async def counts():
+        return [engine]
+
+    service.counts = counts
+    client = TestClient(create_app(service, HttpSettings(), ranking=LocalRankingService(fake_rankers())))
+    assert client.post(URL, json={"prompt": "x"}).status_code == 200
+    assert client.post(INFER, json=as_json(arrays(3))).status_code == 200
+    client.get("/metrics")
+    golden = Path(__file__).with_name("metrics.txt")
+    found = "\n".join(heads_of(client.get("/metrics").text)) + "\n"
+    if os.environ.get("PLAIT_GOLDEN") == "write":
+        golden.write_text(found)
+    assert found == golden.read_text()
+
+
 async def test_a_first_failure_is_seen(monkeypatch):
     """Prometheus sees no increase where a series begins at 1, so it begins at 0; by model, too."""
     server, scrapes = Ingresses(monkeypatch), Scrapes()
@@ -277,8 +306,8 @@ def test_promtool_has_nothing_against_what_is_counted():
     ranking.post(INFER, json=as_json(arrays()))
     for client in (images, ranking):
         assert list(lint(client.get("/metrics").text)) == []
-    host = host_families(HostCores(cores=2, planned_threads=2))
-    assert list(lint(exposition([*engine_families(assembled()), *host]))) == []
+    engine = counted(assembled(), HostCores(cores=2, planned_threads=2))
+    assert list(lint(exposition([*engine.families, *tenant_families([engine])]))) == []
 
 
 def assembled():

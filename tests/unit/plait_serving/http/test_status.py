@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from prometheus_client import Metric
 
 from fakes.images import FakeImageService
 from plait.app import AppArgs, starter_words
@@ -12,7 +11,7 @@ from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
-from plait_serving.replica_metrics import family, labelled
+from plait_serving.replica_metrics import ReplicaMetrics, family
 from plait_serving.starter.words import image_words, ranking_words
 from support.http_app import make_client
 
@@ -32,11 +31,11 @@ ENGINE = [
 class Replicas(FakeImageService):
     """Two engine replicas, as far as metrics tell."""
 
-    async def metric_families(self) -> list[Metric]:
+    async def counts(self) -> list[ReplicaMetrics]:
         """Returns what the handle's service returns."""
         name = "plait_host_instruction_set"
         hosts = [family(name, "x", {(isa,): 1}, "name") for isa in ("avx2", "avx512_bf16")]
-        return [it for number, host in enumerate(hosts) for it in labelled(f"{number}", [*ENGINE, host])]
+        return [ReplicaMetrics(replica=f"{number}", families=[*ENGINE, host]) for number, host in enumerate(hosts)]
 
 
 def test_the_status_sums_over_replicas():

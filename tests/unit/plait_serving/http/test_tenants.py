@@ -20,7 +20,7 @@ from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.metrics import own_metrics
-from plait_serving.replica_metrics import family, labelled
+from plait_serving.replica_metrics import ReplicaMetrics
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays
 from support.http_rank import make_client as make_ranking_client
@@ -139,11 +139,12 @@ async def test_the_account_outlives_the_engine_and_the_ingress_that_asked_it():
     service, engines = FakeImageService(), {"e1": 5, "e2": 1}
 
     async def of_engines():
-        name = "plait_tenant_images_total"
-        made = {engine: family(name, "x", {("acme",): count}, "tenant") for engine, count in engines.items()}
-        return [it for engine, images in made.items() for it in labelled(engine, [images])]
+        return [
+            ReplicaMetrics(replica=engine, families=(), account={(engine, "acme", "images"): count})
+            for engine, count in engines.items()
+        ]
 
-    service.metric_families = of_engines
+    service.counts = of_engines
     first = RouteContext(images=service, settings=HttpSettings(api_keys=KEYS))
 
     async def neighbours():
@@ -166,7 +167,7 @@ async def test_the_account_outlives_the_engine_and_the_ingress_that_asked_it():
     async def nobody():
         raise EngineStopped("no engine answers")
 
-    service.metric_families = nobody
+    service.counts = nobody
     assert images_of(first) == 12
 
 

@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from fakes.images import FAKE_CATALOG
 from fakes.serve import FakeHosted
 from plait_fabric.heartbeat import Stuck
+from plait_serving.deployments.images.catalog_pieces import unpacked
 from plait_serving.deployments.images.engine import EngineReplica, portable
 from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.lazy import LazyEngine
@@ -52,7 +54,11 @@ async def test_serve_replica_streams_reconfigures_and_drains():
     events = [event async for event in replica.generate(REQUEST)]
     assert events[0] == Accepted()
     assert isinstance(events[-1], Finished)
-    assert (await replica.catalog()).start_s > 0
+    head, *pieces = [piece async for piece in replica.catalog("")]
+    assert head.start_s > 0
+    assert unpacked(pieces) == FAKE_CATALOG
+    assert [piece async for piece in replica.catalog(head.digest)] == [head]
+    assert await replica.refused() == {}
     metrics = await replica.metric_families()
     assert total(metrics.families, "fake_steps_total") > 0
     assert str(os.getpid()) in metrics.replica

@@ -10,9 +10,10 @@ import pytest
 from ray.exceptions import ActorDiedError, RayTaskError, TaskCancelledError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from fakes.images import FakeImageService, fake_result
+from fakes.images import FAKE_CATALOG, fake_result
 from plait_kernels.executors.audit import AuditStatistics
 from plait_serving.deployments.images import handle
+from plait_serving.deployments.images.catalog_pieces import CatalogPacker
 from plait_serving.deployments.images.counted import audit_families
 from plait_serving.deployments.images.engine_source import Accepted
 from plait_serving.deployments.images.handle import HandleImageService, translate
@@ -27,6 +28,7 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.health import Health
+from plait_serving.images.service import Catalog, LoraCard
 from plait_serving.replica_metrics import ReplicaMetrics, family
 from support.http_app import until
 from support.prometheus import total
@@ -104,47 +106,107 @@ class Handle:
         return remote
 
 
+class Told(Handle):
+    """A handle of engines that tell catalogs: each is told by the next replica that is asked, the last one for ever."""
+
+    def __init__(self, *answers):
+        super().__init__()
+        self.answers, self.known, self.asked = list(answers), [], asyncio.Event()
+        self.catalog = SimpleNamespace(remote=self._tell)
+
+    def _tell(self, known):
+        self.known.append(known)
+        self.asked.set()
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if not isinstance(answer, Catalog):
+            return Response([answer])
+        return Response(CatalogPacker(1.5).pieces(answer, known))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Engines are asked again at once."""
+    monkeypatch.setattr(handle, "_PERIOD_S", 0.0)
+
+
+LARGER = replace(FAKE_CATALOG, loras=(*FAKE_CATALOG.loras, LoraCard(name="new", family="sd1", format="peft")))
+
+
 async def test_a_request_waits_for_a_replica_only_so_long(monkeypatch):
     """Serve would wait for as long as there is none; the client hears when to come back (finding 9)."""
     monkeypatch.setattr(handle, "CATALOG_TIMEOUT_S", 0.01)
-    waiting = Handle()
-    waiting.catalog = SimpleNamespace(remote=asyncio.Event().wait)
     with pytest.raises(EngineStopped, match="no engine replica answered within"):
-        await HandleImageService(waiting).catalog()
+        await HandleImageService(Told("wait")).catalog()
 
 
-async def test_requests_that_come_at_once_ask_for_one_catalog():
-    """All get the answer, whoever leaves before it; who comes later asks anew, also after an error."""
-    answer, asked, gate = await FakeImageService().catalog(), [], asyncio.Event()
-
-    async def remote():
-        asked.append(None)
-        await gate.wait()
-        if len(asked) == 2:
-            raise EngineStopped("no")
-        return answer
-
-    handle = Handle()
-    handle.catalog = SimpleNamespace(remote=remote)
-    service = HandleImageService(handle)
+async def test_requests_ask_no_engine_for_the_catalog():
+    """All get what was told, whoever leaves before it; of those who come later none waits for anything."""
+    gate = asyncio.Event()
+    told = Told(FAKE_CATALOG)
+    told.catalog = SimpleNamespace(remote=lambda known: Response([gate, *told._tell(known).items]))
+    service = HandleImageService(told)
     leaver, *others = [asyncio.ensure_future(service.catalog()) for _ in range(3)]
-    await asyncio.sleep(0)
+    await told.asked.wait()
     leaver.cancel()
     gate.set()
-    assert await asyncio.gather(*others) == [answer] * 2
+    assert await asyncio.gather(*others) == [FAKE_CATALOG] * 2
     assert leaver.cancelled()
-    with pytest.raises(EngineStopped):
+    for _ in range(100):
+        assert await service.catalog() is await service.catalog()
+    assert told.known == [""]
+
+
+async def test_a_catalog_that_changes_is_told_once(quick):
+    """What is known is not sent again, whichever replica is asked."""
+    told = Told(FAKE_CATALOG, FAKE_CATALOG, LARGER)
+    service = HandleImageService(told)
+    assert await service.catalog() == FAKE_CATALOG
+    while await service.catalog() != LARGER:  # noqa: ASYNC110  # nobody is told
+        await asyncio.sleep(0)
+    known = await service.catalog()
+    count = len(told.known)
+    await until(lambda: len(told.known) > count + 2)
+    assert await service.catalog() is known
+    assert told.known[0] == ""
+    assert len(set(told.known)) == 3
+
+
+async def test_a_replica_that_fails_is_news_only_to_who_has_no_catalog(quick):
+    """It is told to those who wait; who knows a catalog goes on with it, until an engine tells another one."""
+    failure = RayTaskError("f", "traceback", NotFound("no such"))
+    told = Told(failure, FAKE_CATALOG, failure, failure, LARGER)
+    service = HandleImageService(told)
+    with pytest.raises(NotFound):
         await service.catalog()
-    assert await service.catalog() == answer
-    assert len(asked) == 3
+    while True:
+        try:
+            found = await service.catalog()
+        except NotFound:
+            continue
+        if found == LARGER:
+            break
+        assert found == FAKE_CATALOG
+        await asyncio.sleep(0)
+
+
+async def test_a_replica_that_is_silent_is_left_for_another(quick, monkeypatch):
+    """After a moment; it may take twice as long the next time."""
+    monkeypatch.setattr(handle, "_PATIENCE_S", 0.01)
+    told = Told("wait", "wait", FAKE_CATALOG)
+    assert await HandleImageService(told).catalog() == FAKE_CATALOG
+    assert len(told.known) >= 3
 
 
 @pytest.mark.parametrize("method", ["catalog", "health"])
-async def test_a_replica_that_dies_with_a_question_costs_nothing(method):
+async def test_a_replica_that_dies_with_a_question_costs_nothing(method, quick):
     """Another one is asked: nothing was begun (finding 10). Serve offers a dead replica beside a living one until it
     has learned of its end."""
-    last = await FakeImageService().catalog() if method == "catalog" else Health(ready=True)
-    answers = [ActorDiedError(), ActorDiedError(), last]
+    if method == "catalog":
+        assert (
+            await HandleImageService(Told(ActorDiedError(), ActorDiedError(), FAKE_CATALOG)).catalog() == FAKE_CATALOG
+        )
+        return
+    answers = [ActorDiedError(), ActorDiedError(), Health(ready=True)]
 
     async def next_answer():
         answer = answers.pop(0)
@@ -153,8 +215,8 @@ async def test_a_replica_that_dies_with_a_question_costs_nothing(method):
         return answer
 
     handle = Handle()
-    setattr(handle, method, SimpleNamespace(remote=next_answer))
-    assert await getattr(HandleImageService(handle), method)() == last
+    handle.health = SimpleNamespace(remote=next_answer)
+    assert (await HandleImageService(handle).health()).ready
     assert answers == []
 
 
@@ -374,17 +436,22 @@ class Broadcast:
         return self.answers
 
 
+def shown(answers):
+    """What /metrics has of them."""
+    return [it for answer in answers for it in answer.labelled()]
+
+
 async def test_serve_handle_metrics_are_those_of_all_replicas():
     """Whichever ingress is asked, both engines' steps are counted; without any engine that is an error."""
     handle = Handle()
     name = "plait_engine_steps_total"
     answers = [ReplicaMetrics(replica=who, families=[family(name, "Steps", it)]) for who, it in (("a", 3), ("b", 4))]
     handle.broadcast = lambda method: Broadcast(answers if method == "metric_families" else [])
-    families = await HandleImageService(handle).metric_families()
+    families = shown(await HandleImageService(handle).counts())
     assert [total(families, name, replica=who) for who in "ab"] == [3, 4]
     handle.broadcast = lambda method: Broadcast([ActorDiedError()])
     with pytest.raises(EngineStopped):
-        await HandleImageService(handle).metric_families()
+        await HandleImageService(handle).counts()
 
 
 async def test_serve_handle_metrics_count_the_audits_of_controlnets():
@@ -396,7 +463,7 @@ async def test_serve_handle_metrics_count_the_audits_of_controlnets():
         answers = [ReplicaMetrics(replica=str(i), families=audits)]
         service.broadcast = lambda _, answers=answers: Broadcast(answers)
     handles[3].broadcast = lambda _: Broadcast([ActorDiedError()])
-    families = await HandleImageService(handles[0], handles[1:]).metric_families()
+    families = shown(await HandleImageService(handles[0], handles[1:]).counts())
     assert total(families, "plait_audit_checked_total") == 10
     assert total(families, "plait_audit_drifted_total", model="model 1", replica="1") == 1
     assert total(families, "plait_audit_largest_share_of_tolerance", model="model 1") == 1.5

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import queue
 import shutil
 import threading
@@ -13,11 +12,8 @@ import pytest
 from plait_serving.deployments.images import lora_cards
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource
-from plait_serving.images import service
-from plait_serving.images.service import LoraCard, PackedLoras
+from plait_serving.images.service import LoraCard
 from support.loras import tiny_lora_file
-
-RAY_INLINE_BYTES = 100 * 1024  # a larger answer goes through the object store (`max_direct_call_object_size`)
 
 
 class Shelf:
@@ -140,17 +136,3 @@ def test_the_thread_follows_the_folder_until_it_is_closed(tmp_path):
     stored.look = look
     stored.watch()
     assert looked.empty()
-
-
-def test_thousands_of_cards_cross_processes_as_a_few_bytes_and_are_made_there_once(monkeypatch):
-    """Every request's answer has them. Equal ones are one object on the other side, whichever replica they are of."""
-    made = []
-    real = service.LoraCard
-    cards = tuple(LoraCard(name=f"a style of {i} 花", family="sdxl", format="kohya") for i in range(3000))
-    monkeypatch.setattr(service, "LoraCard", lambda **fields: made.append(1) or real(**fields))
-    sent = [pickle.dumps(PackedLoras(cards)) for _ in range(2)]
-    assert len(sent[0]) < RAY_INLINE_BYTES // 2
-    first, *others = [pickle.loads(raw) for raw in sent * 50]
-    assert first == cards
-    assert all(other is first for other in others)
-    assert len(made) == 3000

@@ -20,13 +20,14 @@ from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService, fake_image
 from plait_serving.diffusion.errors import EngineStopped
+from plait_serving.diffusion.request_fields import MAX_PROMPT_CHARS
 from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import json_body
 from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images import routes
-from plait_serving.http.images.schemas import IGNORED_FIELDS, MAX_PROMPT_CHARS, GenerationBody, GenerationResponse
+from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
 from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until
 
