@@ -45,7 +45,9 @@ def render_kuberay(
     placed = replace(
         application,
         args=mapped(application.args, options.volumes),
-        actors={it.name: _actor(it) for it in reservations},
+        deployments={
+            it.name: {"ray_actor_options": _actor(it), **application.deployments[it.name]} for it in reservations
+        },
     )
     service = rayservice(
         options,

@@ -43,8 +43,7 @@ def render(
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
     from plait.config import load_config
     from plait.errors import PlaitError
-    from plait.offline.manifests import kuberay_manifests, serve_application
-    from plait.offline.placed_application import placed_application
+    from plait.offline.manifests import kuberay_manifests, placed_application, serve_application
     from plait_deploy.serve import render_serve
 
     options = [f"deploy.image={json.dumps(image)}"] if image is not None else []

@@ -31,9 +31,6 @@ STARTER_FOLDER = WEIGHTS
 STARTER_GUIDANCE = 3.0
 """The guidance scale with which the starter model was evaluated in training (`starter_training`)."""
 
-MODEL_CPUS = 0.4
-"""Logical CPUs that Ray counts for a replica without `num_cpus`. Small, so that all fit on a small machine."""
-
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 _SHA256 = r"^[0-9a-f]{64}$"
 
@@ -382,14 +379,6 @@ class ImagesSection(Replicated):
     def capped_knobs(self) -> EngineKnobs:
         """The knobs with as many threads as a base replica gets: at least its budget."""
         return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
-
-    @property
-    def logical_cpus(self) -> float:
-        """The logical CPUs that Ray must have for the base replicas and ControlNets."""
-        services = self.resolved_controlnets().values()
-        return self.max_replicas * (self.num_cpus or MODEL_CPUS) + sum(
-            service.max_replicas * (service.num_cpus or MODEL_CPUS) for service in services
-        )
 
     def resolved_lora_folder(self) -> Path | None:
         """Return the folder of LoRAs if they come from one; for the starter model its own if none is given."""

@@ -19,9 +19,6 @@ STARTER_RANKING_MODEL = "picks"
 
 STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
 
-WORKER_CPUS = 0.2
-"""Logical CPUs that Ray counts for a worker without `num_cpus`. Small, so that all fit on a small machine."""
-
 MAX_WORKERS = MAX_REPLICAS
 """Replicas of one kind of worker."""
 
@@ -181,9 +178,3 @@ class RankingSection(Section):
         if not (STARTER_RANKING_FOLDER / "package.json").is_file():
             return {}
         return {STARTER_RANKING_MODEL: RankModelSection(folder=STARTER_RANKING_FOLDER)}
-
-    @property
-    def logical_cpus(self) -> float:
-        """The logical CPUs that Ray must have for the workers, besides those of other sections."""
-        parts = [part for model in self.resolved_models().values() for part in model.parts.values()]
-        return sum(part.max_replicas * (part.num_cpus or WORKER_CPUS) for part in parts)

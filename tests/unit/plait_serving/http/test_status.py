@@ -6,7 +6,8 @@ import pytest
 from prometheus_client import Metric
 
 from fakes.images import FakeImageService
-from plait.app import AppArgs, starter_words
+from plait.app import AppArgs
+from plait.http_settings import starter_words
 from plait_fabric.cores import instruction_set
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings
