@@ -15,8 +15,6 @@ from ray import serve
 
 from plait.config import ServedConfig
 from plait.deployments import INGRESS, Deployment, HandleOf, deployments
-from plait_deploy.on_ray.declared import placed_options
-from plait_deploy.on_ray.names import name_at
 from plait_serving.deployments.lazy import LAZY
 from plait_serving.deployments.node_class_handle import PlacedHandle
 from plait_serving.deployments.ray_internals import set_version
@@ -74,6 +72,9 @@ def bind(
 def _placed(row: Deployment, node_class: str) -> dict[str, Any]:
     """Return the name, the number of replicas and what one reserves: anywhere, or on nodes of a class."""
     if node_class:
+        from plait_deploy.on_ray.declared import placed_options
+        from plait_deploy.on_ray.names import name_at
+
         return {"name": name_at(row.name, node_class), **placed_options(row.demand(), node_class)}
     fixed = {"num_replicas": row.max_replicas}
     count = fixed if row.scaling is None else {"autoscaling_config": autoscaling(row.scaling)}

@@ -22,6 +22,7 @@ from plait.config import ServedConfig, ServerSection
 from plait.http_settings import http_settings, starter_words
 from plait.targets import call
 from plait_deploy.kuberay.sizing import Reservation
+from plait_serving.cores import capped
 from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
 from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
 from plait_serving.diffusion.knobs import Placement
@@ -32,7 +33,6 @@ from plait_serving.ranking.config import (
     RankModelSection,
     RankRole,
     ShardsSection,
-    WholeSection,
     shard_role,
 )
 from plait_serving.sections import Replicas
@@ -53,7 +53,7 @@ _ROUTING_PERIOD_S = 1.0
 _NOT_HTTP = {"port", "direct_port", "ingress_replicas", "start_new_first", "drain_s", "ready_timeout_s"}
 """What `http_settings` does not read of the server's section."""
 
-_Section = ImagesSection | ControlNetSection | CnSection | HnSection | WholeSection | ShardsSection
+_Section = ImagesSection | ControlNetSection | CnSection | HnSection | ShardsSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +192,7 @@ def _of_images(images: ImagesSection, server: ServerSection, source: EngineSourc
             "source": source,
             "controlnets": {name: HandleOf(name=CONTROLNET_PREFIX + name) for name in services},
         },
-        knobs=images.capped_knobs.model_dump(mode="json"),
+        knobs=capped(images.knobs, images.num_cpus).model_dump(mode="json"),
         options={
             "graceful_shutdown_timeout_s": server.drain_s,
             **(routed if images.has_several_models else {}),
@@ -215,7 +215,7 @@ def _of_images(images: ImagesSection, server: ServerSection, source: EngineSourc
                 "executor": images.executor.value,
                 "audit_every": images.audit_every,
             },
-            knobs={"threads": section.thread_cap},
+            knobs={"threads": capped(section, section.num_cpus).threads},
             workload="images",
         )
 
@@ -253,7 +253,7 @@ def _of_model(
                 "between_hosts": section.between_hosts,
                 **more,
             },
-            knobs=part.capped_knobs.model_dump(mode="json"),
+            knobs={} if isinstance(part, ShardsSection) else capped(part.knobs, part.num_cpus).model_dump(mode="json"),
             is_shard=role == "shard",
             memory_bytes=(part.memory_bytes or 0) if isinstance(part, ShardsSection) else 0,
             finishes=role == entry,
@@ -382,8 +382,6 @@ def _plain(value: Any) -> Any:
         return [value.func, value.args, value.keywords]
     if is_dataclass(value) and not isinstance(value, type):
         return [type(value), {it.name: getattr(value, it.name) for it in fields(value)}]
-    if isinstance(value, Mapping):
-        return dict(value)
     if hasattr(value, "__qualname__"):
         return f"{value.__module__}:{value.__qualname__}"
-    return [type(value), vars(value)] if hasattr(value, "__dict__") else repr(value)
+    return repr(value)

@@ -80,7 +80,7 @@ def place(
     """Plan which node and GPU each replica goes to, and what is stranded before and after; 1 if one has no place."""
     from plait.cli.models import table
     from plait.config import load_config
-    from plait.errors import PlaitError
+    from plait.errors import PlaitError, write
     from plait.offline import placing
     from plait_deploy.placement.drawing import draw
 
@@ -90,13 +90,8 @@ def place(
     nodes = placing.running(live or "auto") if cluster is None else placing.described(cluster)
     placed = placing.place(loaded, nodes, policy=policy, per_node=per_node)
     if svg is not None:
-        try:
-            svg.write_text(
-                draw(placed.state, placed.plan, title=_title(config, live if cluster is None else cluster.name)),
-                encoding="utf-8",
-            )
-        except OSError as error:
-            raise PlaitError(f"{svg} cannot be written: {error.strerror or error}") from error
+        title = _title(config, live if cluster is None else cluster.name)
+        write(svg, draw(placed.state, placed.plan, title=title))
     if as_json:
         print(json.dumps(placing.document_of(placed), indent=1))
     else:

@@ -9,7 +9,7 @@ from typing import Any
 
 from plait.config import PlaitConfig
 from plait.deployments import deployments
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.errors import NoRoomError, PlacementError
@@ -37,12 +37,10 @@ class Placed:
 def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str = OURS, per_node: int = 0) -> Placed:
     """Plan the replicas of a configuration on a cluster, at most `per_node` of a deployment on a node (0: any). `nodes`
     makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
-    try:
+    with told(PlacementError):
         demands = [row.demand(per_node=per_node) for row in deployments(config)]
         found = _planned(demands, nodes(), policy)
         others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
-    except PlacementError as error:
-        raise PlaitError(str(error)) from error
     return Placed(
         policy=policy,
         state=found[0],
