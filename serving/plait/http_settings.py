@@ -11,7 +11,6 @@ from plait_serving.starter.words import image_words, ranking_words
 
 if TYPE_CHECKING:
     from plait_serving.http.context import HttpSettings
-    from plait_serving.images.results import ResultsSettings
 
 
 def starter_words(config: ServedConfig) -> Mapping[str, Callable[[], Mapping[str, Any]]]:
@@ -52,17 +51,6 @@ def http_settings(
         max_body_bytes=server.largest_body_bytes,
         max_bodies_bytes=8 * max(server.largest_body_bytes, 64 << 20),
         preprocessors=PREPROCESSORS,
-        results=None if results is None else _kept_at(results),
+        results=results,
         words={name: read() for name, read in (words or {}).items()},
-    )
-
-
-def _kept_at(section: ResultsSection) -> ResultsSettings:
-    from plait_serving.images.results import ResultsSettings
-
-    return ResultsSettings(
-        url=section.place,
-        lifetime_s=section.lifetime_s,
-        max_bytes=section.max_bytes,
-        public_url=section.public_url,
     )

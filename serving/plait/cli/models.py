@@ -45,12 +45,13 @@ def random_model(
     from plait_serving.random_models.loras import write_lora
     from plait_serving.random_models.write import write_model
 
-    how = {"seed": seed, "dtype": dtype, "report": _progress()}
+    architecture, report = ARCHITECTURES[family], _progress()
     with told(file=out):
         if lora is None:
-            write_model(ARCHITECTURES[family], out, **how)
+            write_model(architecture, out, seed=seed, dtype=dtype, report=report)
         else:
-            write_lora(ARCHITECTURES[family], out, spelling=lora, rank=rank or USUAL_RANK, **how)
+            rank = rank or USUAL_RANK
+            write_lora(architecture, out, spelling=lora, rank=rank, seed=seed, dtype=dtype, report=report)
     key = f"loras: {{folder: {out.absolute().parent}}}" if lora else f"model: {out.absolute()}"
     if not family.value.endswith("controlnet"):
         print(f"serve it: images: {{{key}}} in plait.yaml", file=sys.stderr)

@@ -18,6 +18,7 @@ from typing import Any
 from plait.config import PlaitConfig, ServerSection
 from plait.deployments import Deployment
 from plait.errors import ServeError
+from plait.server.attach import connect
 from plait.server.environment import patient_start, prepare_environment, prepare_proxies
 from plait_serving.deployments import ray_internals
 from plait_serving.imports import importing
@@ -110,13 +111,9 @@ class Cluster:
         """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. Raises
         `ServeError`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
         from ray import serve
 
-        try:
-            ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.WARNING, namespace="plait")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ServeError(f"no Ray answers at {config.ray.address}: {' '.join(str(error).split())[:200]}") from error
+        connect(config.ray.address)
         existing = bool(serve.status().proxies)
         http = ray_internals.serve_http_config() if existing else None
         host = config.server.host if http is None else http.host or config.server.host
