@@ -15,17 +15,14 @@ import yaml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeApplication:
-    """One application: how to build it, with which arguments, and what is set for its deployments by name: knobs, what
-    a replica's actor asks Ray for (which replaces what the code says), and `max_surge_percent` (`surges`). `placed`:
-    further options of deployments whose numbers of replicas `autoscaling_policy` sets (`plait_deploy.on_ray`)."""
+    """One application: how to build it, with which arguments, and Serve's options of its deployments by name, which
+    replace what the code says. `autoscaling_policy` sets the numbers of replicas of those that are placed
+    (`plait_deploy.on_ray`)."""
 
     name: str
     import_path: str
     args: Mapping[str, Any]
-    knobs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    actors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    placed: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    surges: Mapping[str, int] = field(default_factory=dict)
+    deployments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     autoscaling_policy: Mapping[str, Any] | None = None
     route_prefix: str = "/"
 
@@ -34,7 +31,6 @@ def render_serve(
     application: ServeApplication, *, host: str, port: int, proxies: Literal["HeadOnly", "EveryNode"] = "HeadOnly"
 ) -> str:
     """Return the YAML, checked against Ray's own schema. Raises ValueError if Ray would refuse it."""
-    names = {**application.actors, **application.placed, **application.knobs, **application.surges}
     policy = application.autoscaling_policy
     document = {
         "proxy_location": proxies,
@@ -47,23 +43,12 @@ def render_serve(
                 "import_path": application.import_path,
                 "args": dict(application.args),
                 **({} if policy is None else {"autoscaling_policy": dict(policy)}),
-                "deployments": [_deployment(application, name) for name in names],
+                "deployments": [{"name": name, **options} for name, options in application.deployments.items()],
             }
         ],
     }
     _check(document)
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-
-
-def _deployment(application: ServeApplication, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, **application.placed.get(name, {})}
-    if (actor := application.actors.get(name)) is not None:
-        found["ray_actor_options"] = dict(actor)
-    if (surge := application.surges.get(name)) is not None:
-        found["max_surge_percent"] = surge
-    if (knobs := application.knobs.get(name)) is not None:
-        found["user_config"] = dict(knobs)
-    return found
 
 
 def _check(document: Mapping[str, Any]) -> None:

@@ -7,7 +7,6 @@ to that file. The error for an unknown key or a bad value names its path.
 from __future__ import annotations
 
 import ipaddress
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,12 +19,8 @@ from plait_deploy.kuberay.options import DeploySection
 from plait_loadtest import strict_yaml
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
-from plait_serving.sections import INGRESS_CPUS, FolderPath, Section
+from plait_serving.sections import FolderPath, Section
 from plait_serving.spelling import choice_hint, fields_at, hint
-
-INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
-"""The names of the deployments in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
-
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 
@@ -207,35 +202,6 @@ class ServedConfig(Section):
         """The model names that requests use."""
         return (*(() if self.images is None else self.images.base_models), *self.ranking_models)
 
-    @property
-    def logical_cpus(self) -> int:
-        """The logical CPUs that Ray must have so that every replica can be placed."""
-        sections = (self.images, self.recommend)
-        ingresses = self.server.ingress_replicas * INGRESS_CPUS
-        return math.ceil(ingresses + sum(section.logical_cpus for section in sections if section is not None))
-
-    @property
-    def drained(self) -> tuple[str, ...]:
-        """The deployments that finish their requests before shutdown, in this order."""
-        engine = () if self.images is None else (ENGINE,)
-        return (
-            *engine,
-            *(worker_name(name, section.entry_role) for name, section in self.ranking_models.items()),
-            INGRESS,
-        )
-
-    def knobs(self) -> dict[str, dict[str, Any]]:
-        """Return the settings that may change on running deployments, by deployment name."""
-        found: dict[str, dict[str, Any]] = {}
-        if self.images is not None:
-            found[ENGINE] = self.images.capped_knobs.model_dump(mode="json")
-            for name, controlnet in self.images.controlnet_services().items():
-                found[CONTROLNET_PREFIX + name] = {"threads": controlnet.thread_cap}
-        for name, section in self.ranking_models.items():
-            for role, part in section.parts.items():
-                found[worker_name(name, role)] = part.capped_knobs.model_dump(mode="json")
-        return found
-
 
 class RaySection(Section):
     """The Ray cluster that runs the deployments."""
@@ -257,11 +223,6 @@ class PlaitConfig(ServedConfig):
     version: Literal[1] = 1
     ray: RaySection = RaySection()
     deploy: DeploySection = DeploySection()
-
-
-def worker_name(model: str, role: str) -> str:
-    """Return the name of the deployment of a recommendation model's workers with this role: cn, hn or whole."""
-    return f"{role}-{model}"
 
 
 def load_config(path: Path | None = None, *, overrides: Sequence[str] = ()) -> PlaitConfig:

@@ -8,7 +8,9 @@ PlaitError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class PlaitError(Exception):
@@ -29,3 +31,25 @@ class StateError(PlaitError):
 
 class ServeError(PlaitError):
     """The server could not be started, or exited by itself."""
+
+
+@contextmanager
+def told(*kinds: type[Exception], file: Path | None = None) -> Iterator[None]:
+    """Raise these errors as `PlaitError` with their own sentence; with a `file` those of files too, said of it if they
+    name none. For a block, or as a decorator."""
+    try:
+        yield
+    except kinds as error:
+        raise PlaitError(str(error)) from error
+    except OSError as error:
+        if file is None:
+            raise
+        raise PlaitError(f"{error.filename or file}: {error.strerror or error}") from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a command's file. Raises `PlaitError`."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlaitError(f"{path} cannot be written: {error.strerror or error}") from error

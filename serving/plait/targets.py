@@ -26,6 +26,12 @@ def load_target(text: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
+def call(target: str, *arguments: Any, **named: Any) -> Any:
+    """Call the `module:function` of ours, which the process that calls it imports."""
+    module, _, name = target.partition(":")
+    return getattr(importlib.import_module(module), name)(*arguments, **named)
+
+
 def _from_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():

@@ -14,15 +14,17 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 CoreBudget = Annotated[
     float | None,
     Field(gt=0, le=1024, description="cores of a replica, for Ray's placement and the tuner's price; unset: small"),
 ]
 """The type of `num_cpus` in a section of plait.yaml."""
+
+KnobsT = TypeVar("KnobsT", bound=BaseModel)
 
 _PREFIX = "threads-"
 
@@ -40,10 +42,13 @@ class HostCores:
         return self.planned_threads > self.cores
 
 
-def thread_cap(threads: int, num_cpus: float | None) -> int:
-    """Return how many threads a replica may use: `threads`, but at least its budget. 0 means the budget rounded up,
-    or, without one, 0: all cores."""
-    return threads if num_cpus is None else max(threads, math.ceil(num_cpus))
+def capped(knobs: KnobsT, num_cpus: float | None) -> KnobsT:
+    """Return knobs with as many `threads` as a replica may use: what they say, but at least its budget. 0 means the
+    budget rounded up, or, without one, 0: all cores."""
+    threads = getattr(knobs, "threads", None)
+    if threads is None or num_cpus is None:
+        return knobs
+    return knobs.model_copy(update={"threads": max(threads, math.ceil(num_cpus))})
 
 
 def declare_threads(folder: Path, threads: int) -> None:

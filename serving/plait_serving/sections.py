@@ -10,9 +10,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from plait_serving.diffusion.sources.names import RULE, composed, is_name
 from plait_serving.diffusion.values import NAME_PATTERN
 
-INGRESS_CPUS = 0.1
-"""Logical CPUs that Ray counts for the HTTP ingress, which all workloads share."""
-
 MAX_REPLICAS = 64
 """Of a deployment whose number follows the load."""
 

@@ -4,9 +4,10 @@
 from ray import serve
 
 from fakes.serve import FakeSource
-from plait.app import AppArgs, compose
+from plait.app import AppArgs, bind
+from plait.deployments import deployments
 
 
 def build(args: AppArgs) -> serve.Application:
     """Build it; nothing imports torch."""
-    return compose(args, FakeSource(step_s=0.01))
+    return bind(deployments(args, engine=FakeSource(step_s=0.01)), node_classes=args.node_classes)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from fakes.images import FakeImageService
@@ -65,23 +66,18 @@ class FakeSource:
 def main(source: FakeSource = FakeSource()) -> int:
     """Serves until a signal. ``FAKE_STEP_S`` of the environment is for those who need longer steps."""
     source = replace(source, step_s=float(os.environ.get("FAKE_STEP_S", source.step_s)))
-    from plait.config import PlaitConfig, load_config
+    from plait.config import load_config
+    from plait.deployments import deployments
     from plait.errors import PlaitError
     from plait.server.supervise import serve
-
-    def compose_fake(config: PlaitConfig) -> Any:
-        from plait.app import AppArgs, compose  # imports Ray, whose environment is set by then
-
-        return compose(AppArgs(server=config.server, images=config.images, recommend=config.recommend), source)
 
     overrides = [f"server.port={sys.argv[1]}", "images.controlnets={}", "recommend=null", *sys.argv[2:]]
     config = load_config(overrides=overrides)
     try:
         return serve(
             config,
-            compose=compose_fake,
+            compose=partial(deployments, engine=source),
             num_cpus=2,
-            drained=config.drained,
             app_name="plait",
             environ=os.environ,
         )

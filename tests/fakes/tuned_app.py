@@ -17,6 +17,7 @@ import yaml
 
 from fakes.serve import FakeHosted, FakeSource, main
 from plait.config import PlaitConfig
+from plait.deployments import Deployment, deployments
 from plait_serving.diffusion.knobs import EngineKnobs
 
 COMPOSE = "fakes.tuned_app:compose"
@@ -50,12 +51,9 @@ class KnobbedSource(FakeSource):
         return KnobbedHosted(STEP_S)
 
 
-def compose(config: PlaitConfig) -> Any:
-    """plait's application around the fake engine."""
-    from plait.app import AppArgs
-    from plait.app import compose as compose_app
-
-    return compose_app(AppArgs(server=config.server, images=config.images, recommend=None), KnobbedSource())
+def compose(config: PlaitConfig) -> tuple[Deployment, ...]:
+    """plait's deployments around the fake engine."""
+    return deployments(config.model_copy(update={"recommend": None}), engine=KnobbedSource())
 
 
 def job_text(**changes: Any) -> str:

@@ -21,8 +21,9 @@ from typing import Any
 import pytest
 import yaml
 
-from plait.config import ENGINE, INGRESS, PlaitConfig
-from plait.offline.manifests import reservations, serve_application
+from plait.config import PlaitConfig
+from plait.deployments import ENGINE, INGRESS, deployments
+from plait.offline.manifests import serve_application
 from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL
 from plait_deploy.serve import render_serve
 from plait_serving.starter.manifest import WEIGHTS
@@ -255,12 +256,14 @@ def _application(folder: Path) -> str:
     text = CONFIG % (WEIGHTS / "controlnets" / "edges", folder)
     config = PlaitConfig.model_validate(yaml.safe_load(text))
     actors = {}
-    for one in reservations(config):
+    for one in deployments(config):
         node = "front" if one.name == INGRESS else (GPU_NODE if one.num_gpus else CPU_NODE)
         label = {NODE_LABEL: node} if one.name != ENGINE else {"engine": "yes"}
         gpus = {"num_gpus": one.num_gpus} if one.num_gpus else {}
         actors[one.name] = {"num_cpus": one.num_cpus, **gpus, "label_selector": label}
-    application = replace(serve_application(config), actors=actors)
+    plain = serve_application(config)
+    options = {name: {"ray_actor_options": actors[name], **more} for name, more in plain.deployments.items()}
+    application = replace(plain, deployments=options)
     (made,) = yaml.safe_load(render_serve(application, host="127.0.0.1", port=8000))["applications"]
     for deployment in made["deployments"]:
         deployment["max_replicas_per_node"] = 1

@@ -21,10 +21,10 @@ import torch
 
 from fakes import ranking_model as kit
 from fakes.rank_source import TinySource
-from plait.app import AppArgs, compose
-from plait.config import INGRESS, ServerSection
+from plait.app import AppArgs, bind
+from plait.config import ServerSection
+from plait.deployments import INGRESS, deployments
 from plait.server.ports import hold_port
-from plait.server.restarts import pin
 from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.package import Package
@@ -53,9 +53,8 @@ class Deployed:
 
     def deploy(self, args: AppArgs) -> None:
         """As a server does: what is bound as before is kept."""
-        app = compose(args, None, rank_sources={"tiny": TinySource(slow_s=0.02), "small": TinySource()})
-        pin(app, salt="rank")
-        self.serve.run(app, name="rank", route_prefix="/")
+        rows = deployments(args, ranking={"tiny": TinySource(slow_s=0.02), "small": TinySource()})
+        self.serve.run(bind(rows, salt="rank"), name="rank", route_prefix="/")
 
     def counted(self, deployment: str, counter: str) -> dict[str, float]:
         """What each replica has counted."""

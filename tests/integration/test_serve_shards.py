@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.app import AppArgs, compose
+from plait.app import AppArgs, build
 from plait_disagg.package import Package
 from plait_disagg.package.manifest import TABLES
 from plait_disagg.values import RankRequest
@@ -89,7 +89,7 @@ def deployed(tmp_path_factory: pytest.TempPathFactory, shared_serve: SharedServe
     parts = refresh_kit.packaged(tmp_path_factory.mktemp("dealt") / "parts")
     models = {"parts": RankModelSection(folder=parts.folder, cn=CnSection(shards=2))}
     args = AppArgs(images=None, recommend=RankingSection(models=models))
-    shared_serve.serve.run(compose(args, None), name="dealt", route_prefix="/")
+    shared_serve.serve.run(build(args), name="dealt", route_prefix="/")
     made = Deployed(shared_serve, parts)
     _wait_until(lambda: _answers(made))
     yield made

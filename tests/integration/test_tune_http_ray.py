@@ -83,9 +83,9 @@ async def test_the_actor_survives_its_clients_and_its_own_death(tmp_path, shared
 
 def _check_routes(folder, job_id):
     """What `plait serve` adds to its ingress reaches the same desk, and its errors come back as they are."""
-    from plait.app import tuning_routers
+    from plait.tuning.service.http import tuning_routers
 
-    routers = tuning_routers(TuningSection(enabled=True, folder=folder), {"config": {}})
+    routers = tuning_routers({"config": {}}, tuning=TuningSection(enabled=True, folder=folder))
     client = TestClient(create_app(None, HttpSettings(), routers=routers))
     assert [each["id"] for each in client.get("/v1/tuning/jobs").json()["data"]] == [job_id]
     answer = client.post("/v1/tuning/jobs", content="[]", headers={"content-type": "application/yaml"})

@@ -166,7 +166,7 @@ def test_knobs_are_given_to_a_running_server(server: PlaitServer, environment: P
     pids = server.replica_pids("engine")
     code = (
         "from plait.tuning.job.applying import apply_to_server; from plait.tuning.measure import application\n"
-        f"application._APPLICATION = {tuple(COMPOSE.split(':'))!r}\n"
+        "from fakes.tuned_app import compose; application.deployments = compose\n"
         f"for batch in (6, 16): print(apply_to_server({{'engine.largest_batch': batch}}, port={server.port}, "
         "dry_run=False), end='')\n"
     )

@@ -15,8 +15,8 @@ from fakes.images import FakeImageService
 from fakes.ranking import fake_rankers
 from fakes.trap import Trap
 from fakes.tuning_desk import LocalTuningService, Threads, desk_in
-from plait.app import http_settings
 from plait.config import PlaitConfig, ServerSection
+from plait.http_settings import http_settings
 from plait.tuning.service.http import tuning_router
 from plait_disagg.package import Package
 from plait_serving.diffusion.errors import NotFound

@@ -7,7 +7,7 @@ service, where it must stay; it fills in probes only where there are none.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,28 +34,6 @@ _RAY_ENVIRONMENT = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(_DRAIN_S), "RAY
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timing:
-    """Seconds that follow from the longest request (`server.drain_s`)."""
-
-    longest_request_s: float
-
-    @property
-    def leaving_s(self) -> int:
-        """How long a pod goes on after it was asked to end: nobody sends to it, its requests finish."""
-        return _SPREAD_S + int(-(-self.longest_request_s // 1))
-
-    @property
-    def grace_s(self) -> int:
-        """When Kubernetes kills a pod that has not ended."""
-        return self.leaving_s + _DRAIN_S + _MARGIN_S
-
-    @property
-    def deletion_delay_s(self) -> int:
-        """When the cluster of the version before goes. KubeRay's default, 60 s, is the least."""
-        return max(60, self.grace_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
     """The worker pods of one node class. `workload`: the only one whose replicas they carry, if it is one."""
 
@@ -71,39 +49,133 @@ class Pods:
         return {GPU_NODE: "gpu", SHARD_NODE: "shard"}.get(self.node, "cpu")
 
 
-def rayservice(
-    options: DeploySection,
-    pods: list[Pods],
-    *,
-    serve_config: str,
-    port: int,
-    timing: Timing,
-    ray_version: str,
-    environment: Mapping[str, str],
-) -> dict[str, Any]:
-    """Return the manifest. `environment` is of every container."""
-    cache = options.volumes.cache.path
-    env = {**environment, **_RAY_ENVIRONMENT, "XDG_CACHE_HOME": cache, "HF_HOME": f"{cache}/hub"}
-    labels = {SERVICE_LABEL: options.name}
-    queue = {} if options.queue is None else {"kueue.x-k8s.io/queue-name": options.queue}
-    spec: dict[str, Any] = {
-        "rayClusterDeletionDelaySeconds": timing.deletion_delay_s,
-        "excludeHeadPodFromServeSvc": True,
-        "upgradeStrategy": _upgrade(options),
-        "serveConfigV2": serve_config,
-        "rayClusterConfig": {
-            "rayVersion": ray_version,
-            "authOptions": {"mode": "token"} | _optional(secretName=options.token_secret),
-            "enableInTreeAutoscaling": options.autoscaling,
-            **({"autoscalerOptions": {"version": "v2", "securityContext": _CONFINED}} if options.autoscaling else {}),
-            "headGroupSpec": _head(options, port=port, env=env, timing=timing, labels=labels),
-            "workerGroupSpecs": [
-                _workers(options, it, port=port, env=env, timing=timing, labels=labels) for it in pods
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """What all parts of the RayService are made of. `port`: where it answers; `longest_request_s`: the longest request
+    (`server.drain_s`), from which the times of its end follow; `environment`: of every container."""
+
+    options: DeploySection
+    port: int
+    longest_request_s: float
+    environment: Mapping[str, str]
+
+    @property
+    def _leaving_s(self) -> int:
+        """How long a pod goes on after it was asked to end: nobody sends to it, its requests finish."""
+        return _SPREAD_S + int(-(-self.longest_request_s // 1))
+
+    @property
+    def _grace_s(self) -> int:
+        """When Kubernetes kills a pod that has not ended."""
+        return self._leaving_s + _DRAIN_S + _MARGIN_S
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {SERVICE_LABEL: self.options.name}
+
+    def manifest(self, pods: Sequence[Pods], *, serve_config: str, ray_version: str) -> dict[str, Any]:
+        """Return the RayService."""
+        options = self.options
+        queue = {} if options.queue is None else {"kueue.x-k8s.io/queue-name": options.queue}
+        spec: dict[str, Any] = {
+            # When the cluster of the version before goes. KubeRay's default, 60 s, is the least.
+            "rayClusterDeletionDelaySeconds": max(60, self._grace_s),
+            "excludeHeadPodFromServeSvc": True,
+            "upgradeStrategy": _upgrade(options),
+            "serveConfigV2": serve_config,
+            "rayClusterConfig": {
+                "rayVersion": ray_version,
+                "authOptions": {"mode": "token"} | _optional(secretName=options.token_secret),
+                "enableInTreeAutoscaling": options.autoscaling,
+                **(
+                    {"autoscalerOptions": {"version": "v2", "securityContext": _CONFINED}}
+                    if options.autoscaling
+                    else {}
+                ),
+                "headGroupSpec": self._head(),
+                "workerGroupSpecs": [self._workers(it) for it in pods],
+            },
+        }
+        labels = {"labels": {**self._labels, **queue}}
+        metadata = {"name": options.name} | _optional(namespace=options.namespace) | labels
+        return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata, "spec": spec}
+
+    def _head(self) -> dict[str, Any]:
+        ports = {"gcs-server": _GCS_PORT, "dashboard": DASHBOARD_PORT, "serve": self.port, "metrics": METRICS_PORT}
+        container = self._container("ray-head", self.options.head, ports)
+        # Ready as soon as Ray is: KubeRay sends the application only then.
+        container["readinessProbe"] = _ray_is_alive(period_s=5, failures=6)
+        # The autoscaler beside the head asks Kubernetes for pods; nothing else here needs a token of it.
+        template = self._template(container, self.options.head, has_account=self.options.autoscaling)
+        # Without cores the head runs Ray's own processes alone, no replica.
+        return {"rayStartParams": {"num-cpus": "0"}, "template": template}
+
+    def _workers(self, pods: Pods) -> dict[str, Any]:
+        group = pods.group
+        container = self._container("ray-worker", group, {"serve": self.port, "metrics": METRICS_PORT})
+        container["readinessProbe"] = _models_are_warm(self.port, pods.workload)
+        # Kubernetes takes a pod off the lists as it asks it to end, and Ray stops its replicas when it is asked. In
+        # between, requests finish.
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(self._leaving_s)]}}}
+        template = self._template(container, group, has_account=False)
+        if isinstance(group, GpuGroup):
+            template["spec"]["tolerations"] = [{"key": group.resource, "operator": "Exists", "effect": "NoSchedule"}]
+        return {
+            "groupName": pods.name,
+            "replicas": pods.min_pods,
+            "minReplicas": pods.min_pods,
+            "maxReplicas": pods.max_pods,
+            "labels": {NODE_LABEL: pods.node},
+            "rayStartParams": {},
+            "template": template,
+        }
+
+    def _container(self, name: str, group: WorkerGroup, ports: Mapping[str, int]) -> dict[str, Any]:
+        assert self.options.image is not None
+        volumes = self.options.volumes
+        cache = volumes.cache.path
+        env = {**self.environment, **_RAY_ENVIRONMENT, "XDG_CACHE_HOME": cache, "HF_HOME": f"{cache}/hub"}
+        size: dict[str, Any] = {"cpu": str(group.cpus), "memory": group.memory}
+        if isinstance(group, GpuGroup):
+            size[group.resource] = str(group.gpus)
+        return {
+            "name": name,
+            "image": self.options.image,
+            "env": [{"name": key, "value": value} for key, value in sorted(env.items())],
+            "ports": [{"name": key, "containerPort": value} for key, value in ports.items()],
+            "resources": {"requests": dict(size), "limits": dict(size)},
+            "volumeMounts": [
+                {"name": "models", "mountPath": volumes.models.path, "readOnly": True},
+                {"name": "cache", "mountPath": cache},
             ],
-        },
-    }
-    metadata = {"name": options.name} | _optional(namespace=options.namespace) | {"labels": {**labels, **queue}}
-    return {"apiVersion": "ray.io/v1", "kind": "RayService", "metadata": metadata, "spec": spec}
+            # Whether Ray's processes live, which no queue delays: a busy pod is not a dead one.
+            "livenessProbe": _ray_is_alive(period_s=10, failures=12),
+            "securityContext": _CONFINED,
+        }
+
+    def _template(self, container: dict[str, Any], group: WorkerGroup, *, has_account: bool) -> dict[str, Any]:
+        options = self.options
+        claims = {"models": options.volumes.models, "cache": options.volumes.cache}
+        spec: dict[str, Any] = {
+            "containers": [container],
+            "terminationGracePeriodSeconds": self._grace_s,
+            "automountServiceAccountToken": has_account,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": _USER,
+                "fsGroup": _USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "volumes": [
+                {"name": name, "persistentVolumeClaim": {"claimName": it.claim or f"{options.name}-{name}"}}
+                for name, it in claims.items()
+            ],
+        }
+        if options.pull_secret is not None:
+            spec["imagePullSecrets"] = [{"name": options.pull_secret}]
+        spec |= _optional(nodeSelector=group.node_selector or None)
+        return {"metadata": {"labels": self._labels}, "spec": spec}
 
 
 def _upgrade(options: DeploySection) -> dict[str, Any]:
@@ -117,74 +189,6 @@ def _upgrade(options: DeploySection) -> dict[str, Any]:
             "intervalSeconds": options.upgrade.interval_s,
             "maxSurgePercent": options.upgrade.max_surge_percent,
         },
-    }
-
-
-def _head(
-    options: DeploySection, *, port: int, env: Mapping[str, str], timing: Timing, labels: Mapping[str, str]
-) -> dict[str, Any]:
-    ports = {"gcs-server": _GCS_PORT, "dashboard": DASHBOARD_PORT, "serve": port, "metrics": METRICS_PORT}
-    container = _container("ray-head", options, options.head, ports=ports, env=env)
-    # Ready as soon as Ray is: KubeRay sends the application only then.
-    container["readinessProbe"] = _ray_is_alive(period_s=5, failures=6)
-    # The autoscaler beside the head asks Kubernetes for pods; nothing else here needs a token of it.
-    template = _template(options, container, timing=timing, labels=labels, has_account=options.autoscaling)
-    template["spec"] |= _optional(nodeSelector=options.head.node_selector or None)
-    # Without cores the head runs Ray's own processes alone, no replica.
-    return {"rayStartParams": {"num-cpus": "0"}, "template": template}
-
-
-def _workers(
-    options: DeploySection,
-    pods: Pods,
-    *,
-    port: int,
-    env: Mapping[str, str],
-    timing: Timing,
-    labels: Mapping[str, str],
-) -> dict[str, Any]:
-    group = pods.group
-    container = _container("ray-worker", options, group, ports={"serve": port, "metrics": METRICS_PORT}, env=env)
-    container["readinessProbe"] = _models_are_warm(port, pods.workload)
-    # Kubernetes takes a pod off the lists as it asks it to end, and Ray stops its replicas when it is asked. In
-    # between, requests finish.
-    container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(timing.leaving_s)]}}}
-    template = _template(options, container, timing=timing, labels=labels, has_account=False)
-    template["spec"] |= _optional(nodeSelector=group.node_selector or None)
-    if isinstance(group, GpuGroup):
-        template["spec"]["tolerations"] = [{"key": group.resource, "operator": "Exists", "effect": "NoSchedule"}]
-    return {
-        "groupName": pods.name,
-        "replicas": pods.min_pods,
-        "minReplicas": pods.min_pods,
-        "maxReplicas": pods.max_pods,
-        "labels": {NODE_LABEL: pods.node},
-        "rayStartParams": {},
-        "template": template,
-    }
-
-
-def _container(
-    name: str, options: DeploySection, group: WorkerGroup, *, ports: Mapping[str, int], env: Mapping[str, str]
-) -> dict[str, Any]:
-    assert options.image is not None
-    size: dict[str, Any] = {"cpu": str(group.cpus), "memory": group.memory}
-    if isinstance(group, GpuGroup):
-        size[group.resource] = str(group.gpus)
-    volumes = options.volumes
-    return {
-        "name": name,
-        "image": options.image,
-        "env": [{"name": key, "value": value} for key, value in sorted(env.items())],
-        "ports": [{"name": key, "containerPort": value} for key, value in ports.items()],
-        "resources": {"requests": dict(size), "limits": dict(size)},
-        "volumeMounts": [
-            {"name": "models", "mountPath": volumes.models.path, "readOnly": True},
-            {"name": "cache", "mountPath": volumes.cache.path},
-        ],
-        # Whether Ray's processes live, which no queue delays: a busy pod is not a dead one.
-        "livenessProbe": _ray_is_alive(period_s=10, failures=12),
-        "securityContext": _CONFINED,
     }
 
 
@@ -212,36 +216,6 @@ def _models_are_warm(port: int, workload: str | None) -> dict[str, Any]:
         "timeoutSeconds": 5,
         "failureThreshold": 3,
     }
-
-
-def _template(
-    options: DeploySection,
-    container: dict[str, Any],
-    *,
-    timing: Timing,
-    labels: Mapping[str, str],
-    has_account: bool,
-) -> dict[str, Any]:
-    claims = {"models": options.volumes.models, "cache": options.volumes.cache}
-    spec: dict[str, Any] = {
-        "containers": [container],
-        "terminationGracePeriodSeconds": timing.grace_s,
-        "automountServiceAccountToken": has_account,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": _USER,
-            "fsGroup": _USER,
-            "fsGroupChangePolicy": "OnRootMismatch",
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
-        "volumes": [
-            {"name": name, "persistentVolumeClaim": {"claimName": it.claim or f"{options.name}-{name}"}}
-            for name, it in claims.items()
-        ],
-    }
-    if options.pull_secret is not None:
-        spec["imagePullSecrets"] = [{"name": options.pull_secret}]
-    return {"metadata": {"labels": dict(labels)}, "spec": spec}
 
 
 def _optional(**items: Any) -> dict[str, Any]:

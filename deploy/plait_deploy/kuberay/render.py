@@ -12,7 +12,7 @@ import yaml
 
 from plait_deploy.errors import DeployError
 from plait_deploy.kuberay.options import DeploySection, GpuGroup, Volumes, WorkerGroup
-from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, SHARD_NODE, Pods, Timing, rayservice
+from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, SHARD_NODE, Pods, Service
 from plait_deploy.kuberay.sizing import Reservation, pods_for
 from plait_deploy.kuberay.volumes_and_policies import disruption_budgets, network_policy, pod_monitor, volume_claims
 from plait_deploy.serve import ServeApplication, render_serve
@@ -41,27 +41,22 @@ def render_kuberay(
             "or set deploy.network.monitoring_namespace to null"
         )
     pods = _pods(reservations, options)
-    timing = Timing(longest_request_s=longest_request_s)
     placed = replace(
         application,
         args=mapped(application.args, options.volumes),
-        actors={it.name: _actor(it) for it in reservations},
+        deployments={
+            it.name: {"ray_actor_options": _actor(it), **application.deployments[it.name]} for it in reservations
+        },
     )
-    service = rayservice(
-        options,
-        pods,
-        serve_config=render_serve(placed, host="0.0.0.0", port=port, proxies="EveryNode"),  # noqa: S104  # in a pod
-        port=port,
-        timing=timing,
-        ray_version=ray_version,
-        environment=environment,
-    )
+    service = Service(options=options, port=port, longest_request_s=longest_request_s, environment=environment)
+    # In a pod the server listens on all interfaces.
+    serve_config = render_serve(placed, host="0.0.0.0", port=port, proxies="EveryNode")  # noqa: S104
     documents = [
         *volume_claims(options),
         network_policy(options, port=port),
         *disruption_budgets(options, pods),
         *([] if options.network.monitoring_namespace is None else [pod_monitor(options)]),
-        service,
+        service.manifest(pods, serve_config=serve_config, ray_version=ray_version),
     ]
     # A copy through JSON shares no parts, of which YAML would make aliases.
     separate = json.loads(json.dumps(documents))

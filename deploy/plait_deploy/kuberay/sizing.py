@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from plait_deploy.errors import DeployError
-
-_ROUNDING = 1e-9
+from plait_deploy.placement.demands import task_of
+from plait_deploy.placement.errors import TaskError
+from plait_deploy.placement.policies.baselines import FirstFitPolicy
+from plait_deploy.placement.state import ClusterState
+from plait_deploy.placement.values import WHOLE, ClusterNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,27 +29,6 @@ class Reservation:
     workload: str | None = None
 
 
-@dataclass(slots=True)
-class _Pod:
-    cpus: float
-    memory_bytes: int
-    gpus: list[float] = field(default_factory=list)
-
-    def takes(self, one: Reservation) -> bool:
-        """Reserve for a replica if it fits. Ray gives whole GPUs, or a fraction of a single one."""
-        if one.num_cpus > self.cpus + _ROUNDING or one.memory_bytes > self.memory_bytes:
-            return False
-        wanted = [1.0] * int(one.num_gpus) if one.num_gpus >= 1 else [one.num_gpus] if one.num_gpus else []
-        fitting = sorted((free, i) for i, free in enumerate(self.gpus) if wanted and free + _ROUNDING >= wanted[0])
-        if len(fitting) < len(wanted):
-            return False
-        for share, (_, i) in zip(wanted, fitting, strict=False):
-            self.gpus[i] -= share
-        self.cpus -= one.num_cpus
-        self.memory_bytes -= one.memory_bytes
-        return True
-
-
 def pods_for(
     reservations: Sequence[Reservation],
     *,
@@ -60,19 +42,25 @@ def pods_for(
 
     Raises DeployError if a replica fits no pod; `key` names what to change.
     """
-    pods: list[_Pod] = []
-    for one in _replicas(reservations, at_most=at_most):
-        if any(pod.takes(one) for pod in pods):
-            continue
-        pods.append(_Pod(cpus=float(cpus), memory_bytes=memory_bytes, gpus=[1.0] * gpus))
+    replicas = list(_replicas(reservations, at_most=at_most))
+    pod = ClusterNode(name=key, cpu_milli=cpus * WHOLE, memory_mib=memory_bytes >> 20, gpus=gpus)
+    state, policy, needed = ClusterState([pod] * max(1, len(replicas))), FirstFitPolicy(), 0
+    for one in replicas:
         if one.memory_bytes > memory_bytes:
             wants, has = f"{one.memory_bytes / 1e9:g} GB of tables", f"{memory_bytes / 1e9:.3g} GB"
             raise DeployError(f"a replica of {one.name} holds {wants}, and a pod of {key} has {has}: it fits no node")
-        if not pods[-1].takes(one):
+        try:
+            task = task_of(one.name, num_cpus=one.num_cpus, num_gpus=one.num_gpus)
+        except TaskError as error:
+            raise DeployError(str(error)) from error
+        task = replace(task, memory_mib=one.memory_bytes >> 20)
+        if (at := policy.choose(state, task)) is None:
             wants = f"{one.num_cpus:g} cores" + (f" and {one.num_gpus:g} GPUs" if one.num_gpus else "")
             has = f"{cpus}" + (f" and {gpus}" if one.num_gpus else "")
             raise DeployError(f"a replica of {one.name} wants {wants}, and a pod of {key} has {has}: it fits no node")
-    return len(pods)
+        state.place(task, at)
+        needed = max(needed, at.node + 1)
+    return needed
 
 
 def _replicas(reservations: Sequence[Reservation], *, at_most: bool) -> Iterable[Reservation]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 
 from plait_deploy.on_ray.nodes import RayNode
 from plait_deploy.on_ray.replica_location import NODE, devices_in
-from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.errors import TaskError
-from plait_deploy.placement.plan import Use, use_of
-from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, TaskPlacement
+
+if TYPE_CHECKING:
+    from plait_deploy.placement.demands import Demand
+    from plait_deploy.placement.state import ClusterState
 
 _FAMILIES = {
     "plait_node_gpus": "GPUs of a node of Ray",
@@ -31,6 +33,8 @@ def occupied(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Repor
     A replica on a node that is gone, or on devices that another one says it has, counts nowhere: the two reports are
     of different moments.
     """
+    from plait_deploy.placement.state import ClusterState
+
     state = ClusterState([each.node for each in nodes])
     index = {each.number: at for at, each in enumerate(nodes)}
     for demand in demands:
@@ -53,8 +57,10 @@ def gauges(nodes: Sequence[RayNode], demands: Sequence[Demand], reports: Reports
     having = [each for each in nodes if each.node.gpus]
     families = [GaugeMetricFamily(name, said, labels=("node", "class")) for name, said in _FAMILIES.items()]
     if having:
+        from plait_deploy.placement.plan import use_of
+
         state = occupied(having, demands, reports)
-        use: Use = use_of(state, demands)
+        use = use_of(state, demands)
         for at, each in enumerate(having):
             values = (each.node.gpus, int(state.gpu_free[at]) / WHOLE, round(use.stranded_by_node[at], 6))
             for family, value in zip(families, values, strict=True):

@@ -25,12 +25,13 @@ def show(
     import json
     from dataclasses import asdict
 
+    from plait.errors import write
     from plait.offline.audit import drifts, page
     from plait_serving.diffusion.preparation import audit_folder, default_prepared_folder
 
     found = drifts(folder or audit_folder(default_prepared_folder()))
     if out is not None:
-        out.write_text(page(found), encoding="utf-8")
+        write(out, page(found))
     if as_json:
         print(json.dumps([asdict(drift) for drift in found], indent=1))
     else:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -63,9 +63,8 @@ def bench(
     # Servers that a benchmark started must not outlive it, however it is asked to end.
     before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     try:
-        document = measure(job, say=_say)
-    except BenchError as error:
-        raise PlaitError(str(error)) from error
+        with told(BenchError):
+            document = measure(job, say=_say)
     finally:
         signal.signal(signal.SIGTERM, before)
     text = json.dumps(document, indent=1)

@@ -43,8 +43,7 @@ def render(
     """Print YAML: for `serve deploy FILE` on a Ray cluster, or for `kubectl apply -f FILE`."""
     from plait.config import load_config
     from plait.errors import PlaitError
-    from plait.offline.manifests import kuberay_manifests, serve_application
-    from plait.offline.placed_application import placed_application
+    from plait.offline.manifests import kuberay_manifests, placed_application, serve_application
     from plait_deploy.serve import render_serve
 
     options = [f"deploy.image={json.dumps(image)}"] if image is not None else []
@@ -81,7 +80,7 @@ def place(
     """Plan which node and GPU each replica goes to, and what is stranded before and after; 1 if one has no place."""
     from plait.cli.models import table
     from plait.config import load_config
-    from plait.errors import PlaitError
+    from plait.errors import PlaitError, write
     from plait.offline import placing
     from plait_deploy.placement.drawing import draw
 
@@ -91,13 +90,8 @@ def place(
     nodes = placing.running(live or "auto") if cluster is None else placing.described(cluster)
     placed = placing.place(loaded, nodes, policy=policy, per_node=per_node)
     if svg is not None:
-        try:
-            svg.write_text(
-                draw(placed.state, placed.plan, title=_title(config, live if cluster is None else cluster.name)),
-                encoding="utf-8",
-            )
-        except OSError as error:
-            raise PlaitError(f"{svg} cannot be written: {error.strerror or error}") from error
+        title = _title(config, live if cluster is None else cluster.name)
+        write(svg, draw(placed.state, placed.plan, title=title))
     if as_json:
         print(json.dumps(placing.document_of(placed), indent=1))
     else:

@@ -9,7 +9,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told, write
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
 
@@ -57,10 +57,8 @@ def calibrate_link(
     if like not in known:
         raise PlaitError(f"there is no link {like!r}; there are {', '.join(known)}")
     found = [_read(lambda path: parse_measurements(path.read_text(encoding="utf-8")), path) for path in measurements]
-    try:
+    with told(ValueError):
         one = calibrate(name, found, known[like], source=", ".join(path.name for path in measurements))
-    except ValueError as error:
-        raise PlaitError(str(error)) from error
     latencies = [(s.nbytes, s.latency_s) for measured in found for s in measured.samples if s.latency_s is not None]
     worst, nbytes = fit_error(one.link, latencies)
     if latencies:
@@ -69,10 +67,7 @@ def calibrate_link(
     if out is None:
         print(text, end="")
     else:
-        try:
-            out.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise PlaitError(f"{out} cannot be written: {error.strerror or error}") from error
+        write(out, text)
 
 
 def _read(reader: Callable[[Path], T], path: Path) -> T:

@@ -40,10 +40,18 @@ def random_model(
         raise typer.BadParameter("a LoRA is for a base model, not for a ControlNet", param_hint="--lora")
     _require_new(out, file=lora is not None)
     print("loading the model classes ...", file=sys.stderr, flush=True)
-    from plait.offline.random_models import RandomLora, write
+    from plait.errors import told
+    from plait_serving.diffusion.published.architectures import ARCHITECTURES
+    from plait_serving.random_models.loras import write_lora
+    from plait_serving.random_models.write import write_model
 
-    wanted = None if lora is None else RandomLora(spelling=lora, rank=rank or USUAL_RANK)
-    write(family, out, seed=seed, dtype=dtype, lora=wanted, report=_progress())
+    architecture, report = ARCHITECTURES[family], _progress()
+    with told(file=out):
+        if lora is None:
+            write_model(architecture, out, seed=seed, dtype=dtype, report=report)
+        else:
+            rank = rank or USUAL_RANK
+            write_lora(architecture, out, spelling=lora, rank=rank, seed=seed, dtype=dtype, report=report)
     key = f"loras: {{folder: {out.absolute().parent}}}" if lora else f"model: {out.absolute()}"
     if not family.value.endswith("controlnet"):
         print(f"serve it: images: {{{key}}} in plait.yaml", file=sys.stderr)

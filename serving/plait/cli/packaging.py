@@ -12,6 +12,8 @@ from typing import Annotated
 
 import typer
 
+from plait.errors import write
+
 
 class RowFormat(StrEnum):
     """The storage format of embedding table rows."""
@@ -123,7 +125,7 @@ def cut_model(
     )
     cut = inspect_cut(question)
     if svg is not None:
-        _write(svg, cut_svg(cut.report, title=cut.title, candidates=SHOWN))
+        write(svg, cut_svg(cut.report, title=cut.title, candidates=SHOWN))
         print(f"drawn into {svg}", file=sys.stderr)
     dealt = None if shards is None else dealt_tables(Path(model), shards)
     if as_json:
@@ -134,15 +136,6 @@ def cut_model(
     for number, shard in enumerate(dealt or ()):
         print(f"shard {number}: {shard.held_bytes:,} bytes, {shard.read_bytes:,.0f} read by a request", end="")
         print(f": {', '.join(shard.pieces) or 'nothing'}")
-
-
-def _write(path: Path, text: str) -> None:
-    from plait.errors import PlaitError
-
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlaitError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def _bags(texts: list[str] | None) -> dict[str, int]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -29,6 +32,11 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
     show_config: Annotated[
         bool, typer.Option("--show-config", help="print the configuration in force and stop")
     ] = False,
+    show_deployments: Annotated[
+        bool,
+        typer.Option("--show-deployments", help="print what would be deployed, and what a change of each key does"),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="with --show-deployments: one JSON list")] = False,
 ) -> None:
     """Start the server, print its address on stdout when it is ready, and run until Ctrl-C or SIGTERM."""
     from plait.config import dump_config, load_config
@@ -42,11 +50,14 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
     if show_config:
         print(dump_config(loaded), end="")
         return
+    if show_deployments:
+        print(_deployments(loaded, as_json=as_json))
+        return
     raise typer.Exit(_serve(loaded))
 
 
 def _serve(config: PlaitConfig) -> int:
-    from plait.offline.manifests import spare_cpus
+    from plait.deployments import deployments, logical_cpus, spare_cpus
     from plait.precision import with_dtype
     from plait.server import supervise
 
@@ -54,24 +65,37 @@ def _serve(config: PlaitConfig) -> int:
         config = config.model_copy(update={"images": with_dtype(config.images)})
     return supervise.serve(
         config,
-        compose=_compose,
-        num_cpus=config.logical_cpus + spare_cpus(config),
-        drained=config.drained,
+        compose=deployments,
+        num_cpus=logical_cpus(config) + spare_cpus(deployments(config)),
         app_name="plait",
         environ=os.environ,
     )
 
 
-def _compose(config: PlaitConfig) -> Any:
-    from plait_serving.imports import importing
+def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
+    from plait.cli.models import table
+    from plait.deployments import deployments, document_of
 
-    with importing():
-        from plait.app import application  # imports Ray, whose environment is set by now
+    rows = document_of(deployments(config))
+    if as_json:
+        return json.dumps(rows, indent=1)
+    lines = [("name", "class", "replicas", "CPUs each", "GPUs each")]
+    blocks = []
+    for row in rows:
+        least, most = row["replicas"].values()
+        count = str(most) if least == most else f"{least} to {most}"
+        lines.append((row["name"], row["class"], count, f"{row['num_cpus']:g}", f"{row['num_gpus']:g}"))
+        blocks.append(f"\n{row['name']}, where a change of these keys means to")
+        for does in ("restart", "scale", "reconfigure"):
+            keys = [_key(key, row["knobs"]) for key, it in row["changes"].items() if it == does]
+            blocks.append(fill(f"  {does:<11}  {', '.join(keys)}", 100, subsequent_indent=" " * 15))
+    return "\n".join((table(lines), *blocks))
 
-    return application(config)
+
+def _key(key: str, knobs: Mapping[str, Any]) -> str:
+    value = knobs.get(key)
+    return key if key not in knobs or isinstance(value, dict) else f"{key}={value}"
 
 
 def _yaml(value: str | int) -> str:
-    import json
-
     return json.dumps(value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.doctor.findings import CheckResult, finding, warning
@@ -64,7 +64,7 @@ def node_findings(nodes: list[NodeFacts]) -> Iterator[CheckResult]:
 
 
 def serve_findings(status: Mapping[str, Any]) -> Iterator[CheckResult]:
-    """Yield whether each application runs, and which deployments do not; `status` is that of `serve status`."""
+    """Yield whether each application runs, and which deployments do not; `status` is what Serve says."""
     applications = status.get("applications") or {}
     if not applications:
         yield warning("serve", False, "no application is deployed", "serve deploy FILE, or plait serve --address")
@@ -91,7 +91,7 @@ def placement_findings(nodes: list[NodeFacts], status: Mapping[str, Any]) -> Ite
         classes = set()
         for deployment, it in (state.get("deployments") or {}).items():
             if (where := split_name(deployment)) is not None:
-                placed[where[0]] = placed.get(where[0], 0) + it.get("running", 0)
+                placed[where[0]] = placed.get(where[0], 0) + it["replica_states"].get("RUNNING", 0)
                 classes.add(where[1])
         if not placed:
             continue
@@ -111,23 +111,7 @@ def _ask(address: str | None, port: int) -> tuple[list[NodeFacts], Mapping[str, 
     with attached(address, port) as ray:
         from ray import serve
 
-        status = serve.status()
-        proxies = {node: str(getattr(state, "value", state)) for node, state in status.proxies.items()}
-        found = {
-            name: {
-                "status": str(getattr(app.status, "value", app.status)),
-                "deployments": {
-                    part: {
-                        "status": str(getattr(it.status, "value", it.status)),
-                        "message": it.message,
-                        "running": sum(count for what, count in it.replica_states.items() if str(what) == "RUNNING"),
-                    }
-                    for part, it in app.deployments.items()
-                },
-            }
-            for name, app in status.applications.items()
-        }
-        return _nodes(ray), {"applications": found, "proxies": proxies}
+        return _nodes(ray), asdict(serve.status())
 
 
 def _nodes(ray: Any) -> list[NodeFacts]:

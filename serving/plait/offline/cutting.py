@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import GraphError
@@ -62,10 +62,8 @@ def dealt_tables(folder: Path, shards: int) -> list[DealtShard]:
     """Return how so many shards would hold the tables of a packaged model's folder. Raises `PlaitError`."""
     if not folder.is_dir():
         raise PlaitError(f"{folder} is no folder of a packaged model, and only a package's tables are dealt to shards")
-    try:
+    with told(PackageError):
         plan = plan_of(open_package(folder, ahead=False), Sharding(shards=shards))
-    except PackageError as error:
-        raise PlaitError(str(error)) from error
     return [
         DealtShard(
             held_bytes=plan.held_bytes[number],
@@ -82,13 +80,11 @@ def inspect_cut(question: CutQuestion) -> Cut:
     Raises `PlaitError`.
     """
     folder = Path(question.model)
-    try:
+    with told(GraphError, PackageError):
         if folder.is_dir():
             return _of_package(open_package(folder), question)
         if question.model in CONFIGS:
             return _of_configuration(question)
-    except (GraphError, PackageError) as error:
-        raise PlaitError(str(error)) from error
     known = ", ".join(CONFIGS)
     raise PlaitError(f"{question.model} is neither the folder of a packaged model nor one of: {known}")
 

@@ -1,28 +1,18 @@
-"""What a plait.yaml means for a cluster: the Serve application, and what its deployments reserve."""
+"""What a plait.yaml means for a cluster: the Serve application, where nothing or a policy places it."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
-from plait.config import (
-    CONTROLNET_PREFIX,
-    ENGINE,
-    INGRESS,
-    PlaitConfig,
-    ServedConfig,
-    ServerSection,
-    TuningSection,
-    worker_name,
-)
-from plait.errors import ConfigError
-from plait_deploy.kuberay.sizing import Reservation
+from plait.config import PlaitConfig, TuningSection
+from plait.deployments import INGRESS, Deployment, deployments
+from plait.errors import ConfigError, PlaitError
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
-from plait_serving.images.config import MODEL_CPUS, ControlNetSection, ImagesSection
-from plait_serving.ranking.config import WORKER_CPUS, HnSection, ShardsSection, WholeSection
-from plait_serving.sections import INGRESS_CPUS
 
 
 def kuberay_manifests(config: PlaitConfig) -> str:
@@ -37,7 +27,7 @@ def kuberay_manifests(config: PlaitConfig) -> str:
     try:
         return render_kuberay(
             serve_application(config),
-            reservations(config),
+            deployments(config),
             config.deploy,
             port=config.server.port or 8000,
             has_keys=bool(config.server.api_keys),
@@ -54,55 +44,50 @@ def serve_application(config: PlaitConfig) -> ServeApplication:
     args = {"server": config.server.model_dump(mode="json", exclude_defaults=True), **_shapes(config)}
     if config.tuning != TuningSection():
         args["tuning"] = config.tuning.model_dump(mode="json", exclude_defaults=True)
-    surges = {one.name: surge_percent(one, config.server) for one in reservations(config)}
-    return ServeApplication(name="plait", import_path="plait.app:build", args=args, knobs=config.knobs(), surges=surges)
+    ingress, *rows = deployments(config)
+    options = {row.name: _options(row) for row in (*rows, ingress)}
+    return ServeApplication(name="plait", import_path="plait.app:build", args=args, deployments=options)
 
 
-def surge_percent(one: Reservation, server: ServerSection) -> int:
-    """Return Serve's `max_surge_percent` of a deployment."""
-    return server.surge_percent(num_gpus=one.num_gpus, replicas=one.max_replicas)
+def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
+    """Return the application as Serve's config file has it, placed on the classes of nodes that a file describes: its
+    groups. Raises `PlaitError` for what does not fit there.
+
+    The number of replicas of what is placed stands with its deployments only, where a change restarts nothing.
+    """
+    from plait.offline.placing import read_classes
+    from plait_deploy.on_ray.declared import placed_deployments, policy_options
+    from plait_deploy.on_ray.names import name_at
+    from plait_deploy.placement.errors import PlacementError
+    from plait_serving.deployments.scaling import autoscaling
+
+    ingress, *rows = deployments(config)
+    policies = {row.name: autoscaling(row.scaling)["policy"] for row in rows if row.scaling is not None}
+    try:
+        demands = [row.demand() for row in rows]
+        classes = read_classes(cluster, demands)
+        placed = placed_deployments(demands, classes)
+        policy = policy_options(demands, classes, follows=policies)
+    except PlacementError as error:
+        raise PlaitError(f"{cluster}: {error}") from error
+    at = {name_at(row.name, of): row for row in rows for of in classes}
+    options = {name: {**placed[name], **_options(row)} for name, row in at.items()} | {ingress.name: _options(ingress)}
+    plain = serve_application(config)
+    args = {**plain.args, **_uncounted(_shapes(config)), "node_classes": list(classes)}
+    return replace(plain, args=args, deployments=options, autoscaling_policy=policy)
 
 
-def spare_cpus(config: ServedConfig) -> int:
-    """Return the logical CPUs that Ray must have so that in an update one more replica has room."""
-    return math.ceil(
-        max((one.num_cpus for one in reservations(config) if surge_percent(one, config.server)), default=0)
-    )
+def _options(row: Deployment) -> dict[str, Any]:
+    """Return what a Serve configuration sets of a deployment: what may change while it runs."""
+    surge = {"max_surge_percent": row.options["max_surge_percent"]}
+    return surge if row.name == INGRESS else {**surge, "user_config": dict(row.knobs or {})}
 
 
-def reservations(config: ServedConfig) -> list[Reservation]:
-    """Return what each deployment of the application reserves (`plait.app` says the same to Ray)."""
-    ingresses = config.server.ingress_replicas
-    found = [Reservation(name=INGRESS, num_cpus=INGRESS_CPUS, min_replicas=ingresses, max_replicas=ingresses)]
-    if (images := config.images) is not None:
-        found.append(_of(ENGINE, images))
-        found += [_of(CONTROLNET_PREFIX + name, it) for name, it in images.controlnet_services().items()]
-    for model, section in config.ranking_models.items():
-        for role, part in section.parts.items():
-            found.append(
-                Reservation(
-                    name=worker_name(model, role),
-                    num_cpus=part.num_cpus or WORKER_CPUS,
-                    num_gpus=part.num_gpus if isinstance(part, HnSection | WholeSection) else 0.0,
-                    min_replicas=part.min_replicas,
-                    max_replicas=part.max_replicas,
-                    is_shard=isinstance(part, ShardsSection),
-                    memory_bytes=part.memory_bytes or 0 if isinstance(part, ShardsSection) else 0,
-                    workload="ranking",
-                )
-            )
-    return found
-
-
-def _of(name: str, section: ImagesSection | ControlNetSection) -> Reservation:
-    return Reservation(
-        name=name,
-        num_cpus=section.num_cpus or MODEL_CPUS,
-        num_gpus=section.num_gpus,
-        min_replicas=section.min_replicas,
-        max_replicas=section.max_replicas,
-        workload="images",
-    )
+def _uncounted(data: Any) -> Any:
+    """Return sections without the numbers of replicas."""
+    if not isinstance(data, Mapping):
+        return data
+    return {key: _uncounted(value) for key, value in data.items() if not (key == "replicas" and isinstance(value, int))}
 
 
 def _shapes(config: PlaitConfig) -> dict[str, Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_serving.deployments.images.hosted import lora_source
 from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.lora.merged_folder import LoraFile, MergedPart, write_merged
@@ -24,15 +25,11 @@ def merge(images: ImagesSection, base: str, loras: Mapping[str, float], out: Pat
     """
     chosen = _base(images, base)
     source = lora_source(images)
-    try:
+    with closing(source), told(file=out):
         files = [LoraFile(name=_name(text), path=_file(source, text), scale=scale) for text, scale in loras.items()]
         if len({lora.name for lora in files}) < len(files):
             raise PlaitError("two of the LoRAs have one name")
         return write_merged(chosen.folder, files, out, revision=chosen.revision)
-    except OSError as error:
-        raise PlaitError(f"{error.filename or out}: {error.strerror or error}") from error
-    finally:
-        source.close()
 
 
 def _base(images: ImagesSection, base: str) -> BaseSource:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import nn
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait.targets import load_target
 from plait_disagg.graph.advice import advice
 from plait_disagg.graph.capture import obstacles
@@ -49,22 +49,16 @@ def make(target: str) -> UserModel:
     return UserModel(module=module.eval(), inputs=tuple(inputs), items=items)
 
 
+@told(ValueError)
 def explain(made: UserModel) -> tuple[UnsupportedOperator, ...]:
     """Return all obstacles of a model, in one pass. Raises `PlaitError` for an invalid declaration."""
-    try:
-        return obstacles(made.module, made.inputs)
-    except ValueError as error:
-        raise PlaitError(str(error)) from error
+    return obstacles(made.module, made.inputs)
 
 
 def package(made: UserModel, folder: Path, *, name: str, options: PackageOptions) -> Manifest:
     """Write the folder. Raises `PlaitError`, naming the operator or the input, if the model cannot be packaged."""
-    try:
+    with told(GraphError, PackageError, ValueError, file=folder):
         return write_package(folder, made.module, made.inputs, name=name, items=made.items, options=options)
-    except (GraphError, PackageError, ValueError) as error:
-        raise PlaitError(str(error)) from error
-    except OSError as error:
-        raise PlaitError(f"{error.filename or folder}: {error.strerror}") from error
 
 
 def advised(folder: Path, options: PackageOptions) -> tuple[str, ...]:

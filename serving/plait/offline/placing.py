@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import PlaitConfig
-from plait.errors import PlaitError
-from plait.offline.manifests import reservations
+from plait.deployments import deployments
+from plait.errors import PlaitError, told
 from plait_deploy.placement.cluster_file import parse_cluster
-from plait_deploy.placement.demands import Demand, demand_classes, task_of
+from plait_deploy.placement.demands import Demand, demand_classes
 from plait_deploy.placement.errors import NoRoomError, PlacementError
 from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
 from plait_deploy.placement.policies import OURS, make_policy
@@ -37,12 +37,10 @@ class Placed:
 def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str = OURS, per_node: int = 0) -> Placed:
     """Plan the replicas of a configuration on a cluster, at most `per_node` of a deployment on a node (0: any). `nodes`
     makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
-    try:
-        demands = demands_of(config, per_node=per_node)
+    with told(PlacementError):
+        demands = [row.demand(per_node=per_node) for row in deployments(config)]
         found = _planned(demands, nodes(), policy)
         others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
-    except PlacementError as error:
-        raise PlaitError(str(error)) from error
     return Placed(
         policy=policy,
         state=found[0],
@@ -105,19 +103,6 @@ def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
             f"{first.name} ({said(first.task)} each)"
         )
     return groups
-
-
-def demands_of(config: PlaitConfig, *, per_node: int = 0) -> list[Demand]:
-    """Return what each deployment asks Ray for; where the number of replicas follows the load, the max. Raises
-    `PlacementError` for what Ray refuses."""
-    return [
-        Demand(
-            name=one.name,
-            task=task_of(one.name, num_cpus=one.num_cpus, num_gpus=one.num_gpus, per_node=per_node),
-            replicas=one.max_replicas,
-        )
-        for one in reservations(config)
-    ]
 
 
 def rows_of(placed: Placed) -> list[tuple[str, ...]]:

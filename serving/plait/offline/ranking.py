@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_disagg.package.errors import PackageError
 from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.workers.whole import WholeRanker
@@ -17,14 +17,11 @@ from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
 
 
+@told(PackageError)
 def recommend(folder: Path, body: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the response of POST /v1/recommend for the model in `folder`. Raises `PlaitError` with the server's
     message."""
-    try:
-        live = open_live(folder, sparse=True, dense=True)
-        return asyncio.run(_ask(live, body))
-    except PackageError as error:
-        raise PlaitError(str(error)) from error
+    return asyncio.run(_ask(open_live(folder, sparse=True, dense=True), body))
 
 
 async def _ask(live: LivePackage, body: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from urllib.parse import quote, urlsplit
 
 from torch import nn
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told
 from plait_disagg.graph.errors import GraphError
 from plait_disagg.package.errors import PackageError
 from plait_disagg.package.manifest import Manifest
@@ -26,22 +26,14 @@ def update(module: nn.Module, package: Path, out: Path, *, version: str) -> Upda
     """Write the update from the newest version of a package to a retrained module. Raises `PlaitError`."""
     if out.exists():
         raise PlaitError(f"{out} exists already")
-    try:
+    with told(RefreshError, GraphError, PackageError, ValueError, file=out):
         return write_update(out, make_update(package, module, version=version))
-    except (RefreshError, GraphError, PackageError, ValueError) as error:
-        raise PlaitError(str(error)) from error
-    except OSError as error:
-        raise PlaitError(f"{error.filename or out}: {error.strerror}") from error
 
 
 def fold(package: Path, out: Path) -> Manifest:
     """Write a package with its updates folded in. Raises `PlaitError`."""
-    try:
+    with told(PackageError, file=out):
         return fold_updates(package, out)
-    except PackageError as error:
-        raise PlaitError(str(error)) from error
-    except OSError as error:
-        raise PlaitError(f"{error.filename or out}: {error.strerror}") from error
 
 
 def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None) -> str:

@@ -27,28 +27,32 @@ def attached(address: str | None, port: int) -> Iterator[Any]:
     import ray
 
     _reach(where)  # Ray would try for minutes
-    try:
-        ray.init(address=where, log_to_driver=False, logging_level=logging.ERROR, namespace="plait")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ServeError(f"no Ray answers at {where}: {' '.join(str(error).split())[:200]}") from error
+    connect(where, logging_level=logging.ERROR)
     try:
         yield ray
     finally:
         ray.shutdown()
 
 
+def connect(address: str, *, logging_level: int = logging.WARNING) -> None:
+    """Make this process a driver of a Ray. Raises `ServeError`."""
+    import ray
+
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging_level, namespace="plait")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise ServeError(f"no Ray answers at {address}: {' '.join(str(error).split())[:200]}") from error
+
+
 def _where(address: str | None, port: int) -> tuple[str, Path | None]:
     """Return the address, and the file with Ray's token if it is the Ray of a `plait serve`."""
-    from plait.server.state import RunRecord, state_root
+    from plait.server.state import read_record, state_root
 
     if address is not None:
         return address, None
     folder = state_root(os.environ) / f"port-{port}"
-    try:
-        record = RunRecord.from_json((folder / "run.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError):
-        return "auto", None
-    return record.gcs_address or "auto", folder / "auth_token"
+    record = read_record(folder)
+    return ("auto", None) if record is None else (record.gcs_address or "auto", folder / "auth_token")
 
 
 def _reach(address: str) -> None:

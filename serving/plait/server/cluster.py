@@ -11,13 +11,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from plait.config import PlaitConfig, ServerSection
+from plait.deployments import Deployment
 from plait.errors import ServeError
+from plait.server.attach import connect
 from plait.server.environment import patient_start, prepare_environment, prepare_proxies
-from plait.server.restarts import bound_deployments, pin
+from plait_serving.deployments import ray_internals
+from plait_serving.imports import importing
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +77,8 @@ class Cluster:
         self.url = _url(reached_at or host, port)
         self._started_serve = started_serve
         self._app_name: str | None = None
-        self._target: Any = None
+        self._bind: Callable[..., Any] | None = None
+        self._route_prefix = "/"
         self._may_surge = False
 
     @classmethod
@@ -106,15 +111,11 @@ class Cluster:
         """Attach to a running Ray. A Serve instance that already runs there keeps its own HTTP address. Raises
         `ServeError`."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
         from ray import serve
 
-        try:
-            ray.init(address=config.ray.address, log_to_driver=False, logging_level=logging.WARNING, namespace="plait")
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise ServeError(f"no Ray answers at {config.ray.address}: {' '.join(str(error).split())[:200]}") from error
+        connect(config.ray.address)
         existing = bool(serve.status().proxies)
-        http = serve.context._get_global_client().http_config if existing else None
+        http = ray_internals.serve_http_config() if existing else None
         host = config.server.host if http is None else http.host or config.server.host
         reached_at = _reached_at(config.server.model_copy(update={"host": host}))
         if not existing:
@@ -161,42 +162,39 @@ class Cluster:
         """Note that this process runs the application of that name, and will take it down. One whose `plait serve` has
         died may be claimed. Raises `ServeError` that says who runs it."""
         import ray
-        from ray import serve
-        from ray.experimental import internal_kv
 
-        key = f"plait serve {name}".encode()
-        noted = (internal_kv._internal_kv_get(key) or b"").decode()
-        found = serve.context._get_global_client().get_serve_details()["applications"].get(name)
-        holder = "serve deploy" if found is not None and found["source"] == "declarative" else None
-        for job in ray._private.state.jobs():
+        key = f"plait serve {name}"
+        noted = ray_internals.noted(key)
+        holder = "serve deploy" if ray_internals.is_declared(name) else None
+        for job in ray_internals.drivers():
             if job["JobID"] == noted and not job["IsDead"]:
                 holder = f"the plait serve on {job['DriverIPAddress']} (process {job['DriverPid']})"
         if holder is not None:
             raise ServeError(f"this Ray has an application {name}, of {holder}: stop that first")
-        internal_kv._internal_kv_put(key, ray.get_runtime_context().get_job_id().encode())
+        ray_internals.note(key, ray.get_runtime_context().get_job_id().encode())
 
     def deploy(
-        self, application: Any, *, name: str, salt: str, route_prefix: str = "/", in_place: bool = False
+        self, rows: Sequence[Deployment], *, name: str, salt: str, route_prefix: str = "/", in_place: bool = False
     ) -> None:
-        """Hand the application to Serve and return at once; `state` reports its progress.
+        """Hand the application of these rows to Serve and return at once; `state` reports its progress.
 
         Replicas of deployments that were deployed alike with this `salt` are kept, and only get new knobs. `in_place`:
         those that are replaced stop first, as if there were no room for others beside them.
         """
-        from ray import serve
+        with importing():
+            from plait.app import bind
 
-        self._app_name, self._may_surge = name, not in_place
-        pin(application, salt=salt)
-        self._target = serve.RunTarget(target=application, name=name, route_prefix=route_prefix)
+        self._app_name, self._may_surge, self._route_prefix = name, not in_place, route_prefix
+        self._bind = partial(bind, rows, salt=salt)
         self._hand_over()
 
     def _hand_over(self) -> None:
         from ray import serve
 
-        if not self._may_surge:
-            for deployment in bound_deployments(self._target.target):
-                deployment._deployment_config.max_surge_percent = 0
-        serve.run_many([self._target], wait_for_applications_running=False)
+        assert self._bind is not None, "deploy comes first"
+        target = self._bind(surges=self._may_surge)
+        run = serve.RunTarget(target=target, name=self._app_name, route_prefix=self._route_prefix)
+        serve.run_many([run], wait_for_applications_running=False)
 
     def delete(self, name: str | None = None) -> None:
         """Delete the application (or another, by name), and wait until it is gone."""
@@ -249,13 +247,10 @@ class Cluster:
 
     def lost(self) -> str | None:
         """Return why Ray itself is lost, or None while it is running."""
-        import ray
-
-        node = ray._private.worker._global_node
-        if node is None or not ray.is_initialized():
+        dead = ray_internals.dead_processes()
+        if dead is None:
             return "the connection to Ray was lost"
-        dead = [name for name, _ in node.dead_processes()] if self.local else []
-        return f"Ray's {', '.join(dead)} died" if dead else None
+        return f"Ray's {', '.join(dead)} died" if dead and self.local else None
 
     def ask(self, deployment: str, method: str) -> Any:
         """Return what a method of one of a deployment's replicas returns."""

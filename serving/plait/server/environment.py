@@ -17,6 +17,7 @@ from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
+from plait_serving.deployments.ray_internals import node_services
 
 _NODE_POLL_S = 0.1
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
@@ -49,8 +50,7 @@ def patient_start(limit_s: float) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(max(30, round(limit_s))))
     os.environ.setdefault("RAY_agent_register_timeout_ms", str(max(100, round(limit_s)) * 1000))
-    from ray._private import services
-
+    services = node_services()
     ask, start, run = services.get_node, services.start_raylet, services.start_ray_process
     until_s = time.monotonic() + limit_s
 

@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, Self, TextIO
+from typing import NoReturn, Self, TextIO
 
-from plait.config import ENGINE, TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
+from plait.config import TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
+from plait.deployments import ENGINE, Deployment, finishing
 from plait.errors import PlaitError, ServeError
 from plait.server import processes
 from plait.server.cluster import Cluster
@@ -63,16 +64,14 @@ class _Signals:
 def serve(
     config: PlaitConfig,
     *,
-    compose: Callable[[PlaitConfig], Any],
+    compose: Callable[[PlaitConfig], Sequence[Deployment]],
     num_cpus: int,
-    drained: Sequence[str],
     app_name: str,
     environ: Mapping[str, str],
 ) -> int:
     """Run the server until a signal. Return the exit code: 0 after an orderly stop. Raises `PlaitError`.
 
-    `compose` makes the Serve application once Ray's environment is set (it may import Ray; the caller must not
-    have). `drained`: the deployments that finish their requests before the end, in this order.
+    `compose` makes the table of what is deployed. Nobody may have imported Ray before, as its environment is set here.
     """
     started_s = time.monotonic()
     port = free_port(config.server.host) if config.server.port == 0 else config.server.port
@@ -87,9 +86,9 @@ def serve(
             check_port(config.server.host, direct_port, option="server.direct_port")
             held.enter_context(hold_port(config.server.host, direct_port))
         console = Console.divert(state.log_path)
-        run = _Run(config, state, console, port=port, drained=drained, app_name=app_name)
+        run = _Run(config, state, console, port=port, compose=compose, app_name=app_name)
         try:
-            code = run.go(compose, num_cpus, started_s)
+            code = run.go(num_cpus, started_s)
         except PlaitError:
             console.restore()
             raise
@@ -111,7 +110,7 @@ class _Run:
         console: Console,
         *,
         port: int,
-        drained: Sequence[str],
+        compose: Callable[[PlaitConfig], Sequence[Deployment]],
         app_name: str,
     ) -> None:
         self._config = config
@@ -119,7 +118,8 @@ class _Run:
         self._console = console
         self._keep = Keeping(state.folder, console.progress)
         self._port = port
-        self._drained = drained
+        self._compose = compose
+        self._rows: Sequence[Deployment] = ()
         self._app_name = app_name
         self._signals = _Signals()
         self._run_id = secrets.token_hex(8)
@@ -128,14 +128,14 @@ class _Run:
         self._watcher: subprocess.Popen[bytes] | None = None
         self._serving = False
 
-    def go(self, compose: Callable[[PlaitConfig], Any], num_cpus: int, started_s: float) -> int:
+    def go(self, num_cpus: int, started_s: float) -> int:
         """Run from start to stop and return the exit code, as `serve` does."""
         self._signals.install()
         os.environ[processes.RUN_ID_VARIABLE] = self._run_id
         os.environ[LOG_PATH_VARIABLE] = str(self._state.log_path)
         failure: BaseException | None = None
         try:
-            self._start(compose, num_cpus)
+            self._start(num_cpus)
             seconds = time.monotonic() - started_s
             line = start_line(self._config.public_names, self._refused(), self._url, seconds)
             self._console.data(self._url)
@@ -182,7 +182,7 @@ class _Run:
         assert self._cluster is not None
         return self._cluster.url
 
-    def _start(self, compose: Callable[[PlaitConfig], Any], num_cpus: int) -> None:
+    def _start(self, num_cpus: int) -> None:
         where = "a local Ray" if self._config.ray.is_local else f"Ray at {self._config.ray.address}"
         self._console.progress(f"plait: starting on {where}; Ray's log lines go to {self._state.log_path}")
         if self._config.ray.is_local:
@@ -209,11 +209,8 @@ class _Run:
             self._warn(server)
         if self._config.tuning.enabled and not server.has_admin:
             raise ServeError(f"Serve listens on {self._cluster.host}, and {TUNING_WITHOUT_ADMIN}")
-        self._cluster.deploy(
-            compose(self._config.model_copy(update={"server": server})),
-            name=self._app_name,
-            salt=self._run_id,
-        )
+        self._rows = self._compose(self._config.model_copy(update={"server": server}))
+        self._cluster.deploy(self._rows, name=self._app_name, salt=self._run_id)
         self._signals.interrupts = False
         self._wait_until_healthy(self._cluster)
         self._serving = True
@@ -257,7 +254,7 @@ class _Run:
                 self._console.progress(
                     f"plait: finishing what runs (at most {self._config.server.drain_s:g} s; again to stop at once)"
                 )
-                self._cluster.drain(self._drained, drain_s=self._config.server.drain_s, hurry=hurry)
+                self._cluster.drain(finishing(self._rows), drain_s=self._config.server.drain_s, hurry=hurry)
             self._cluster.stop(hurry=hurry(), meanwhile=self._signals.install)
         left: tuple[processes.ProcessId, ...] = ()
         if self._ray_folder is not None:

@@ -21,6 +21,7 @@ from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageL
 from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
 from plait_serving.cores import declare_threads
+from plait_serving.deployments.ray_internals import known_replicas
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class ServeReplicas:
     def connect(self, left_out: frozenset[str]) -> ReplicaLink:
         """Return a channel to a replica not in `left_out`. Blocks, usually for milliseconds. Raises `NoReplica`, and if
         there is no other one at once, so that a client may always look for more."""
-        if left_out and (known := _known_names(self._handle)) and known <= left_out:
+        if left_out and (known := known_replicas(self._handle)) and known <= left_out:
             raise NoReplica("there is no other replica")
         return connect_to_one(self.replicas(), left_out, host=host_id(), chance=self._chance, dial=dial)
 
@@ -74,14 +75,6 @@ class ServeReplicas:
         response = self._handle.broadcast("describe")
         answers: Sequence[Any] = response.results(timeout_s=_ASK_S, return_exceptions=True)
         return answers
-
-
-def _known_names(handle: Any) -> frozenset[str]:
-    """Return the names of the replicas that Serve has reported to this process, which costs no call; none if it has
-    not, or `handle` is not Serve's own."""
-    router = getattr(getattr(handle, "_router", None), "_asyncio_router", None)
-    known = getattr(getattr(router, "_request_router", None), "curr_replicas", None) or ()
-    return frozenset(replica.to_full_id_str() for replica in list(known))
 
 
 def dial(address: str, secret: bytes) -> Channel:

@@ -13,13 +13,15 @@ import os
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import wraps
 from importlib import import_module
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import plait_serving.deployments.start_time  # noqa: F401  # its clock starts with the import
 from plait_deploy.on_ray.replica_location import whereabouts
 from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
-from plait_serving.ranking.config import OmpWait
+
+if TYPE_CHECKING:
+    from plait_serving.ranking.config import OmpWait
 
 
 class LazyReplica:
@@ -187,3 +189,7 @@ class LazyRankWorker(
     methods=RankWorkerMethods,
 ):
     """A lazily built CN, HN or whole worker of a ranking model."""
+
+
+LAZY = {of.target: of for of in (LazyEngine, LazyControlNet, LazyRankWorker)}
+"""The classes here by those that they stand for."""

@@ -14,7 +14,6 @@ from prometheus_client import Metric
 from plait_deploy.on_ray.gauges import gauges
 from plait_deploy.on_ray.nodes import living_nodes, ray_nodes
 from plait_deploy.on_ray.replica_location import CPUS, GPUS
-from plait_deploy.placement.demands import Demand, task_of
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +57,8 @@ class NodeGauges:
         nodes = living_nodes(self._nodes())
         if not any(each.node.gpus for each in nodes):
             return gauges((), (), {})
+        from plait_deploy.placement.demands import Demand, task_of  # an ingress without GPUs needs none of it
+
         with ThreadPoolExecutor(min(16, len(self._handles))) as threads:
             reports = dict(zip(self._handles, threads.map(_whereabouts, self._handles.values()), strict=True))
         demands = [

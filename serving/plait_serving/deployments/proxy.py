@@ -18,6 +18,7 @@ from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.deployments.prompt_protocol import PromptHttpProtocol
+from plait_serving.deployments.ray_internals import replace_proxy_queue
 from plait_serving.http.edge.errors import ApiError, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
 from plait_serving.http.edge.repeating import RepeatMiddleware
@@ -49,11 +50,9 @@ def proxy_environment(hosts: Sequence[str]) -> Mapping[str, str]:
 
 def configure_proxy() -> list[Middleware]:
     """Prepare this process for the proxy that is about to be made in it, and return its middlewares."""
-    from ray.serve._private import proxy  # of the process that calls this alone
-
     from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
 
-    proxy.MessageQueue = PacedQueue
+    replace_proxy_queue(PacedQueue)
     module, name = PromptHttpProtocol.__module__, PromptHttpProtocol.__qualname__
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{module}:{name}"
     hosts = tuple(filter(None, os.environ.get(HOSTS_VARIABLE, "").split(",")))

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 
-from ray.serve._private.http_util import MessageQueue
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_serving.deployments.ray_internals import proxy_queue
 from plait_serving.http.edge.body_limit import declared_bytes
 
 _PIECE_BYTES = 64 << 10
@@ -66,7 +66,7 @@ async def _piece(receive: Receive) -> Message:
             return {"type": "http.request", "body": b"".join(pieces), "more_body": more}
 
 
-class PacedQueue(MessageQueue):  # type: ignore[misc]  # Ray is untyped
+class PacedQueue(proxy_queue()):  # type: ignore[misc]  # Ray is untyped
     """The proxy's queue of what the ingress fetches, which makes the sender wait while it is full; those of several
     queues go on one after the other."""
 

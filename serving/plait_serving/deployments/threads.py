@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, MutableMapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from plait_serving.ranking.config import OmpWait
+from plait_serving.deployments.ray_internals import own_user_config
+
+if TYPE_CHECKING:
+    from plait_serving.ranking.config import OmpWait
 
 _log = logging.getLogger(__name__)
 
@@ -17,11 +20,10 @@ _GIL_TURN_S = 5e-4
 def given_knobs() -> Mapping[str, Any]:
     """Return the `user_config` of this replica, which Serve passes to `reconfigure` only once it is made; empty without
     one, and outside a replica. Bound as an argument, a changed knob would be a restart."""
-    from ray import serve
     from ray.serve.exceptions import RayServeException
 
     try:
-        return serve.get_replica_context()._deployment_config.user_config or {}
+        return own_user_config()
     except RayServeException:
         return {}
 

@@ -23,7 +23,8 @@ from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals
 from plait_serving.http.edge.tenants import TenantLimits
 from plait_serving.images.codec import DecodeLimits
-from plait_serving.images.results import ResultsSettings, ResultStore
+from plait_serving.images.config import ResultsSection
+from plait_serving.images.results import ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.ranking.service import RankingService
 from plait_serving.replica_metrics import Account, ReplicaMetrics
@@ -52,7 +53,7 @@ class HttpSettings:
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
     max_infer_json_bytes: int = 8 * 2**20
     decode_limits: DecodeLimits = field(default_factory=DecodeLimits)
-    results: ResultsSettings | None = None
+    results: ResultsSection | None = None
     preprocessors: Preprocessors = field(default_factory=dict)
     # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).
     words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
-from plait_serving.cores import CoreBudget, thread_cap
+from plait_serving.cores import CoreBudget
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.sources.file_kinds import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
 from plait_serving.diffusion.sources.names import composed
@@ -30,9 +30,6 @@ STARTER_FOLDER = WEIGHTS
 
 STARTER_GUIDANCE = 3.0
 """The guidance scale with which the starter model was evaluated in training (`starter_training`)."""
-
-MODEL_CPUS = 0.4
-"""Logical CPUs that Ray counts for a replica without `num_cpus`. Small, so that all fit on a small machine."""
 
 _HUB_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*$")
 _SHA256 = r"^[0-9a-f]{64}$"
@@ -84,11 +81,6 @@ class ControlNetSection(Replicated):
     num_cpus: CoreBudget = None
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
     preprocessor: Annotated[str | None, Field(description="turns an ordinary image into the control map")] = None
-
-    @property
-    def thread_cap(self) -> int:
-        """The CPU threads of a replica: `threads`, but at least its budget."""
-        return thread_cap(self.threads, self.num_cpus)
 
 
 class ResultsSection(Section):
@@ -377,19 +369,6 @@ class ImagesSection(Replicated):
     def controlnet_services(self) -> dict[str, ControlNetSection]:
         """Return the ControlNets with a deployment of their own; none if the knob runs them beside the base model."""
         return {} if self.knobs.controlnet_placement is Placement.LOCAL else self.resolved_controlnets()
-
-    @property
-    def capped_knobs(self) -> EngineKnobs:
-        """The knobs with as many threads as a base replica gets: at least its budget."""
-        return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
-
-    @property
-    def logical_cpus(self) -> float:
-        """The logical CPUs that Ray must have for the base replicas and ControlNets."""
-        services = self.resolved_controlnets().values()
-        return self.max_replicas * (self.num_cpus or MODEL_CPUS) + sum(
-            service.max_replicas * (service.num_cpus or MODEL_CPUS) for service in services
-        )
 
     def resolved_lora_folder(self) -> Path | None:
         """Return the folder of LoRAs if they come from one; for the starter model its own if none is given."""

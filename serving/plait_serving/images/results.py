@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from plait_serving.images.codec import OutputFormat
+from plait_serving.images.config import ResultsSection
 
 _NAME = re.compile(r"(?P<ends>[0-9a-f]{9})-[A-Za-z0-9_-]{32}\.(?P<format>png|jpeg|webp)")
 _TOKEN_BYTES = 24
@@ -35,17 +36,6 @@ class StoreFull(StoreFailed):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResultsSettings:
-    """Where results are kept, and how many for how long. `public_url`: what clients reach the server by, if that is not
-    what they ask it by."""
-
-    url: str
-    lifetime_s: float
-    max_bytes: int
-    public_url: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +62,7 @@ class ResultStore:
 
     def __init__(
         self,
-        settings: ResultsSettings,
+        settings: ResultsSection,
         *,
         now_s: Callable[[], float] = time.time,
         monotonic_s: Callable[[], float] = time.monotonic,
@@ -125,7 +115,7 @@ class ResultStore:
             import fsspec.core
 
             with _reported("open its folder"):
-                files, folder = fsspec.core.url_to_fs(self._settings.url, use_listings_cache=False)
+                files, folder = fsspec.core.url_to_fs(self._settings.place, use_listings_cache=False)
                 files.makedirs(folder, exist_ok=True)
             self._opened = files, folder.rstrip("/")
         return self._opened

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
-from plait_serving.cores import CoreBudget, thread_cap
+from plait_serving.cores import CoreBudget
 from plait_serving.sections import MAX_REPLICAS, FolderPath, Name, Replicas, Replicated, Section
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -18,9 +18,6 @@ STARTER_RANKING_MODEL = "picks"
 """The model that ships with plait."""
 
 STARTER_RANKING_FOLDER = WEIGHTS / "recommend" / STARTER_RANKING_MODEL
-
-WORKER_CPUS = 0.2
-"""Logical CPUs that Ray counts for a worker without `num_cpus`. Small, so that all fit on a small machine."""
 
 MAX_WORKERS = MAX_REPLICAS
 """Replicas of one kind of worker."""
@@ -75,19 +72,9 @@ class _PartSection(Replicated):
         OmpWait, Field(description="OpenMP workers between operations: spin (active), sleep (passive)")
     ] = "default"
 
-    @property
-    def capped_knobs(self) -> Section:
-        """The knobs with as many threads as a worker gets."""
-        return NoKnobs()
-
 
 class _WorkerSection(_PartSection):
     knobs: HnKnobs = HnKnobs()
-
-    @property
-    def capped_knobs(self) -> HnKnobs:
-        """The knobs with as many threads as a worker gets: at least its budget."""
-        return self.knobs.model_copy(update={"threads": thread_cap(self.knobs.threads, self.num_cpus)})
 
 
 class ShardsSection(_PartSection):
@@ -126,10 +113,8 @@ class HnSection(_WorkerSection):
     num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
 
 
-class WholeSection(_WorkerSection):
+class WholeSection(HnSection):
     """Both halves in one process."""
-
-    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
 
 
 class RankModelSection(Section):
@@ -181,9 +166,3 @@ class RankingSection(Section):
         if not (STARTER_RANKING_FOLDER / "package.json").is_file():
             return {}
         return {STARTER_RANKING_MODEL: RankModelSection(folder=STARTER_RANKING_FOLDER)}
-
-    @property
-    def logical_cpus(self) -> float:
-        """The logical CPUs that Ray must have for the workers, besides those of other sections."""
-        parts = [part for model in self.resolved_models().values() for part in model.parts.values()]
-        return sum(part.max_replicas * (part.num_cpus or WORKER_CPUS) for part in parts)

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from plait.config import PlaitConfig, dump_config, load_config, parse_config
+from plait.deployments import deployments, finishing, logical_cpus
 from plait.errors import ConfigError
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.images.config import STARTER_FOLDER, ControlNetSection
@@ -215,22 +216,22 @@ def test_config_cpus_cover_every_replica():
         "b": RankModelSection(folder=Path("/x"), mode="whole", whole=WholeSection(replicas=3)),
     }
     config = PlaitConfig(images=images, recommend=RankingSection(models=models))
-    assert config.logical_cpus >= 0.1 + 8 * 0.4 + 9 * 0.2
+    assert logical_cpus(config) >= 0.1 + 8 * 0.4 + 9 * 0.2
     budgets = load_config(overrides=["images.num_cpus=6.5", "images.replicas=2"])
-    assert budgets.logical_cpus - load_config().logical_cpus in (12, 13)  # rounded up to whole ones
-    assert PlaitConfig(images=None, recommend=RankingSection(models=models)).logical_cpus == 2
+    assert logical_cpus(budgets) - logical_cpus(load_config()) in (12, 13)  # rounded up to whole ones
+    assert logical_cpus(PlaitConfig(images=None, recommend=RankingSection(models=models))) == 2
 
 
 def test_config_of_one_workload_leaves_the_other_out():
     """Either section may be null, not both; what is served, drained and tuned follows."""
     ranks = load_config(overrides=["images=null", "recommend.models.a.folder=/x"])
-    assert (ranks.public_names, ranks.drained) == (("a",), ("cn-a", "ingress"))
-    assert set(ranks.knobs()) == {"cn-a", "hn-a"}
+    assert (ranks.public_names, finishing(deployments(ranks))) == (("a",), ("cn-a", "ingress"))
+    assert {row.name for row in deployments(ranks) if row.knobs} == {"cn-a", "hn-a"}
     draws = load_config(overrides=["recommend=null", "images.controlnets={}"])
-    assert (draws.public_names, draws.drained) == (("emoji",), ("engine", "ingress"))
-    assert set(draws.knobs()) == {"engine"}
+    assert (draws.public_names, finishing(deployments(draws))) == (("emoji",), ("engine", "ingress"))
+    assert {row.name for row in deployments(draws) if row.knobs} == {"engine"}
     whole = load_config(overrides=["recommend.models.a={folder: /x, mode: whole}"])
-    assert whole.drained == ("engine", "whole-a", "ingress")
+    assert finishing(deployments(whole)) == ("engine", "whole-a", "ingress")
     for nothing in (["images=null", "recommend=null"], ["images=null", "recommend.models={}"]):
         with pytest.raises(ConfigError, match="nothing to serve"):
             load_config(overrides=nothing)

@@ -13,6 +13,7 @@ from ray.serve.schema import ServeDeploySchema
 from plait.app import AppArgs, build
 from plait.cli import main as root
 from plait.config import load_config
+from plait.deployments import logical_cpus
 from plait_deploy.serve import ServeApplication, render_serve
 
 CONFIG = """
@@ -101,7 +102,7 @@ def test_a_ray_of_its_own_has_room_for_one_more_replica(monkeypatch):
     monkeypatch.setattr(supervise, "serve", lambda config, **how: asked.append(how["num_cpus"]) or 0)
     for more in ([], ["--set", "server.start_new_first=false"]):
         assert root.main(["serve", "--set", "images.num_cpus=2.5", *more]) == 0
-    used = load_config(overrides=["images.num_cpus=2.5"]).logical_cpus
+    used = logical_cpus(load_config(overrides=["images.num_cpus=2.5"]))
     assert asked == [used + 3, used]
 
 
@@ -125,7 +126,11 @@ def test_deploy_render_refuses_what_serve_would_ignore():
     application = ServeApplication(name="plait", import_path="a:b", args={})
     render_serve(application, host="127.0.0.1", port=1)
     with pytest.raises(ValueError, match=r"deployments\.0\.ray_actor_options\.num_cpu$"):
-        render_serve(replace(application, actors={"engine": {"num_cpu": 1}}), host="127.0.0.1", port=1)
+        render_serve(
+            replace(application, deployments={"engine": {"ray_actor_options": {"num_cpu": 1}}}),
+            host="127.0.0.1",
+            port=1,
+        )
 
 
 def test_deploy_render_bad_file_is_exit_1(tmp_path, capsys):

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from plait_serving.cores import HostCores, declare_threads, thread_cap, threads_of_host
+from plait.config import ServedConfig
+from plait.deployments import deployments
+from plait_serving.cores import HostCores, capped, declare_threads, threads_of_host
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import ControlNetSection, ImagesSection
 
 
@@ -19,14 +22,17 @@ from plait_serving.images.config import ControlNetSection, ImagesSection
 )
 def test_threads_are_a_cap_at_or_above_the_budget(threads: int, num_cpus: float | None, cap: int) -> None:
     """0 is the budget rounded up; without a budget it stays 0, all cores."""
-    assert thread_cap(threads, num_cpus) == cap
+    assert capped(EngineKnobs(threads=threads), num_cpus).threads == cap
 
 
 def test_sections_apply_their_budget(tmp_path: Path) -> None:
     """The engine of two and a half cores has three threads; a ControlNet of two has two, not its default of one."""
-    assert ImagesSection(num_cpus=2.5).capped_knobs.threads == 3
-    assert ControlNetSection(folder=tmp_path, num_cpus=2).thread_cap == 2
-    assert ImagesSection().capped_knobs == ImagesSection().knobs
+    images = ImagesSection(num_cpus=2.5, controlnets={"edges": ControlNetSection(folder=tmp_path, num_cpus=2)})
+    _, engine, controlnet = deployments(ServedConfig(images=images, recommend=None))
+    assert engine.knobs is not None
+    assert (engine.knobs["threads"], controlnet.knobs) == (3, {"threads": 2})
+    _, engine, *_ = deployments(ServedConfig(recommend=None))
+    assert engine.knobs == ImagesSection().knobs.model_dump(mode="json")
     with pytest.raises(ValueError, match="num_cpus"):
         ImagesSection(num_cpus=0)
 

@@ -1,43 +1,33 @@
 """A running application whose configuration can be changed: what a clone and a live service have in common.
 
 A change sends the whole application to Serve again; replicas whose version stays the same only receive their new
-knobs (`plait.server.restarts`).
+knobs (`plait.deployments.effects`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from importlib import import_module
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
 
 from plait.config import PlaitConfig
+from plait.deployments import Deployment, Effect, deployments, effects
 from plait.doctor.machine import available_memory_bytes
 from plait.errors import PlaitError
 from plait.server.cluster import Cluster, no_room_for
 from plait.server.ports import health, with_port
-from plait.server.restarts import Effect, effects, plans, surge_percents
 from plait.targets import load_target
 from plait.tuning.measure.usage import pss_bytes, replica_pids
 
-Compose = Callable[[PlaitConfig], Any]
-"""Builds the Serve application of a configuration; called once Ray's environment is set."""
+Compose = Callable[[PlaitConfig], Sequence[Deployment]]
+"""Returns what is deployed for a configuration."""
 
 _log = logging.getLogger(__name__)
 
-_APPLICATION = ("plait.app", "application")
-"""plait's own application. It is named, as Serve names applications, rather than imported: the application has the
-routes of tuning jobs."""
-
 
 def compose_of(target: str = "") -> Compose:
-    """Return the application factory: `module:function`, or plait's own if empty. Raises `PlaitError`."""
-    return cast("Compose", load_target(target)) if target else _compose_plait
-
-
-def _compose_plait(config: PlaitConfig) -> Any:
-    module, function = _APPLICATION
-    return getattr(import_module(module), function)(config)  # imports Ray, whose environment is set by now
+    """Return what makes the table: `module:function`, or plait's own if empty. Raises `PlaitError`."""
+    return cast("Compose", load_target(target)) if target else deployments
 
 
 class RefusedStart(PlaitError):
@@ -84,8 +74,8 @@ class RunningApplication:
         Raises `RefusedStart` or `NotReady`; the application is then in an unknown state, and `config` is None.
         """
         before, self.config = self.config, None
-        after = self._bound(config)
-        found = dict.fromkeys(plans(after), Effect.ADDED) if before is None else effects(self._bound(before), after)
+        after = self._rows(config)
+        found = effects(() if before is None else self._rows(before), after)
         if found:
             there = self.pids()
             in_place = self._is_short_of_memory(there, after, found)
@@ -97,14 +87,16 @@ class RunningApplication:
         self.config = config
         return found
 
-    def _bound(self, config: PlaitConfig) -> Any:
-        """Return the application of a configuration as `plait serve` hands it to this Serve."""
+    def _rows(self, config: PlaitConfig) -> Sequence[Deployment]:
+        """Return what is deployed for a configuration as `plait serve` hands it to this Serve."""
         return self._compose(config.model_copy(update={"server": config.server.behind(self.cluster.host)}))
 
-    def _is_short_of_memory(self, there: Mapping[int, str], after: Any, found: Mapping[str, Effect]) -> bool:
+    def _is_short_of_memory(
+        self, there: Mapping[int, str], after: Sequence[Deployment], found: Mapping[str, Effect]
+    ) -> bool:
         """Return whether the new replicas that are to start before old ones stop, one of each deployment, do not fit
         into this machine's memory beside these."""
-        surging = {name for name, percent in surge_percents(after).items() if percent}
+        surging = {row.name for row in after if row.starts_first}
         restarted = {name: pid for pid, name in there.items() if found.get(name) is Effect.RESTARTED}
         beside = {name: pid for name, pid in restarted.items() if name in surging}
         if not beside or sum(map(pss_bytes, beside.values())) <= available_memory_bytes():

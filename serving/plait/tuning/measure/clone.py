@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from plait.config import PlaitConfig
+from plait.deployments import Effect
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.leftovers import clean_up_others, remove_ray_folder
 from plait.server.ports import free_port, hold_port
-from plait.server.restarts import Effect
 from plait.server.state import PortState, RunRecord, scratch_root
 from plait.tuning.measure.application import Compose, RunningApplication
 from plait_serving.deployments.logs import LOG_PATH_VARIABLE

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plait.config import PlaitConfig, ServedConfig
+from plait.deployments import INGRESS, deployments
 from plait.errors import PlaitError
-from plait.offline.manifests import reservations
 from plait.tuning.measure.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec, Prices
 from plait_autoconfig.objective import COST_PER_HOUR
@@ -29,18 +29,18 @@ class ReservedResources:
 
 def reserved(config: ServedConfig) -> ReservedResources:
     """Return the cores and GPUs that Ray reserves for the deployments."""
-    found = reservations(config)
+    rows = deployments(config)
     return ReservedResources(
-        cores=sum(one.max_replicas * one.num_cpus for one in found),
-        gpus=sum(one.max_replicas * one.num_gpus for one in found),
+        cores=sum(row.max_replicas * row.num_cpus for row in rows),
+        gpus=sum(row.max_replicas * row.num_gpus for row in rows),
     )
 
 
 def host_cores_of(config: ServedConfig, *, machine_cores: int) -> HostCores:
     """Return the thread caps of all deployments together, as if one machine with so many cores ran them all."""
-    counts = {one.name: one.max_replicas for one in reservations(config)}
-    threads = {name: int(knobs.get("threads", 1)) or machine_cores for name, knobs in config.knobs().items()}
-    return HostCores(cores=machine_cores, planned_threads=sum(counts[name] * each for name, each in threads.items()))
+    models = [row for row in deployments(config) if row.name != INGRESS]
+    threads = [row.max_replicas * (int((row.knobs or {}).get("threads", 1)) or machine_cores) for row in models]
+    return HostCores(cores=machine_cores, planned_threads=sum(threads))
 
 
 def cost_metrics(prices: Prices, what: ReservedResources, *, used_cores: float, memory_gib: float) -> dict[str, float]:

@@ -14,7 +14,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from plait.config import CONTROLNET_PREFIX, ENGINE, PlaitConfig, parse_config, worker_name
+from plait.config import PlaitConfig, parse_config
+from plait.deployments import CONTROLNET_PREFIX, ENGINE, worker_name
 from plait.errors import ConfigError, PlaitError
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankModelSection

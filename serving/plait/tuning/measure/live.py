@@ -17,11 +17,11 @@ from typing import Any
 import yaml
 
 from plait.config import PlaitConfig, dump_config, parse_config
+from plait.deployments import Effect
 from plait.errors import PlaitError, StateError
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.environment import prepare_environment
-from plait.server.restarts import Effect
 from plait.server.state import RunRecord
 from plait.tuning.measure.application import Compose, RunningApplication
 

@@ -16,8 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from plait.config import PlaitConfig
+from plait.deployments import Effect, logical_cpus
 from plait.errors import PlaitError, StateError
-from plait.server.restarts import Effect
 from plait.server.state import state_root
 from plait.tuning.measure.application import Compose, NotReady, RefusedStart, compose_of
 from plait.tuning.measure.checks import PreparedJob, max_replicas_config, prepare, target_config
@@ -76,7 +76,7 @@ class PlaitMeasurer:
         else:
             clone = Clone(self._compose, root=self._root, log_path=self._folder / "clone.log", say=_log.info)
             self._application = clone
-            clone.start(config, num_cpus=max_replicas_config(spec, config).logical_cpus + 1)
+            clone.start(config, num_cpus=logical_cpus(max_replicas_config(spec, config)) + 1)
         return _subject(spec, self._prepared)
 
     def measure(self, task: MeasurementTask, say: Say) -> Measured:

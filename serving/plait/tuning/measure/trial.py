@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from plait.offline.manifests import reservations
+from plait.deployments import deployments
 from plait.tuning.measure.application import RunningApplication
 from plait.tuning.measure.cost import cost_metrics, reserved
 from plait.tuning.measure.failures import Evidence, of_load
@@ -236,7 +236,7 @@ def _with_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
 def _died(running: RunningApplication, before: Mapping[int, str]) -> tuple[str, ...]:
     """Return the deployments of processes that have ended. An autoscaling one stops some of its own."""
     assert running.config is not None
-    scaling = {one.name for one in reservations(running.config) if one.min_replicas < one.max_replicas}
+    scaling = {row.name for row in deployments(running.config) if row.min_replicas < row.max_replicas}
     there = running.pids()
     return tuple(name for pid, name in before.items() if pid not in there and name not in scaling)
 

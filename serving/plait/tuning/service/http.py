@@ -7,14 +7,18 @@ because the client has none here.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
+import yaml
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
+from plait.config import TuningSection
+from plait.server.state import state_root
 from plait.tuning.service.errors import Conflict, InvalidJob, JobQueueError, NoSuchJob, TooMany, Unreadable
 from plait_autoconfig.report.page import POLICY
 from plait_serving.http.context import ContextDep
@@ -213,3 +217,17 @@ async def job_events(
             await asyncio.sleep(poll_s)
     except Exception as error:  # the status line is gone; the stream's last event tells what happened
         yield sse.error_event(wire_error(error).body)
+
+
+def tuning_routers(user_config: Mapping[str, Any], *, tuning: TuningSection) -> tuple[APIRouter, ...]:
+    """Return the routers for tuning jobs; called in the ingress replica. `user_config`: as it is at any moment; its
+    `config` is what runs."""
+    from plait.tuning.service.actor import ActorTuningService
+    from plait.tuning.service.job_queue import JobQueueSettings
+
+    folder = tuning.folder or state_root(os.environ) / "tuning"
+
+    def settings() -> JobQueueSettings:
+        return JobQueueSettings(folder=folder, config=yaml.safe_dump(user_config["config"]), live=tuning.live)
+
+    return (tuning_router(ActorTuningService(settings)),)

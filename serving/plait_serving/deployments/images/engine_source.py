@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 from plait_serving.deployments.threads import given_knobs
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.images.config import ControlNetSection, ImagesSection
+from plait_serving.images.config import ImagesSection
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
@@ -18,6 +18,9 @@ from plait_serving.imports import importing
 class Accepted:
     """The first event of every request that reached a replica: from then on it waits for its turn, not for a
     replica."""
+
+
+_UNREAD = {"replicas", "num_cpus", "num_gpus", "results", "knobs"}
 
 
 class HostedEngine(Protocol):
@@ -62,13 +65,13 @@ class ImagesSource:
 
     @classmethod
     def for_replicas(cls, images: ImagesSection) -> Self:
-        """Return a source without numbers of replicas, what Ray reserves, knobs, and what others read."""
+        """Return a source whose section sets what replicas read: no numbers of replicas, what Ray reserves, knobs, and
+        what others read."""
         controlnets = {
-            name: ControlNetSection(folder=section.folder, preprocessor=section.preprocessor)
+            name: {"folder": section.folder, "preprocessor": section.preprocessor}
             for name, section in images.resolved_controlnets().items()
         }
-        unread = {"replicas": 1, "num_cpus": None, "num_gpus": 0.0, "results": None, "knobs": EngineKnobs()}
-        return cls(images.model_copy(update={**unread, "controlnets": controlnets}))
+        return cls(ImagesSection(**images.model_dump(exclude=_UNREAD) | {"controlnets": controlnets}))
 
     def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
         """Load the models and make the warm-up images, with the replica's knobs. Raises `ModelError`."""

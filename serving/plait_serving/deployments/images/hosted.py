@@ -11,7 +11,7 @@ from typing import Any
 from plait_disagg.queue.scale import Gauge
 from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica
-from plait_serving.cores import HostCores, threads_of_host
+from plait_serving.cores import HostCores, capped, threads_of_host
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
@@ -79,7 +79,7 @@ def load_images(
             safety_checker=images.safety_checker,
             lora_source=loras,
             controlnets={name: section.folder for name, section in images.resolved_controlnets().items()},
-            knobs=images.capped_knobs,
+            knobs=capped(images.knobs, images.num_cpus),
             limits=ImageLimits(**images.limits.model_dump()),
             converts=converts,
             audit_every=images.audit_every if converts else 0,

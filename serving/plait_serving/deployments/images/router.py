@@ -5,10 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from ray.serve._private.common import ReplicaID
-from ray.serve._private.request_router.common import PendingRequest
-from ray.serve._private.request_router.replica_wrapper import RunningReplica
-from ray.serve._private.request_router.request_router import RequestRouter
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from plait_serving.diffusion.values import ImageRequest
 from plait_serving.images.routing import ReplicaState, SentRequests, begins_in_s

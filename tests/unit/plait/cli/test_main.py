@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -113,3 +114,28 @@ def test_cli_show_config_prints_a_plait_yaml(tmp_path, capsys):
     assert shown["server"]["port"] == 9002
     assert shown["server"]["host"] == "127.0.0.2"
     assert shown["images"]["knobs"]["threads"] == 3
+
+
+def test_cli_show_deployments_prints_the_table(tmp_path, capsys):
+    """`serve --show-deployments`: a line for each deployment, then what a change of each key does, as JSON too."""
+    path = tmp_path / "plait.yaml"
+    path.write_text(
+        "images: {replicas: {min: 1, max: 3}, num_cpus: 2, controlnets: {edges: {folder: /edges, num_gpus: 0.5}}}\n"
+        "recommend: {models: {shop: {folder: /shop, cn: {knobs: {window: 7}}}}}\n"
+    )
+    assert root.main(["serve", str(path), "--show-deployments"]) == 0
+    shown = capsys.readouterr().out
+    lines = [line.split() for line in shown.splitlines()]
+    assert lines[2] == ["engine", "EngineReplica", "1", "to", "3", "2", "0"]
+    assert lines[3] == ["controlnet-edges", "ControlNetDeployment", "1", "0.4", "0.5"]
+    assert "window=7" in shown
+    assert root.main(["serve", str(path), "--show-deployments", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert list(rows) == ["ingress", "engine", "controlnet-edges", "cn-shop", "hn-shop"]
+    changes = rows["engine"]["changes"]
+    assert [changes[key] for key in ("images.dtype", "num_cpus", "replicas", "largest_batch")] == [
+        "restart", "restart", "scale", "reconfigure",
+    ]  # fmt: skip
+    assert rows["cn-shop"]["knobs"]["window"] == 7
+    assert "images.results" not in changes
+    assert rows["ingress"]["changes"]["server.tenants"] == "restart"

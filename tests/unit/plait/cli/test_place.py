@@ -10,7 +10,7 @@ import pytest
 
 from plait.cli.main import main
 from plait.config import load_config
-from plait.offline.placing import demands_of
+from plait.deployments import deployments
 
 CLUSTER = """
 nodes:
@@ -53,7 +53,7 @@ def test_demands_are_what_the_deployments_ask_ray_for(files):
     """Names, CPUs, GPUs and replicas of every deployment; the max where the number follows the load."""
     found = {
         each.name: (each.task.cpu_milli, each.task.gpus, each.task.gpu_milli, each.replicas)
-        for each in demands_of(load_config(files[0]))
+        for each in (row.demand() for row in deployments(load_config(files[0])))
     }
     assert found == {
         "ingress": (100, 0, 0, 1),
@@ -69,12 +69,13 @@ def test_demands_are_those_of_the_application(files):
     """The application that Serve runs has these deployments, with these resources."""
     from ray.serve._private.build_app import build_app
 
-    from plait.app import application
+    from plait.app import bind
 
     config = load_config(files[0], overrides=["recommend=null"])
-    wanted = {each.name: (each.task.cpu_milli, each.task.total_milli, each.replicas) for each in demands_of(config)}
+    demands = [row.demand() for row in deployments(config)]
+    wanted = {each.name: (each.task.cpu_milli, each.task.total_milli, each.replicas) for each in demands}
     found = {}
-    for deployment in build_app(application(config), name="app").deployments:
+    for deployment in build_app(bind(deployments(config)), name="app").deployments:
         options = deployment.ray_actor_options or {}
         cpus, gpus = options.get("num_cpus", 1), options.get("num_gpus", 0) or 0
         found[deployment.name] = (round(1000 * cpus), round(1000 * gpus), deployment.num_replicas)

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from plait.cli.main import main
-from plait.offline import random_models
+from plait_serving.diffusion.published import architectures
 from plait_serving.diffusion.published.architectures import FamilyName
 from support.scaled import scaled_down
 
@@ -16,7 +16,7 @@ from support.scaled import scaled_down
 @pytest.fixture(autouse=True)
 def scaled(monkeypatch, tmp_path):
     """The architectures in small, in a folder of the test's own."""
-    monkeypatch.setattr(random_models, "ARCHITECTURES", {family: scaled_down(family) for family in FamilyName})
+    monkeypatch.setattr(architectures, "ARCHITECTURES", {family: scaled_down(family) for family in FamilyName})
     monkeypatch.chdir(tmp_path)
 
 

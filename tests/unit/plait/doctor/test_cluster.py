@@ -55,7 +55,7 @@ def test_applications_that_do_not_run_are_named_with_the_reason():
 def test_a_placed_application_says_which_classes_of_nodes_are_missing_or_unknown():
     """Nodes carry their class as a label; an application that is not placed says nothing."""
     nodes = [replace(node("n1"), node_class="a"), replace(node("n2", alive=False), node_class="b"), node("n3")]
-    running = {"engine@a": {"status": "HEALTHY", "running": 2}, "engine@b": {"status": "HEALTHY", "running": 0}}
+    running = {"engine@a": {"replica_states": {"RUNNING": 2}}, "engine@b": {"replica_states": {"STARTING": 1}}}
     status = {"applications": {"plait": {"status": "RUNNING", "deployments": {"ingress": {}, **running}}}}
     (missing,) = placement_findings(nodes, status)
     assert (missing.name, missing.verdict) == ("placement", "warn")
@@ -66,7 +66,7 @@ def test_a_placed_application_says_which_classes_of_nodes_are_missing_or_unknown
     del nodes[2]
     (fine,) = placement_findings(nodes, status)
     assert (fine.verdict, fine.detail) == ("ok", "plait: 1 models on classes a, b")
-    running["engine@a"]["running"] = 0
+    running["engine@a"]["replica_states"] = {}
     (idle,) = placement_findings(nodes, status)
     assert idle.detail == "no replica of engine"
     assert list(placement_findings(nodes, RUNNING)) == []

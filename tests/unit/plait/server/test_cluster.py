@@ -20,12 +20,12 @@ from ray import exceptions, serve
 from ray.experimental import internal_kv
 from ray.serve._private.build_app import build_app
 
-from plait.app import AppArgs, build
-from plait.config import INGRESS, PlaitConfig, ServerSection
+from plait.app import AppArgs, bind
+from plait.config import PlaitConfig, ServerSection
+from plait.deployments import INGRESS, deployments
 from plait.errors import ServeError
 from plait.server import cluster
 from plait.server.cluster import Cluster, DeploymentState
-from plait.server.restarts import surge_percents
 from plait_deploy.on_ray.names import name_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection
@@ -88,12 +88,15 @@ def test_every_deployment_is_pinned_to_the_version_of_its_configuration(
     monkeypatch: pytest.MonkeyPatch, places: tuple[str, ...]
 ) -> None:
     """One that is missed gets another version in every change: its replicas restart for a new knob."""
-    args = AppArgs(images=IMAGES, recommend=MODELS, node_classes=places)
-    monkeypatch.setattr(serve, "run_many", lambda targets, **_: deployed.extend(targets))
+    rows = deployments(AppArgs(images=IMAGES, recommend=MODELS))
+    monkeypatch.setattr(serve, "run_many", lambda targets, **_: deployed.extend(each.target for each in targets))
     deployed: list[Any] = []
-    started().deploy(build(args), name="app", salt="run")
-    started().deploy(build(args), name="app", salt="run")
-    built, again = ({it.name: it.version for it in build_app(each.target, name="app").deployments} for each in deployed)
+    if places:
+        deployed = [bind(rows, node_classes=places, salt="run") for _ in range(2)]
+    else:
+        started().deploy(rows, name="app", salt="run")
+        started().deploy(rows, name="app", salt="run")
+    built, again = ({it.name: it.version for it in build_app(each, name="app").deployments} for each in deployed)
     assert None not in built.values()
     assert built == again
     names = {"engine", "controlnet-edges", "cn-cut", "hn-cut", "shard0-cut", "shard1-cut", "whole-whole"}
@@ -136,7 +139,8 @@ def test_an_update_without_room_goes_on_in_place_and_says_so(monkeypatch: pytest
     clock, handed_s, said = Clock(), list[tuple[float, set[int]]](), list[str]()
 
     def hand_over(targets: Any, **_: Any) -> None:
-        handed_s.append((clock.now_s - 100.0, set(surge_percents(targets[0].target).values())))
+        made = build_app(targets[0].target, name="app").deployments
+        handed_s.append((clock.now_s - 100.0, {it._deployment_config.max_surge_percent for it in made}))
 
     def status() -> Any:
         clock.sleep(0.02)
@@ -154,7 +158,7 @@ def test_an_update_without_room_goes_on_in_place_and_says_so(monkeypatch: pytest
     monkeypatch.setattr(serve, "run_many", hand_over)
     monkeypatch.setattr(serve, "status", status)
     updating = started()
-    updating.deploy(build(AppArgs(images=IMAGES, recommend=MODELS)), name="app", salt="run")
+    updating.deploy(deployments(AppArgs(images=IMAGES, recommend=MODELS)), name="app", salt="run")
     assert any(state.running for state in updating.states(60.0, say=said.append))
     assert [percents for _, percents in handed_s] == [{100}, {0}]
     assert handed_s[1][0] < 60.0

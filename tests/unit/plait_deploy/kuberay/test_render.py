@@ -13,11 +13,13 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from ray.serve._private.build_app import build_app
 from ray.serve.schema import ServeDeploySchema
 
-from plait.app import AppArgs
+from plait.app import AppArgs, bind
 from plait.cli import main as root
 from plait.config import load_config
+from plait.deployments import deployments, logical_cpus
 
 CRD_VARIABLE = "PLAIT_KUBERAY_CRD"
 KUBERNETES = "1.33"
@@ -202,35 +204,16 @@ def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
 
 def test_reservations_are_those_of_the_application(render):
     """The Serve YAML replaces what `plait.app` asks Ray for, so it must ask for the same."""
-    from plait.app import application
-
     config = load_config(None, overrides=["images.num_cpus=2", "server.ingress_replicas=3"])
     (service,) = documents(render("images: {num_cpus: 2}\nserver: {ingress_replicas: 3}\n")[1].out, "RayService")
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     rendered = {it["name"]: it["ray_actor_options"] for it in serve["applications"][0]["deployments"]}
-    built = dict(_deployments(application(config)))
+    application = build_app(bind(deployments(config)), name="plait")
+    built = {it.name: it.ray_actor_options for it in application.deployments}
     assert rendered.keys() == built.keys()
     for name, actor in built.items():
         assert rendered[name]["num_cpus"] == actor["num_cpus"]
         assert rendered[name].get("num_gpus", 0) == actor.get("num_gpus", 0)
-
-
-def _deployments(application):
-    from collections.abc import Mapping
-
-    from plait_serving.deployments.ranking.package_source import RankModel
-
-    deployment = application._bound_deployment
-    yield deployment.name, deployment.ray_actor_options
-    todo = [*deployment.init_args, *deployment.init_kwargs.values()]
-    while todo:
-        one = todo.pop()
-        if isinstance(one, type(application)):
-            yield from _deployments(one)
-        elif isinstance(one, Mapping):
-            todo += one.values()
-        elif isinstance(one, RankModel):
-            todo += [one.workers, one.hns]
 
 
 def test_times_outlast_the_longest_request(render):
@@ -349,7 +332,7 @@ def test_a_server_on_this_machine_ignores_the_section(tmp_path):
     path = tmp_path / "plait.yaml"
     path.write_text(SPLIT)
     assert "deploy" not in AppArgs.model_fields
-    assert load_config(path).logical_cpus > 0
+    assert logical_cpus(load_config(path)) > 0
 
 
 SHARDS = """

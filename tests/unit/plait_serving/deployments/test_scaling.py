@@ -11,6 +11,8 @@ from ray.serve._private.autoscaling_state import _resolve_policy_callable
 from ray.serve.autoscaling_policy import _apply_autoscaling_config
 from ray.serve.config import AutoscalingConfig
 
+from plait.config import ServedConfig
+from plait.tuning.measure.cost import reserved
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
 from plait_serving.deployments.threads import choose_omp_wait
@@ -27,7 +29,8 @@ def test_a_number_or_a_range() -> None:
     )
     assert (model.cn.min_replicas, model.cn.max_replicas) == (2, 5)
     assert (model.hn.min_replicas, model.hn.max_replicas) == (3, 3)
-    assert RankingSection(models={"m": model}).logical_cpus == pytest.approx(0.2 * 8)
+    config = ServedConfig(images=None, recommend=RankingSection(models={"m": model}))
+    assert reserved(config).cores == pytest.approx(0.1 + 0.2 * 8)
     for bad in ({"min": 3, "max": 2}, {"min": 0, "max": 2}, {"max": 65}, {"min": 1}, 0, "many"):
         with pytest.raises(ValidationError):
             HnSection.model_validate({"replicas": bad})
@@ -37,7 +40,7 @@ def test_controlnets_follow_the_load_up_to_the_engines() -> None:
     """A range for a ControlNet counts at its max; one beyond the engines is refused by name."""
     section = {"controlnets": {"edges": {"folder": "/x", "replicas": {"max": 3}, "num_cpus": 1.0}}, "num_cpus": 1.0}
     images = ImagesSection.model_validate({**section, "replicas": {"max": 4}})
-    assert images.logical_cpus == 4 + 3
+    assert reserved(ServedConfig(images=images, recommend=None)).cores == pytest.approx(0.1 + 4 + 3)
     with pytest.raises(ValidationError, match=r"controlnets\.edges\.replicas\.max: 3 of them for at most 2"):
         ImagesSection.model_validate({**section, "replicas": 2})
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fakes.images import FakeImageService
-from plait.app import AppArgs, starter_words
+from plait.app import AppArgs
+from plait.http_settings import starter_words
 from plait_fabric.cores import instruction_set
 from plait_serving.health import Health
 from plait_serving.http.context import HttpSettings

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from plait_serving.images.codec import OutputFormat
 from plait_serving.images.config import ResultsSection
-from plait_serving.images.results import ResultsSettings, ResultStore, StoreFailed, StoreFull
+from plait_serving.images.results import ResultStore, StoreFailed, StoreFull
 
 PNG = OutputFormat.PNG
 LIFETIME_S = 100.0
@@ -39,7 +39,8 @@ def place(request, tmp_path):
 
 
 def store_at(place, clock, max_bytes=1000):
-    settings = ResultsSettings(url=place, lifetime_s=LIFETIME_S, max_bytes=max_bytes)
+    where = {"url": place} if "://" in place else {"folder": place}
+    settings = ResultsSection(**where, lifetime_s=LIFETIME_S, max_bytes=max_bytes)
     return ResultStore(settings, now_s=clock, monotonic_s=clock)
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from plait.config import PlaitConfig
+from plait.deployments import Effect
 from plait.server.cluster import DeploymentState
-from plait.server.restarts import Effect, bound_deployments, pin
 from plait.tuning.measure import application
 from plait.tuning.measure.application import RunningApplication, compose_of
 
@@ -33,7 +33,7 @@ def running(
     cluster = SimpleNamespace(
         url="http://127.0.0.1:1",
         host="127.0.0.1",
-        deploy=lambda app, **how: [] if deployed is None else deployed.append({"app": app, **how}),
+        deploy=lambda rows, **how: [] if deployed is None else deployed.append({"rows": rows, **how}),
         states=lambda _: states,
     )
     monkeypatch.setattr(application, "replica_pids", lambda *_, **__: next(seen))
@@ -66,10 +66,10 @@ def test_a_trial_measures_the_arguments_that_it_names(monkeypatch: pytest.Monkey
     after = {11: "ingress", 12: "cn-picks", 23: "hn-picks"}
     found = running(monkeypatch, after, deployed).apply(config(4, executor="torch"), limit_s=5.0)
     assert found == {"hn-picks": Effect.RESTARTED}
-    versions = []
-    for app in (deployed[0]["app"], compose_of()(config(4))):
-        pin(app, salt=deployed[0].get("salt", ""))
-        versions.append({it.name: it.version for it in bound_deployments(app)})
+    salt = deployed[0]["salt"]
+    versions = [
+        {row.name: row.version(salt) for row in rows} for rows in (deployed[0]["rows"], compose_of()(config(4)))
+    ]
     assert {name for name, version in versions[0].items() if version != versions[1][name]} == {"hn-picks"}
 
 

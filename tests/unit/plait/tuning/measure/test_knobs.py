@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from plait.app import application
 from plait.config import PlaitConfig, load_config, parse_config
+from plait.deployments import Effect, deployments, effects, logical_cpus
 from plait.errors import PlaitError
-from plait.server.restarts import Effect, effects
 from plait.tuning.measure.cost import ReservedResources, cost_metrics, host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
 from plait_autoconfig.jobs.spec import Prices
@@ -102,7 +101,7 @@ def test_a_change_restarts_only_what_it_must(
     config: PlaitConfig, knobs: dict[str, object], wanted: dict[str, str]
 ) -> None:
     """Knobs reconfigure, counts scale, and only other resources or other parts restart."""
-    assert effects(application(config), application(apply_knobs(config, knobs))) == wanted
+    assert effects(deployments(config), deployments(apply_knobs(config, knobs))) == wanted
 
 
 def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
@@ -111,7 +110,7 @@ def test_a_configuration_costs_what_it_reserves(config: PlaitConfig) -> None:
     what = reserved(apply_knobs(config, knobs))
     assert what.cores == pytest.approx(0.1 + 0.4 + 0.4 + 3 * 0.2 + 0.2)
     assert what.gpus == 0.5
-    assert math.ceil(what.cores) == apply_knobs(config, knobs).logical_cpus
+    assert math.ceil(what.cores) == logical_cpus(apply_knobs(config, knobs))
 
 
 @pytest.mark.parametrize(("basis", "cost"), [("reserved", 2.17), ("used", 2.27)])
@@ -138,9 +137,9 @@ def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: Plait
     }
     tuned = apply_knobs(config, budgets)
     assert reserved(tuned).cores == pytest.approx(0.1 + 1.5 + 0.25 + 2.0 + 2 * 0.5)
-    caps = {name: knobs["threads"] for name, knobs in tuned.knobs().items()}
+    caps = {row.name: row.knobs["threads"] for row in deployments(tuned) if row.knobs}
     assert caps == {"engine": 2, "controlnet-edges": 1, "cn-shop": 4, "hn-shop": 1}
-    assert effects(application(config), application(tuned))["controlnet-edges"] is Effect.RESTARTED
+    assert effects(deployments(config), deployments(tuned))["controlnet-edges"] is Effect.RESTARTED
     assert host_cores_of(tuned, machine_cores=9) == HostCores(cores=9, planned_threads=9)
     assert host_cores_of(tuned, machine_cores=8).is_shared
 

@@ -12,7 +12,7 @@ from openai import OpenAI
 from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
-from plait_serving.images.results import ResultsSettings
+from plait_serving.images.config import ResultsSection
 from support.app_server import AppServer
 from support.http_app import b64, make_app, make_client, png
 
@@ -21,7 +21,7 @@ URL, EDITS = "/v1/images/generations", "/v1/images/edits"
 
 def settings(place, **more):
     kept = {"lifetime_s": 60.0, "max_bytes": 100_000, **more}
-    return HttpSettings(results=ResultsSettings(url=str(place), **kept))
+    return HttpSettings(results=ResultsSection(folder=place, **kept))
 
 
 @pytest.mark.parametrize("path", [URL, EDITS])

@@ -17,11 +17,10 @@ from ray.serve._private.build_app import build_app
 from ray.serve._private.version import DeploymentVersion
 from ray.serve.handle import DeploymentHandle
 
-from plait.app import application
+from plait.app import bind
 from plait.config import PlaitConfig, parse_config
+from plait.deployments import deployments, effects
 from plait.errors import PlaitError
-from plait.offline.manifests import reservations
-from plait.server.restarts import effects, pin, surge_percents
 
 KEY = {"sha256": "0" * 64, "tenant": "ops", "role": "admin"}
 TENANT = {"requests_per_s": 2.0, "max_pixels": 9, "max_steps": 9, "max_images": 2, "queued_s": 9.0}
@@ -178,14 +177,14 @@ def test_what_is_announced_is_what_differs_in_what_is_bound() -> None:
     tried, wrong = set[str](), dict[str, Any]()
     for given in (FULL, OTHER):
         base = parsed(given).model_dump(mode="json")
-        before = application(parsed(base))
+        before = deployments(parsed(base))
         for path in leaves(base):
             name = ".".join(map(str, path))
             if name in tried or (after := changed(base, path)) is None:
                 continue
             tried.add(name)
-            now = application(after)
-            if (said := effects(before, now)) != (found := differing(before, now)):
+            now = deployments(after)
+            if (said := effects(before, now)) != (found := differing(bind(before), bind(now))):
                 wrong[name] = said, found
     assert wrong == {}
     dumped = [parsed(given).model_dump(mode="json") for given in (FULL, OTHER)]
@@ -235,7 +234,7 @@ def test_a_change_restarts_who_reads_it_and_nobody_else(path: str, value: Any, e
     data = parsed(FULL).model_dump(mode="json")
     *outer, last = path.split(".")
     functools.reduce(lambda place, key: place[key], outer, data)[last] = value
-    assert effects(application(parsed(FULL)), application(parsed(data))) == expected
+    assert effects(deployments(parsed(FULL)), deployments(parsed(data))) == expected
 
 
 def test_versions_follow_what_only_a_restart_changes() -> None:
@@ -251,17 +250,16 @@ def test_versions_follow_what_only_a_restart_changes() -> None:
 
 def versions(data: Mapping[str, Any], salt: str) -> dict[str, str | None]:
     """As Serve finds them."""
-    pin(app := application(parsed(data)), salt=salt)
-    return {each.name: each.version for each in build_app(app, name="app").deployments}
+    return {each.name: each.version for each in bound(bind(deployments(parsed(data)), salt=salt))}
 
 
 def test_versions_are_the_same_in_every_process() -> None:
     """`plait tune apply` is another process than the server: what it deploys alike is to stay."""
     code = (
         f"import json, sys; from pathlib import Path; from plait.config import parse_config\n"
-        "from plait.app import application; from plait.server.restarts import bound_deployments, pin\n"
-        f"app = application(parse_config(json.loads({json.dumps(json.dumps(FULL))}), source='', folder=Path('/')))\n"
-        "pin(app, salt='a'); print(json.dumps({it.name: it.version for it in bound_deployments(app)}))"
+        "from plait.deployments import deployments\n"
+        f"rows = deployments(parse_config(json.loads({json.dumps(json.dumps(FULL))}), source='', folder=Path('/')))\n"
+        "print(json.dumps({row.name: row.version('a') for row in rows}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout.splitlines()[-1]) == versions(FULL, "a")
@@ -271,8 +269,8 @@ def test_what_is_reserved_is_what_ray_is_asked_for() -> None:
     """The tuner's costs come from there, and from nothing that Serve gets."""
     for given in (FULL, OTHER):
         config = parsed(given)
-        asked = {it.name: it.ray_actor_options for it in bound(application(config))}
-        assert {one.name: (one.num_cpus, one.num_gpus) for one in reservations(config)} == {
+        asked = {it.name: it.ray_actor_options for it in bound(bind(deployments(config)))}
+        assert {row.name: (row.num_cpus, row.num_gpus) for row in deployments(config)} == {
             name: (options["num_cpus"], options.get("num_gpus", 0.0)) for name, options in asked.items()
         }
 
@@ -283,5 +281,6 @@ def test_an_update_starts_one_more_replica_first_where_no_gpu_is_needed() -> Non
     data["images"]["num_gpus"] = 1.0
     for wanted, expected in ((None, (0, 33, 100)), (True, (33, 33, 100)), (False, (0, 0, 0))):
         data["server"]["start_new_first"] = wanted
-        found = surge_percents(application(parsed(data)))
+        asked = bound(bind(deployments(parsed(data))))
+        found = {it.name: it._deployment_config.max_surge_percent for it in asked}
         assert (found["engine"], found["hn-shop"], found["ingress"]) == expected

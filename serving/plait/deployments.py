@@ -1,0 +1,387 @@
+"""The one table of what is deployed: a row for each deployment of the Serve application, and what calls others first.
+
+Whoever must know what runs reads it here: the application itself (`plait.app`), what a change restarts (`effects`), the
+tuner's prices, placement, manifests, and `plait serve --show-deployments`. A row names its class rather than importing
+it, so that the table costs neither Ray nor torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from enum import StrEnum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+
+from plait.config import ServedConfig, ServerSection
+from plait.http_settings import http_settings, starter_words
+from plait.targets import call
+from plait_deploy.kuberay.sizing import Reservation
+from plait_serving.cores import capped
+from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
+from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
+from plait_serving.diffusion.knobs import Placement
+from plait_serving.images.config import ControlNetSection, ImagesSection
+from plait_serving.ranking.config import (
+    CnSection,
+    HnSection,
+    RankModelSection,
+    RankRole,
+    ShardsSection,
+    shard_role,
+)
+from plait_serving.sections import Replicas
+
+if TYPE_CHECKING:
+    from plait_deploy.placement.demands import Demand
+    from plait_serving.deployments.direct import Direct
+
+INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
+"""The names of the deployments in Serve's status, in logs and in a Serve YAML; `worker_name` makes the others."""
+
+INGRESS_CPUS, MODEL_CPUS, WORKER_CPUS = 0.1, 0.4, 0.2
+"""Logical CPUs that Ray counts for a replica of the ingress, of a model for images and of one that ranks without
+`num_cpus`. Small, so that all fit on a small machine."""
+
+_ROUTING_PERIOD_S = 1.0
+"""How often replicas say what waits at them and which models they have."""
+_NOT_HTTP = {"port", "direct_port", "ingress_replicas", "start_new_first", "drain_s", "ready_timeout_s"}
+"""What `http_settings` does not read of the server's section."""
+
+_Section = ImagesSection | ControlNetSection | CnSection | HnSection | ShardsSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandleOf:
+    """Stands among the arguments of a row for Serve's handle of another one, by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment(Reservation):
+    """A row. `target`: the class, as `module:Class`; `args`: what it is constructed with, and `knobs` what running
+    replicas receive (Serve's `user_config`); `scaling`: how the number of replicas follows the load, if it does;
+    `options`: Serve's, of which a change reaches what runs; `finishes`: whether requests are finished before a stop."""
+
+    target: str
+    args: Mapping[str, Any]
+    knobs: Mapping[str, Any] | None = None
+    scaling: Replicas | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    finishes: bool = False
+
+    @property
+    def starts_first(self) -> bool:
+        """Whether new replicas start before old ones stop."""
+        return bool(self.options["max_surge_percent"])
+
+    @property
+    def fixed(self) -> str:
+        """What only a restart changes, as JSON: the same in every process."""
+        return _json((self.target, self.args, self.num_cpus, self.num_gpus))
+
+    def version(self, salt: str) -> str:
+        """Return Serve's version of the deployment, which stands for the arguments that are bound to it. `salt`: unique
+        per run of a server, so that new code never counts as old."""
+        return hashlib.sha256(f"{salt}\n{self.name}\n{self.fixed}".encode()).hexdigest()[:16]
+
+    def demand(self, *, per_node: int = 0) -> Demand:
+        """Return what is placed, at most `per_node` replicas on a node (0: any): where their number follows the load,
+        the most. Raises `TaskError` for what Ray refuses."""
+        from plait_deploy.placement.demands import Demand, task_of
+
+        task = task_of(self.name, num_cpus=self.num_cpus, num_gpus=self.num_gpus, per_node=per_node)
+        return Demand(name=self.name, task=task, replicas=self.max_replicas)
+
+    def changes(self) -> dict[str, str]:
+        """Return what a change of each key does: restart, scale or reconfigure."""
+        restarts = [key for name, value in self.args.items() for key in _keys(name, value)]
+        return {
+            **dict.fromkeys((*restarts, "num_cpus", "num_gpus"), "restart"),
+            "replicas": "scale",
+            **dict.fromkeys((*self.options, *(self.knobs or ())), "reconfigure"),
+        }
+
+
+def deployments(
+    config: ServedConfig, *, engine: EngineSource | None = None, ranking: Mapping[str, RankSource] | None = None
+) -> tuple[Deployment, ...]:
+    """Return the table; each row calls only rows below it. `engine`, and `ranking` by model name: other sources of
+    models than the sections (tests supply their own)."""
+    server, images = config.server, config.images
+    rows: list[Deployment] = []
+    if images is not None:
+        rows += _of_images(images, server, engine or ImagesSource.for_replicas(images))
+    models: dict[str, RankModel] = {}
+    for name, section in config.ranking_models.items():
+        parts = list(_of_model(name, section, server, (ranking or {}).get(name)))
+        rows += parts
+        entry, *behind = (HandleOf(name=it.name) for it in parts)
+        source = (ranking or {}).get(name) or PackageSource(section.folder)
+        hns = behind.pop(0) if behind else None
+        models[name] = RankModel(source=source, workers=entry, hns=hns, shards=tuple(behind))
+    return (_ingress(config, rows, models), *rows)
+
+
+def _ingress(config: ServedConfig, rows: Sequence[Deployment], models: Mapping[str, RankModel]) -> Deployment:
+    server, images, tuning = config.server, config.images, config.tuning
+    handles = {row.name: HandleOf(name=row.name) for row in rows}
+    served = config.model_dump(mode="json", include={"server", "images", "recommend"})
+    return Deployment(
+        name=INGRESS,
+        target="plait_serving.deployments.ingress:Ingress",
+        args={
+            "engine": handles.get(ENGINE),
+            "settings": partial(
+                http_settings,
+                server=ServerSection(**server.model_dump(exclude=_NOT_HTTP)),
+                words=starter_words(config),
+                results=None if images is None else images.results,
+            ),
+            "ranking": models,
+            "controlnets": [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)],
+            "routers": partial(call, "plait.tuning.service.http:tuning_routers", tuning=tuning)
+            if tuning.enabled
+            else None,
+            "direct": _direct(server),
+            "behind": handles,
+        },
+        knobs={"config": served} if tuning.enabled else None,
+        num_cpus=INGRESS_CPUS,
+        min_replicas=server.ingress_replicas,
+        max_replicas=server.ingress_replicas,
+        options={
+            "max_surge_percent": server.surge_percent(num_gpus=0.0, replicas=server.ingress_replicas),
+            "graceful_shutdown_timeout_s": server.drain_s,
+        },
+        finishes=True,
+    )
+
+
+def _direct(server: ServerSection) -> Direct | None:
+    if server.direct_port is None:
+        return None
+    from plait_serving.deployments.direct import Direct  # with a web server, which the table costs nobody else
+
+    return Direct(host=server.host, port=server.direct_port, drain_s=server.drain_s)
+
+
+def _of_images(images: ImagesSection, server: ServerSection, source: EngineSource) -> Iterator[Deployment]:
+    """Yield the base model's row, and those of its ControlNets."""
+    services = images.controlnet_services()
+    # Requests go to replicas that have their model, if there are several.
+    routed = {
+        "request_router_config": {
+            "request_router_class": "plait_serving.deployments.images.router:ModelRouter",
+            "request_routing_stats_period_s": _ROUTING_PERIOD_S,
+        }
+    }
+    yield _row(
+        images,
+        server,
+        MODEL_CPUS,
+        name=ENGINE,
+        target="plait_serving.deployments.images.engine:EngineReplica",
+        args={
+            "source": source,
+            "controlnets": {name: HandleOf(name=CONTROLNET_PREFIX + name) for name in services},
+        },
+        knobs=capped(images.knobs, images.num_cpus).model_dump(mode="json"),
+        options={
+            "graceful_shutdown_timeout_s": server.drain_s,
+            **(routed if images.has_several_models else {}),
+        },
+        finishes=True,
+        workload="images",
+    )
+    for name, section in services.items():
+        yield _row(
+            section,
+            server,
+            MODEL_CPUS,
+            name=CONTROLNET_PREFIX + name,
+            target="plait_serving.deployments.images.controlnet:ControlNetDeployment",
+            args={
+                "name": name,
+                "folder": str(section.folder),
+                "dtype": images.dtype,
+                "device": images.device,
+                "executor": images.executor.value,
+                "audit_every": images.audit_every,
+            },
+            knobs={"threads": capped(section, section.num_cpus).threads},
+            workload="images",
+        )
+
+
+def _of_model(
+    name: str, section: RankModelSection, server: ServerSection, given: RankSource | None
+) -> Iterator[Deployment]:
+    """Yield the rows of a recommendation model: the one that the ingress calls first, then HNs, then shards."""
+    sparse = given or PackageSource(section.folder)
+    dense = given or PackageSource(section.folder, executor=section.executor)
+    held, entry = section.cn.shard_section, section.entry_role
+    dealt = None if held is None else {"shards": held.count, "memory_bytes": held.memory_bytes}
+    shards = [shard_role(number) for number in range(held.count)] if held is not None else []
+
+    for part_name, part in section.parts.items():
+        role: RankRole = "shard" if isinstance(part, ShardsSection) else part_name  # type: ignore[assignment]
+        more: dict[str, Any] = {}
+        if role == "cn":
+            more["hns"] = HandleOf(name=worker_name(name, "hn"))
+            if shards:
+                more |= {"dealt": dealt, "shards": [HandleOf(name=worker_name(name, it)) for it in shards]}
+        elif role == "shard":
+            more |= {"dealt": dealt, "shard": shards.index(part_name)}
+        yield _row(
+            part,
+            server,
+            WORKER_CPUS,
+            name=worker_name(name, part_name),
+            target="plait_serving.deployments.ranking.worker:RankWorker",
+            args={
+                "name": name,
+                "source": dense if role in ("hn", "whole") else sparse,
+                "role": role,
+                "omp_wait": part.omp_wait,
+                "between_hosts": section.between_hosts,
+                **more,
+            },
+            knobs={} if isinstance(part, ShardsSection) else capped(part.knobs, part.num_cpus).model_dump(mode="json"),
+            is_shard=role == "shard",
+            memory_bytes=(part.memory_bytes or 0) if isinstance(part, ShardsSection) else 0,
+            finishes=role == entry,
+            workload="ranking",
+        )
+
+
+def _row(
+    section: _Section, server: ServerSection, usual_cpus: float, *, options: Mapping[str, Any] | None = None, **row: Any
+) -> Deployment:
+    """Return a row with what a section says of replicas and what they reserve. `usual_cpus`: of one without
+    `num_cpus`."""
+    num_gpus = getattr(section, "num_gpus", 0.0)
+    surge = server.surge_percent(num_gpus=num_gpus, replicas=section.max_replicas)
+    return Deployment(
+        num_cpus=section.num_cpus or usual_cpus,
+        num_gpus=num_gpus,
+        min_replicas=section.min_replicas,
+        max_replicas=section.max_replicas,
+        scaling=section.replicas if isinstance(section.replicas, Replicas) else None,
+        options={"max_surge_percent": surge, **(options or {})},
+        **row,
+    )
+
+
+def worker_name(model: str, role: str) -> str:
+    """Return the name of the deployment of a recommendation model's workers with this role: cn, hn or whole."""
+    return f"{role}-{model}"
+
+
+def finishing(rows: Sequence[Deployment]) -> tuple[str, ...]:
+    """Return the deployments that finish their requests before a stop, in this order: what is in front last."""
+    front, *rest = (row.name for row in rows if row.finishes)
+    return (*rest, front)
+
+
+def logical_cpus(config: ServedConfig) -> int:
+    """Return the logical CPUs that Ray must have so that every replica can be placed, those of ControlNets that a knob
+    runs beside the base model now included."""
+    if (images := config.images) is not None:
+        knobs = images.knobs.model_copy(update={"controlnet_placement": Placement.REMOTE})
+        config = config.model_copy(update={"images": images.model_copy(update={"knobs": knobs})})
+    return math.ceil(sum(row.max_replicas * row.num_cpus for row in deployments(config)))
+
+
+def spare_cpus(rows: Sequence[Deployment]) -> int:
+    """Return the logical CPUs that Ray must have so that in an update one more replica has room."""
+    return math.ceil(max((row.num_cpus for row in rows if row.starts_first), default=0))
+
+
+class Effect(StrEnum):
+    """What happens to a deployment, from the cheapest to the most expensive."""
+
+    RECONFIGURED = "reconfigured"
+    SCALED = "scaled"
+    RESTARTED = "restarted"
+    ADDED = "added"
+    REMOVED = "removed"
+
+
+def effects(before: Sequence[Deployment], after: Sequence[Deployment]) -> dict[str, Effect]:
+    """Return the effect of replacing the deployments `before` by `after`, by name; unaffected ones are left out.
+
+    Serve restarts the replicas of a deployment whose version changed or that needs other resources; other options are
+    passed to running replicas, and a changed count only starts or stops some
+    (`DeploymentVersion.requires_actor_restart` in ray/serve/_private/version.py, Ray 2.60).
+    """
+    old = {row.name: row for row in before}
+    found = dict.fromkeys(old.keys() - {row.name for row in after}, Effect.REMOVED)
+    for row in after:
+        was = old.get(row.name)
+        if was is None:
+            found[row.name] = Effect.ADDED
+        elif row.fixed != was.fixed:
+            found[row.name] = Effect.RESTARTED
+        elif _count(row) != _count(was):
+            found[row.name] = Effect.SCALED
+        elif (row.knobs, row.options) != (was.knobs, was.options):
+            found[row.name] = Effect.RECONFIGURED
+    return found
+
+
+def _count(row: Deployment) -> tuple[Any, ...]:
+    return row.min_replicas, row.max_replicas, row.scaling
+
+
+def document_of(rows: Sequence[Deployment]) -> list[dict[str, Any]]:
+    """Return the table as plain data."""
+    return [
+        {
+            "name": row.name,
+            "class": row.target.rpartition(":")[2],
+            "replicas": {"min": row.min_replicas, "max": row.max_replicas},
+            "num_cpus": row.num_cpus,
+            "num_gpus": row.num_gpus,
+            "memory_bytes": row.memory_bytes,
+            "knobs": dict(row.knobs or {}),
+            "changes": row.changes(),
+        }
+        for row in rows
+    ]
+
+
+def _keys(name: str, value: Any) -> Iterator[str]:
+    """Yield the keys of an argument: those of a section, and of what holds one, or its own name."""
+    if isinstance(value, BaseModel):
+        yield from (f"{name}.{key}" for key in type(value).model_fields if key in value.model_fields_set)
+    elif isinstance(value, partial):
+        yield from (key for inner, it in value.keywords.items() for key in _keys(inner, it))
+    elif is_dataclass(value) and not isinstance(value, HandleOf):
+        for inner, it in ((each.name, getattr(value, each.name)) for each in fields(value)):
+            yield from _keys(inner if isinstance(it, BaseModel) else f"{name}.{inner}", it)
+    else:
+        yield name
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """Return what stands for an argument, in every process alike."""
+    if isinstance(value, BaseModel):
+        return value.model_dump(mode="json")
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value), {it.name: getattr(value, it.name) for it in fields(value)}]
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}:{value.__qualname__}"
+    return repr(value)

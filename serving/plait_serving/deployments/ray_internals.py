@@ -1,0 +1,96 @@
+"""All private names of Ray and Serve that plait uses (Ray 2.60), each with what no public name gives.
+
+They are imported where they are needed: Ray reads its environment when it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def set_version(deployment: Any, version: str) -> None:
+    """Set Serve's version of a deployment. `options(version=...)` was removed, but versions are still honoured
+    (`ServeControllerClient.deploy_applications`). Without one, a deployment restarts in every change."""
+    deployment._version = version
+
+
+def own_user_config() -> Mapping[str, Any]:
+    """Return the `user_config` of the replica that this process is, empty without one; Serve hands it over only once
+    the replica is made, which for a model is too late. Raises `RayServeException` outside of a replica."""
+    from ray import serve
+
+    return serve.get_replica_context()._deployment_config.user_config or {}
+
+
+def known_replicas(handle: Any) -> frozenset[str]:
+    """Return the names of the replicas that Serve has reported to this process, which costs no call; none if it has
+    not, or `handle` is not Serve's own. Serve's status only has numbers."""
+    router = getattr(getattr(handle, "_router", None), "_asyncio_router", None)
+    known = getattr(getattr(router, "_request_router", None), "curr_replicas", None) or ()
+    return frozenset(replica.to_full_id_str() for replica in list(known))
+
+
+def proxy_queue() -> type:
+    """Return the queue in which Serve's proxy keeps what the ingress has not fetched yet: it has no bound."""
+    from ray.serve._private.http_util import MessageQueue
+
+    return MessageQueue  # type: ignore[no-any-return]
+
+
+def replace_proxy_queue(queue: type) -> None:
+    """Have the proxy that is made in this process use another queue; a callback may only add middlewares."""
+    from ray.serve._private import proxy
+
+    proxy.MessageQueue = queue
+
+
+def serve_http_config() -> Any:
+    """Return where the running Serve listens, `host` and `port`; its status does not say."""
+    from ray import serve
+
+    return serve.context._get_global_client().http_config
+
+
+def is_declared(application: str) -> bool:
+    """Return whether an application came by `serve deploy`; Serve's status does not say."""
+    from ray import serve
+
+    found = serve.context._get_global_client().get_serve_details()["applications"].get(application)
+    return found is not None and found["source"] == "declarative"
+
+
+def drivers() -> Sequence[Mapping[str, Any]]:
+    """Return the jobs of this Ray; the public list asks the dashboard, which we do not start."""
+    import ray
+
+    return ray._private.state.jobs()  # type: ignore[no-any-return]
+
+
+def noted(key: str) -> str:
+    """Return what `note` has kept in this Ray under a key, or nothing. Ray has no public store without an actor."""
+    from ray.experimental import internal_kv
+
+    return (internal_kv._internal_kv_get(key.encode()) or b"").decode()
+
+
+def note(key: str, value: bytes) -> None:
+    """Keep a text for all drivers of this Ray until it ends."""
+    from ray.experimental import internal_kv
+
+    internal_kv._internal_kv_put(key.encode(), value)
+
+
+def dead_processes() -> Sequence[str] | None:
+    """Return the names of the processes of this process's own Ray that have died; None if it is not connected."""
+    import ray
+
+    node = ray._private.worker._global_node
+    return None if node is None or not ray.is_initialized() else [name for name, _ in node.dead_processes()]
+
+
+def node_services() -> Any:
+    """Return the module that `ray.init` starts a node's processes with; some of its limits are constants."""
+    from ray._private import services
+
+    return services
