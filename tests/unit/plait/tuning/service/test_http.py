@@ -421,7 +421,7 @@ def test_a_damaged_job_hides_no_other(tmp_path):
     """Its folder is told as failed, with what is wrong; the others go on."""
     desk = desk_in(tmp_path, Threads())
     bad, good = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
-    (tmp_path / bad / "resolved.json").write_text("{")
+    (tmp_path / bad / "job.sqlite").write_text(100 * "{")
     again = desk_in(tmp_path, Threads())
     assert {each["id"]: each["status"] for each in again.jobs()} == {bad: "failed", good: "queued"}
     assert error_of(client_of(again).get(f"{URL}/{bad}", headers=BOSS))[:2] == (500, "job_unreadable")
