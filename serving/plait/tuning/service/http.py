@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from plait.tuning.service.errors import Conflict, InvalidJob, JobQueueError, NoSuchJob, TooMany, Unreadable
-from plait_autoconfig.report.page import POLICY
+from plait_report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import Principal, require_admin

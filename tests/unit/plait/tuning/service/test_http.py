@@ -18,7 +18,7 @@ from plait.config import ServedConfig, ServerSection, TuningSection
 from plait.tuning.service.http import MAX_JOB_BYTES, tuning_router
 from plait.tuning.service.job_queue import MAX_DEATHS
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.report.page import POLICY
+from plait_report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
