@@ -6,8 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from plait_loadtest.report.table import number
 from plait_loadtest.values import OnProgress, RunProgress
+from plait_report.page import number
 
 
 @contextmanager

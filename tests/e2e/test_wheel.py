@@ -89,6 +89,7 @@ def test_the_wheel_holds_weights_examples_and_says_which_pythons(wheel):
     assert len(page) > 30
     assert page <= set(names)
     assert any(name.startswith("plait_loadtest/builtin/") for name in names)
+    assert "plait_report/style.css" in names
     assert [name for name in names if name.startswith(("tests/", "plait_bench/")) or "/results/" in name] == []
     assert [name for name in names if "testing" in name or "starter_training" in name] == []
     assert "Requires-Python: <3.14,>=3.11" in text

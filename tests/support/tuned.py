@@ -10,7 +10,7 @@ from typing import Any
 from fakes.measurer import service
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
-from plait_autoconfig.jobs.records import Record
+from plait_autoconfig.jobs.records import JobFacts, Record
 from plait_autoconfig.jobs.reporting import outlook_of, state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import JobState
@@ -42,7 +42,7 @@ def played(spec: JobSpec | None = None, *, fail: Mapping[str, str] | None = None
         else:
             break
         records.append(_record(len(records), kind, config, _outcome(config, rng, fail or {})))
-    return state_of(spec, records, subject=SUBJECT)
+    return state_of(spec, records, JobFacts(subject=SUBJECT))
 
 
 def _outcome(config: Config, rng: random.Random, fail: Mapping[str, str]) -> TrialOutcome:
@@ -62,4 +62,4 @@ def _record(number: int, kind: MeasurementKind, config: Config, outcome: TrialOu
     measured: Any = made.measured
     claim = replace(made.claim, at_s=1_790_000_000.0 + 25.0 * number)
     used = Samples(cpu_cores=1.5, memory_bytes=3 << 30)
-    return replace(made, claim=claim, measured=replace(measured, samples=used), finished_at_s=claim.at_s + 20.0)
+    return replace(made, claim=claim, measured=replace(measured, samples=used))

@@ -22,12 +22,17 @@ from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
 from plait_autoconfig.jobs.errors import JobError
 from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
-from plait_autoconfig.jobs.measurer import Measurer, measured_to_json, subject_to_json, task_from_json
+from plait_autoconfig.jobs.measurer import MeasurementTask, Measurer
 from plait_autoconfig.jobs.spec import JobSpec
 
 PARTING_S = 30.0
+
+_TASK = TypeAdapter(MeasurementTask)
 
 
 class Child:
@@ -66,9 +71,9 @@ class Child:
             msg = f"{what} before make"
             raise RuntimeError(msg)
         if what == "check":
-            return subject_to_json(self._measurer.check(JobSpec.model_validate_json(json.dumps(request["spec"]))))
+            return self._measurer.check(JobSpec.model_validate_json(json.dumps(request["spec"])))
         if what == "measure":
-            return measured_to_json(self._measurer.measure(task_from_json(request["task"]), self._say))
+            return self._measurer.measure(_TASK.validate_python(request["task"]), self._say)
         if what == "apply":
             return self._measurer.apply(request["config"])
         return {"restore": self._measurer.restore, "close": self._measurer.close}[what]()
@@ -112,7 +117,7 @@ def main(descriptor: int) -> None:
 
     def tell(message: Mapping[str, Any]) -> None:
         with writing:
-            connection.sendall(json.dumps(message).encode() + b"\n")
+            connection.sendall(to_json(message) + b"\n")
 
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     child = Child(tell)

@@ -1,7 +1,8 @@
 """Runs a job: asks `plan` what comes next, claims it, has it measured and stores the result, until nothing is left.
 
-Workers coordinate through the store alone. They decide and claim under its lock, so no two do the same; a claim
-whose worker has died is declared lost by the next worker that looks, and its configuration is proposed again.
+Workers coordinate through the store alone. A claim counts if nothing has happened since what it was decided on, so no
+two do the same; one whose worker has died is declared lost by the next worker that looks, and its configuration is
+proposed again.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from plait_autoconfig.errors import OutsideSpace, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
 from plait_autoconfig.jobs.errors import JobBroken, JobBusy, NothingValid
-from plait_autoconfig.jobs.heartbeat import Heartbeat, is_present
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
+from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.records import Claim, Record, config_key, lost_as_crash, trials_of
 from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
@@ -79,14 +80,14 @@ def run_job(
     separate process for the measurer of `source`. Raises `JobRefused` before anything is measured, `JobBroken` and
     `JobBusy`; the state is then "failed".
     """
-    store.clear_signs()
+    store.note(cancelled=False, failure="", done="")
     try:
         with ExitStack() as stack:
             _work(store, source, stack, on_event=on_event, stop=stop, runner=runner, now=now, sleep=sleep)
     except _Stopped:
         pass
     except TunerError as error:
-        store.set_failure(str(error))
+        store.note(failure=str(error))
         raise
     state = read_state(store, now_s=now())
     on_event(JobEvent(kind="ended", at_s=now(), text=f"{state.phase}: {state.reason}" if state.reason else state.phase))
@@ -106,11 +107,16 @@ def _work(
 ) -> None:
     """Run one worker from its first heartbeat to its end; `stack` closes what it opens."""
     name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    presence = stack.enter_context(Heartbeat(store.workers_folder, name, now_s=now()))
+    joined_s = now()
+    store.join(name, now_s=joined_s)
+    stack.callback(store.leave, name)
 
     def tick() -> None:
-        presence.renew(now_s=now())
-        if stop() or store.cancelled:
+        nonlocal joined_s
+        if now() - joined_s >= LEASE_S / 6.0:
+            joined_s = now()
+            store.join(name, now_s=joined_s)
+        if stop() or store.facts().cancelled:
             raise _Stopped
 
     held: tuple[int, ...] = ()
@@ -149,19 +155,17 @@ class _JobWorker:
     def run(self) -> None:
         """Measure until nothing is left to do."""
         self._say("started", f"job {self._spec.name} in {self._store.folder}")
-        with self._store.exclusive():
-            self._store.mend()
         self._used_before_s = used_seconds(
             [each for each in self._store.records() if each.status == "finished"], now_s=self._now()
         )
         # While the measurer starts, not when the first trial is due: the modules of a designer take a second or two.
         threading.Thread(target=maker_of, args=(self._spec.designer.name,), daemon=True).start()
         subject = self._runner.check(self._tick)
-        if self._store.subject() is None:
-            self._store.set_subject(replace(subject, costs=()))  # thousands of numbers, which the job itself says
+        known = self._store.facts().subject or replace(
+            subject, costs=()
+        )  # thousands of numbers, which the job itself says
+        self._store.note(subject=known, exhausted="")  # the job may have changed; if not, the designer says it again
         self._proposals = self._designer(subject)
-        if self._store.exhausted:
-            self._store.set_exhausted("")  # the job may have changed since; if not, the designer says it again
         while True:
             self._tick()
             step = self._claimed()
@@ -169,11 +173,11 @@ class _JobWorker:
                 self._measure(step)
             elif isinstance(step, Done | NoReference):
                 break
-            else:
+            elif step is not None:
                 self._sleep(_WAIT_S)
         if isinstance(step, NoReference):
             raise NothingValid(step.why) if step.is_invalid else JobBroken(step.why)
-        self._store.set_done(step.why)
+        self._store.note(done=step.why)
         self._conclude(subject, step.why)
 
     # ---- deciding ----------------------------------------------------------------------------------------------------
@@ -202,62 +206,46 @@ class _JobWorker:
         )
         return Proposals(designer, self._spec)
 
-    def _claimed(self) -> Record | Step:
-        """Return the measurement that is now ours, or why there is none. The designer works outside the lock."""
-        proposal = None
-        if isinstance(self._planned(self._store.records()), RunSearch):
-            proposal = self._proposal()
-            if proposal is None:
-                return self._planned(self._store.records())
-        with self._store.exclusive():
-            records = self._swept(self._store.records())
-            step = self._planned(records)
-            if isinstance(step, RunMeasurement):
-                return self._claim(step.kind, step.config, records, rate_per_s=step.rate_per_s)
-            if isinstance(step, RunSearch) and proposal is not None and proposal == self._proposals.next(records):
-                return self._claim(MeasurementKind.TRIAL, proposal, records)
+    def _claimed(self) -> Record | Step | None:
+        """Return the measurement that is now ours, or why there is none; None if another worker was quicker."""
+        records = self._swept()
+        step = self._planned(records)
+        if isinstance(step, RunSearch):
+            proposal = self._proposals.next(records)
+            if self._proposals.exhausted != self._store.facts().exhausted:
+                self._store.note(exhausted=self._proposals.exhausted)
+            step = self._planned(records) if proposal is None else RunMeasurement(MeasurementKind.TRIAL, proposal)
+        if not isinstance(step, RunMeasurement):
             return step
-
-    def _proposal(self) -> Config | None:
-        proposal = self._proposals.next(self._store.records())
-        if self._proposals.exhausted != self._store.exhausted:
-            self._store.set_exhausted(self._proposals.exhausted)
-        return proposal
+        claim = Claim(
+            kind=step.kind,
+            config=step.config,
+            seed=self._seed(step.kind, step.config, records),
+            worker=self._name,
+            nonce=uuid.uuid4().hex[:12],
+            at_s=self._now(),
+            rate_per_s=step.rate_per_s,
+        )
+        return self._store.claim(claim, seen=records)
 
     def _planned(self, records: Sequence[Record]) -> Step:
         elapsed_s = self._now() - self._began_s
         used_s = max(used_seconds(records, now_s=self._now()), self._used_before_s + elapsed_s)
-        return next_step(
-            self._spec, records, outlook_of(self._spec, records, used_s=used_s, exhausted=self._store.exhausted)
-        )
+        exhausted = self._store.facts().exhausted
+        return next_step(self._spec, records, outlook_of(self._spec, records, used_s=used_s, exhausted=exhausted))
 
-    def _swept(self, records: Sequence[Record]) -> tuple[Record, ...]:
+    def _swept(self) -> tuple[Record, ...]:
         """Return the records, with claims of dead workers declared lost."""
-        orphans = [record for record in records if record.status == "running" and not self._has_worker(record)]
+        records = self._store.records()
+        running = [record for record in records if record.status == "running" and record.claim.worker != self._name]
+        present = self._store.workers(now_s=self._now()) if running else ()
+        orphans = [record for record in running if record.claim.worker not in present]
         for record in orphans:
-            lost = replace(record, lost=_GONE, finished_at_s=self._now())
+            lost = replace(record, lost=_GONE)
             times = sum(each.lost == _GONE and each.key == record.key for each in records)
-            if self._store.end_held(lost_as_crash(lost) if times >= MAX_LOST else lost):
+            if self._store.end(lost_as_crash(lost) if times >= MAX_LOST else lost):
                 self._say("trial_lost", lost.lost, record.number)
-        return self._store.records() if orphans else tuple(records)
-
-    def _has_worker(self, record: Record) -> bool:
-        worker = record.claim.worker
-        return worker == self._name or is_present(self._store.workers_folder, worker, now_s=self._now())
-
-    def _claim(
-        self, kind: MeasurementKind, config: Config, records: Sequence[Record], *, rate_per_s: float = 0.0
-    ) -> Record:
-        claim = Claim(
-            kind=kind,
-            config=config,
-            seed=self._seed(kind, config, records),
-            worker=self._name,
-            nonce=uuid.uuid4().hex[:12],
-            at_s=self._now(),
-            rate_per_s=rate_per_s,
-        )
-        return self._store.claim(claim)
+        return self._store.records() if orphans else records
 
     def _seed(self, kind: MeasurementKind, config: Config, records: Sequence[Record]) -> int:
         """Return the load's seed: equal for the n-th measurement of every configuration, so that they see the same
@@ -294,10 +282,10 @@ class _JobWorker:
             self._spec.goal.excesses(measured.outcome)
         except BaseException as error:
             why = "it was given up" if isinstance(error, _Stopped) else str(error) or type(error).__name__
-            self._store.end(replace(record, lost=why, finished_at_s=self._now()))
+            self._store.end(replace(record, lost=why))
             self._say("trial_lost", why, record.number)
             raise
-        ended = replace(record, measured=measured, finished_at_s=self._now())
+        ended = replace(record, measured=measured)
         if self._store.end(replace(ended, drift=self._drift(ended))):
             failure = measured.outcome.failure
             text = "measured" if failure is None else f"{failure.replace('_', ' ')}: {measured.outcome.detail}"

@@ -7,12 +7,12 @@ hang, being killed by the kernel) becomes the outcome of one trial, and the next
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome, WorkloadFeatures
+from plait_autoconfig.values import Config, Hardware, TrialOutcome, WorkloadFeatures
 
 if TYPE_CHECKING:
     from plait_autoconfig.jobs.spec import JobSpec
@@ -129,70 +129,3 @@ class MeasurerSource:
 
     factory: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
-
-
-_NEVER_MEASURED = "gpu_share"
-"""A sample that jobs of earlier versions contain, always 0."""
-
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def outcome_to_json(outcome: TrialOutcome) -> dict[str, Any]:
-    """Return plain JSON; `outcome_from_json` is the inverse."""
-    if outcome.failure is None:
-        return {"metrics": dict(outcome.metrics)}
-    return {"failure": outcome.failure.value, "detail": outcome.detail}
-
-
-def outcome_from_json(raw: Mapping[str, Any]) -> TrialOutcome:
-    """Return the outcome. Raises `TunerError` or `ValueError` for invalid input."""
-    if "failure" in raw:
-        return TrialOutcome.failed(FailureKind(raw["failure"]), str(raw.get("detail", "")))
-    return TrialOutcome(metrics=raw.get("metrics", {}))
-
-
-def measured_to_json(measured: Measured) -> dict[str, Any]:
-    """Return plain JSON; `measured_from_json` is the inverse."""
-    return {
-        "outcome": outcome_to_json(measured.outcome),
-        "duration_s": measured.duration_s,
-        "load_s": measured.load_s,
-        "samples": asdict(measured.samples),
-        "restarted": list(measured.restarted),
-        "artefacts": list(measured.artefacts),
-        "note": measured.note,
-    }
-
-
-def measured_from_json(raw: Mapping[str, Any]) -> Measured:
-    """Return the result. Raises `TunerError`, `ValueError`, `TypeError` or `KeyError` for invalid input."""
-    return Measured(
-        outcome=outcome_from_json(raw["outcome"]),
-        duration_s=float(raw["duration_s"]),
-        load_s=float(raw.get("load_s", 0.0)),  # jobs of earlier versions do not say
-        samples=Samples(**{name: value for name, value in raw["samples"].items() if name != _NEVER_MEASURED}),
-        restarted=tuple(raw["restarted"]),
-        artefacts=tuple(raw["artefacts"]),
-        note=str(raw["note"]),
-    )
-
-
-def task_to_json(task: MeasurementTask) -> dict[str, Any]:
-    """Return plain JSON; `task_from_json` is the inverse."""
-    return asdict(task) | {"kind": task.kind.value, "folder": str(task.folder)}
-
-
-def task_from_json(raw: Mapping[str, Any]) -> MeasurementTask:
-    """Return the task from the output of `task_to_json`."""
-    return MeasurementTask(**{**raw, "kind": MeasurementKind(raw["kind"]), "folder": Path(raw["folder"])})
-
-
-def subject_to_json(subject: TuningSubject) -> dict[str, Any]:
-    """Return plain JSON; `subject_from_json` is the inverse."""
-    return asdict(subject)
-
-
-def subject_from_json(raw: Mapping[str, Any]) -> TuningSubject:
-    """Return the subject from the output of `subject_to_json`."""
-    return TuningSubject(**{**raw, "hardware": Hardware(**raw["hardware"]), "costs": tuple(raw.get("costs", ()))})

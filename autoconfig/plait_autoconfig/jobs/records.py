@@ -1,12 +1,12 @@
-"""The stored form of a measurement: claimed by a worker, then finished or lost. Frozen; converts to and from JSON."""
+"""What a job stores: its measurements, claimed by a worker, then finished or lost, and what else is known. Frozen."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, measured_from_json, measured_to_json
+from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, TuningSubject
 from plait_autoconfig.values import Config, FailureKind, Trial, TrialOutcome
 
 Status: TypeAlias = Literal["running", "finished", "lost"]
@@ -41,7 +41,6 @@ class Record:
     claim: Claim
     measured: Measured | None = None
     drift: Mapping[str, float] = field(default_factory=dict)
-    finished_at_s: float | None = None
     lost: str = ""
 
     @property
@@ -97,6 +96,24 @@ class Record:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobFacts:
+    """What is known of a job besides its measurements. `subject`: None before a measurer has reported it. `warnings`:
+    about the whole job, as sentences. `exhausted`: why the designer ends the search; empty if it does not, or was not
+    asked yet.
+
+    How the job ended since it was last started: `cancelled`; `failure`: why the last worker failed; `done`: why a
+    worker found nothing left to do (a budget of minutes counts more time than the measurements took).
+    """
+
+    subject: TuningSubject | None = None
+    warnings: tuple[str, ...] = ()
+    exhausted: str = ""
+    cancelled: bool = False
+    failure: str = ""
+    done: str = ""
+
+
 def config_key(config: Config) -> Hashable:
     """Return a key that is equal for equal configurations, whatever the order of their knobs."""
     return tuple(sorted(config.items()))
@@ -124,42 +141,3 @@ def lost_as_crash(record: Record) -> Record:
     """Return a lost measurement as a crashed one: for a configuration that killed its worker repeatedly."""
     outcome = TrialOutcome.failed(FailureKind.CRASH, f"the tuner itself died while measuring it: {record.lost}")
     return replace(record, measured=Measured(outcome=outcome), lost="")
-
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def claim_to_json(claim: Claim) -> dict[str, Any]:
-    """Return plain JSON; `claim_from_json` is the inverse."""
-    return {
-        "kind": claim.kind.value,
-        "config": dict(claim.config),
-        "seed": claim.seed,
-        "worker": claim.worker,
-        "nonce": claim.nonce,
-        "at_s": claim.at_s,
-        "rate_per_s": claim.rate_per_s,
-    }
-
-
-def claim_from_json(raw: Mapping[str, Any]) -> Claim:
-    """Return the claim from the output of `claim_to_json`."""
-    return Claim(**{**raw, "kind": MeasurementKind(raw["kind"])})
-
-
-def end_to_json(record: Record) -> dict[str, Any]:
-    """Return how the measurement ended; `with_end` is the inverse."""
-    return {
-        "measured": None if record.measured is None else measured_to_json(record.measured),
-        "drift": dict(record.drift),
-        "finished_at_s": record.finished_at_s,
-        "lost": record.lost,
-    }
-
-
-def with_end(record: Record, raw: Mapping[str, Any]) -> Record:
-    """Return the record with the end from the output of `end_to_json`."""
-    measured = None if raw["measured"] is None else measured_from_json(raw["measured"])
-    return replace(
-        record, measured=measured, drift=raw["drift"], finished_at_s=raw["finished_at_s"], lost=str(raw["lost"])
-    )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from plait_autoconfig.jobs.answers import gain_of, noise_of, recommendations
 from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcomes
-from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
+from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
 from plait_autoconfig.jobs.promised_rate import holds
-from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
+from plait_autoconfig.jobs.records import JobFacts, Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
 from plait_autoconfig.jobs.stopping import NoImprovement
@@ -24,37 +25,22 @@ from plait_autoconfig.values import Cell, Trial, TrialOutcome, cells_of
 def read_state(store: JobStore, *, now_s: float | None = None) -> JobState:
     """Return the state of a job, whoever works on it. `now_s`: seconds since 1970. Raises `JobBroken`."""
     now = time.time() if now_s is None else now_s
-    return state_of(
-        store.spec,
-        store.records(),
-        subject=store.subject(),
-        exhausted=store.exhausted,
-        done=store.done,
-        failure=store.failure,
-        cancelled=store.cancelled,
-        warnings=store.warnings(),
-        workers=store.workers(now_s=now),
-        now_s=now,
-    )
+    return state_of(store.spec, store.records(), store.facts(), workers=store.workers(now_s=now), now_s=now)
 
 
 def state_of(
     spec: JobSpec,
     records: Sequence[Record],
+    facts: JobFacts | None = None,
     *,
-    subject: TuningSubject | None = None,
-    exhausted: str = "",
-    done: str = "",
-    failure: str = "",
-    cancelled: bool = False,
-    warnings: tuple[str, ...] = (),
     workers: tuple[str, ...] = (),
     now_s: float = 0.0,
 ) -> JobState:
-    """Return the state that follows from the records. `exhausted`, `done`: see `JobStore`."""
+    """Return the state that follows from the records."""
+    facts = facts or JobFacts()
     used_s = used_seconds(records, now_s=now_s)
-    outlook = outlook_of(spec, records, used_s=used_s, exhausted=exhausted)
-    phase, reason = _phase(spec, records, outlook, done=done, failure=failure, cancelled=cancelled)
+    outlook = outlook_of(spec, records, used_s=used_s, exhausted=facts.exhausted)
+    phase, reason = _phase(spec, records, outlook, facts)
     trials = [
         *trials_of(record for record in records if record.kind in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
     ]
@@ -62,7 +48,7 @@ def state_of(
     cells = spec.space.cells()
     return JobState(
         spec=spec,
-        subject=subject,
+        subject=facts.subject,
         phase=phase,
         reason=reason,
         rows=tuple(_row(spec, record, best, now_s) for record in records),
@@ -72,7 +58,7 @@ def state_of(
         binding=_binding(spec, records, trials),
         remaining=_remaining(spec, records, used_s),
         drift=_drift(records),
-        warnings=(*warnings, *drift_warnings(records, spec.goal.metrics, spec.reference)),
+        warnings=(*facts.warnings, *drift_warnings(records, spec.goal.metrics, spec.reference)),
         workers=workers,
         cells=len(cells),
         exhaustive=spec.space.exhaustive,
@@ -100,28 +86,26 @@ def outlook_of(spec: JobSpec, records: Sequence[Record], *, used_s: float, exhau
 
 def state_to_json(state: JobState) -> dict[str, Any]:
     """Return plain JSON, for `--json` and HTTP."""
-    raw = {name: getattr(state, name) for name in state.__slots__ if name != "spec"}
-    plain: dict[str, Any] = _plain({**raw, "name": state.spec.name, "job": state.spec.model_dump(mode="json")})
+    shown = {name: getattr(state, name) for name in state.__slots__ if name != "spec"}
+    plain: dict[str, Any] = to_jsonable_python({**shown, "name": state.spec.name, "job": state.spec})
     return plain
 
 
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def _phase(
-    spec: JobSpec, records: Sequence[Record], outlook: Outlook, *, done: str, failure: str, cancelled: bool
-) -> tuple[Phase, str]:
+def _phase(spec: JobSpec, records: Sequence[Record], outlook: Outlook, facts: JobFacts) -> tuple[Phase, str]:
     step = next_step(spec, records, outlook)
     if isinstance(step, Done):
         return "finished", step.why
-    if done and not any(record.status == "running" for record in records):  # another worker may have begun later
-        return "finished", done
+    if facts.done and not any(record.status == "running" for record in records):  # another worker may have begun later
+        return "finished", facts.done
     if isinstance(step, NoReference):
         return "failed", step.why
-    if cancelled:
+    if facts.cancelled:
         return "cancelled", "it was cancelled"
-    if failure:
-        return "failed", failure
+    if facts.failure:
+        return "failed", facts.failure
     why = why_over(spec, [record for record in records if record.status != "lost"], outlook)
     return ("confirming", why) if why else ("searching", "")
 
@@ -263,14 +247,3 @@ def _worse(goal: Goal, outcome: TrialOutcome, best: Best) -> str:
         return f"{goal.metric} is {ours:.4g}, the best has 0"
     change = 100.0 * (ours - theirs) / abs(theirs)
     return f"{goal.metric} is {abs(change):.3g} % {'below' if change < 0 else 'above'} the best"
-
-
-def _plain(value: Any) -> Any:
-    """Convert a value to plain JSON."""
-    if hasattr(value, "__dataclass_fields__"):
-        return _plain(asdict(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    return value

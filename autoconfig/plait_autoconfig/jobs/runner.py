@@ -16,24 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+from pydantic_core import to_json
+
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
-from plait_autoconfig.jobs.measurer import (
-    Measured,
-    MeasurementTask,
-    MeasurerSource,
-    Say,
-    TuningSubject,
-    measured_from_json,
-    subject_from_json,
-    task_to_json,
-)
+from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
+_MEASURED, _SUBJECT = TypeAdapter(Measured), TypeAdapter(TuningSubject)
 _VMSTAT, _MEMORY_EVENTS = Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")
 
 Tick = Callable[[], None]
@@ -79,8 +74,8 @@ class ChildRunner:
             self._started(tick)
         kills, log_from, began = _oom_kills(), _size(self._log), time.monotonic()
         try:
-            answer = self._asked({"do": "measure", "task": task_to_json(task)}, task.limit_s, say, tick)
-            measured = measured_from_json(answer)
+            answer = self._asked({"do": "measure", "task": task}, task.limit_s, say, tick)
+            measured = _MEASURED.validate_python(answer)
         except _TooLate:
             detail = f"still running after {task.limit_s:g} s, and ended by force"
             measured = _failed(FailureKind.TIME_OUT, detail)
@@ -123,8 +118,8 @@ class ChildRunner:
         log_from = _size(self._log)
         try:
             self._asked(make, self._spec.start_limit_s, _no_say, tick)
-            check = {"do": "check", "spec": self._spec.model_dump(mode="json")}
-            return subject_from_json(self._asked(check, self._spec.start_limit_s, _no_say, tick))
+            check = {"do": "check", "spec": self._spec}
+            return _SUBJECT.validate_python(self._asked(check, self._spec.start_limit_s, _no_say, tick))
         except (_TooLate, _Failed, _Gone) as error:
             lines = _last_lines(self._log, log_from) if isinstance(error, _Gone) else ""
             self._end(grace_s=PARTING_S)
@@ -180,7 +175,7 @@ class ChildRunner:
     def _send(self, request: Mapping[str, Any]) -> None:
         assert self._connection is not None
         try:
-            self._connection.sendall(json.dumps(request).encode() + b"\n")
+            self._connection.sendall(to_json(request) + b"\n")
         except OSError:
             raise _Gone(self._end(grace_s=0.0)) from None
 

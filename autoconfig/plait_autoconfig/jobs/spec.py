@@ -203,7 +203,9 @@ class JobSpec(_SpecModel):
     seed: int = Field(default=0, ge=0)
     library: str | None = Field(default=None, description="past runs to learn from; this one is added to it")
     starter_library: bool = Field(default=True, description="learn from the runs that come with plait, too")
-    storage: str | None = Field(default=None, description="a database URL for the trials; none: a file in the folder")
+    storage: str | None = Field(
+        default=None, description="a database URL for a copy of the trials, which Optuna's tools show"
+    )
     trial_limit_s: float = Field(default=300.0, gt=0, description="a trial that takes longer is ended by force")
     start_limit_s: float = Field(default=180.0, gt=0, description="how long the measuring process may take to start")
 

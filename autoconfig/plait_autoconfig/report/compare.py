@@ -15,7 +15,7 @@ from plait_autoconfig.jobs.state import Interval, JobState, Phase
 from plait_autoconfig.report.formatting import config_text, duration_text
 from plait_autoconfig.report.page import verdict
 from plait_autoconfig.values import Config
-from plait_loadtest.report.table import number
+from plait_report.page import number
 
 _DECIDE = ("objective", "limits", "rate_tolerance", "target", "scenarios", "offered", "prices", "reference")
 """The parts of a job that decide what a gain means: if they differ, gains cannot be compared."""

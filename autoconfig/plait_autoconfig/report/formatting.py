@@ -7,7 +7,7 @@ from typing import Any
 
 from plait_autoconfig.objective import Goal
 from plait_autoconfig.values import Config
-from plait_loadtest.report.table import number
+from plait_report.page import number
 
 _UNITS = {"_per_s": "/s", "_ms": "ms", "_gib": "GiB", "_cores": "cores", "_s": "s"}
 

@@ -1,30 +1,19 @@
 """The report of a tuning job: one HTML page that opens offline, at any time during the job.
 
-Styles and drawings are inline; the only script sorts the table of measurements, and the page's own policy (`POLICY`)
-forbids the browser to fetch or run anything else.
+Its only script sorts the table of measurements (`plait_report.page.POLICY`).
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from html import escape
 
 from plait_autoconfig.jobs.state import Interval, JobState, Recommendation
-from plait_autoconfig.objective import Goal
 from plait_autoconfig.report import figures, sections, tables
 from plait_autoconfig.report.formatting import duration_text, gain_words, metric_unit, metric_words, sentence, with_unit
-from plait_autoconfig.report.style import CSS, SCRIPT
-from plait_loadtest.report.markup import html_page
-from plait_loadtest.report.table import number
+from plait_report.page import footer, header, html_page, number, tiles
 
 _ALIKE = 0.005  # would be told as 0 %
-
-_SCRIPT_SHA256 = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
-POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{_SCRIPT_SHA256}'; base-uri 'none'"
-"""The Content-Security-Policy under which the page works; the page also contains it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,11 +42,9 @@ def report_page(state: JobState, source: PageSource) -> str:
         tables.all_trials(state) if state.rows else "",
         sections.facts(state),
         sections.reproduction(source.command, source.job_text or sections.job_text(state)),
-        _footer(source),
-        f"<script>{SCRIPT}</script>",
+        footer(source.made_by),
     ]
-    policy = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
-    return html_page(f"{state.spec.name}: {_verdict(state)[1]}", "".join(body), style=CSS, head=policy)
+    return html_page(f"{state.spec.name}: {verdict(state)}", body, sorts=True)
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -107,17 +94,10 @@ def _nothing_kept(state: JobState) -> bool:
 
 
 def _head(state: JobState) -> str:
-    kind, words = _verdict(state)
     over = [f"tuning job “{state.spec.name}”", state.spec.target.app]
     if state.rows:
         over.append(f"{datetime.fromtimestamp(state.rows[0].started_at_s, tz=UTC):%Y-%m-%d %H:%M} UTC")
-    leads = "".join(f'<p class="lead">{escape(text)}</p>' for text in _leads(state))
-    warned = "".join(f"<li>{escape(text)}</li>" for text in state.warnings)
-    return (
-        f'<header><p class="over">{escape(" · ".join(over))}</p><h1 class="{kind}">{escape(words)}</h1>{leads}'
-        + (f'<ul class="reasons">{warned}</ul>' if warned else "")
-        + "</header>"
-    )
+    return header(over, _verdict(state), _leads(state), state.warnings)
 
 
 def _leads(state: JobState) -> list[str]:
@@ -131,46 +111,26 @@ def _leads(state: JobState) -> list[str]:
 
 def _tiles(state: JobState, answer: Recommendation | None) -> str:
     goals, remaining = state.spec.goal.goals, state.remaining
-    tiles = []
+    shown = []
     metrics = answer.metrics if answer else state.best.metrics if state.best else {}
     before = figures.metrics_of(state, state.spec.default, confirmed=answer is not None and answer.confirmed)
     if len(goals) == 1:
         for name in dict.fromkeys([goals[0].metric, *state.spec.goal.metrics]):
             if name in metrics:
                 was = f"default {with_unit(name, before[name])}" if name in before else ""
-                tiles.append((metric_words(name), number(metrics[name]), metric_unit(name), was))
+                shown.append((metric_words(name), number(metrics[name]), metric_unit(name), was))
     gain = answer.gain.get(goals[0].metric) if answer and answer.changes else None
     if gain is not None and answer is not None:
-        tiles.append((_gain_name(goals[0]), _times(gain), "", _sure(gain, answer)))
+        better = "times better" if goals[0].direction == "max" else "times lower"
+        shown.append((better, f"{gain.value:.2f}", "", _sure(gain, answer)))
     measured = f"of {state.cells} configurations" if state.exhaustive else "configurations"
-    tiles.append(("tried", str(state.tried), "", measured))
-    tiles.append(("took", *_split(duration_text(remaining.used_s)), f"{len(state.rows)} measurements"))
-    cells = [
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(unit)}</small>"
-        f'<span class="was">{escape(below)}</span></dd></div>'
-        for name, value, unit, below in tiles
-    ]
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
-
-
-def _gain_name(goal: Goal) -> str:
-    return "times better" if goal.direction == "max" else "times lower"
-
-
-def _times(gain: Interval) -> str:
-    return f"{gain.value:.2f}"
+    took, unit = duration_text(remaining.used_s).split(" ")
+    shown.append(("tried", str(state.tried), "", measured))
+    shown.append(("took", took, unit, f"{len(state.rows)} measurements"))
+    return tiles(shown)
 
 
 def _sure(gain: Interval, answer: Recommendation) -> str:
     if gain.low is None or gain.high is None:
         return "measured once: no interval"
     return f"{gain.low:.2f} to {gain.high:.2f}" + (f", {answer.rounds} rounds" if answer.confirmed else "")
-
-
-def _split(text: str) -> tuple[str, str]:
-    value, _, unit = text.partition(" ")
-    return value, unit
-
-
-def _footer(source: PageSource) -> str:
-    return f"<footer>{escape(source.made_by)}</footer>" if source.made_by else ""

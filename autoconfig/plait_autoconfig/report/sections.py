@@ -24,7 +24,8 @@ from plait_autoconfig.report.formatting import (
 )
 from plait_autoconfig.report.importance import FEWEST_CELLS, knob_importance
 from plait_autoconfig.values import Value
-from plait_loadtest.report.markup import section
+from plait_report.charts import NARROW, WIDE, figure
+from plait_report.page import details, section
 
 _LEGEND: dict[Kind, str] = {
     "ok": "kept every limit",
@@ -99,7 +100,7 @@ def importance(state: JobState) -> str:
         why = f"{len(cells)} configurations were measured; of fewer than {FEWEST_CELLS} nothing can be said."
         if len(cells) >= FEWEST_CELLS:
             why = "Nothing can be said: all configurations did equally well, or no knob varied."
-        return section("Which knobs mattered", why, "")
+        return section("Which knobs mattered", why)
     rows = "".join(
         f'<span>{escape(name)}</span><i style="width:{100.0 * share / found.shares[0][1]:.1f}%"></i>'
         f"<b>{100.0 * share:.0f} %</b>"
@@ -118,7 +119,7 @@ def slices(state: JobState) -> str:
     if not any(row.outcome is not None and row.outcome.metrics for row in rows):
         return ""
     marker = figures.Marker.of(state)
-    drawn = "".join(f"<figure>{_slice(marker, knob, rows, goal)}</figure>" for knob in state.spec.space.knobs)
+    drawn = "".join(figure(_slice(marker, knob, rows, goal)) for knob in state.spec.space.knobs)
     what = metric_title(goal.metric).capitalize()
     note = f"{what} over one knob at a time; the others vary too, so a trend may belong to another knob."
     return section("Knob by knob", note, f'<div class="slices">{drawn}</div>')
@@ -153,8 +154,8 @@ def reproduction(command: str, job_text: str) -> str:
     return section(
         "Run it again",
         "With the job below in a file of that name.",
-        f'<pre class="command">{escape(command)}</pre>'
-        f"<details><summary>The job</summary><pre>{escape(job_text)}</pre></details>",
+        f'<pre class="command">{escape(command)}</pre>',
+        details("The job", job_text),
     )
 
 
@@ -216,18 +217,8 @@ def _places(knob: Knob, used: Sequence[Value]) -> list[Value]:
 
 
 def _figure(draw: Callable[..., str], dots: Sequence[Dot] = (), *, level: str = "") -> str:
-    """Return a chart for wide screens and one for narrow ones, of which the page shows one, and the legend."""
-    kinds = [kind for kind in _LEGEND if any(dot.kind == kind for dot in dots)]
-    keys = "".join(f"<span>{_key(kind)}{_LEGEND[kind]}</span>" for kind in kinds)
-    keys += f"<span>{_key('ok chosen')}recommended</span>" if any(dot.chosen for dot in dots) else ""
-    line = '<svg viewBox="0 0 14 14" aria-hidden="true"><line x1="0" x2="14" y1="7" y2="7"/></svg>'
-    keys += f"<span>{line}{escape(level)}</span>" if level else ""
-    legend = f'<p class="legend">{keys}</p>' if keys else ""
-    wide, narrow = draw(frame=charts.WIDE), draw(frame=charts.NARROW)
-    return f'<figure><div class="wide">{wide}</div><div class="narrow">{narrow}</div></figure>{legend}'
-
-
-def _key(kind: str) -> str:
-    shape = '<path class="dot failed" d="M3 3l8 8m0 -8l-8 8"/>' if kind == "failed" else ""
-    circle = f'<circle class="dot {kind}" cx="7" cy="7" r="4.5"/>'
-    return f'<svg viewBox="0 0 14 14" aria-hidden="true">{shape or circle}</svg>'
+    """Return a chart for wide screens and one for narrow ones, and the legend."""
+    keys: dict[str, str] = {kind: text for kind, text in _LEGEND.items() if any(dot.kind == kind for dot in dots)}
+    keys |= {"ok chosen": "recommended"} if any(dot.chosen for dot in dots) else {}
+    keys |= {"level": level} if level else {}
+    return figure(draw(frame=WIDE), draw(frame=NARROW), keys=keys)

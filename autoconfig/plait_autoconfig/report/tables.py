@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from html import escape
 from typing import Any
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
@@ -12,9 +11,7 @@ from plait_autoconfig.jobs.state import JobState, MeasurementRow, Recommendation
 from plait_autoconfig.objective import Limit
 from plait_autoconfig.report import figures
 from plait_autoconfig.report.formatting import change_text, config_text, metric_title, sentence, value_text
-from plait_autoconfig.values import Config
-from plait_loadtest.report.markup import cell, row_head, section, table
-from plait_loadtest.report.table import number
+from plait_report.page import cell, number, row_head, section, table
 
 _KINDS = {
     MeasurementKind.WARM_UP: "warm-up",
@@ -106,7 +103,7 @@ def limits(state: JobState) -> str:
     failed = [row for row in figures.finished(state) if row.outcome and row.outcome.failure]
     note = f"{len(failed)} of {len(figures.finished(state))} measurements failed." if failed else ""
     if not rows:
-        return section("The limits", note or "Nothing was measured.", "")
+        return section("The limits", note or "Nothing was measured.")
     columns = ("limit", "kept by", "nearest", "beyond", "at", "the configuration")
     return section("The limits", note, table(columns, rows, text=("the configuration",)))
 
@@ -136,35 +133,28 @@ def all_trials(state: JobState) -> str:
         "number", "what", "verdict", *map(metric_title, metrics), "why",
         *state.spec.knobs, "seconds", "CPU cores", "GiB",
     ]  # fmt: skip
-    heads = "".join(
-        f'<th scope="col"{" class=text" if name in _TEXT else ""}><button type="button">{escape(name)}</button></th>'
-        for name in columns
-    )
     chosen = figures.recommended_keys(state)
-    rows = "".join(f"<tr>{_trial_row(state, row, chosen)}</tr>" for row in state.rows)
+    rows = [_trial_row(state, row, chosen) for row in state.rows]
     note = "With the drift of the machine divided out of the metrics. Click a column's head to sort."
-    body = f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return section("All measurements", note, body)
+    return section("All measurements", note, table(columns, rows, text=_TEXT, sorts=True))
 
 
-def _trial_row(state: JobState, row: MeasurementRow, chosen: frozenset[Hashable]) -> str:
+def _trial_row(state: JobState, row: MeasurementRow, chosen: frozenset[Hashable]) -> list[str]:
     metrics: Mapping[str, float] = row.outcome.metrics if row.outcome is not None else {}
     words, kind = _verdict(row)
     recommended = config_key(row.config) in chosen
     why = "; ".join(part for part in (row.reason, row.note) if part)
-    return "".join(
-        [
-            row_head(str(row.number)),
-            cell(_KINDS[row.kind], "plain"),
-            cell(f"{words}, recommended" if recommended else words, "plain good" if recommended else kind),
-            *(_sorted(metrics.get(name)) for name in state.spec.goal.metrics),
-            cell(why, "text"),
-            *(_knob(row.config, name) for name in state.spec.knobs),
-            _sorted(row.duration_s),
-            _sorted(row.samples.cpu_cores or None),
-            _sorted(row.samples.memory_bytes / 2**30 or None),
-        ]
-    )
+    return [
+        row_head(str(row.number)),
+        cell(_KINDS[row.kind], "plain"),
+        cell(f"{words}, recommended" if recommended else words, "plain good" if recommended else kind),
+        *(_sorted(metrics.get(name)) for name in state.spec.goal.metrics),
+        cell(why, "text"),
+        *(cell(_setting(row.config.get(name)), sort=str(row.config.get(name, ""))) for name in state.spec.knobs),
+        _sorted(row.duration_s),
+        _sorted(row.samples.cpu_cores or None),
+        _sorted(row.samples.memory_bytes / 2**30 or None),
+    ]
 
 
 def _verdict(row: MeasurementRow) -> tuple[str, str]:
@@ -178,9 +168,4 @@ def _verdict(row: MeasurementRow) -> tuple[str, str]:
 
 def _sorted(value: float | None) -> str:
     """Return a number that sorts by its full value."""
-    return f'<td data-sort="{"" if value is None else value}">{number(value)}</td>'
-
-
-def _knob(config: Config, name: str) -> str:
-    value = config.get(name)
-    return f'<td data-sort="{escape(str("" if value is None else value))}">{escape(_setting(value))}</td>'
+    return cell(number(value), sort="" if value is None else str(value))

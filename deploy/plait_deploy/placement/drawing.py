@@ -15,6 +15,7 @@ import numpy as np
 from plait_deploy.placement.plan import PlacementPlan, Use, said
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE
+from plait_report.charts import element, picture
 
 DRAWN_NODES = 400
 """More nodes are too small to see: those with the most stranded GPU are drawn."""
@@ -24,6 +25,7 @@ _COLOURS = (
 )  # fmt: skip
 _OTHER, _IDLE, _MUTED, _CARD, _LINE = "#aab2bd", "#e9edf2", "#66717f", "#ffffff", "#d9dfe6"
 _STRANDED = "url(#stranded)"
+_HATCHED = {"patternUnits": "userSpaceOnUse", "patternTransform": "rotate(45)"}
 _STYLE = (
     "text{font-family:Inter,'Segoe UI',system-ui,'DejaVu Sans',sans-serif;fill:#1f2933}"
     ".title{font-size:22px;font-weight:600}.lead{font-size:14px;fill:#66717f}.key{font-size:13px}"
@@ -90,16 +92,12 @@ class _Canvas:
 
     def text(self, x: float, y: float, text: str, kind: str) -> None:
         """Write a line."""
-        self.body.append(f'<text class="{kind}" x="{x:g}" y="{y:g}">{escape(text)}</text>')
+        self.body.append(element("text", escape(text), kind=kind, x=x, y=y))
 
     def rect(self, box: _Box, fill: str, *, stroke: str = "", radius: float = 0) -> None:
         """Draw a rectangle."""
-        edge = f' stroke="{stroke}"' if stroke else ""
-        corner = f' rx="{radius:g}"' if radius else ""
-        self.body.append(
-            f'<rect x="{box.x:.2f}" y="{box.y:.2f}" width="{box.width:.2f}" height="{box.height:.2f}" '
-            f'fill="{fill}"{edge}{corner}/>'
-        )
+        at = {"x": box.x, "y": box.y, "width": box.width, "height": box.height}
+        self.body.append(element("rect", **at, fill=fill, stroke=stroke, rx=radius or ""))
 
     def bar(self, box: _Box, total: float, parts: Iterable[tuple[float, str]]) -> None:
         """Draw parts of a total side by side."""
@@ -119,19 +117,13 @@ def draw(state: ClusterState, plan: PlacementPlan, *, title: str) -> str:
     y = _legend(canvas, y)
     height = _nodes(canvas, y) + _MARGIN / 2
     label = f"{title}: {plan.after.stranded:.2f} of {plan.after.gpus} GPUs stranded"
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH:g} {height:g}" width="{_WIDTH:g}" '
-            f'height="{height:g}" role="img" aria-label="{escape(label, quote=True)}">',
-            f"<style>{_STYLE}</style>",
-            '<defs><pattern id="stranded" width="6" height="6" patternUnits="userSpaceOnUse" '
-            'patternTransform="rotate(45)"><rect width="6" height="6" fill="#f7dcd7"/>'
-            '<rect width="2" height="6" fill="#d9604c"/></pattern></defs>',
-            f'<rect width="{_WIDTH:g}" height="{height:g}" fill="#f6f8fa"/>',
-            *canvas.body,
-            "</svg>\n",
-        ]
-    )
+    lines = element("rect", width=6, height=6, fill="#f7dcd7") + element("rect", width=2, height=6, fill="#d9604c")
+    sheet = [
+        element("style", _STYLE),
+        element("defs", element("pattern", lines, id="stranded", width=6, height=6, **_HATCHED)),
+        element("rect", width=_WIDTH, height=height, fill="#f6f8fa"),
+    ]
+    return picture(_WIDTH, height, label, [*sheet, *canvas.body], alone=True) + "\n"
 
 
 def _head(canvas: _Canvas, title: str) -> float:
@@ -182,8 +174,8 @@ def _legend(canvas: _Canvas, y: float) -> float:
     for number, (fill, name, note) in enumerate(entries):
         x, line = _MARGIN + number % columns * width, y + number // columns * 24
         canvas.rect(_Box(x, line, 14, 14), fill, radius=3)
-        tail = f'<tspan fill="{_MUTED}" dx="8">{escape(note)}</tspan>' if note else ""
-        canvas.body.append(f'<text class="key" x="{x + 22:g}" y="{line + 12:g}">{escape(name)}{tail}</text>')
+        tail = [element("tspan", escape(note), fill=_MUTED, dx=8)] if note else []
+        canvas.body.append(element("text", escape(name), *tail, kind="key", x=x + 22, y=line + 12))
     return y + -(-len(entries) // columns) * 24 + 16
 
 

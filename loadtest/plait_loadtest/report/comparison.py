@@ -8,7 +8,7 @@ from typing import Any
 
 from plait_loadtest.compare import Comparison, MetricChange
 from plait_loadtest.report.document import rounded
-from plait_loadtest.report.table import number
+from plait_report.page import number
 
 
 def as_document(outcome: Comparison) -> str:

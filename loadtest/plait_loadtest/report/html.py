@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +10,10 @@ import yaml
 
 from plait_loadtest.judging import Judged, judge_records
 from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
-from plait_loadtest.report import charts
-from plait_loadtest.report.markup import cell, html_page, row_head, section, table
-from plait_loadtest.report.style import CSS
-from plait_loadtest.report.table import number
+from plait_loadtest.report import figures
 from plait_loadtest.values import NO_ERROR, RequestOutcome
+from plait_report.charts import figure
+from plait_report.page import cell, details, footer, header, html_page, number, row_head, section, table, tiles
 
 if TYPE_CHECKING:
     from plait_loadtest.session import FinishedRun
@@ -39,7 +37,7 @@ def page(session: FinishedRun, report: Mapping[str, Any]) -> str:
         _generator(summary),
         _scenario(report),
     ]
-    return html_page(f"{name}: {_verdict(summary)[1]}", "".join(body), style=CSS)
+    return html_page(f"{name}: {_verdict(summary)[1]}", body)
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------
@@ -56,20 +54,13 @@ def _verdict(summary: RunSummary) -> tuple[str, str]:
 
 
 def _head(summary: RunSummary, report: Mapping[str, Any]) -> str:
-    kind, words = _verdict(summary)
     scenario = report["scenario"]
     over = [
         f"load test “{scenario['name']}”",
         scenario["target"]["url"],
         report["started"].replace("T", " ").replace("+00:00", " UTC"),
     ]
-    reasons = "".join(f"<li>{escape(reason.text)}</li>" for reason in summary.reasons)
-    return (
-        f'<header><p class="over">{escape(" · ".join(over))}</p><h1 class="{kind}">{words}</h1>'
-        f'<p class="lead">{escape(_lead(summary))}</p>'
-        + (f'<ul class="reasons">{reasons}</ul>' if reasons else "")
-        + "</header>"
-    )
+    return header(over, _verdict(summary), [_lead(summary)], [reason.text for reason in summary.reasons])
 
 
 def _lead(summary: RunSummary) -> str:
@@ -93,22 +84,18 @@ def _lead(summary: RunSummary) -> str:
 
 def _tiles(summary: RunSummary) -> str:
     total = summary.total
-    tiles = [
+    shown = [
         ("offered", number(total.offered_per_s), "/s", ""),
         ("achieved", number(total.achieved_per_s), "/s", ""),
         ("good", number(total.goodput_per_s), "/s", ""),
         ("p50", *_short(total.latency_ms.p50), ""),
         ("p95", *_short(total.latency_ms.p95), ""),
         ("p99", *_short(total.latency_ms.p99), ""),
-        ("errors", f"{total.error_rate:.2%}" if total.error_rate else "none", "", "bad" if total.error_rate else ""),
+        ("errors", f"{total.error_rate:.2%}" if total.error_rate else "none", "", ""),
     ]
     if summary.images_per_s is not None:
-        tiles.insert(3, ("images", number(summary.images_per_s), "/s", ""))
-    cells = [
-        f'<div><dt>{name}</dt><dd class="{kind}">{value}<small>{unit}</small></dd></div>'
-        for name, value, unit, kind in tiles
-    ]
-    return f'<dl class="tiles">{"".join(cells)}</dl>'
+        shown.insert(3, ("images", number(summary.images_per_s), "/s", ""))
+    return tiles(shown, bad=["errors"] if total.error_rate else ())
 
 
 def _short(milliseconds: float) -> tuple[str, str]:
@@ -122,26 +109,24 @@ def _short(milliseconds: float) -> tuple[str, str]:
 def _latency(summary: RunSummary, run: Judged) -> list[str]:
     records = run.records[run.ok]
     if not records.size:
-        return [section("Latency", "No request succeeded.", "")]
+        return [section("Latency", "No request succeeded.")]
     at_s = (records["scheduled_ns"] - run.window.start_ns) / 1e9
     latency_ms = run.waited_ns[run.ok] / 1e6
     slos = sorted({each.slo.latency_ms for each in summary.classes if each.slo is not None})
     slo_ms = slos[0] if len(slos) == 1 else None
     values = summary.total.latency_ms
     marks = {"p50": values.p50, "p90": values.p90, "p95": values.p95, "p99": values.p99, "max": values.max}
-    edges, counts = charts.log_bars(latency_ms)
-    over_time = charts.latency_over_time(at_s, latency_ms, seconds=run.window.seconds, slo_ms=slo_ms)
     return [
         section(
             "Latency over time",
             "Each dot is a request that succeeded, from its scheduled time to its last byte; the band runs from the "
             "median to p95.",
-            f"<figure>{over_time}</figure>",
+            figure(figures.latency_over_time(at_s, latency_ms, seconds=run.window.seconds, slo_ms=slo_ms)),
         ),
         section(
             "How latency is spread",
             "Logarithmic, so that the tail shows.",
-            f"<figure>{charts.latency_histogram(edges, counts, marks=marks, slo_ms=slo_ms)}</figure>",
+            figure(figures.latency_histogram(latency_ms, marks=marks, slo_ms=slo_ms)),
         ),
     ]
 
@@ -155,7 +140,7 @@ def _rates(run: Judged) -> str:
     return section(
         "Offered and achieved",
         "What the schedule asked for, and the successes that came back.",
-        f"<figure>{charts.rates_over_time(offered / part_s, achieved / part_s, seconds=run.window.seconds)}</figure>",
+        figure(figures.rates_over_time(offered / part_s, achieved / part_s, seconds=run.window.seconds)),
     )
 
 
@@ -163,18 +148,18 @@ def _errors(run: Judged, summary: RunSummary) -> str:
     records = run.records[run.measured]
     names = [kind for kind in RequestOutcome if kind not in NO_ERROR and (records["outcome"] == kind).any()]
     if not names:
-        return section("Errors", "None: every request that was judged succeeded.", "")
+        return section("Errors", "None: every request that was judged succeeded.")
     counts = {kind: _per_part(run, records["scheduled_ns"][records["outcome"] == kind]) for kind in names}
     by_size = sorted(counts, key=lambda kind: -counts[kind].sum())
     named = {kind.name.lower().replace("_", " "): counts[kind] for kind in by_size}
-    chart = charts.errors_over_time(named, seconds=run.window.seconds)
+    chart = figure(figures.errors_over_time(named, seconds=run.window.seconds))
     rows = [
         [row_head(name.replace("_", " ")), cell(f"{one.count:,}"), cell(one.why, "text")]
         for name, each in summary.total.failures.items()
         for one in each
     ]
     why = table(("", "requests", "why"), rows) if rows else ""
-    return section("Errors over time", "By the time the request was scheduled for.", f"<figure>{chart}</figure>{why}")
+    return section("Errors over time", "By the time the request was scheduled for.", chart, why)
 
 
 def _per_part(run: Judged, instants_ns: Any) -> Any:
@@ -279,12 +264,8 @@ def _scenario(report: Mapping[str, Any]) -> str:
     host, tool = report["host"], report["tool"]
     text = yaml.safe_dump(report["scenario"], sort_keys=False, allow_unicode=True, width=110)
     made = f"{tool['name']} {tool['version']}" + (f" ({tool['commit']})" if tool["commit"] else "")
-    footer = (
+    run = (
         f"{made} · seed {report['seed']} · {host['cpu']}, {host['cores']} cores, load {host['loadavg_1m']} after it · "
         f"Python {host['python']} · {report['measured_s']:g} s measured"
     )
-    return (
-        "<section><h2>Scenario</h2><details><summary>Every setting</summary>"
-        f"<pre>{escape(text)}</pre></details></section>"
-        f"<footer>{escape(footer)}</footer>"
-    )
+    return section("Scenario", "", details("Every setting", text)) + footer(run)

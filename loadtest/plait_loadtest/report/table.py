@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from plait_loadtest.measure import ClassSummary, Percentiles, RunSummary
 from plait_loadtest.thresholds import Verdict
+from plait_report.page import number
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,17 +65,6 @@ def notes(summary: RunSummary, verdicts: Iterable[Verdict]) -> list[str]:
         said = {True: "held", False: "MISSED", None: "no verdict"}[verdict.held]
         lines.append(f"threshold {verdict.threshold.text}: {said} ({value}{why})")
     return lines
-
-
-def number(value: float | None) -> str:
-    """Return three significant digits without an exponent; a dash where nothing was measured."""
-    if value is None or math.isnan(value):
-        return "-"
-    if value == 0:
-        return "0"
-    value = float(f"{value:.3g}")  # 0.09999 is 0.100: round before counting digits
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
-    return f"{value:,.{digits}f}" if digits else f"{round(value):,}"
 
 
 _ROWS = (

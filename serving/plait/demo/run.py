@@ -174,8 +174,9 @@ def smoke(url: str, page: Path) -> str:
     from plait_loadtest.errors import LoadtestError
     from plait_loadtest.load import load_scenario
     from plait_loadtest.report.outputs import Outputs
-    from plait_loadtest.report.table import headline, number
+    from plait_loadtest.report.table import headline
     from plait_loadtest.session import run_scenario
+    from plait_report.page import number
 
     try:
         session = run_scenario(load_scenario("smoke", {"target.url": url}))

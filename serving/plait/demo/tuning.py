@@ -9,6 +9,7 @@ from plait.errors import PlaitError
 from plait.tuning.job.local_run import run
 from plait_autoconfig.jobs.errors import NothingValid
 from plait_autoconfig.jobs.state import JobState
+from plait_autoconfig.jobs.store import holds_job
 
 JOB = Path(__file__).parents[1] / "tuning" / "examples" / "demo.yaml"
 
@@ -18,7 +19,7 @@ def tune_ranking(folder: Path) -> str:
 
     On a host that is too busy to measure on the result is that, as an invalid load test's is.
     """
-    if (folder / "resolved.json").is_file():  # of an earlier demo
+    if holds_job(folder):  # of an earlier demo
         shutil.rmtree(folder)
     try:
         state, _ = run(JOB, folder=folder)

@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from plait.errors import PlaitError
-from plait_loadtest.report.markup import html_page, section
+from plait_report.page import header, html_page, section
 
 if TYPE_CHECKING:
     import torch
 
 _SHOWN_EDGE = 256
 _FACTS = ("program", "date", "share_of_tolerance", "tolerance")
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; background: #fff; margin: 0 }
-main { max-width: 60rem; margin: 0 auto; padding: 2rem 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-figure { display: inline-block; margin: 0 1rem 1rem 0 } figcaption { color: #5a6876; font-size: .85rem }
-img { image-rendering: pixelated; border: 1px solid #d5dbe1 }
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,18 +50,17 @@ def drifts(folder: Path) -> list[Drift]:
 
 def page(found: Sequence[Drift]) -> str:
     """Return an HTML document with the last answer of every drift beside torch's, and where they differ."""
-    body = "<h1>Where compiled models differed from torch</h1>\n"
-    if not found:
-        return html_page("plait audit", f"{body}<p>Nothing is kept: no audited answer has differed.</p>", style=_STYLE)
+    leads = () if found else ("Nothing is kept: no audited answer has differed.",)
+    head = header(("plait audit",), ("", "Where compiled models differed from torch"), leads)
     parts = [
         section(
             drift.program,
             f"{drift.date}: {drift.share_of_tolerance} times the tolerance of {drift.tolerance}. {drift.file}",
-            _images(Path(drift.file)),
+            f'<div class="slices">{_images(Path(drift.file))}</div>',
         )
         for drift in found
     ]
-    return html_page("plait audit", body + "".join(parts), style=_STYLE)
+    return html_page("plait audit", [head, *parts])
 
 
 def _images(path: Path) -> str:

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from plait_autoconfig.jobs.loop import JobEvent
 from plait_autoconfig.jobs.state import JobState, MeasurementRow, Remaining
-from plait_loadtest.report.table import number
+from plait_report.page import number
 
 Show = Callable[[JobEvent], None]
 

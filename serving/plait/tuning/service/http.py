@@ -20,7 +20,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from plait.config import TuningSection
 from plait.server.state import state_root
 from plait.tuning.service.errors import Conflict, InvalidJob, JobQueueError, NoSuchJob, TooMany, Unreadable
-from plait_autoconfig.report.page import POLICY
+from plait_report.page import POLICY
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import Principal, require_admin

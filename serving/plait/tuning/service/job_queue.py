@@ -205,7 +205,7 @@ class TuningJobQueue:
             code = work.wait(_POLL_S)
             if stop():
                 work.stop()
-            if (folder / "cancel").exists() and not store.cancelled:
+            if (folder / "cancel").exists() and not store.facts().cancelled:
                 store.cancel()  # again and again: a worker that begins forgets older signs
         if not stop():
             self._conclude(ticket, store, code)

@@ -18,7 +18,7 @@ from plait_autoconfig.jobs.state import JobState
 
 def test_cli_demo_tunes_three_trials_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What an earlier demo left is taken away, the job has three trials, and the report's place is told."""
-    (tmp_path / "resolved.json").write_text("{}")
+    (tmp_path / "job.sqlite").touch()
     ran: list[JobSpec] = []
 
     def run(job: Path, *, folder: Path) -> tuple[JobState, Path]:

@@ -10,7 +10,7 @@ import pytest
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.plan import Done, Outlook, RunMeasurement, next_step
 from plait_autoconfig.jobs.promised_rate import SLO_MET, CheckedRate, next_rate
-from plait_autoconfig.jobs.records import Record, config_key
+from plait_autoconfig.jobs.records import JobFacts, Record, config_key
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import FailureKind, TrialOutcome
@@ -132,7 +132,7 @@ def test_checks_that_the_budget_ended_promise_nothing_yet() -> None:
     """The answer says what was held, and that it is too little."""
     spec, (records, _) = job(**ALONE), said(False, True)
     assert isinstance(next_step(spec, records, Outlook(left_s=-1.0)), Done)
-    answer = state_of(spec, records, done="the time was over").recommendation
+    answer = state_of(spec, records, JobFacts(done="the time was over")).recommendation
     assert answer is not None
     assert answer.promise is not None
     assert answer.promise.rate_per_s is None

@@ -1,10 +1,18 @@
-"""The folder of a job: claims, torn lines, workers that are gone, and what may change."""
+"""The file of a job: claims, workers that are gone or killed, earlier versions, and what may change."""
 
 from __future__ import annotations
 
-import threading
+import errno
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import optuna
 import pytest
@@ -12,22 +20,23 @@ from optuna.trial import TrialState
 
 from fakes.measurer import fake_measurer
 from plait_autoconfig.jobs.errors import JobBroken, JobBusy, JobRefused
-from plait_autoconfig.jobs.heartbeat import LEASE_S, Heartbeat, is_present, present_workers
 from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
+from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.records import Claim
-from plait_autoconfig.jobs.reporting import read_state
+from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.values import FailureKind, TrialOutcome
 from support.tune_jobs import DirectRunner, fake_source, job, run_directly
 
 CELL = {"replicas": 2, "batch": 4}
+EARLIER = Path(__file__).parent / "earlier"
 
 
 def claim(store, *, worker="gone", config=CELL, kind=MeasurementKind.TRIAL):
     """A claim of some worker."""
-    with store.exclusive():
-        return store.claim(Claim(kind=kind, config=config, seed=3, worker=worker, nonce="n", at_s=time.time()))
+    made = Claim(kind=kind, config=config, seed=3, worker=worker, nonce="n", at_s=time.time())
+    return store.claim(made, seen=store.records())
 
 
 def ended(record, **metrics):
@@ -41,7 +50,7 @@ def test_records_come_back_as_they_were_stored(tmp_path):
     """Another process reads the same records, finished, lost and running."""
     store = JobStore.open_or_create(tmp_path, job())
     first = ended(claim(store), goodput_per_cost=5.0, x=4.0)
-    second = replace(claim(store), lost="why", finished_at_s=1.0)
+    second = replace(claim(store), lost="why")
     third = claim(store)
     assert store.end(first)
     assert store.end(second)
@@ -59,37 +68,105 @@ def test_a_measurement_that_was_declared_lost_can_not_end_any_more(tmp_path):
     assert store.records()[0].status == "lost"
 
 
-@pytest.mark.parametrize("torn", [b'{"op_code": 4, "wor', b"\xff\xfe", b"{}"])
-def test_a_torn_last_line_loses_only_that_line(tmp_path, torn):
-    """A writer that was killed in the middle of a line does not make the journal unreadable for those who append."""
+def earlier(folder, name):
+    """A copy of a job's folder as plait 0.1 left it before it had `job.sqlite`."""
+    return Path(shutil.copytree(EARLIER / name, folder / name))
+
+
+@pytest.mark.parametrize("name", ["finished", "stopped"])
+def test_a_job_of_an_earlier_version_is_shown_as_that_version_showed_it(tmp_path, name):
+    """Every measurement, the answer with its intervals, the reason; the journal's torn last line is lost, and no other.
+    From then on the file holds the job."""
+    folder = earlier(tmp_path, name)
+    shown = json.loads((folder / "state.json").read_text())
+    now_s = 1790000010.0
+    assert json.loads(json.dumps(state_to_json(read_state(JobStore.open(folder), now_s=now_s)))) == shown
+    (folder / "study.journal").unlink()
+    assert json.loads(json.dumps(state_to_json(read_state(JobStore.open(folder), now_s=now_s)))) == shown
+
+
+def test_a_job_of_an_earlier_version_goes_on(tmp_path):
+    """What was measured is not measured again, what was running when its worker died is lost, and the job ends."""
+    folder = earlier(tmp_path, "stopped")
+    state = run_directly(folder, job(limits=["p99_ms <= 140"]))
+    shown = json.loads((folder / "state.json").read_text())
+    assert json.loads(json.dumps(state_to_json(state)))["rows"][:4] == shown["rows"][:4]
+    assert [row.status for row in state.rows[:5]] == ["finished"] * 4 + ["lost"]
+    assert sum(row.kind is MeasurementKind.TRIAL and row.status == "finished" for row in state.rows) == 6
+    assert (state.phase, state.warnings[0][:10]) == ("finished", "library: 2")
+
+
+def test_an_earlier_job_with_another_goal_is_not_mixed_into(tmp_path):
+    """It is refused as one of this version is."""
+    folder = earlier(tmp_path, "stopped")
+    with pytest.raises(JobRefused, match="holds a job with other objective, limits"):
+        JobStore.open_or_create(folder, job(objective="min cost"))
+
+
+def test_a_writer_that_is_killed_leaves_nothing_of_what_it_began(tmp_path):
+    """In the middle of a transaction, after the file was changed: the next one reads what was committed before."""
     store = JobStore.open_or_create(tmp_path, job())
-    store.end(ended(claim(store), goodput_per_cost=5.0))
-    with (tmp_path / "study.journal").open("ab") as journal:
-        journal.write(torn)
-    again = JobStore.open(tmp_path)
-    assert [record.status for record in again.records()] == ["finished"]
-    claim(again)
-    assert [record.status for record in JobStore.open(tmp_path).records()] == ["finished", "running"]
-    assert [record.status for record in store.records()] == ["finished", "running"]
+    known = claim(store)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        db = sqlite3.connect(tmp_path / "job.sqlite", isolation_level=None)
+        db.execute("PRAGMA cache_size = 1")  # pages go to the file before the end
+        db.execute("BEGIN IMMEDIATE")
+        for number in range(1, 500):
+            db.execute("INSERT INTO measurement SELECT ?, record FROM measurement WHERE number = 0", (number,))
+        os.write(write, b"x")
+        time.sleep(60.0)
+    os.read(read, 1)
+    assert (tmp_path / "job.sqlite-journal").exists()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    assert JobStore.open(tmp_path).records() == (known,)
+    assert claim(store).number == 1
+
+
+def test_the_file_is_a_table_for_whoever_opens_it(tmp_path):
+    """`select * from trials` has a row for each measurement."""
+    state = run_directly(tmp_path, job(limits=["p99_ms <= 90"]), fail={"batch=8": "refuse"})
+    with closing(sqlite3.connect(tmp_path / "job.sqlite")) as db:
+        rows = db.execute("SELECT number, kind, status, config, metrics, failure FROM trials").fetchall()
+    read = [(*row[:3], json.loads(row[3]), row[4] and json.loads(row[4]), row[5]) for row in rows]
+    assert read == [
+        (row.number, row.kind, "finished", row.config, row.raw.metrics, row.raw.failure) for row in state.rows
+    ]
+
+
+def test_a_file_system_without_locks_is_told_as_such(tmp_path, monkeypatch):
+    """With the folder, before anything is written there."""
+
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    with pytest.raises(JobBroken, match=rf"file system of {tmp_path} refuses the locks .*No locks available"):
+        JobStore.open_or_create(tmp_path, job())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_study_opens_in_optunas_own_tools(tmp_path):
     """Values, parameters and constraints are those of the trials; failures are failures, and so are checks."""
-    spec = job(limits=["p99_ms <= 90"])
-    state = run_directly(tmp_path, spec, fail={"batch=8": "refuse"})
+    folder = tmp_path / "job"
+    spec = job(limits=["p99_ms <= 90"], storage=f"sqlite:///{tmp_path}/trials.db", budget={"trials": 4})
+    state = run_directly(folder, spec, fail={"batch=8": "refuse"})
     study = optunas_own(tmp_path)
     assert len(study.trials) == len(state.rows)
     for trial, row in zip(study.trials, state.rows, strict=True):
         assert trial.params == row.config
         has_no_value = row.outcome.failure is not None or not row.kind.compares
         assert (trial.state == TrialState.FAIL) == has_no_value
+        if not has_no_value:
+            assert trial.constraints == spec.goal.excesses(row.outcome)
     assert study.best_trial.user_attrs["plait:claim"]["config"] == trial_of_best(state)
 
 
 def optunas_own(folder):
     """The study, as Optuna's tools open it."""
-    backend = optuna.storages.journal.JournalFileBackend(str(folder / "study.journal"))
-    return optuna.load_study(study_name="demo", storage=optuna.storages.JournalStorage(backend))
+    return optuna.load_study(study_name=f"demo:{folder}/job", storage=f"sqlite:///{folder}/trials.db")
 
 
 def trial_of_best(state):
@@ -100,38 +177,30 @@ def trial_of_best(state):
 
 def test_a_kill_between_the_end_and_its_copy_is_mended(tmp_path, monkeypatch):
     """The end counts once it is stored; the copy for Optuna's tools is made by the next worker."""
-    store = JobStore.open_or_create(tmp_path, job())
+    spec = job(storage=f"sqlite:///{tmp_path}/trials.db")
+    store = JobStore.open_or_create(tmp_path / "job", spec)
     record = claim(store)
 
     def killed(*_):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(optuna.storages.JournalStorage, "set_trial_state_values", killed)
+        patch.setattr(optuna.Study, "add_trial", killed)
         store.end(ended(record, goodput_per_cost=5.0))
-    again = JobStore.open(tmp_path)
-    assert again.records()[0].status == "finished"
-    assert optunas_own(tmp_path).trials[0].state == TrialState.RUNNING
-    with again.exclusive():
-        again.mend()
-    assert optunas_own(tmp_path).trials[0].state == TrialState.COMPLETE
+    assert JobStore.open(tmp_path / "job").records()[0].status == "finished"
+    assert optunas_own(tmp_path).trials == []
+    JobStore.open_or_create(tmp_path / "job", spec)
+    assert [trial.state for trial in optunas_own(tmp_path).trials] == [TrialState.COMPLETE]
 
 
-def test_only_one_decides_at_a_time(tmp_path):
-    """While one worker chooses and claims, another waits."""
-    store, entered = JobStore.open_or_create(tmp_path, job()), threading.Event()
-    other = JobStore.open(tmp_path)
-
-    def enter():
-        with other.exclusive():
-            entered.set()
-
-    thread = threading.Thread(target=enter)
-    with store.exclusive():
-        thread.start()
-        assert not entered.wait(0.1)
-    assert entered.wait(30.0)
-    thread.join()
+def test_of_two_that_decide_on_the_same_one_claims(tmp_path):
+    """The other decides again, on what there is by then."""
+    store, other = JobStore.open_or_create(tmp_path, job()), JobStore.open(tmp_path)
+    seen = other.records()
+    first = claim(store)
+    assert other.claim(first.claim, seen=seen) is None
+    assert other.records() == (first,)
+    assert other.claim(first.claim, seen=other.records()).number == 1
 
 
 def test_another_job_is_not_mixed_into_the_folder(tmp_path):
@@ -149,8 +218,7 @@ def test_a_job_that_measured_nothing_gives_way_to_another(tmp_path):
     """As one does that was refused for a typing error. What a worker that is gone had only claimed is nothing."""
     store = JobStore.open_or_create(tmp_path, job(objective="max nosuch"))
     record = claim(store)
-    with store.exclusive():
-        store.end_held(replace(record, lost="it was given up"))
+    store.end(replace(record, lost="it was given up"))
     again = JobStore.open_or_create(tmp_path, job(objective="min cost"))
     assert again.records() == ()
     assert str(JobStore.open(tmp_path).spec.goal) == "min cost_per_hour"
@@ -169,43 +237,83 @@ def test_a_database_that_is_not_to_be_had_is_one_sentence(tmp_path, storage):
 @pytest.mark.parametrize("line", [b"null", b"{}", b"\xff\xfe\x00", b"[1]"])
 def test_a_damaged_journal_is_told_by_its_folder(tmp_path, line):
     """Not by a traceback."""
-    claim(JobStore.open_or_create(tmp_path, job()))
-    with (tmp_path / "study.journal").open("ab") as file:
-        file.write(line + b"\n")
+    folder = earlier(tmp_path, "finished")
+    with (folder / "study.journal").open("ab") as file:
+        file.write(line + b"\n" + line + b"\n")
     with pytest.raises(JobBroken, match="cannot be read or written"):
-        JobStore.open(tmp_path).records()
+        JobStore.open(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b'{"name": 3}'])
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"name": 3}'])
 def test_a_damaged_folder_is_told_by_its_file(tmp_path, content):
     """One sentence that names the file, whoever opens the folder."""
     JobStore.open_or_create(tmp_path, job())
-    (tmp_path / "resolved.json").write_bytes(content)
-    with pytest.raises(JobBroken, match=r"resolved\.json is damaged"):
+    (tmp_path / "job.sqlite").write_bytes(100 * content)
+    with pytest.raises(JobBroken, match=f"the job in {tmp_path} cannot be read or written: file is not a database"):
         JobStore.open(tmp_path)
-    with pytest.raises(JobBroken, match=r"resolved\.json is damaged"):
+    with pytest.raises(JobBroken, match="file is not a database"):
         JobStore.open_or_create(tmp_path, job())
+    folder = earlier(tmp_path, "stopped")
+    (folder / "resolved.json").write_bytes(content)
+    with pytest.raises(JobBroken, match=r"resolved\.json is damaged"):
+        JobStore.open(folder)
+
+
+def test_a_damaged_document_is_told_by_its_field(tmp_path):
+    """What somebody changed by hand in the file."""
+    claim(JobStore.open_or_create(tmp_path, job()))
+    with closing(sqlite3.connect(tmp_path / "job.sqlite")) as db:
+        db.execute("UPDATE measurement SET record = json_set(record, '$.claim.seed', 'x')")
+        db.commit()
+    with pytest.raises(JobBroken, match=r"job\.sqlite is damaged: claim\.seed"):
+        JobStore.open(tmp_path).records()
 
 
 def test_a_database_holds_the_trials_as_well(tmp_path):
-    """`storage` moves the study to a database; the rest of the folder stays."""
+    """`storage` has a copy of what is over; the job's own file is what counts."""
     store = JobStore.open_or_create(tmp_path / "job", job(storage=f"sqlite:///{tmp_path}/trials.db"))
     finished, running = ended(claim(store), goodput_per_cost=5.0), claim(store)
     assert store.end(finished)
-    assert not (tmp_path / "job" / "study.journal").exists()
+    assert [trial.values for trial in optunas_own(tmp_path).trials] == [[5.0]]
     assert JobStore.open(tmp_path / "job").records() == (finished, running)
 
 
-def test_a_worker_is_present_while_it_lives_and_touches_its_file(tmp_path):
+def test_an_empty_file_is_no_job(tmp_path):
+    """Of a process that was killed before it wrote anything: the next one begins anew."""
+    (tmp_path / "job.sqlite").touch()
+    with pytest.raises(JobRefused, match="there is no job in"):
+        JobStore.open(tmp_path)
+    assert JobStore.open_or_create(tmp_path, job()).records() == ()
+
+
+def test_a_worker_is_present_while_it_lives_and_says_so(tmp_path):
     """It is gone at once when it ends, and after the lease when it hangs."""
-    with Heartbeat(tmp_path, "a", now_s=100.0) as own:
-        assert is_present(tmp_path, "a", now_s=100.0)
-        assert not is_present(tmp_path, "a", now_s=100.0 + LEASE_S)
-        own.renew(now_s=100.0 + LEASE_S)
-        assert is_present(tmp_path, "a", now_s=100.0 + LEASE_S)
-        assert present_workers(tmp_path, now_s=100.0) == ("a",)
-    assert not is_present(tmp_path, "a", now_s=100.0)
-    assert present_workers(tmp_path, now_s=100.0) == ()
+    store = JobStore.open_or_create(tmp_path, job())
+    store.join("a", now_s=100.0)
+    assert store.workers(now_s=100.0) == ("a",)
+    assert store.workers(now_s=100.0 + LEASE_S) == ()
+    store.join("a", now_s=100.0 + LEASE_S)
+    assert store.workers(now_s=100.0 + LEASE_S) == ("a",)
+    store.leave("a")
+    assert store.workers(now_s=100.0) == ()
+
+
+def test_a_worker_that_is_killed_is_gone_at_once(tmp_path):
+    """Long before its lease is over, also while nobody has asked for its end."""
+    store = JobStore.open_or_create(tmp_path, job())
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        JobStore.open(tmp_path).join("a", now_s=100.0)
+        os.write(write, b"x")
+        time.sleep(60.0)
+    os.read(read, 1)
+    assert store.workers(now_s=100.0) == ("a",)
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert store.workers(now_s=100.0) == ()
+    os.waitpid(pid, 0)
+    assert store.workers(now_s=100.0) == ()
 
 
 def test_the_claim_of_a_worker_that_is_gone_is_lost_and_proposed_again(tmp_path):
@@ -330,9 +438,8 @@ def test_a_live_service_is_left_as_the_job_says(tmp_path, leave):
     assert applied == wanted
 
 
-def test_the_overhead_of_a_trial_is_a_handful_of_lines(tmp_path):
-    """A trial writes at most 4 + limits lines of the journal: some 7 ms each, far below 3 % of a trial of seconds."""
-    spec = job(limits=["p99_ms <= 900"], budget={"trials": 10})
-    state = run_directly(tmp_path, spec)
-    lines = (tmp_path / "study.journal").read_text().count("\n")
-    assert lines <= 6 + len(state.rows) * (4 + len(spec.limits))
+def test_the_overhead_of_a_trial_is_two_transactions(tmp_path):
+    """Its claim and its end: some milliseconds each, far below 3 % of a trial of seconds. SQLite counts them."""
+    state = run_directly(tmp_path, job(limits=["p99_ms <= 900"], budget={"trials": 10}))
+    written = int.from_bytes((tmp_path / "job.sqlite").read_bytes()[24:28], "big")
+    assert written <= 10 + 2 * len(state.rows)

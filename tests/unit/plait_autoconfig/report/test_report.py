@@ -19,9 +19,11 @@ from plait_autoconfig.report import charts, figures
 from plait_autoconfig.report.compare import compare, comparison_text, comparison_to_json
 from plait_autoconfig.report.formatting import change_text, gain_words, metric_title, with_unit
 from plait_autoconfig.report.importance import knob_importance, ranks
-from plait_autoconfig.report.page import POLICY, PageSource, report_page
+from plait_autoconfig.report.page import PageSource, report_page
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome, cells_of
+from plait_report.charts import NARROW, SMALL, WIDE
+from plait_report.page import POLICY
 from support.tune_jobs import job
 from support.tuned import played
 
@@ -189,7 +191,7 @@ def test_a_default_outside_the_space_is_no_cell(states):
 # ---- charts ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frame", [charts.WIDE, charts.NARROW, charts.SMALL])
+@pytest.mark.parametrize("frame", [WIDE, NARROW, SMALL])
 @pytest.mark.parametrize("values", [[], [5.0], [0.0, 0.0], [1.0, 2.0, 900.0], [-3.0, 4.0], [1e-9, 1e9]])
 def test_drawings_stay_inside_their_frame(frame, values):
     """Whatever the numbers: no dot outside, no division by nothing."""

@@ -26,8 +26,7 @@ from plait_loadtest.report.document import shown
 from plait_loadtest.report.html import page
 from plait_loadtest.report.locustfile import locustfile
 from plait_loadtest.report.outputs import Outputs, report
-from plait_loadtest.report.scale import linear_ticks, log_ticks, span, time_text
-from plait_loadtest.report.table import notes, number, print_table
+from plait_loadtest.report.table import notes, print_table
 from plait_loadtest.scenario import (
     ClosedLoopCallers,
     GammaArrivals,
@@ -39,6 +38,8 @@ from plait_loadtest.scenario import (
     ResponseCheck,
 )
 from plait_loadtest.values import RECORD, RequestOutcome, RunProgress
+from plait_report.charts import linear_ticks, log_ticks, span, time_text
+from plait_report.page import number
 from support.loadtest_records import MS, queue, records, scenario, session
 
 EVERY_10_MS = np.arange(1000) / 100.0

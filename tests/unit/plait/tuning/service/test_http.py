@@ -18,7 +18,7 @@ from plait.config import ServedConfig, ServerSection, TuningSection
 from plait.tuning.service.http import MAX_JOB_BYTES, tuning_router
 from plait.tuning.service.job_queue import MAX_DEATHS
 from plait_autoconfig.jobs.store import JobStore
-from plait_autoconfig.report.page import POLICY
+from plait_report.page import POLICY
 from plait_serving.deployments.ingress import Ingress
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
@@ -421,7 +421,7 @@ def test_a_damaged_job_hides_no_other(tmp_path):
     """Its folder is told as failed, with what is wrong; the others go on."""
     desk = desk_in(tmp_path, Threads())
     bad, good = desk.submit(SHORT, "ops", "1")["id"], desk.submit(SHORT, "ops", "2")["id"]
-    (tmp_path / bad / "resolved.json").write_text("{")
+    (tmp_path / bad / "job.sqlite").write_text(100 * "{")
     again = desk_in(tmp_path, Threads())
     assert {each["id"]: each["status"] for each in again.jobs()} == {bad: "failed", good: "queued"}
     assert error_of(client_of(again).get(f"{URL}/{bad}", headers=BOSS))[:2] == (500, "job_unreadable")
