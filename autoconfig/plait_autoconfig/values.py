@@ -33,7 +33,7 @@ class FailureKind(StrEnum):
     INVALID = "invalid"  # the load generator fell behind, or too few samples
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TrialOutcome:
     """The result of a trial: metrics (finite numbers, units in their names), or why there are none.
 
@@ -52,6 +52,7 @@ class TrialOutcome:
         if wrong:
             msg = f"metric {wrong[0]} is {self.metrics[wrong[0]]}: what was not measured is a failure, not a number"
             raise TunerError(msg)
+        self.metrics = {name: float(value) for name, value in self.metrics.items()}
 
     @classmethod
     def measured(cls, **metrics: float) -> Self:
@@ -69,7 +70,7 @@ class TrialOutcome:
         return self.failure is FailureKind.INVALID
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Trial:
     """One measurement of one configuration. `repeat`: 0 for the first trial of its cell, 1 for the next, ..."""
 
@@ -81,6 +82,7 @@ class Trial:
     repeat: int = 0
 
     def __post_init__(self) -> None:
+        self.config = dict(self.config)
         if not 0.0 <= self.duration_s < math.inf:
             msg = f"trial {self.number}: duration_s is {self.duration_s}, but must be a finite number, at least 0"
             raise TunerError(msg)
