@@ -27,7 +27,7 @@ _IN_TRAINING = (
     "training again"
 )
 DROPS = f"it drops numbers at random, {_IN_TRAINING}"
-_NORMALISES = f"it normalises over the rows, {_IN_TRAINING}"
+NORMALISES = f"it normalises over the rows, {_IN_TRAINING}"
 
 
 class MixesRows(Exception):
@@ -177,20 +177,26 @@ def permuted(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def linear(call: OperatorCall) -> str | None:
-    """Check linear(x, W, b): W and b are the same for all rows, and x has features."""
-    if call.tensor("weight").counts or (isinstance(bias := call.arguments.get("bias"), Fact) and bias.counts):
-        raise MixesRows("its weight depends on the request")
-    if call.tensor("input").ndim < 2:
-        raise MixesRows("it sums over the rows")
-    return one_count(call)
+def weighted(*names: str, what: str = "its weight depends", over_rows: str = "") -> Rule:
+    """Return a rule for operators whose arguments `names`, where they are given, are the same for all rows.
+
+    `over_rows`: what it would do to the rows of an input without features; empty: that may be.
+    """
+
+    def rule(call: OperatorCall) -> str | None:
+        for name in names:
+            given = call.arguments.get(name)
+            if isinstance(given, Fact) and given.counts:
+                raise MixesRows(f"{what} on the request")
+        if over_rows and call.tensor("input").ndim < 2:
+            raise MixesRows(over_rows)
+        return one_count(call)
+
+    return rule
 
 
-def addmm(call: OperatorCall) -> str | None:
-    """Check addmm(b, x, W): as `linear`."""
-    if call.tensor("mat2").counts or call.tensor("self").counts:
-        raise MixesRows("its weight depends on the request")
-    return one_count(call)
+linear = weighted("weight", "bias", over_rows="it sums over the rows")
+"""Checks linear(x, W, b): W and b are the same for all rows, and x has features."""
 
 
 def multiplied(left_name: str, right_name: str) -> Rule:
@@ -247,18 +253,15 @@ def normalised(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def batch_normed(call: OperatorCall) -> str | None:
-    """Check batch_norm: only by statistics that were kept."""
-    if call.arguments["training"]:
-        raise MixesRows(_NORMALISES)
-    return one_count(call)
+def evaluated(name: str, why: str) -> Rule:
+    """Return a rule for operators that must not be in training mode, as the argument `name` says."""
 
+    def rule(call: OperatorCall) -> str | None:
+        if call.arguments[name]:
+            raise MixesRows(why)
+        return one_count(call)
 
-def dropped(call: OperatorCall) -> str | None:
-    """Check dropout: only in evaluation mode, where it does nothing."""
-    if call.arguments["train"]:
-        raise MixesRows(DROPS)
-    return one_count(call)
+    return rule
 
 
 def indexed(call: OperatorCall) -> str | None:
@@ -305,18 +308,6 @@ def unpadded(call: OperatorCall) -> str | None:
     return one_count(call)
 
 
-def per_row_weight(call: OperatorCall) -> str | None:
-    """Check prelu: one weight per channel."""
-    if call.tensor("weight").counts:
-        raise MixesRows("its weight depends on the request")
-    return one_count(call)
-
-
-def made(call: OperatorCall) -> str | None:
-    """Check zeros, ones and full: values that depend only on the number of rows."""
-    return one_count(call)
-
-
 def constant_only(call: OperatorCall) -> str | None:
     """Check what may be computed from constants only (it is computed once)."""
     if call.varying() or ROWS in call.out:
@@ -326,12 +317,10 @@ def constant_only(call: OperatorCall) -> str | None:
 
 def convolved(call: OperatorCall) -> str | None:
     """Check conv1d, conv2d, ...: a kernel that is the same for all rows moves over the dimensions behind channels."""
-    weight, bias = call.tensor("weight"), call.arguments.get("bias")
-    if weight.counts or (isinstance(bias, Fact) and bias.counts):
-        raise MixesRows("its weight depends on the request")
-    if call.tensor("input").ndim != weight.ndim:
+    counts = weighted("weight", "bias")(call)
+    if call.tensor("input").ndim != call.tensor("weight").ndim:
         raise MixesRows("it moves over the rows: give it (rows, channels, ...)")
-    return one_count(call)
+    return counts
 
 
 def pooled(dims: int) -> Rule:
@@ -343,24 +332,6 @@ def pooled(dims: int) -> Rule:
         return one_count(call)
 
     return rule
-
-
-def bucketed(call: OperatorCall) -> str | None:
-    """Check bucketize: elementwise, between boundaries that are the same for all rows."""
-    if call.tensor("boundaries").counts:
-        raise MixesRows("its boundaries depend on the request")
-    return one_count(call)
-
-
-def grouped(call: OperatorCall) -> str | None:
-    """Check group_norm: over channels and what is behind them, for each row by itself."""
-    for name in ("weight", "bias"):
-        given = call.arguments.get(name)
-        if isinstance(given, Fact) and given.counts:
-            raise MixesRows("its weight depends on the request")
-    if call.tensor("input").ndim < 2:
-        raise MixesRows("it normalises over the rows")
-    return one_count(call)
 
 
 def _check_dims(dims: Any, ndim: int, name: str) -> None:
