@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from plait_bench.errors import BenchError
-from plait_fabric.cores import instruction_set
+from plait_kernels.cores import instruction_set
 from plait_loadtest.host import facts, git_says
 
 _ECHO = "import os\nwhile os.read(0, 1): os.write(1, b'x')"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.offline.inventory import safetensors_header
-from plait_fabric.cores import has_bfloat16
+from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.sources.file_kinds import UNET

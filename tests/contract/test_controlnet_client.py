@@ -16,10 +16,10 @@ import torch
 from diffusers import ControlNetModel
 
 from plait_fabric import ChannelClosed, Listener, PeerLost, connect, listen, recv_tensors, send_tensors
-from plait_fabric.heartbeat import Stuck
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import ReplicaLink
+from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient

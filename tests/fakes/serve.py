@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from fakes.images import FakeImageService
-from plait_fabric.heartbeat import Stuck
+from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.routing import ReplicaState

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from plait_serving.deployments.fabric_endpoints import socket_folder
-from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs, ServeConnect
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
+from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs
 from plait_serving.deployments.metrics import replicas_of
 from plait_serving.deployments.scaling import autoscaling
 from plait_serving.diffusion.controlnet import remote
@@ -62,7 +62,7 @@ def _deploy(cluster: Any, folder: Path, *, app: str, replicas: int | Replicas) -
 
 def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
     """A base replica that knows only Serve's handle gets `ControlNetModel.forward` x scale, bit for bit."""
-    find = ServeConnect("edges", handle)
+    find = ServeReplicas("edges", handle)
     _wait_until(lambda: len(find.replicas()) == 2)  # another test may have killed one
     replicas = find.replicas()
     assert len({replica.pid for replica in replicas}) == 2
@@ -70,7 +70,7 @@ def test_residuals_from_a_serve_replica_are_exact(handle: Any, tiny_sd_controlne
         ["shm", "tcp"]
     ] * 2
     assert len({replica.secret for replica in replicas}) == 2
-    client, ask = RemoteControlNetClient("edges", find), kit.make_ask(1, width=32, n=2, scale=0.8)
+    client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(1, width=32, n=2, scale=0.8)
     answer = client.start([ask.call(ask.open(client))]).wait()[0]
     assert kit.same_bits(answer, kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0])
     assert sum(replica.channels for replica in find.replicas()) == 1
@@ -92,9 +92,9 @@ def test_each_replica_says_what_its_audits_found(handle: Any) -> None:
 
 def test_kill_nine_in_mid_step_is_retried_on_another(handle: Any, tiny_sd_controlnets: tuple[Path, Path]) -> None:
     """The replica that holds our step is killed: another answers the same, and goes on."""
-    find = ServeConnect("edges", handle)
+    find = ServeReplicas("edges", handle)
     _wait_until(lambda: len(find.replicas()) == 2)
-    client, ask = RemoteControlNetClient("edges", find), kit.make_ask(2, width=32)
+    client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(2, width=32)
     expected = kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0]
     session = ask.open(client)
     before = find.replicas()
@@ -113,8 +113,8 @@ def test_deleted_deployment_is_unavailable_and_leaves_no_socket(
 ) -> None:
     """When Serve takes the deployment away its clients are told so, and its sockets are gone."""
     handle = _deploy(cluster, tiny_sd_controlnets[0], app="to-delete", replicas=1)
-    find = ServeConnect("edges", handle, describe_timeout_s=2.0)
-    client, ask = RemoteControlNetClient("edges", find), kit.make_ask(3, width=32)
+    find = ServeReplicas("edges", handle)
+    client, ask = RemoteControlNetClient("edges", find.connect), kit.make_ask(3, width=32)
     session = ask.open(client)
     assert isinstance(client.start([ask.call(session)]).wait()[0], Residuals)
     pids = [replica.pid for replica in find.replicas()]
@@ -131,13 +131,13 @@ def test_a_busy_controlnet_grows_and_its_clients_move(
     monkeypatch.setattr(remote, "_MOVE_EVERY_S", 0.5)  # each time, a client moves or stays by chance
     growing = Replicas(min=1, max=2, up_after_s=0.0, down_after_s=600.0)
     handle = _deploy(cluster, tiny_sd_controlnets[0], app="growing", replicas=growing)
-    find, stop = ServeConnect("edges", handle), threading.Event()
+    find, stop = ServeReplicas("edges", handle), threading.Event()
     asked = [kit.make_ask(seed, width=32) for seed in (4, 5, 6, 7)]
     expected = [kit.twin_answers(kit.load_twin(tiny_sd_controlnets[0]), [ask])[0] for ask in asked]
 
     def engine(number: int) -> int:
-        connect, steps = ServeConnect("edges", handle), 0
-        client = RemoteControlNetClient("edges", connect, worth_moving=connect.worth_moving)
+        replicas, steps = ServeReplicas("edges", handle), 0
+        client = RemoteControlNetClient("edges", replicas.connect, worth_moving=replicas.worth_moving)
         while not stop.is_set():  # an image each, as sessions move only where they begin
             call = asked[number].call(asked[number].open(client))
             for _ in range(20):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_fabric.cores import has_bfloat16
+from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.knobs import ExecutorName
 from support.denoise import max_difference
 from support.engine_probe import Probe

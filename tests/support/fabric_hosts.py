@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_SOURCES = [str(Path(__file__).resolve().parents[2] / "disagg"), str(Path(__file__).resolve().parents[1])]
+_SOURCES = [str(Path(__file__).resolve().parents[2] / folder) for folder in ("disagg", "kernels", "tests")]
 
 
 class Hosts:

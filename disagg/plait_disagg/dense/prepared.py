@@ -24,9 +24,9 @@ from plait_disagg.dense.proven import unproven
 from plait_disagg.dense.trial import TOLERANCE, Given, difference, medians, noise_like, resized, sizes
 from plait_disagg.graph.execute import Compiled
 from plait_disagg.graph.program import Node, Port
-from plait_fabric.threads import lower_priority, set_threads
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, PreparedProgram, background
 from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
+from plait_kernels.threads import lower_priority, set_threads
 
 _log = logging.getLogger(__name__)
 

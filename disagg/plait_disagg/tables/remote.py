@@ -25,7 +25,7 @@ from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.outages import Backoff
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 

@@ -46,7 +46,7 @@ from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.outages import Backoff
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 
 _SenderKey: TypeAlias = tuple[Pool, int, str, str]
 """The channel and the knobs that a cache belongs to."""

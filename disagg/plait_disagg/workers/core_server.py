@@ -26,7 +26,7 @@ from plait_fabric.layouts import Layout
 from plait_fabric.request_log import on_behalf_of
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 

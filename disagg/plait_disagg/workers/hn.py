@@ -39,7 +39,7 @@ from plait_disagg.values import ModelCard
 from plait_fabric import FabricError, Listener, Message
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 
 _CATCH_UP_S = 1.0
 """The min interval between two searches for a version that is not loaded."""

@@ -13,7 +13,7 @@ from plait_disagg.refresh.journal import Journal
 from plait_disagg.refresh.live_package import LivePackage
 from plait_disagg.refresh.prepared_update import PreparedUpdate, Refreshable
 from plait_disagg.refresh.update import read_update_manifest
-from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
+from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 
 _log = logging.getLogger(__name__)
 

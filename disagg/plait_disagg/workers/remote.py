@@ -30,7 +30,7 @@ from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
 from plait_fabric.rpc.fields import Header, WireError
 from plait_fabric.rpc.outages import Backoff
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 
 _LOOK_S = 0.02
 

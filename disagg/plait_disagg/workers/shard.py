@@ -30,9 +30,9 @@ from plait_disagg.tables.rows_wire import (
 )
 from plait_disagg.tables.values import Lookup, Mode
 from plait_fabric import Listener, Message
-from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
-from plait_fabric.threads import set_threads
+from plait_kernels.heartbeat import ThreadHeartbeat
+from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 

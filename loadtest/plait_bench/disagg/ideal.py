@@ -25,7 +25,7 @@ from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import SparseHalf
 from plait_disagg.values import RankRequest
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 
 _ALIGNMENT_BYTES = 64
 

@@ -177,7 +177,7 @@ def dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
     float16, the default there. Raises `BenchError`."""
     if device == "cuda":
         return (cast("DTypeName", "float16" if asked == "auto" else asked),)
-    from plait_fabric.cores import has_bfloat16
+    from plait_kernels.cores import has_bfloat16
 
     native: tuple[DTypeName, ...] = ("float32", "bfloat16") if has_bfloat16() else ("float32",)
     found = tuple(dtype for dtype in native if asked in ("auto", dtype))

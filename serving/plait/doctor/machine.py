@@ -77,7 +77,7 @@ def check_operators(device: str, impls: Sequence[ImplInfo] | None = None) -> lis
 
 def check_machine() -> list[CheckResult]:
     """Check cores, memory, shared memory and disk."""
-    from plait_fabric.cores import usable_cores
+    from plait_kernels.cores import usable_cores
 
     cores = usable_cores()
     memory = available_memory_bytes()
@@ -94,7 +94,7 @@ def check_machine() -> list[CheckResult]:
 
 def check_cpu(found: str | None = None) -> list[CheckResult]:
     """Check for the vector instructions that the engine's programs are compiled to."""
-    from plait_fabric.cores import instruction_set
+    from plait_kernels.cores import instruction_set
 
     found = found or instruction_set()
     detail = f"{platform.machine()}, instruction set {found}"

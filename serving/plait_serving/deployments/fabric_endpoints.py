@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
-from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
+from plait_kernels.cores import usable_cores
 from plait_serving.cores import declare_threads
 from plait_serving.deployments.ray_internals import known_replicas
 

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from plait_fabric.threads import run_on_own_thread
+from plait_kernels.threads import run_on_own_thread
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser

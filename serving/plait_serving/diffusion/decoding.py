@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from PIL import Image
 
-from plait_fabric.heartbeat import ThreadHeartbeat
-from plait_fabric.threads import one_thread
+from plait_kernels.heartbeat import ThreadHeartbeat
+from plait_kernels.threads import one_thread
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
 from plait_serving.diffusion.queue.costs import MAX_KINDS
@@ -62,7 +62,7 @@ class DecodeQueue:
     """Decodes those of a tenant in the order of `submit`, one of each tenant in turn, each where `decodes_here` says.
     All methods are for the compute thread.
 
-    A process has one thread with a team of OpenMP workers (`plait_fabric.threads`): the compute thread. So a decode
+    A process has one thread with a team of OpenMP workers (`plait_kernels.threads`): the compute thread. So a decode
     that is to use all cores runs there, not with more threads elsewhere.
     """
 

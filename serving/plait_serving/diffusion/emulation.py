@@ -9,7 +9,7 @@ import time
 import torch
 from torch import nn
 
-from plait_fabric.cores import has_bfloat16, instruction_set
+from plait_kernels.cores import has_bfloat16, instruction_set
 
 _log = logging.getLogger(__name__)
 

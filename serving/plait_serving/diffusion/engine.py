@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 from plait_serving.diffusion.admission import check_prompts, check_request
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.errors import DeadlineMissed, NotFound

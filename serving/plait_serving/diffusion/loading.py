@@ -23,8 +23,8 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from plait_fabric.threads import set_threads
 from plait_kernels.executors.module_lock import MODULES
+from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.memory import gigabytes
 from plait_serving.diffusion.weight_files import WeightFiles

@@ -11,7 +11,7 @@ from itertools import count
 
 import torch
 
-from plait_fabric.heartbeat import ThreadHeartbeat
+from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.decoding import DecodeQueue, Decoder
 from plait_serving.diffusion.edits.blend import overlaid
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from plait_fabric.cores import usable_cores
-from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
+from plait_kernels.cores import usable_cores
 from plait_kernels.executors import Computation, ExecutorError, PreparedProgram, background
 from plait_kernels.executors.audit import Auditor, AuditPlan
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
 from plait_kernels.executors.store import ProgramStore
 from plait_kernels.executors.torch_program import TorchProgram
+from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.diffusion.bundle import map_unet, map_vae
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.computations import decoder_computation, encoder_computation, vae_computation

@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from prometheus_client import Metric
 from pydantic import BaseModel, Field
 
-from plait_fabric.cores import instruction_set
+from plait_kernels.cores import instruction_set
 from plait_serving.http.context import ContextDep, installed_version
 from plait_serving.http.metrics import gather
 from plait_serving.replica_metrics import REPLICA

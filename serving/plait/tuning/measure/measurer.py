@@ -33,7 +33,7 @@ from plait_autoconfig.jobs.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
-from plait_fabric.cores import usable_cores
+from plait_kernels.cores import usable_cores
 
 _log = logging.getLogger(__name__)
 

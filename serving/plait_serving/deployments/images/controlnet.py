@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from plait_disagg.queue.scale import Gauge
 from plait_fabric import new_secret
 from plait_fabric.rpc.replicas import Replica
-from plait_fabric.threads import run_on_own_thread
+from plait_kernels.threads import run_on_own_thread
 from plait_serving.deployments.fabric_endpoints import (
     cpu_threads,
     declare_thread_cap,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import Metric
 
-from plait_fabric.cores import instruction_set
+from plait_kernels.cores import instruction_set
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from plait_disagg.queue.scale import Gauge
-from plait_fabric.cores import usable_cores
 from plait_fabric.rpc.replicas import NoReplica
+from plait_kernels.cores import usable_cores
 from plait_serving.cores import HostCores, capped, threads_of_host
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
 from plait_serving.deployments.images.counted import counted

@@ -14,7 +14,7 @@ from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
 from plait_disagg.workers.remote import RemoteRanker
-from plait_fabric.threads import lower_priority, run_on_own_thread, set_threads
+from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.deployments.ranking.package_source import RankModel, RankSource
 from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready

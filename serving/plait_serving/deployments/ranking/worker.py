@@ -36,7 +36,7 @@ from plait_fabric import Listener, new_secret
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import Replica
-from plait_fabric.threads import run_on_own_thread, set_threads
+from plait_kernels.threads import run_on_own_thread, set_threads
 from plait_serving.deployments.fabric_endpoints import (
     ServeReplicas,
     cpu_threads,

@@ -17,13 +17,13 @@ from functools import partial
 import torch
 
 from plait_fabric import Listener, Message
-from plait_fabric.heartbeat import ThreadHeartbeat
 from plait_fabric.request_log import work_for
 from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
-from plait_fabric.threads import set_threads
 from plait_kernels.device_errors import is_device_lost
+from plait_kernels.heartbeat import ThreadHeartbeat
+from plait_kernels.threads import set_threads
 from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (

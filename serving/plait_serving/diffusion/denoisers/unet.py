@@ -11,9 +11,9 @@ from typing import Any, cast
 
 import torch
 
-from plait_fabric.threads import one_thread
 from plait_kernels.executors import PreparedProgram
 from plait_kernels.lora_merge import is_finite
+from plait_kernels.threads import one_thread
 from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.denoisers.batch import (
     BatchLayout,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from plait_fabric.threads import set_threads
+from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, EntryState, Key
 from plait_serving.diffusion.lora.parse import LoadedLora

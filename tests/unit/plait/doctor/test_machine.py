@@ -11,7 +11,7 @@ import pytest
 
 from plait.doctor import machine
 from plait.doctor.findings import CheckStatus
-from plait_fabric.cores import instruction_set
+from plait_kernels.cores import instruction_set
 from plait_kernels.registry import ImplInfo
 
 

@@ -15,7 +15,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.loop import BatchLoop, Inbox
 from plait_disagg.queue.pace import Pace
 from plait_fabric import FrameTooLarge, PeerLost
-from plait_fabric.heartbeat import Stuck
+from plait_kernels.heartbeat import Stuck
 from support import rank_queue
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("openvino", reason="needs openvino")
 
 LIMITED = """
 import os, torch
-from plait_fabric.cores import instruction_set
+from plait_kernels.cores import instruction_set
 from plait_kernels.executors.conversion import convert
 from plait_kernels.executors.openvino_compiled import CompiledModel, compile_model
 from support.executors import by_hand, small_block, small_computation, small_inputs

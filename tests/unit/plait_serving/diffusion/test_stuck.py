@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
-from plait_fabric.heartbeat import Stuck
+from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs

@@ -9,7 +9,7 @@ import pytest
 
 from fakes.images import FAKE_CATALOG
 from fakes.serve import FakeHosted
-from plait_fabric.heartbeat import Stuck
+from plait_kernels.heartbeat import Stuck
 from plait_serving.deployments.images.catalog_pieces import unpacked
 from plait_serving.deployments.images.engine import EngineReplica, portable
 from plait_serving.deployments.images.engine_source import Accepted

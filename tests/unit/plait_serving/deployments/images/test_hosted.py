@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from plait_fabric.cores import instruction_set
+from plait_kernels.cores import instruction_set
 from plait_serving.cores import HostCores
 from plait_serving.deployments.images.counted import host_families
 from support.prometheus import total

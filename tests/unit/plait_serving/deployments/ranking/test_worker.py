@@ -9,7 +9,7 @@ import ray
 from ray import serve
 
 from fakes.ranking import FAKE_CARD
-from plait_fabric.heartbeat import Stuck, ThreadHeartbeat
+from plait_kernels.heartbeat import Stuck, ThreadHeartbeat
 from plait_serving.deployments.ranking import worker as module
 from plait_serving.deployments.ranking.package_source import OpenedPackage
 from plait_serving.deployments.ranking.worker import RankWorker

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from plait_fabric.threads import one_thread, run_on_own_thread, set_threads
+from plait_kernels.threads import one_thread, run_on_own_thread, set_threads
 from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.denoisers.compiled import CompiledHalves
 from plait_serving.diffusion.denoisers.unet import UNetDenoiser

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_fabric.cores import has_bfloat16, instruction_set, quota_cores, usable_cores
+from plait_kernels.cores import has_bfloat16, instruction_set, quota_cores, usable_cores
 
 
 @pytest.mark.parametrize(

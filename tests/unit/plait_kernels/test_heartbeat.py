@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_fabric.heartbeat import Stuck, ThreadHeartbeat, limit_s
+from plait_kernels.heartbeat import Stuck, ThreadHeartbeat, limit_s
 
 PERIOD_S = 5.0
 

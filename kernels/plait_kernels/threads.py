@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import torch
 
-from plait_fabric.cores import usable_cores
+from plait_kernels.cores import usable_cores
 
 T = TypeVar("T")
 

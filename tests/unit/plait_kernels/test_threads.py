@@ -16,7 +16,7 @@ _COUNT = """
 import os, sys, threading, time
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 import torch
-from plait_fabric.threads import run_on_own_thread, set_threads
+from plait_kernels.threads import run_on_own_thread, set_threads
 def foreign(expected=None):
     # A thread that was told to end is given a while.
     until_s = time.monotonic() + 60
@@ -53,7 +53,7 @@ work(); print(before, between, foreign())
 
 def test_apart_raises_what_the_function_raises() -> None:
     """With its type and text."""
-    from plait_fabric.threads import run_on_own_thread
+    from plait_kernels.threads import run_on_own_thread
 
     def fail() -> None:
         raise LookupError("not there")
@@ -66,7 +66,7 @@ def test_apart_raises_what_the_function_raises() -> None:
 @linux
 def test_a_thread_that_gives_way_does_so_alone() -> None:
     """Its own niceness rises, and once only; that of its process and of threads after it does not."""
-    from plait_fabric.threads import lower_priority, run_on_own_thread
+    from plait_kernels.threads import lower_priority, run_on_own_thread
 
     def niceness() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
