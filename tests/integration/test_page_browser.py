@@ -107,6 +107,20 @@ def test_a_prompt_is_completed_and_what_was_chosen_is_made(window):
         assert page.complaints() == []
 
 
+def test_a_field_that_the_server_declares_has_a_control(window):
+    """Drawn from what its model says; left alone, it is not sent, and a reload keeps it."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        assert "CFG rescale" in page.text("#fields")
+        assert desk.make("red apple").guidance_rescale == 0.0
+        page.fill("#field-guidance_rescale", "0.5")
+        assert desk.make("red apple", 2).guidance_rescale == 0.5
+        page.open(desk.url)
+        desk.ready()
+        assert page.run(VALUE, "#field-guidance_rescale") == "0.5"
+        assert page.complaints() == []
+
+
 def test_words_that_the_model_does_not_know_get_a_hint(window):
     """And those that it knows do not; an idea is one press away."""
     with Desk(window) as desk:
@@ -185,6 +199,7 @@ def test_the_settings_of_a_file_are_restored(window, tmp_path):
         "prompt": "a \u201cred\u201d apple, 50: 50", "negative_prompt": "blur, noise\nand more",
         "seed": 2**40 + 1, "size": "24x16",
         "num_inference_steps": 7, "guidance_scale": 4.5, "scheduler": "dpmpp_2m", "output_format": "png",
+        "guidance_rescale": 0.7,
         "loras": [{"name": "sketch", "scale": 0.35}, {"name": "noto", "scale": -1.0}],
     }  # fmt: skip
     with Desk(window) as desk:
@@ -205,7 +220,7 @@ def test_the_settings_of_a_file_are_restored(window, tmp_path):
         made = _submit(desk)
         assert (made.prompt, made.negative_prompt, made.seed) == (body["prompt"], body["negative_prompt"], body["seed"])
         assert (made.width, made.height, made.steps, made.guidance_scale) == (24, 16, 7, 4.5)
-        assert made.scheduler == "dpmpp_2m"
+        assert (made.scheduler, made.guidance_rescale) == ("dpmpp_2m", 0.7)
         assert [(ref.name, ref.scale) for ref in made.loras] == [("sketch", 0.35), ("noto", -1.0)]
         page.type("#restore", str(tmp_path / "guided.png"))
         page.wait("return document.querySelector('#messages').innerText.includes('but for the control image')")

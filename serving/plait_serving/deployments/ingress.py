@@ -26,7 +26,7 @@ from plait_serving.replica_metrics import ReplicaMetrics, this_process
 if TYPE_CHECKING:
     from fastapi import APIRouter, FastAPI
 
-    from plait_serving.ranking.service import RankingService
+    from plait_serving.ranking.local import LocalRankingService
 
 _log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class Ingress:
 
     async def metric_families(self) -> ReplicaMetrics:
         """Return what this replica counts, and what it knows of all tenants."""
-        from plait_serving.http.metrics import own_metrics
+        from plait_serving.http.operations import own_metrics
 
         if self._context is None:
             return ReplicaMetrics(replica=this_process(), families=())
@@ -104,7 +104,7 @@ class Ingress:
             self._looking = asyncio.get_running_loop().create_task(self._look(self._context, wait_s))
 
     async def _look(self, context: RouteContext, wait_s: float) -> None:
-        from plait_serving.http.metrics import gather
+        from plait_serving.http.operations import gather
 
         await asyncio.sleep(wait_s)
         await gather(context)
@@ -139,7 +139,7 @@ def _handle_of_this_deployment() -> Any:
     return serve.get_deployment_handle(here.deployment, here.app_name)
 
 
-def _ranking_service(models: Mapping[str, RankModel]) -> RankingService | None:
+def _ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService | None:
     """Return the ranking service; None on an image-only server, which does without torch."""
     if not models:
         return None

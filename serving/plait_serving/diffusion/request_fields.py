@@ -120,8 +120,7 @@ class RequestField:
     @property
     def wire_type(self) -> Any:
         """The type with what the schema says of it."""
-        shown: dict[str, Any] = {"x-control": self.control, "x-infotext": self.infotext} if self.control else {}
-        return Annotated[self.type, Field(description=self.about, json_schema_extra=shown)]
+        return Annotated[self.type, Field(description=self.about)]
 
     def check(self, value: Any) -> None:
         """Raise pydantic's ValidationError for a value that no client could have given."""
@@ -165,3 +164,18 @@ def given(body: Any, of: type) -> dict[str, Any]:
 def echoed(values: Any) -> dict[str, Any]:
     """Return what an answer tells of an `ImageRequest` or `Edit`."""
     return {each.name: getattr(values, name) for name, each in request_fields(type(values)).items() if each.echoed}
+
+
+def controls(of: type) -> tuple[Mapping[str, Any], ...]:
+    """Return what the page needs to draw, send and restore the fields that have a `control`."""
+    return tuple(
+        {
+            "name": each.name,
+            "label": each.control,
+            "infotext": each.infotext,
+            "default": each.default,
+            "schema": TypeAdapter(each.wire_type).json_schema(),
+        }
+        for each in request_fields(of).values()
+        if each.control is not None
+    )

@@ -225,6 +225,7 @@ class ImageRequest:
             about="0.7 takes back the overexposure of high guidance_scale; 0 does nothing",
             infotext="CFG rescale",
             echoed=True,
+            control="CFG rescale",
         ),
     ] = 0.0
     clip_skip: Annotated[

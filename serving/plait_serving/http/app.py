@@ -1,4 +1,4 @@
-"""The FastAPI application around an `ImageService`, a `RankingService`, or both."""
+"""The FastAPI application around an `ImageService`, a `LocalRankingService`, or both."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import deepcopy
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -20,7 +20,7 @@ from starlette.responses import Response
 from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import NAME_PATTERN
-from plait_serving.http import document, health, metrics, models, status, usage
+from plait_serving.http import document, models, operations
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
@@ -34,9 +34,11 @@ from plait_serving.http.images import routes as images
 from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
-from plait_serving.ranking.service import RankingService
 from plait_serving.replica_metrics import ReplicaMetrics
 from plait_serving.spelling import choice_hint, fields_at, hint
+
+if TYPE_CHECKING:
+    from plait_serving.ranking.local import LocalRankingService  # which needs torch
 
 # What users of other servers type first.
 ALIASES = {
@@ -80,7 +82,7 @@ def create_app(
     images: ImageService | None,
     settings: HttpSettings,
     *,
-    ranking: RankingService | None = None,
+    ranking: LocalRankingService | None = None,
     routers: Sequence[APIRouter] = (),
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None,
@@ -147,7 +149,7 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
         context.metrics.expect(PACED_PATHS)
         for router in (images.router, control_map.router, results.router, models.image_router):
             app.include_router(router)
-    for router in (models.router, health.router, metrics.router, usage.router, status.router, page.router):
+    for router in (models.router, operations.router, page.router):
         app.include_router(router)
 
 

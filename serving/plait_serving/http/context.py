@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from fastapi import Depends
 from prometheus_client import Metric
@@ -26,8 +26,10 @@ from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.results import ResultStore
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
-from plait_serving.ranking.service import RankingService
 from plait_serving.replica_metrics import Account, ReplicaMetrics
+
+if TYPE_CHECKING:
+    from plait_serving.ranking.local import LocalRankingService  # which needs torch
 
 
 def installed_version() -> str:
@@ -75,7 +77,7 @@ class RouteContext:
 
     images: ImageService | None
     settings: HttpSettings
-    ranking: RankingService | None = None
+    ranking: LocalRankingService | None = None
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None
     nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None
@@ -107,13 +109,13 @@ class RouteContext:
         return self.images
 
     @property
-    def ranking_service(self) -> RankingService:
+    def ranking_service(self) -> LocalRankingService:
         """The ranking service, for routes that exist only if there is one."""
         assert self.ranking is not None
         return self.ranking
 
     @property
-    def workloads(self) -> Mapping[str, ImageService | RankingService]:
+    def workloads(self) -> Mapping[str, ImageService | LocalRankingService]:
         """The services that this server has, by the names of their workloads."""
         services = {"images": self.images, "ranking": self.ranking}
         return {name: service for name, service in services.items() if service is not None}

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from plait_serving.http.edge.auth import is_open
-from plait_serving.http.edge.errors import V2
-from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.edge.errors import V2, ErrorBody
 
 _METHODS = ("get", "post", "put", "patch", "delete")
 

@@ -14,7 +14,9 @@ from fastapi import APIRouter, Depends
 from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
+from plait_serving.diffusion.request_fields import controls
 from plait_serving.diffusion.sources.names import composed
+from plait_serving.diffusion.values import ImageRequest
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.ranking.describe import metadata
@@ -53,6 +55,7 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "dtype": card.dtype,
         **({} if card.controlnets is None else {"controlnets": list(card.controlnets)}),
         "limits": asdict(card.limits),
+        "controls": controls(ImageRequest),
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
@@ -12,26 +12,8 @@ from plait_serving.health import Health
 from plait_serving.images.service import Catalog
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
-
-class RequestTicket(Protocol):
-    """A handle on an accepted request."""
-
-    def cancel(self) -> None:
-        """Cancel the request at the next step boundary. Idempotent."""
-
-
-class ImageEngine(Protocol):
-    """What the adapter needs from `plait_serving.diffusion.engine.Engine`."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether it takes requests."""
-
-    def submit(self, request: ImageRequest, sink: Callable[[Event], None]) -> RequestTicket:
-        """Accept a request; `sink` is called from engine threads, last with `Finished` or `Failed`."""
-
-    def rest(self, name: str, *, asleep: bool) -> None:
-        """Let a model's weights leave memory, or bring them back. Raises `NotFound`."""
+if TYPE_CHECKING:
+    from plait_serving.diffusion.engine import Engine, Ticket
 
 
 def _nothing_counted() -> ReplicaMetrics:
@@ -48,7 +30,7 @@ class LocalImageService:
     def __init__(
         self,
         *,
-        engine: ImageEngine,
+        engine: Engine,
         catalog: Callable[[], Catalog],
         counted: Callable[[], ReplicaMetrics] = _nothing_counted,
     ) -> None:
@@ -116,6 +98,6 @@ class LocalImageService:
                 ticket.cancel()
 
 
-def _cancel_ticket(submitting: asyncio.Future[RequestTicket]) -> None:
+def _cancel_ticket(submitting: asyncio.Future[Ticket]) -> None:
     if not submitting.cancelled() and submitting.exception() is None:
         submitting.result().cancel()

@@ -5,19 +5,14 @@ Imports neither FastAPI nor torch, so a command, a test or a replica can use it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
-
-from prometheus_client import Metric
 
 from plait_disagg.errors import RankError
 from plait_disagg.graph.inputs import Input, Side
 from plait_disagg.protocols import ItemStore, Ranker
 from plait_disagg.values import ModelCard
-from plait_serving.health import Health
-from plait_serving.replica_metrics import ReplicaMetrics
 
 if TYPE_CHECKING:
     from plait_serving.ranking.inputs import Binder  # holds tensors
@@ -59,31 +54,6 @@ class BoundModel:
     def side(self, side: Side) -> tuple[Input, ...]:
         """Return the inputs of one side."""
         return tuple(item for item in self.card.inputs if item.side == side)
-
-
-class RankingService(Protocol):
-    """Finds the models that rank. All methods may be called concurrently from many tasks of one event loop."""
-
-    def names(self) -> tuple[str, ...]:
-        """Return the models' names in requests; they may come and go while the server runs."""
-
-    def get(self, name: str, version: str | None = None) -> BoundModel:
-        """Return the model with its current card. Cheap: it is called with every request.
-
-        Raises `UnknownModel`, or the ranker's own error if it has no card yet.
-        """
-
-    def refreshes(self, name: str) -> Refreshes | None:
-        """Return what refreshes the model, or None if nothing does. Raises `UnknownModel`."""
-
-    async def health(self) -> Health:
-        """Return ready if every model would answer now. Never blocks on a queue."""
-
-    async def metric_families(self) -> Sequence[Metric]:
-        """Return what this process counts; may be empty."""
-
-    async def worker_counts(self) -> Sequence[ReplicaMetrics]:
-        """Return what workers in other processes count; may be empty."""
 
 
 async def why_not_ready(ranker: Ranker) -> str | None:

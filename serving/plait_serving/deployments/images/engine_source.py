@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from plait_serving.deployments.threads import given_knobs
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import ImagesSection
-from plait_serving.images.routing import ReplicaState
-from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
+
+if TYPE_CHECKING:
+    from plait_serving.deployments.images.hosted import HostedImages
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,37 +24,10 @@ class Accepted:
 _UNREAD = {"replicas", "num_cpus", "num_gpus", "results", "knobs"}
 
 
-class HostedEngine(Protocol):
-    """A warmed-up engine with what the deployment needs from it."""
-
-    @property
-    def service(self) -> ImageService:
-        """The service that takes requests."""
-
-    @property
-    def alive(self) -> bool:
-        """Whether the compute thread runs."""
-
-    def check_progress(self) -> None:
-        """Raise `Stuck` if a thread of the engine hangs."""
-
-    def pressure(self) -> float:
-        """Return how much of its capacity is used, since the last call."""
-
-    def routing_state(self) -> ReplicaState:
-        """Return by what requests are sent to replicas."""
-
-    def reconfigure(self, knobs: EngineKnobs) -> None:
-        """Apply new knobs; running requests continue."""
-
-    def stop(self, *, drain_s: float) -> None:
-        """Refuse new requests, give the accepted ones `drain_s`, then fail the rest. Blocks. Idempotent."""
-
-
 class EngineSource(Protocol):
     """A picklable recipe for an engine; it travels to the replica and is opened there."""
 
-    def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
+    def open(self, controlnets: Mapping[str, Any]) -> HostedImages:
         """Build the engine, make the warm-up image and return the engine. `controlnets` holds Serve handles by name."""
 
 
@@ -73,7 +47,7 @@ class ImagesSource:
         }
         return cls(ImagesSection(**images.model_dump(exclude=_UNREAD) | {"controlnets": controlnets}))
 
-    def open(self, controlnets: Mapping[str, Any]) -> HostedEngine:
+    def open(self, controlnets: Mapping[str, Any]) -> HostedImages:
         """Load the models and make the warm-up images, with the replica's knobs. Raises `ModelError`."""
         with importing():
             from plait_serving.deployments.images.hosted import open_images

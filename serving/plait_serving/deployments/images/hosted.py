@@ -101,7 +101,7 @@ def _family(assembled: Assembled) -> str:
 
 
 class HostedImages:
-    """A `HostedEngine` that wraps a real engine."""
+    """A warmed-up engine with what the deployment needs from it."""
 
     def __init__(self, images: ImagesSection, assembled: Assembled, lora_cards: LoraCards) -> None:
         self._images = images

@@ -1,4 +1,4 @@
-"""The `RankingService` that calls the workers' deployments; imported in the ingress replica only: it needs torch."""
+"""Ranking by the workers' deployments; imported in the ingress replica only: it needs torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.deployments.ranking.package_source import RankModel, RankSource
 from plait_serving.deployments.ranking.worker import remote_ranker, wait_until_ready
 from plait_serving.ranking.local import LocalRankingService
-from plait_serving.ranking.service import RankingService, ServedRanker
+from plait_serving.ranking.service import ServedRanker
 from plait_serving.replica_metrics import ReplicaMetrics
 
 
-def remote_ranking_service(models: Mapping[str, RankModel]) -> RankingService:
+def remote_ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService:
     """Return a service for the models, by the names that requests use; connecting continues in the background."""
     return _RemoteRankingService(models)
 

@@ -23,6 +23,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -36,6 +37,21 @@ RETRY_AFTER_DEFAULT_S = 5.0
 RANK_RETRY_AFTER_S = 1.0  # a queue of requests of milliseconds is short again within a second
 RETRY_AFTER_MAX_S = 120.0  # above it the openai client does not repeat at all
 PARAM_MAX_CHARS = 200
+
+
+class ErrorDetail(BaseModel):
+    """`param` is dotted, for example `loras.0.name`."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """The body of every 4xx and 5xx response."""
+
+    error: ErrorDetail
 
 
 class ApiError(Exception):

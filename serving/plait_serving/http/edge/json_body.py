@@ -1,4 +1,4 @@
-"""JSON bodies that say everything once.
+"""JSON bodies that say everything once, and nothing unknown.
 
 Of two members with one name most parsers take the last, some the first: a proxy that checks a body and the server
 behind it could read different requests. The check is part of the only parse, and costs as much as the body has objects.
@@ -12,15 +12,19 @@ import json
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import Any
 
 from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 
+MAX_DEADLINE_MS = 24 * 3_600_000
 _LONGEST_NAME = 64
+_MAX_UNKNOWN = 16
 _INLINE_BYTES = 64 << 10
 """Longer bodies are parsed beside the event loop, one after the other: a parser holds the interpreter."""
 
@@ -126,3 +130,18 @@ class JsonRoute(APIRoute):
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return handle_strictly
+
+
+class StrictBody(BaseModel):
+    """A body whose unknown fields are refused, and whose numbers are strict: `true` is not 1, `"20"` is not 20."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_unknown(cls, data: Any) -> Any:
+        """Keep a few of very many unknown fields: pydantic makes an error of each one."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields) + _MAX_UNKNOWN:
+            return data
+        unknown = islice((name for name in data if name not in cls.model_fields), _MAX_UNKNOWN)
+        return {name: data[name] for name in (*cls.model_fields, *unknown) if name in data}

@@ -15,8 +15,7 @@ from plait_serving.diffusion.request_fields import OutputSize
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.context import ContextDep
 from plait_serving.http.edge.auth import principal
-from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.http.edge.schemas import StrictBody
+from plait_serving.http.edge.json_body import JsonRoute, StrictBody
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import ControlNetBody, GenerationBody, Name, bool_or_name
 from plait_serving.images.codec import OutputFormat, encode_image

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from plait_serving.diffusion.admission import ImageLimits, check_edit, check_numbers, check_policy, check_spans
 from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.prompt_syntax import hint_of, parse, take_loras
 from plait_serving.diffusion.request_fields import given
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import (
@@ -22,10 +23,10 @@ from plait_serving.diffusion.values import (
     LoraPolicy,
     LoraRef,
     LoraSet,
+    PromptSyntax,
     RgbImage,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
-from plait_serving.http.images.prompting import read_prompts
 from plait_serving.http.images.schemas import MAX_LIST, ControlNetBody, EditBody, GenerationBody, LoraBody
 from plait_serving.images.codec import (
     DecodeLimits,
@@ -43,6 +44,7 @@ from plait_serving.spelling import hint
 # (ATC'25) lets about the first 10 of 50 steps run without them.
 LORA_FREE_SHARE = 5
 RANDOM_SEED = -1  # A1111's way to ask for one
+_TEXTS = ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2")
 
 
 def resolve(
@@ -63,7 +65,7 @@ def resolve(
     limits = model.limits
     upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
     width, height = _size(body, upload, model)
-    prompt, tags = read_prompts(body)
+    prompt, tags = _read_prompts(body)
     defaults = {
         "scheduler": model.default_scheduler,
         "steps": model.default_steps,
@@ -94,6 +96,29 @@ def resolve(
         request = replace(request, lora_free_steps=0)
     controls = _controls(body, catalog, width=width, height=height, preprocessors=preprocessors, limits=decode_limits)
     return replace(request, controlnets=controls)
+
+
+def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraBody]]:
+    """Return the prompt and the LoRAs that it names. Raises `RequestError` naming the field whose marks are wrong."""
+    if body.prompt_syntax is not PromptSyntax.A1111:
+        return body.prompt, []
+    prompt, loras = take_loras(body.prompt, "prompt")
+    for name in _TEXTS:
+        if text := prompt if name == "prompt" else getattr(body, name):
+            parse(text, name)
+    return prompt, [LoraBody.model_construct(name=name, scale=scale) for name, scale in loras]
+
+
+def hints(body: GenerationBody) -> list[str]:
+    """Return what a client may have meant otherwise: marks in prompts that are read to the letter."""
+    if body.prompt_syntax is not None:
+        return []
+    found = [(name, hint_of(getattr(body, name) or "")) for name in _TEXTS]
+    return [
+        f"{name}: {mark!r} was read to the letter; with prompt_syntax: a1111 it is a mark"
+        for name, mark in found
+        if mark is not None
+    ]
 
 
 def _check_allowed(request: ImageRequest, allowed: TenantLimits) -> None:

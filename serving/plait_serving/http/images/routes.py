@@ -33,16 +33,14 @@ from plait_serving.http.context import ContextDep, RouteContext, get_context
 from plait_serving.http.edge import sse
 from plait_serving.http.edge.auth import principal
 from plait_serving.http.edge.counters import MODEL
-from plait_serving.http.edge.errors import ClientDisconnected, wire_error
+from plait_serving.http.edge.errors import ClientDisconnected, ErrorBody, wire_error
 from plait_serving.http.edge.feed import EventFeed, until_disconnect
 from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.refusals import StandingRefusal
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 from plait_serving.http.edge.request_id import ENDED
-from plait_serving.http.edge.schemas import ErrorBody
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
-from plait_serving.http.images.prompting import hints
-from plait_serving.http.images.resolve import resolve
+from plait_serving.http.images.resolve import hints, resolve
 from plait_serving.http.images.results import Keep, keeper
 from plait_serving.http.images.schemas import EditBody, EditResponse, GenerationBody, GenerationResponse
 from plait_serving.images.codec import encode_image

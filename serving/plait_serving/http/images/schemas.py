@@ -23,7 +23,7 @@ from plait_serving.diffusion.request_fields import (
 )
 from plait_serving.diffusion.sources.names import RULE, composed, is_name
 from plait_serving.diffusion.values import MAX_SCALE, MAX_SEED, NAME_PATTERN, Edit, ImageRequest
-from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
+from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, StrictBody
 from plait_serving.images.codec import OutputFormat
 
 MAX_MODEL_CHARS = 1024  # a base model and a few LoRAs, whose names may be long

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field
 
 from plait_disagg.errors import BadInput
 from plait_disagg.graph.inputs import OFFSETS, Bag, Dense, Input, tensor_names
-from plait_serving.http.edge.schemas import MAX_DEADLINE_MS, StrictBody
+from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, StrictBody
 from plait_serving.ranking.codec import Array, array_of, hint
 from plait_serving.ranking.inputs import LENGTHS
 

@@ -31,7 +31,8 @@ from plait_serving.http.ranking.rank_body import (
     ranking,
 )
 from plait_serving.http.ranking.submit import rank, unique_id
-from plait_serving.ranking.service import BoundModel, RankingService
+from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import BoundModel
 
 PATH = "/v1/recommend"
 
@@ -77,7 +78,7 @@ async def recommend(body: RecommendBody, request: Request, context: ContextDep) 
     return Response(orjson.dumps(content), media_type="application/json")
 
 
-def _only(models: RankingService) -> str:
+def _only(models: LocalRankingService) -> str:
     names = models.names()
     if len(names) == 1:
         return names[0]

@@ -8,7 +8,7 @@ from typing import Any
 from plait_disagg.errors import BadInput
 from plait_disagg.values import RankAnswer, RankRequest
 from plait_serving.http.context import RouteContext
-from plait_serving.http.edge.schemas import MAX_DEADLINE_MS
+from plait_serving.http.edge.json_body import MAX_DEADLINE_MS
 from plait_serving.ranking.service import BoundModel
 
 

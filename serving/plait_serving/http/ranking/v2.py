@@ -19,8 +19,7 @@ from plait_disagg.errors import BadInput, WorkerUnavailable
 from plait_disagg.refresh.errors import BadUpdate, NotPublished
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import require_admin
-from plait_serving.http.edge.json_body import JsonRoute
-from plait_serving.http.edge.schemas import StrictBody
+from plait_serving.http.edge.json_body import JsonRoute, StrictBody
 from plait_serving.http.ranking.describe import MAX_EXAMPLE, example, metadata
 from plait_serving.http.ranking.infer import Infer
 from plait_serving.ranking.codec import DTYPES

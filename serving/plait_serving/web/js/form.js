@@ -1,6 +1,7 @@
 // The form of an image request: from what the server has to controls, and from controls to a body and back.
 import { byId, h, slider } from "./dom.js";
 import { Controls } from "./controls.js";
+import { Fields } from "./fields.js";
 import { Loras } from "./loras.js";
 import { DRAFT } from "./names.js";
 import { Prompt } from "./prompt.js";
@@ -18,6 +19,7 @@ export class Form {
     this.steps = slider({ id: "steps", label: "Steps", min: 1, max: 50, step: 1, value: 20, oninput: changed });
     this.guidance = slider({ id: "guidance", label: "CFG", min: 0, max: 20, step: 0.5, value: 3, oninput: changed });
     byId("numbers").append(this.steps.element, this.guidance.element);
+    this.fields = new Fields(byId("fields"), changed);
     this.loras = new Loras(byId("loras"), changed);
     this.controls = new Controls(byId("controlnets"), { sizeOf: () => this.size(), onchange: changed });
     this.source = new Source(byId("source"), changed);
@@ -55,6 +57,7 @@ export class Form {
     this.steps.bound({ max: Math.min(limits.max_steps, 100) });
     this.steps.write(model.default_num_inference_steps);
     this.guidance.write(model.default_guidance_scale);
+    this.fields.know(model.controls ?? []);
     byId("size").value = model.default_size;
     byId("sizes").replaceChildren(...sizesOf(model).map((value) => h("option", { value })));
     byId("n").max = limits.max_images ?? 10;
@@ -89,7 +92,7 @@ export class Form {
       model: this.model.id, prompt: byId("prompt").value, ...(negative ? { negative_prompt: negative } : {}),
       size: byId("size").value.trim(), num_inference_steps: steps, guidance_scale: this.guidance.read(),
       scheduler: byId("scheduler").value, seed,
-      ...(loras.length ? { loras } : {}), ...(controlnets.length ? { controlnets } : {}), ...source,
+      ...this.fields.read(), ...(loras.length ? { loras } : {}), ...(controlnets.length ? { controlnets } : {}), ...source,
       stream: true, partial_images: Math.max(0, Math.min(PREVIEWS, steps - 1)),
     };
   }
@@ -111,6 +114,7 @@ export class Form {
     if (fields.num_inference_steps) this.steps.write(fields.num_inference_steps);
     if (fields.guidance_scale !== undefined) this.guidance.write(fields.guidance_scale);
     if (fields.seed !== undefined) byId("seed").value = fields.seed;
+    this.fields.write(fields);
     byId("n").value = 1;
     lost.push(...this.loras.write(fields.loras ?? []).map((name) => `the LoRA ${name}`));
     await this.controls.write(fields.controlnets ?? []);
@@ -124,7 +128,7 @@ export class Form {
   keepDraft() {
     const fields = { prompt: byId("prompt").value, negative_prompt: byId("negative").value, size: byId("size").value,
       scheduler: byId("scheduler").value, num_inference_steps: this.steps.read(), guidance_scale: this.guidance.read(),
-      model: byId("model").value, loras: this.loras.read() };
+      model: byId("model").value, loras: this.loras.read(), ...this.fields.read() };
     sessionStorage.setItem(DRAFT, JSON.stringify(fields));
   }
 

@@ -39,10 +39,10 @@ async function inflated(data) {
 }
 
 /**
- * Return the fields of a request. `schedulers`: A1111's names by ours. `lost` lists what the text cannot hold: control
+ * Return the fields of a request, as far as the model knows them. `lost` lists what the text cannot hold: control
  * images, and the image that an edit started from.
  */
-export function fieldsOf(text, schedulers) {
+export function fieldsOf(text, model) {
   const lines = text.split("\n");
   const last = /^Steps: \d+/.test(lines.at(-1)) ? lines.pop() : "";
   const negativeAt = lines.findIndex((line) => line.startsWith("Negative prompt: "));
@@ -52,11 +52,11 @@ export function fieldsOf(text, schedulers) {
     loras.push({ name, scale: Number(scale) });
     return "";
   });
-  return { fields: { prompt, negative_prompt: negative, loras, ...numbersOf(pairsOf(last), schedulers) },
+  return { fields: { prompt, negative_prompt: negative, loras, ...numbersOf(pairsOf(last), model) },
            lost: lostOf(pairsOf(last)) };
 }
 
-function numbersOf(pairs, schedulers) {
+function numbersOf(pairs, { scheduler_names: schedulers, controls }) {
   const found = {};
   const take = (key, field, read) => { if (pairs.has(key)) found[field] = read(pairs.get(key)); };
   take("Steps", "num_inference_steps", Number);
@@ -65,6 +65,7 @@ function numbersOf(pairs, schedulers) {
   take("Size", "size", String);
   take("Model", "model", String);
   take("Denoising strength", "strength", Number);
+  for (const { infotext, name, schema } of controls ?? []) take(infotext, name, schema.type === "string" ? String : Number);
   const ours = Object.entries(schedulers).find(([, theirs]) => theirs === pairs.get("Sampler"));
   if (ours !== undefined) found.scheduler = ours[0];
   return found;

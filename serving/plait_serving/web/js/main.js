@@ -73,7 +73,7 @@ async function restore(file, form, tabs) {
   try {
     const text = await parametersOf(file);
     if (text === null) throw new Error("this PNG carries no settings");
-    const { fields, lost } = fieldsOf(text, form.model.scheduler_names);
+    const { fields, lost } = fieldsOf(text, form.model);
     const unknown = await form.write(fields);
     tabs.start("images");
     const missing = [...lost, ...unknown];

@@ -19,7 +19,7 @@ from fakes.images import FakeImageService
 from fakes.ranking import FakeRanker
 from plait_serving.diffusion.errors import EngineStopped, NumericalError, Overloaded
 from plait_serving.health import Health
-from plait_serving.http import metrics
+from plait_serving.http import operations
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import body_limit, request_id
@@ -239,7 +239,7 @@ def test_metrics_never_hold_what_users_wrote(client):
 
 def test_metrics_come_whatever_is_down(monkeypatch):
     """A service that does not answer, or fails, is missing and says so; the others' numbers are there (finding 9)."""
-    monkeypatch.setattr(metrics, "WAIT_S", 0.01)
+    monkeypatch.setattr(operations, "WAIT_S", 0.01)
     for failure in (None, EngineStopped("no replica")):
         service = FakeImageService()
 

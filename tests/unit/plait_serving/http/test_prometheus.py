@@ -31,10 +31,10 @@ from plait_serving.diffusion.errors import (
 )
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.request_registry import EngineStatistics
-from plait_serving.http import metrics
+from plait_serving.http import operations
 from plait_serving.http.app import app_from_context, create_app
 from plait_serving.http.context import HttpSettings, RouteContext
-from plait_serving.http.metrics import gather, own_metrics
+from plait_serving.http.operations import gather, own_metrics
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.replica_metrics import exposition, tenant_families
 from support.http_app import AsgiCall, make_app, make_client, until
@@ -109,7 +109,7 @@ class Ingresses:
 
     async def scraped(self, name: str) -> str:
         """What /metrics is, if that ingress is asked."""
-        self._monkeypatch.setattr(metrics, "this_process", lambda: name)
+        self._monkeypatch.setattr(operations, "this_process", lambda: name)
         return exposition((await gather(self._living[name])).families)
 
 

@@ -19,7 +19,7 @@ from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
-from plait_serving.http.metrics import own_metrics
+from plait_serving.http.operations import own_metrics
 from plait_serving.replica_metrics import ReplicaMetrics
 from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays

@@ -25,7 +25,7 @@ from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Schedu
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import json_body
-from plait_serving.http.edge.schemas import ErrorBody
+from plait_serving.http.edge.errors import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits, read_parameters
