@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from plait_serving.deployments.threads import given_knobs
+from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import ImagesSection
-from plait_serving.images.routing import ReplicaState
-from plait_serving.images.service import ImageService
 from plait_serving.imports import importing
+
+if TYPE_CHECKING:
+    from plait_serving.images.routing import ReplicaState
+    from plait_serving.images.service import ImageService
 
 
 @dataclass(frozen=True, slots=True)
