@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from plait.config import ServedConfig, ServerSection
 from plait.http_settings import http_settings, starter_words
 from plait.targets import call
-from plait_deploy.kuberay.sizing import Reservation
+from plait_deploy.reservation import Reservation
 from plait_serving.cores import capped
 from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
 from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
@@ -38,7 +38,6 @@ from plait_serving.ranking.config import (
 from plait_serving.sections import Replicas
 
 if TYPE_CHECKING:
-    from plait_deploy.placement.demands import Demand
     from plait_serving.deployments.direct import Direct
 
 INGRESS, ENGINE, CONTROLNET_PREFIX = "ingress", "engine", "controlnet-"
@@ -90,14 +89,6 @@ class Deployment(Reservation):
         """Return Serve's version of the deployment, which stands for the arguments that are bound to it. `salt`: unique
         per run of a server, so that new code never counts as old."""
         return hashlib.sha256(f"{salt}\n{self.name}\n{self.fixed}".encode()).hexdigest()[:16]
-
-    def demand(self, *, per_node: int = 0) -> Demand:
-        """Return what is placed, at most `per_node` replicas on a node (0: any): where their number follows the load,
-        the most. Raises `TaskError` for what Ray refuses."""
-        from plait_deploy.placement.demands import Demand, task_of
-
-        task = task_of(self.name, num_cpus=self.num_cpus, num_gpus=self.num_gpus, per_node=per_node)
-        return Demand(name=self.name, task=task, replicas=self.max_replicas)
 
     def changes(self) -> dict[str, str]:
         """Return what a change of each key does: restart, scale or reconfigure."""

@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from plait_deploy.errors import DeployError
-from plait_deploy.placement.demands import task_of
 from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.policies.baselines import FirstFitPolicy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reservation:
-    """A Serve deployment: what one replica reserves in cores and GPUs, and how many there are, at least and at most.
-    `is_shard`: it holds part of a model's tables, at most `memory_bytes` of them (0: not known). `workload`: whose
-    health it is part of; the ingress is of both."""
-
-    name: str
-    num_cpus: float
-    num_gpus: float = 0.0
-    min_replicas: int = 1
-    max_replicas: int = 1
-    is_shard: bool = False
-    memory_bytes: int = 0
-    workload: str | None = None
+from plait_deploy.reservation import Reservation
 
 
 def pods_for(
@@ -50,10 +34,9 @@ def pods_for(
             wants, has = f"{one.memory_bytes / 1e9:g} GB of tables", f"{memory_bytes / 1e9:.3g} GB"
             raise DeployError(f"a replica of {one.name} holds {wants}, and a pod of {key} has {has}: it fits no node")
         try:
-            task = task_of(one.name, num_cpus=one.num_cpus, num_gpus=one.num_gpus)
+            task = replace(one.demand().task, memory_mib=one.memory_bytes >> 20)
         except TaskError as error:
             raise DeployError(str(error)) from error
-        task = replace(task, memory_mib=one.memory_bytes >> 20)
         if (at := policy.choose(state, task)) is None:
             wants = f"{one.num_cpus:g} cores" + (f" and {one.num_gpus:g} GPUs" if one.num_gpus else "")
             has = f"{cpus}" + (f" and {gpus}" if one.num_gpus else "")

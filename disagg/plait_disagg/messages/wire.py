@@ -28,10 +28,10 @@ from plait_disagg.messages.hot_rows import HotRows
 from plait_disagg.messages.layout import crossing_layout
 from plait_disagg.queue.batch import cut
 from plait_disagg.queue.knobs import WIRE_FORMATS, WireFormat
+from plait_disagg.request_log import MAX_REQUESTS, requests_at_hand
 from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
 from plait_fabric.layouts import MAX_LAYOUT_CHARS, Layout, RowCounts, pack, parse_layout, unpack
-from plait_fabric.request_log import MAX_REQUESTS, requests_at_hand
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.fields import Header, WireError
 

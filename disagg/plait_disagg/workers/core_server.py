@@ -21,9 +21,9 @@ from plait_disagg.messages.wire import (
     version_header,
 )
 from plait_disagg.queue.jobs import Core, Outcome, RankJob
+from plait_disagg.request_log import on_behalf_of
 from plait_fabric import Listener, Message
 from plait_fabric.layouts import Layout
-from plait_fabric.request_log import on_behalf_of
 from plait_fabric.rpc.fields import WireError
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_kernels.threads import set_threads

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 
 class CheckStatus(StrEnum):
@@ -24,15 +25,10 @@ class CheckResult:
     advice: str = ""
 
 
-def finding(name: str, fine: bool, detail: str, advice: str) -> CheckResult:
+def finding(name: str, fine: bool, detail: str, advice: str, bad: CheckStatus = CheckStatus.FAIL) -> CheckResult:
     """Return a result that is a failure, with the advice, unless all is fine."""
-    if fine:
-        return CheckResult(name=name, verdict=CheckStatus.OK, detail=detail)
-    return CheckResult(name=name, verdict=CheckStatus.FAIL, detail=detail, advice=advice)
+    return CheckResult(name=name, verdict=CheckStatus.OK if fine else bad, detail=detail, advice="" if fine else advice)
 
 
-def warning(name: str, fine: bool, detail: str, advice: str) -> CheckResult:
-    """Return a result that is a warning, with the advice, unless all is fine."""
-    if fine:
-        return CheckResult(name=name, verdict=CheckStatus.OK, detail=detail)
-    return CheckResult(name=name, verdict=CheckStatus.WARN, detail=detail, advice=advice)
+warning = partial(finding, bad=CheckStatus.WARN)
+"""The same with a warning."""

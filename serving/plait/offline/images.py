@@ -206,7 +206,7 @@ async def make_images(
         preprocessors=preprocessors,
         decode_limits=DecodeLimits(),
     )
-    result = await _run(request, service, say)
+    result = await finished(service, request, say)
     files = tuple(_file(order.output, i, len(result.images)) for i in range(len(result.images)))
     for index, (path, image) in enumerate(zip(files, result.images, strict=True)):
         text = infotext(request, model=request.model, index=index)
@@ -214,7 +214,8 @@ async def make_images(
     return WrittenFiles(files=files, request=request, result=result, model=request.model)
 
 
-async def _run(request: ImageRequest, service: ImageService, say: Say) -> ImageResult:
+async def finished(service: ImageService, request: ImageRequest, say: Say = lambda *_: None) -> ImageResult:
+    """Return the result of a request. Raises what it fails with."""
     events = service.generate(request)
     try:
         async for event in events:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
-from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, RgbImage
+from plait.offline.images import finished
+from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, RgbImage
 from plait_serving.images.config import (
     STARTER_GUIDANCE,
     ControlNetSection,
@@ -83,9 +83,9 @@ async def _make_all(
 
     async def make(index: int, order: VerificationImage) -> RgbImage:
         async with slots:
-            image = await _make(service, request_of(order, catalog, f"verify-{index}"))
+            result = await finished(service, request_of(order, catalog, f"verify-{index}"))
         tell()
-        return image
+        return result.images[0]
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -93,19 +93,6 @@ async def _make_all(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors  # the first to fail; the group has stopped the others
     return [task.result() for task in tasks]
-
-
-async def _make(service: ImageService, request: ImageRequest) -> RgbImage:
-    events = service.generate(request)
-    try:
-        async for event in events:
-            if isinstance(event, Finished):
-                return event.result.images[0]
-            if isinstance(event, Failed):
-                raise event.error
-    finally:
-        await events.aclose()
-    raise EngineError("the engine ended without a result")
 
 
 def request_of(order: VerificationImage, catalog: Catalog, request_id: str) -> ImageRequest:

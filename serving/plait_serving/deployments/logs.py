@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from plait_fabric.request_log import add_requests
+from plait_disagg.request_log import add_requests
 
 LOG_PATH_VARIABLE = "PLAIT_LOG_PATH"
 """Set by `plait serve` for everything it starts: all processes append to one file, whole lines at a time."""

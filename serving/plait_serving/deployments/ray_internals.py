@@ -15,12 +15,16 @@ def set_version(deployment: Any, version: str) -> None:
     deployment._version = version
 
 
-def own_user_config() -> Mapping[str, Any]:
-    """Return the `user_config` of the replica that this process is, empty without one; Serve hands it over only once
-    the replica is made, which for a model is too late. Raises `RayServeException` outside of a replica."""
+def given_knobs() -> Mapping[str, Any]:
+    """Return the `user_config` of this replica, empty without one and outside of a replica. Serve passes it to
+    `reconfigure` only once the replica is made; bound as an argument, a changed knob would be a restart."""
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 
-    return serve.get_replica_context()._deployment_config.user_config or {}
+    try:
+        return serve.get_replica_context()._deployment_config.user_config or {}
+    except RayServeException:
+        return {}
 
 
 def known_replicas(handle: Any) -> frozenset[str]:

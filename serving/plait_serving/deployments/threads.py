@@ -1,13 +1,11 @@
-"""What a replica learns and settles before it loads anything: its knobs, CPU threads, turns at the GIL."""
+"""What a replica learns and settles before it loads anything: CPU threads, turns at the GIL."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
-
-from plait_serving.deployments.ray_internals import own_user_config
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from plait_serving.ranking.config import OmpWait
@@ -15,17 +13,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _GIL_TURN_S = 5e-4
-
-
-def given_knobs() -> Mapping[str, Any]:
-    """Return the `user_config` of this replica, which Serve passes to `reconfigure` only once it is made; empty without
-    one, and outside a replica. Bound as an argument, a changed knob would be a restart."""
-    from ray.serve.exceptions import RayServeException
-
-    try:
-        return own_user_config()
-    except RayServeException:
-        return {}
 
 
 def unset_ray_threads(environ: MutableMapping[str, str]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from plait_fabric.request_log import on_behalf_of
+from plait_disagg.request_log import on_behalf_of
 from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.edits.blend import Blend

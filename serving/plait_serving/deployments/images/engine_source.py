@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from plait_serving.deployments.threads import given_knobs
+from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.config import ImagesSection
 from plait_serving.imports import importing

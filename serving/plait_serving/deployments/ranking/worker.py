@@ -47,9 +47,10 @@ from plait_serving.deployments.fabric_endpoints import (
 )
 from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
+from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.deployments.threads import given_knobs, shorten_gil_interval
+from plait_serving.deployments.threads import shorten_gil_interval
 from plait_serving.health import HEALTH_TIMEOUT_S
 from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
 from plait_serving.ranking.counted import rank_families

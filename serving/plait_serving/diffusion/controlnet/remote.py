@@ -16,8 +16,8 @@ from typing import TypeAlias
 
 import torch
 
+from plait_disagg.request_log import requests_at_hand
 from plait_fabric import FabricError, Message, Pool
-from plait_fabric.request_log import requests_at_hand
 from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, Packed, bare
 from plait_fabric.rpc.fields import Header, WireError

@@ -16,8 +16,8 @@ from functools import partial
 
 import torch
 
+from plait_disagg.request_log import work_for
 from plait_fabric import Listener, Message
-from plait_fabric.request_log import work_for
 from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of

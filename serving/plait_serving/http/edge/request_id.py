@@ -12,7 +12,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from plait_fabric.request_log import work_for
+from plait_disagg.request_log import work_for
 from plait_serving.http.edge.auth import RESULTS
 from plait_serving.http.edge.errors import wire_error
 

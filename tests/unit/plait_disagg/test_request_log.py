@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 
-from plait_fabric.request_log import MAX_REQUESTS, add_requests, on_behalf_of, requests_at_hand, work_for
+from plait_disagg.request_log import MAX_REQUESTS, add_requests, on_behalf_of, requests_at_hand, work_for
 
 
 def line(message: str) -> str:
