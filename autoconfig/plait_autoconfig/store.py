@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 
 from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.logs import quiet
+from plait_autoconfig.optuna_forms import quiet
 from plait_autoconfig.rows import (
     LoadedLines,
     UnreadableLine,

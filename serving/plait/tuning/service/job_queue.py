@@ -23,8 +23,7 @@ import yaml
 from plait.tuning.service.errors import Conflict, InvalidJob, NoSuchJob, TooMany, Unreadable
 from plait.tuning.service.job_view import job_summary, progress_of, unreadable_summary
 from plait.tuning.service.untrusted import check_untrusted
-from plait_autoconfig.errors import TunerError
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.spec import JobSpec
