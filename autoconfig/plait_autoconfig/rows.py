@@ -8,10 +8,13 @@ Any other error is a `LibraryError` with the line number.
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
+from functools import cache
+from importlib import resources
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -234,3 +237,13 @@ def _joined(
 ) -> LoadedLines:
     whole = tuple(replace(run, trials=tuple(trials[run_id])) for run_id, run in runs.items())
     return LoadedLines(runs=whole, unreadable=tuple(unreadable), torn=torn)
+
+
+@cache
+def starter_runs() -> tuple[LibraryRun, ...]:
+    """Return the runs that ship with plait: its image engine and its ranker under eight loads, on a small machine.
+
+    Each was measured by `python -m plait_bench.autoconfig.cells WORKLOAD --out FILE`.
+    """
+    stored = resources.files("plait_autoconfig").joinpath("starter_library.jsonl.gz").read_bytes()
+    return load_lines(gzip.decompress(stored).decode().splitlines()).runs

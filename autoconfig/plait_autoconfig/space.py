@@ -128,7 +128,7 @@ class Space:
 
     def distributions(self) -> dict[str, BaseDistribution]:
         """Return the knobs as Optuna distributions, which lack conditions and constraints: `check` covers those."""
-        from plait_autoconfig.distributions import distribution_of
+        from plait_autoconfig.optuna_forms import distribution_of
 
         return {knob.name: distribution_of(knob) for knob in self.knobs}
 
@@ -172,8 +172,6 @@ class Space:
 
     def _drawn(self) -> Iterator[Config]:
         """Yield configurations of a Sobol sequence, constraints not yet checked."""
-        from plait_autoconfig.quasi import sobol_points
-
         for row in sobol_points(len(self.knobs), seed=0):
             yield self.configuration_at(row)
 
@@ -284,3 +282,12 @@ def _encoded(knob: Knob, config: Config) -> list[float]:
     else:
         numbers = [knob.place(config[knob.name]) if active else 0.5]
     return [*numbers, float(active)] if knob.when else numbers
+
+
+def sobol_points(dimensions: int, *, seed: int) -> Iterator[list[float]]:
+    """Yield an endless scrambled Sobol sequence in [0, 1)^dimensions (Owen scrambling, `scipy.stats.qmc`)."""
+    from scipy.stats import qmc  # takes most of a second to import
+
+    sequence = qmc.Sobol(dimensions, scramble=True, rng=seed)
+    while True:
+        yield from sequence.random(512).clip(0.0, 1.0 - 1e-12).tolist()

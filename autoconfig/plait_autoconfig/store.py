@@ -1,8 +1,8 @@
-"""Storage of the library: an Optuna journal file, or a database by URL; and JSON-lines files for transfer.
+"""Storage of the library: an SQLite file, or a database by URL; and JSON-lines files for transfer.
 
 Each run is an Optuna study and each trial one of its trials, so that Optuna's own tools can display them; the
-authoritative data is in their user attributes, as lines of `rows`. A trial becomes one line of the journal, written
-and synced at once: a process that dies loses at most the trial that it was writing.
+authoritative data is in their user attributes, as lines of `rows`. A trial is added in one transaction: a process that
+dies loses at most the one that it was adding.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 import optuna
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
-from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal import JournalFileBackend
 from optuna.trial import TrialState
+from sqlalchemy.exc import SQLAlchemyError
 
 from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.logs import quiet
+from plait_autoconfig.optuna_forms import quiet
 from plait_autoconfig.rows import (
     LoadedLines,
     UnreadableLine,
@@ -72,19 +73,36 @@ class LibraryStore:
 
     @classmethod
     def open(cls, location: str | Path) -> LibraryStore:
-        """Open the store. `location`: a database URL (`postgresql://...`, `sqlite:///...`), or the path of a journal
-        file.
+        """Open the store. `location`: a database URL (`postgresql://...`, `sqlite:///...`), or the path of an SQLite
+        file, into which an Optuna journal of an earlier version is changed first.
 
-        A journal with a truncated last line is repaired. Raises `LibraryError` if the store cannot be opened.
+        Raises `LibraryError` if the store cannot be opened.
         """
         with _translated(str(location)):
             if "://" in str(location):
-                return cls(_database(str(location)), str(location))
-            path = Path(location)
+                return cls(RDBStorage(str(location)), str(location))
+            path = Path(location).absolute()
             path.parent.mkdir(parents=True, exist_ok=True)
-            lock = JournalFileSymlinkLock(str(path))
-            _mend(path, lock)
-            return cls(JournalStorage(JournalFileBackend(str(path), lock_obj=lock)), str(location))
+            if _is_journal(path):
+                cls._convert(path)
+            return cls(RDBStorage(f"sqlite:///{path}"), str(location))
+
+    @classmethod
+    def _convert(cls, path: Path) -> None:
+        """Replace a journal by an SQLite file with the same runs, or leave it as it is."""
+        try:
+            journal = cls(JournalStorage(JournalFileBackend(str(path))), str(path))
+            runs, unreadable = journal.runs(), journal.unreadable()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
+            raise LibraryError(f"it is neither a database nor a journal: {error}") from error
+        partial = path.with_name(f"{path.name}.{os.getpid()}.part")
+        converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
+        for run in runs:
+            converted.add(run)
+        converted._keep(unreadable)
+        if _is_journal(path):  # else another process was quicker
+            partial.replace(path)
+        partial.unlink(missing_ok=True)
 
     def add(self, run: LibraryRun) -> int:
         """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""
@@ -120,16 +138,18 @@ class LibraryStore:
         loaded = read_library(path)
         for run in loaded.runs:
             self.add(run)
-        if loaded.unreadable:
-            with _translated(self._location), quiet():
-                study = optuna.create_study(storage=self._storage, study_name=_UNREADABLE, load_if_exists=True)
-                for each in loaded.unreadable:
-                    study.set_user_attr(hashlib.sha256(each.text.encode()).hexdigest(), each.text)
+        self._keep(loaded.unreadable)
         return loaded
 
     def export_file(self, path: str | Path) -> None:
         """Write everything to a JSON-lines file. Raises `LibraryError`."""
         write_library(path, self.runs(), self.unreadable())
+
+    def _keep(self, unreadable: Iterable[UnreadableLine]) -> None:
+        with _translated(self._location), quiet():
+            for each in unreadable:
+                study = optuna.create_study(storage=self._storage, study_name=_UNREADABLE, load_if_exists=True)
+                study.set_user_attr(hashlib.sha256(each.text.encode()).hexdigest(), each.text)
 
     def _study(self, run: LibraryRun) -> optuna.Study:
         name = _PREFIX + run.run_id
@@ -141,6 +161,15 @@ class LibraryStore:
         if _DATA not in study.user_attrs:
             study.set_user_attr(_DATA, run_line(run))
         return study
+
+
+def _is_journal(path: Path) -> bool:
+    """Return whether there is a file with something in it that is no SQLite database."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(15)
+    return bool(start) and start != b"SQLite format 3"
 
 
 def _template(run: LibraryRun, trial: Trial) -> optuna.trial.FrozenTrial:
@@ -163,33 +192,12 @@ def _trials(study: optuna.Study) -> tuple[Trial, ...]:
     )
 
 
-def _database(url: str) -> RDBStorage:
-    try:
-        return RDBStorage(url)
-    except Exception as error:  # SQLAlchemy and each driver have their own
-        raise LibraryError(str(error)) from error
-
-
-def _mend(path: Path, lock: JournalFileSymlinkLock) -> None:
-    """Cut off an unterminated last line: whatever is appended to it would make the whole file unreadable."""
-    if not path.exists():
-        return
-    lock.acquire()  # nobody is in the middle of writing
-    try:
-        with path.open("r+b") as file:
-            content = file.read()
-            if content and not content.endswith(b"\n"):
-                file.truncate(content.rfind(b"\n") + 1)
-    finally:
-        lock.release()
-
-
 @contextmanager
 def _translated(location: str) -> Iterator[None]:
     """Translate errors of Optuna, the database and the file system into a `LibraryError` that names the store."""
     try:
         yield
-    except (LibraryError, OptunaError, OSError, ValueError, ImportError, KeyError) as error:
+    except (LibraryError, OptunaError, SQLAlchemyError, OSError, ImportError) as error:
         shown = re.sub(r"//[^/@]*@", "//...@", location)  # without user and password
         msg = f"the library {shown} cannot be used: {error}"
         raise LibraryError(msg) from error

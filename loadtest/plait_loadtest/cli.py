@@ -126,7 +126,7 @@ def compare(
 ) -> None:
     """Report what got better or worse beyond noise; exit code 99 if anything got worse."""
     from plait_loadtest import compare as comparing
-    from plait_loadtest.report.comparison import as_document, as_text
+    from plait_loadtest.compare import as_document, as_text
 
     with _errors_as_messages():
         outcome = comparing.compare(comparing.read(before), comparing.read(after), least_change=least_change)

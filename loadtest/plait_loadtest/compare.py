@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,8 @@ import numpy.typing as npt
 
 from plait_loadtest import histogram
 from plait_loadtest.errors import ReportError
+from plait_loadtest.report.document import rounded
+from plait_report.page import number
 
 ALPHA = 0.01
 MIN_CHANGE = 0.05
@@ -229,3 +231,35 @@ def differences(a: Any, b: Any, prefix: str = "") -> list[str]:
         names = dict.fromkeys([*a, *b])
         return [found for name in names for found in differences(a.get(name), b.get(name), f"{prefix}{name}.")]
     return [] if a == b else [prefix.rstrip(".")]
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def as_document(outcome: Comparison) -> str:
+    """Return one JSON document: `regressed`, `changes`, `differences`."""
+    changes = [{key: _plain(value) for key, value in asdict(change).items()} for change in outcome.changes]
+    document = {"regressed": outcome.regressed, "changes": changes, "differences": list(outcome.differences)}
+    return json.dumps(document, indent=1)
+
+
+def as_text(outcome: Comparison) -> str:
+    """Return a text: first what changed, then what did not."""
+    lines = [_line(change) for change in sorted(outcome.changes, key=lambda change: change.verdict == "same")]
+    if outcome.differences:
+        lines.append(f"the scenarios differ in {', '.join(outcome.differences)}")
+    lines.append("got worse" if outcome.regressed else "no regression beyond noise")
+    return "\n".join(lines)
+
+
+def _line(change: MetricChange) -> str:
+    what = f"{change.kind} {change.metric}"
+    values = f"{number(change.before)} -> {number(change.after)}"
+    unit = "" if change.metric in ("attainment", "error_rate") else " %"
+    scale = 100.0 if unit else 1.0
+    moved = f"{change.change * scale:+.3g}{unit} ({change.low * scale:+.3g} to {change.high * scale:+.3g})"
+    return f"{change.verdict:<7} {what:<28} {values:<24} {moved}"
+
+
+def _plain(value: Any) -> Any:
+    return rounded(value) if isinstance(value, float) else value

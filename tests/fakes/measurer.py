@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind, MeasurementTask, Samples, Say, TuningSubject
 from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.spec import JobSpec

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from plait_autoconfig.jobs.errors import JobBroken, JobRefused
+from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.loop import JobEvent, run_job
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource
 from plait_autoconfig.jobs.runner import ChildRunner

@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from plait_autoconfig.designers.random import RandomDesigner
+from plait_autoconfig.designers.uninformed import RandomDesigner
 from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.objective import Objective, maximise
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome

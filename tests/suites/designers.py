@@ -22,8 +22,8 @@ from plait_autoconfig.designers.protocols import Designer, MakesDesigner, Servic
 from plait_autoconfig.errors import Exhausted, ObjectiveError, OutsideSpace, TrialFailed
 from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.logs import quiet
 from plait_autoconfig.objective import Objective, at_most, maximise, minimise
+from plait_autoconfig.optuna_forms import quiet
 from plait_autoconfig.sampler import DesignerSampler, report
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, FailureKind, Hardware, Trial, TrialOutcome

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from plait_autoconfig.space import Space
 
 _MAKERS = {
-    "random": "random:RandomDesigner",
-    "grid": "grid:GridDesigner",
-    "sobol": "sobol:SobolDesigner",
+    "random": "uninformed:RandomDesigner",
+    "grid": "uninformed:GridDesigner",
+    "sobol": "uninformed:SobolDesigner",
     "optuna-tpe": "optuna_samplers:OptunaTpeDesigner",
     "optuna-gp": "optuna_samplers:OptunaGpDesigner",
     "plait": "plait_designer:PlaitDesigner",

@@ -27,11 +27,10 @@ from optuna.trial import TrialState
 
 from plait_autoconfig.designers.base import CellDesigner
 from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.distributions import distribution_of
 from plait_autoconfig.knobs import ChoiceKnob, Knob
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.logs import quiet
 from plait_autoconfig.objective import Objective
+from plait_autoconfig.optuna_forms import distribution_of, quiet
 from plait_autoconfig.space import Space, is_active
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value
 

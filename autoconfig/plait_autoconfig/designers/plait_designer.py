@@ -20,7 +20,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController
 
 from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.designers.sobol import SobolDesigner
+from plait_autoconfig.designers.uninformed import SobolDesigner
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.space import Space

@@ -25,7 +25,7 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
-from plait_autoconfig.jobs.errors import JobError
+from plait_autoconfig.errors import JobError
 from plait_autoconfig.jobs.exit_status import mentions_out_of_memory
 from plait_autoconfig.jobs.measurer import MeasurementTask, Measurer
 from plait_autoconfig.jobs.spec import JobSpec

@@ -11,8 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from plait_autoconfig.designers import check_name
-from plait_autoconfig.errors import DesignerError
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import DesignerError, JobRefused
 from plait_autoconfig.jobs.past_runs import measured_candidates
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_loadtest import strict_yaml

@@ -23,10 +23,9 @@ import numpy as np
 
 from plait_autoconfig.designers import make_designer, maker_of
 from plait_autoconfig.designers.protocols import ServiceContext
-from plait_autoconfig.errors import OutsideSpace, TunerError
+from plait_autoconfig.errors import JobBroken, JobBusy, NothingValid, OutsideSpace, TunerError
 from plait_autoconfig.jobs.child import PARTING_S
 from plait_autoconfig.jobs.drift import drift_factors
-from plait_autoconfig.jobs.errors import JobBroken, JobBusy, NothingValid
 from plait_autoconfig.jobs.measurer import MeasurementKind, MeasurementTask, MeasurerSource, TuningSubject
 from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
@@ -81,9 +80,10 @@ def run_job(
     `JobBusy`; the state is then "failed".
     """
     store.note(cancelled=False, failure="", done="")
+    worker = _JobWorker(store, on_event=on_event, stop=stop, now=now, sleep=sleep)
     try:
         with ExitStack() as stack:
-            _work(store, source, stack, on_event=on_event, stop=stop, runner=runner, now=now, sleep=sleep)
+            worker.run(source, runner, stack)
     except _Stopped:
         pass
     except TunerError as error:
@@ -94,40 +94,6 @@ def run_job(
     return state
 
 
-def _work(
-    store: JobStore,
-    source: MeasurerSource,
-    stack: ExitStack,
-    *,
-    on_event: Callable[[JobEvent], None],
-    stop: Callable[[], bool],
-    runner: Runner | None,
-    now: Callable[[], float],
-    sleep: Callable[[float], None],
-) -> None:
-    """Run one worker from its first heartbeat to its end; `stack` closes what it opens."""
-    name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    joined_s = now()
-    store.join(name, now_s=joined_s)
-    stack.callback(store.leave, name)
-
-    def tick() -> None:
-        nonlocal joined_s
-        if now() - joined_s >= LEASE_S / 6.0:
-            joined_s = now()
-            store.join(name, now_s=joined_s)
-        if stop() or store.facts().cancelled:
-            raise _Stopped
-
-    held: tuple[int, ...] = ()
-    if store.spec.target.live:
-        held = (stack.enter_context(exclusive_lock(store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=tick)),)
-    log = store.folder / "logs" / f"{name}.log"
-    measuring = runner or ChildRunner(source, store.spec, folder=store.folder, log=log, held=held)
-    stack.callback(measuring.finish)
-    _JobWorker(store, measuring, name, on_event=on_event, tick=tick, now=now, sleep=sleep).run()
-
-
 class _Stopped(Exception):
     """This worker is to end."""
 
@@ -135,25 +101,46 @@ class _Stopped(Exception):
 class _JobWorker:
     """One worker's run."""
 
+    _runner: Runner
+    _proposals: Proposals
+
     def __init__(
         self,
         store: JobStore,
-        runner: Runner,
-        name: str,
         *,
         on_event: Callable[[JobEvent], None],
-        tick: Callable[[], None],
+        stop: Callable[[], bool],
         now: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        self._store, self._runner, self._name = store, runner, name
-        self._on_event, self._tick, self._now, self._sleep = on_event, tick, now, sleep
-        self._spec = store.spec
-        self._began_s = now()
+        self._store, self._spec = store, store.spec
+        self._on_event, self._stop, self._now, self._sleep = on_event, stop, now, sleep
+        self._name = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._began_s = self._joined_s = now()
         self._used_before_s = 0.0
 
-    def run(self) -> None:
-        """Measure until nothing is left to do."""
+    def run(self, source: MeasurerSource, runner: Runner | None, stack: ExitStack) -> None:
+        """Join the job and measure until nothing is left to do; `stack` closes what this opens."""
+        self._store.join(self._name, now_s=self._joined_s)
+        stack.callback(self._store.leave, self._name)
+        held: tuple[int, ...] = ()
+        if self._spec.target.live:
+            lock = exclusive_lock(self._store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=self._tick)
+            held = (stack.enter_context(lock),)
+        log = self._store.folder / "logs" / f"{self._name}.log"
+        self._runner = runner or ChildRunner(source, self._spec, folder=self._store.folder, log=log, held=held)
+        stack.callback(self._runner.finish)
+        self._work()
+
+    def _tick(self) -> None:
+        """Say that this worker is alive; raise `_Stopped` if it is to end."""
+        if self._now() - self._joined_s >= LEASE_S / 6.0:
+            self._joined_s = self._now()
+            self._store.join(self._name, now_s=self._joined_s)
+        if self._stop() or self._store.facts().cancelled:
+            raise _Stopped
+
+    def _work(self) -> None:
         self._say("started", f"job {self._spec.name} in {self._store.folder}")
         self._used_before_s = used_seconds(
             [each for each in self._store.records() if each.status == "finished"], now_s=self._now()
@@ -161,9 +148,8 @@ class _JobWorker:
         # While the measurer starts, not when the first trial is due: the modules of a designer take a second or two.
         threading.Thread(target=maker_of, args=(self._spec.designer.name,), daemon=True).start()
         subject = self._runner.check(self._tick)
-        known = self._store.facts().subject or replace(
-            subject, costs=()
-        )  # thousands of numbers, which the job itself says
+        # Without the costs, which are thousands of numbers that follow from the job.
+        known = self._store.facts().subject or replace(subject, costs=())
         self._store.note(subject=known, exhausted="")  # the job may have changed; if not, the designer says it again
         self._proposals = self._designer(subject)
         while True:

@@ -7,13 +7,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from plait_autoconfig.errors import LibraryError, OutsideSpace
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused, LibraryError, OutsideSpace
 from plait_autoconfig.jobs.measurer import TuningSubject
 from plait_autoconfig.jobs.records import Record, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.library import LibraryRun, usable_for, usable_runs
-from plait_autoconfig.starter_library import starter_runs
+from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.values import Config, Value
 
 

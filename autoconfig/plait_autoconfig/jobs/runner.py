@@ -19,8 +19,8 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter
 from pydantic_core import to_json
 
+from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.child import PARTING_S
-from plait_autoconfig.jobs.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.exit_status import count_oom_kills, outcome_of_exit
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, MeasurerSource, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec

@@ -6,8 +6,9 @@ are errors; nothing is changed later. Contradictions are rejected here, before a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
@@ -22,6 +23,9 @@ Name: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63
 KnobName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
 
 _Values: TypeAlias = Annotated[tuple[Value, ...], Field(min_length=1)]
+
+
+_KNOBS: Mapping[str, Any] = {"int": IntKnob, "float": FloatKnob, "choice": ChoiceKnob}
 
 
 class _SpecModel(BaseModel):
@@ -57,6 +61,11 @@ class _Knob(_SpecModel):
     unit: str = ""
     when: dict[str, _Values] = Field(default_factory=dict, description="active only while knob: one of the values")
 
+    def knob(self, name: str) -> Knob:
+        """Return the knob of the space."""
+        made: Knob = _KNOBS[self.model_dump()["kind"]](name=name, **self.model_dump(exclude={"kind", "sets"}))
+        return made
+
 
 class IntRange(_Knob):
     """Integers from `low` to `high`."""
@@ -66,12 +75,6 @@ class IntRange(_Knob):
     high: int
     step: int = 1
     log: bool = False
-
-    def knob(self, name: str) -> Knob:
-        """Return the integer knob of the space."""
-        return IntKnob(
-            name=name, low=self.low, high=self.high, step=self.step, log=self.log, unit=self.unit, when=self.when
-        )
 
 
 class FloatRange(_Knob):
@@ -83,12 +86,6 @@ class FloatRange(_Knob):
     step: float | None = None
     log: bool = False
 
-    def knob(self, name: str) -> Knob:
-        """Return the float knob of the space."""
-        return FloatKnob(
-            name=name, low=self.low, high=self.high, step=self.step, log=self.log, unit=self.unit, when=self.when
-        )
-
 
 class Choice(_Knob):
     """One of `values`; `ordered`: they form a scale, such as powers of two."""
@@ -96,10 +93,6 @@ class Choice(_Knob):
     kind: Literal["choice"]
     values: _Values
     ordered: bool = False
-
-    def knob(self, name: str) -> Knob:
-        """Return the choice knob of the space."""
-        return ChoiceKnob(name=name, values=self.values, ordered=self.ordered, unit=self.unit, when=self.when)
 
 
 KnobSpec: TypeAlias = Annotated[IntRange | FloatRange | Choice, Field(discriminator="kind")]

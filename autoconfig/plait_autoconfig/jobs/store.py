@@ -25,7 +25,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from plait_autoconfig.jobs.errors import JobBroken, JobRefused
+from plait_autoconfig.errors import JobBroken, JobRefused
 from plait_autoconfig.jobs.presence import Presence
 from plait_autoconfig.jobs.records import Claim, JobFacts, Record
 from plait_autoconfig.jobs.spec import JobSpec, changed_settings

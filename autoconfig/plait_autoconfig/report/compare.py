@@ -7,8 +7,10 @@ gained over the default, and only for jobs with the same objective under the sam
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic_core import to_jsonable_python
 
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Interval, JobState, Phase
@@ -109,13 +111,8 @@ def _uniquely_named(findings: Sequence[Finding]) -> list[Finding]:
 
 def comparison_to_json(found: JobsCompared) -> dict[str, Any]:
     """Return plain JSON: `jobs`, `incomparable`, `differences`, `sentence`."""
-    jobs = [asdict(each) for each in found.findings]
-    return {
-        "jobs": jobs,
-        "incomparable": list(found.incomparable),
-        "differences": list(found.differences),
-        "sentence": found.sentence,
-    }
+    plain: dict[str, Any] = to_jsonable_python(found)
+    return {"jobs": plain.pop("findings"), **plain}
 
 
 def comparison_text(found: JobsCompared) -> str:

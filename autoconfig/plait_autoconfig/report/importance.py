@@ -82,7 +82,7 @@ def _ped_anova(
     import optuna
     from optuna.importance import PedAnovaImportanceEvaluator
 
-    from plait_autoconfig.logs import quiet
+    from plait_autoconfig.optuna_forms import quiet
 
     with quiet(), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # it says so when a knob was active in one trial only
@@ -99,7 +99,7 @@ def _distribution(knob: Knob) -> BaseDistribution:
     """Return the knob's distribution; by rank for an ordered choice, as Optuna's categories have no order."""
     from optuna.distributions import IntDistribution
 
-    from plait_autoconfig.distributions import distribution_of
+    from plait_autoconfig.optuna_forms import distribution_of
 
     if isinstance(knob, ChoiceKnob) and knob.ordered:
         return IntDistribution(0, len(knob.values) - 1)

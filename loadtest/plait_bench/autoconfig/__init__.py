@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.space import Space
-from plait_autoconfig.starter_library import starter_runs
 from plait_bench.autoconfig import synthetic
 from plait_bench.autoconfig.cells import WORKLOADS
 from plait_bench.autoconfig.searching import Searching

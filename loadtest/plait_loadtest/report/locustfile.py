@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import json
+from importlib import resources
 from typing import Any
 
 from plait_loadtest.plan import make_plan
@@ -25,51 +26,7 @@ _MAX_REQUESTS, _MAX_BYTES = 200, 4 << 20  # prepared requests that the file carr
 _USERS = 100
 _SECRETS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key"})
 
-_TEMPLATE = '''"""Made by `plait loadtest run --locust` from the scenario {name}. Run:
-
-    locust -f {file} --headless --host {host} {users} --run-time {seconds}s
-
-The requests are the first {count} of the plait run, sent in turn; all users together ask for {rate:g}/s on
-average.
-
-What this cannot do: Locust is a closed loop. A user waits for its reply before it asks again, so a server that falls
-behind is asked less, and latency counts from the moment of sending: the wait of requests that should have been sent
-meanwhile is in no number. It also rounds latency to two digits. `plait loadtest run` does neither.{notes}
-"""
-
-import base64
-import itertools
-import json
-import os
-
-from locust import FastHttpUser, {wait_name}, task
-
-TIMEOUT_S = {timeout_s!r}
-{headers}
-REQUESTS = [
-    (name, method, path, dict(headers), base64.b64decode(body))
-    for name, method, path, headers, body in json.loads(r"""
-{requests}
-""")
-]
-NEXT = itertools.cycle(REQUESTS)
-
-
-class Scenario(FastHttpUser):
-    """One of the users."""
-
-    wait_time = {wait}
-    network_timeout = connection_timeout = TIMEOUT_S
-
-    @task
-    def ask(self):
-        """The next request of the mix."""
-        name, method, path, headers, body = next(NEXT)
-        with self.client.request(
-            method, path, name=name, data=body, headers=headers | HEADERS, catch_response=True
-        ) as response:
-            {check}
-'''
+_TEMPLATE = resources.files(__package__).joinpath("locustfile.template").read_text("utf-8")
 
 
 def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:

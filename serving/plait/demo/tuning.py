@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.errors import PlaitError
 from plait.tuning.job.local_run import run
-from plait_autoconfig.jobs.errors import NothingValid
+from plait_autoconfig.errors import NothingValid
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import holds_job
 

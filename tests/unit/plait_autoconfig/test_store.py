@@ -1,8 +1,11 @@
-"""The library on disk: journal, database and JSON lines; what breaks off, what is newer, and what is wrong."""
+"""The library on disk: database and JSON lines; what breaks off, what is newer or earlier, and what is wrong."""
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -107,15 +110,65 @@ def test_runs_come_back_from_a_store(tmp_path: Path, location: str):
     assert LibraryStore.open(place).runs() == (RUN, OTHER)
 
 
+def earlier(folder: Path) -> Path:
+    """A copy of a library that plait 0.1 kept in Optuna's journal: RUN, OTHER and a line of a later version."""
+    return Path(shutil.copy(Path(__file__).parent / "earlier_library.journal", folder / "past.log"))
+
+
+def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
+    """Under its own name, and with what that version could not read; from then on it is a database."""
+    path = earlier(tmp_path)
+    store = LibraryStore.open(path)
+    assert store.runs() == (RUN, OTHER)
+    assert [each.text for each in store.unreadable()] == [NEWER]
+    assert store.add(run_of(*TRIALS, run_id="run-3")) == 3
+    assert len(LibraryStore.open(path).runs()) == 3
+    assert path.read_bytes().startswith(b"SQLite format 3")
+    assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
+
+
 def test_a_torn_journal_loses_one_trial_and_goes_on(tmp_path: Path):
-    """A process that dies while writing leaves a journal that can be read and added to."""
-    path = tmp_path / "library.journal"
-    LibraryStore.open(path).add(RUN)
-    path.write_bytes(path.read_bytes()[:-9])
+    """What a process that died while writing left in the journal can be read and added to."""
+    path = earlier(tmp_path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    at = next(i for i in reversed(range(len(lines))) if b'"op_code":4' in lines[i] and b"run-1" in lines[i])
+    path.write_bytes(b"".join(lines[: at + 1])[:-9])
     store = LibraryStore.open(path)
     assert store.runs()[0].trials == TRIALS[:2]
     assert store.add(RUN) == 1
     assert LibraryStore.open(path).runs() == (RUN,)
+
+
+def test_what_is_no_library_stays_as_it_is(tmp_path: Path):
+    """A file that was named by mistake is told, and not written to."""
+    path = tmp_path / "runs.csv"
+    path.write_text("threads,rows\n1,2\n")
+    with pytest.raises(LibraryError, match=r"runs.csv cannot be used"):
+        LibraryStore.open(path)
+    assert path.read_text() == "threads,rows\n1,2\n"
+    assert [each.name for each in tmp_path.iterdir()] == ["runs.csv"]
+
+
+def test_a_process_that_is_killed_while_it_adds_loses_no_run(tmp_path: Path):
+    """Those before it are there, and what it began can be added again."""
+    path = tmp_path / "past.log"
+    store = LibraryStore.open(path)
+    store.add(OTHER)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        own = LibraryStore.open(path)
+        for number in range(1000):
+            own.add(run_of(measured(0, {"cpu": 1, "batch": 1}, rate=1.0), run_id=f"run-{number + 10}"))
+            os.write(write, b"x")
+    for _ in range(3):
+        os.read(read, 1)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    runs = LibraryStore.open(path).runs()
+    assert runs[0] == OTHER
+    assert len(runs) >= 4
+    assert LibraryStore.open(path).add(RUN) == 3
 
 
 def test_import_and_export(tmp_path: Path):

@@ -15,7 +15,7 @@ from plait.errors import PlaitError
 from plait.precision import with_dtype
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, TuningTarget, guard_limits
 from plait_autoconfig.values import Value
 from plait_disagg.package.errors import PackageError

@@ -7,14 +7,15 @@ configuration names a Ray, as another application there, below its own path, rec
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+
+from pydantic import BaseModel, ValidationError
 
 from plait.config import PlaitConfig
 from plait.deployments import Effect
@@ -141,22 +142,17 @@ class Clone:
         cluster = Cluster.attach(config, port=free_port(_HOST))
         folder = self._root / "clones"
         folder.mkdir(exist_ok=True)
-        for note in folder.glob("*.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                if _is_left(data := json.loads(note.read_text())) and data["address"] == cluster.gcs_address:
-                    cluster.delete(data["app"])
-                    note.unlink()
+        for path in folder.glob("*.json"):
+            with contextlib.suppress(OSError, ValidationError):
+                note = _CloneNote.model_validate_json(path.read_bytes())
+                if note.is_left and note.address == cluster.gcs_address:
+                    cluster.delete(note.app)
+                    path.unlink()
         self._note = folder / f"{self._run_id}.json"
         owner = processes.identify(os.getpid())
         assert owner is not None
-        record = {
-            "address": cluster.gcs_address,
-            "app": app,
-            "pid": owner.pid,
-            "start_ticks": owner.start_ticks,
-            "boot_id": processes.boot_id(),
-        }
-        self._note.write_text(json.dumps(record))
+        own = _CloneNote(address=cluster.gcs_address, app=app, boot_id=processes.boot_id(), **asdict(owner))
+        self._note.write_text(own.model_dump_json())
         return cluster
 
     def _record(self, url: str, ray_folder: str) -> RunRecord:
@@ -179,7 +175,17 @@ class Clone:
         return found
 
 
-def _is_left(note: dict[str, Any]) -> bool:
-    """Return whether the process that wrote the note has ended."""
-    owner = processes.ProcessId(int(note["pid"]), int(note["start_ticks"]))
-    return note["boot_id"] != processes.boot_id() or not processes.is_running(owner)
+class _CloneNote(BaseModel):
+    """Who has put which application into a Ray that is not ours."""
+
+    address: str
+    app: str
+    pid: int
+    start_ticks: int
+    boot_id: str
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the process that wrote the note has ended."""
+        owner = processes.ProcessId(self.pid, self.start_ticks)
+        return self.boot_id != processes.boot_id() or not processes.is_running(owner)

@@ -8,13 +8,12 @@ note is stale.
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from plait.config import PlaitConfig, dump_config, parse_config
 from plait.deployments import Effect
@@ -47,19 +46,16 @@ class RollbackNote:
         """Read a note; None if there is none or it is unreadable, because then there is nothing known to roll back
         to."""
         try:
-            data: dict[str, Any] = json.loads(path.read_text())
-            return cls(**{**data, "owner": processes.ProcessId(**data["owner"])})
-        except (OSError, ValueError, KeyError, TypeError):
+            return _NOTE.validate_json(path.read_bytes())
+        except (OSError, ValidationError):
             return None
 
     def write(self, path: Path) -> None:
         """Write the note atomically."""
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        owner = {"pid": self.owner.pid, "start_ticks": self.owner.start_ticks}
         temporary = path.with_suffix(".new")
-        text = json.dumps({"run_id": self.run_id, "config": self.config, "owner": owner, "boot_id": self.boot_id})
-        with temporary.open("w") as file:
-            file.write(text)
+        with temporary.open("wb") as file:
+            file.write(_NOTE.dump_json(self))
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -68,6 +64,9 @@ class RollbackNote:
     def is_left(self) -> bool:
         """Whether its owner has ended without removing it."""
         return self.boot_id != processes.boot_id() or not processes.is_running(self.owner)
+
+
+_NOTE = TypeAdapter(RollbackNote)
 
 
 def note_path(root: Path, port: int) -> Path:

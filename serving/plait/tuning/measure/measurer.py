@@ -29,7 +29,7 @@ from plait.tuning.measure.knobs import apply_knobs
 from plait.tuning.measure.live import LiveBusy, LiveServer
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
 from plait.tuning.measure.trial import LoadPlan, count_kills, run_loads, with_address
-from plait_autoconfig.jobs.errors import JobBusy, JobRefused
+from plait_autoconfig.errors import JobBusy, JobRefused
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome

@@ -12,19 +12,20 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import yaml
+from pydantic import TypeAdapter, ValidationError
+from pydantic_core import to_json
 
 from plait.tuning.service.errors import Conflict, InvalidJob, NoSuchJob, TooMany, Unreadable
 from plait.tuning.service.job_view import job_summary, progress_of, unreadable_summary
 from plait.tuning.service.untrusted import check_untrusted
-from plait_autoconfig.errors import TunerError
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.spec import JobSpec
@@ -77,6 +78,9 @@ class _JobRecord:
     created_s: float
 
 
+_TICKET = TypeAdapter(_JobRecord)
+
+
 class TuningJobQueue:
     """The job queue. All methods but `work` and `work_once` return at once and may be called from several threads."""
 
@@ -116,7 +120,7 @@ class TuningJobQueue:
             ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(self._now(), 3))
             folder = self._settings.folder / job_id
             self._stores[job_id] = JobStore.open_or_create(folder, spec, text)
-            _write(folder / "ticket.json", asdict(ticket))
+            _write(folder / "ticket.json", ticket)
         return self._summary(ticket)
 
     def jobs(self) -> list[dict[str, Any]]:
@@ -248,8 +252,8 @@ class TuningJobQueue:
         found = []
         for path in self._settings.folder.glob("*/ticket.json"):
             try:
-                found.append(_JobRecord(**json.loads(path.read_text(encoding="utf-8"))))
-            except (OSError, ValueError, TypeError):
+                found.append(_TICKET.validate_json(path.read_bytes()))
+            except (OSError, ValidationError):
                 continue  # not ours, or removed by hand in this moment
         return sorted(found, key=lambda ticket: (ticket.created_s, ticket.id))
 
@@ -260,7 +264,7 @@ class TuningJobQueue:
         path = self._settings.folder / job_id / "ticket.json"
         if not _ID.fullmatch(job_id) or not path.is_file():
             raise NoSuchJob(f"there is no tuning job {job_id[:130]!r}")
-        return _JobRecord(**json.loads(path.read_text(encoding="utf-8")))
+        return _TICKET.validate_json(path.read_bytes())
 
     def _ended(self, job_id: str) -> dict[str, Any] | None:
         try:
@@ -310,12 +314,12 @@ class TuningJobQueue:
 def _readable(job_id: str) -> Iterator[None]:
     try:
         yield
-    except (TunerError, ValueError) as error:
+    except (TunerError, OSError, UnicodeDecodeError) as error:
         raise Unreadable(f"job {job_id} cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Any) -> None:
     """Write the file atomically."""
     partial = path.with_name(f"{path.name}.new")
-    partial.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    partial.write_bytes(to_json(content))
     partial.replace(path)

@@ -9,7 +9,7 @@ import pytest
 
 from plait.cli import main as root
 from plait.tuning.measure.checks import prepare, target_config
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.past_runs import past_runs
 from support.tune_jobs import JOB, job

@@ -9,7 +9,7 @@ import pytest
 from plait.demo import tuning as demo_tuning
 from plait.errors import PlaitError
 from plait.tuning.job.local_run import errors_as_messages
-from plait_autoconfig.jobs.errors import JobBroken, NothingValid
+from plait_autoconfig.errors import JobBroken, NothingValid
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import state_of
 from plait_autoconfig.jobs.spec import JobSpec

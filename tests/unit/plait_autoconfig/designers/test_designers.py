@@ -8,8 +8,7 @@ import pytest
 
 from plait_autoconfig.designers import DESIGNERS, make_designer, maker_of
 from plait_autoconfig.designers.optuna_samplers import OptunaGpDesigner, OptunaTpeDesigner
-from plait_autoconfig.designers.random import RandomDesigner
-from plait_autoconfig.designers.sobol import SobolDesigner
+from plait_autoconfig.designers.uninformed import RandomDesigner, SobolDesigner
 from plait_autoconfig.errors import DesignerError
 from plait_autoconfig.knobs import IntKnob
 from plait_autoconfig.objective import Objective, maximise

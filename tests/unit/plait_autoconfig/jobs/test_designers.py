@@ -6,16 +6,14 @@ import json
 
 import pytest
 
-from plait_autoconfig.errors import Exhausted
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import Exhausted, JobRefused
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.past_runs import past_runs
 from plait_autoconfig.jobs.proposals import Proposals
 from plait_autoconfig.jobs.reporting import read_state
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.library import LibraryRun
-from plait_autoconfig.rows import run_line
-from plait_autoconfig.starter_library import starter_runs
+from plait_autoconfig.rows import run_line, starter_runs
 from plait_autoconfig.store import LibraryStore
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from support.tune_jobs import job, record, run_directly

@@ -9,8 +9,8 @@ import pytest
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.past_runs import in_terms_of, past_runs
 from plait_autoconfig.library import usable_for
+from plait_autoconfig.rows import starter_runs
 from plait_autoconfig.space import Space
-from plait_autoconfig.starter_library import starter_runs
 from support.autoconfig import measured, run_of
 
 EXAMPLES = Path(__file__).parents[4] / "serving/plait/tuning/examples"

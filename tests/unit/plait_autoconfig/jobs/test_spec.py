@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import job_of, parse_job
 from plait_autoconfig.jobs.spec import changed_settings, guard_limits
 from support.tune_jobs import JOB, job, job_text

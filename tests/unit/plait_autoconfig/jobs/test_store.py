@@ -19,7 +19,7 @@ import pytest
 from optuna.trial import TrialState
 
 from fakes.measurer import fake_measurer
-from plait_autoconfig.jobs.errors import JobBroken, JobBusy, JobRefused
+from plait_autoconfig.errors import JobBroken, JobBusy, JobRefused
 from plait_autoconfig.jobs.loop import MAX_LOST, exclusive_lock, run_job
 from plait_autoconfig.jobs.measurer import Measured, MeasurementKind
 from plait_autoconfig.jobs.presence import LEASE_S

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fakes.bench import calm
-from plait_autoconfig.designers.random import RandomDesigner
+from plait_autoconfig.designers.uninformed import RandomDesigner
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import dump_lines

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from plait_autoconfig.knobs import IntKnob
-from plait_autoconfig.rows import load_lines
+from plait_autoconfig.rows import load_lines, starter_runs
 from plait_autoconfig.space import Space
-from plait_autoconfig.starter_library import starter_runs
 from plait_autoconfig.values import Config, TrialOutcome
 from plait_bench.autoconfig import OWN
 from plait_bench.autoconfig.cells import WORKLOADS, CellWorkload, measure

@@ -14,7 +14,7 @@ from fakes.tuned_app import compose, job_text
 from plait.tuning.measure.checks import guard_of, max_replicas_config, prepare, target_config
 from plait.tuning.measure.early_stop import GuardLimits
 from plait.tuning.measure.measurer import PlaitMeasurer
-from plait_autoconfig.jobs.errors import JobRefused
+from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.spec import JobSpec
 

@@ -1,6 +1,11 @@
-"""Knobs as Optuna's distributions. Imported lazily: importing Optuna takes a second."""
+"""What all uses of Optuna share: knobs as its distributions, and its log limited to warnings. Imported lazily, since
+importing Optuna takes a second."""
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 
@@ -16,3 +21,15 @@ def distribution_of(knob: Knob) -> BaseDistribution:
         return IntDistribution(knob.low, last, log=knob.log, step=knob.step)
     last_value = knob.high if knob.count is None else float(knob.value_at(knob.count - 1))
     return FloatDistribution(knob.low, last_value, log=knob.log, step=knob.step)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence Optuna, which would announce each study that it creates."""
+    logger = logging.getLogger("optuna")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""Search along a scrambled Sobol sequence: the first few trials already cover all knobs."""
+"""Searches that learn nothing: at random, cell by cell, and along a scrambled Sobol sequence. What others must beat."""
 
 from __future__ import annotations
 
@@ -13,10 +13,27 @@ from plait_autoconfig.designers.base import CellDesigner
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
-from plait_autoconfig.quasi import sobol_points
-from plait_autoconfig.space import Space
+from plait_autoconfig.space import Space, sobol_points
 
 _MAX_DRAWS = 256  # then most cells are closed, and a random open one fills the gap as well
+
+
+class RandomDesigner(CellDesigner):
+    """Random search: every open cell is equally likely."""
+
+    name: ClassVar[str] = "random"
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        return int(self.rng.choice(open_cells))
+
+
+class GridDesigner(CellDesigner):
+    """Grid search in which the last knob varies fastest. The seed has no effect."""
+
+    name: ClassVar[str] = "grid"
+
+    def _choose(self, open_cells: NDArray[np.intp]) -> int:
+        return int(open_cells[0])
 
 
 class SobolDesigner(CellDesigner):
