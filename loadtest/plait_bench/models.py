@@ -6,7 +6,7 @@ loads what the next request wants.
 
 All others are modelled: a round is a window of the trace (alibaba/clusterdata, cluster-trace-v2026-GenAI), and both
 systems play the same one with equal memory, `plait` by the server's own policies (a request goes where it begins
-first, `residents/policy.py` switches), `lru` as servers do that load what the next request wants: the shortest queue,
+first, `models/switching.py` switches), `lru` as servers do that load what the next request wants: the shortest queue,
 first come first served, and the model that was used least lately makes room. A replica runs a request to its end; a
 load runs beside it. Time is in steps of one image, and a workload's name says how many of them a load takes: few where
 steps are slow, as on a CPU (`load8`), many where they are fast and files come from a disk (`load100`). Both numbers are
@@ -29,11 +29,11 @@ from typing import TYPE_CHECKING
 from plait_bench.benchmark import Benchmark, Reading, Say, Workload, cache_folder, readings, selected
 from plait_bench.commands import write_random_model
 from plait_bench.errors import SystemUnavailable
-from plait_serving.diffusion.residents.policy import ModelDemand, Switch, next_switch
+from plait_serving.diffusion.models.switching import ModelDemand, Switch, next_switch
 from plait_serving.images.routing import ReplicaState, begins_in_s
 
 if TYPE_CHECKING:
-    from plait_serving.diffusion.assemble import Assembled
+    from plait_serving.diffusion.engine import Engine
 
 _COUNT = 1000
 _BUSY = 0.4
@@ -307,17 +307,17 @@ class Switching(Workload):
             if not (folder / "model_index.json").is_file():
                 say(f"writing {folder} (once)")
                 write_random_model(folder, self._family, "--seed", str(seed))
-        self._assembled = _opened(folders)
+        self._engine = _opened(folders)
         try:
             yield
         finally:
-            self._assembled.engine.stop(drain_s=0.0)
+            self._engine.stop(drain_s=0.0)
 
     def take(self, system: str, number: int) -> list[Reading]:
         """Make the images of a round."""
         from plait_serving.diffusion.values import ImageRequest, Scheduler
 
-        engine, names = self._assembled.engine, list(self._assembled.models)
+        engine, names = self._engine, list(self._engine.pool.models)
         requests = [
             ImageRequest(
                 request_id=f"{number}-{i}", prompt="a photo", width=self._edge, height=self._edge, steps=_STEPS,
@@ -325,28 +325,28 @@ class Switching(Workload):
             )
             for i in range(_REQUESTS)
         ]  # fmt: skip
-        before, started_s = engine.residents.statistics().loads, time.perf_counter()
+        before, started_s = engine.pool.statistics().loads, time.perf_counter()
         with ThreadPoolExecutor(len(requests) if system == "plait" else 1) as callers:
             list(callers.map(lambda request: engine.generate(request, timeout_s=_TIMEOUT_S), requests))
         per_s = len(requests) / (time.perf_counter() - started_s)
-        return readings({"images_per_s": per_s, "loads": engine.residents.statistics().loads - before})
+        return readings({"images_per_s": per_s, "loads": engine.pool.statistics().loads - before})
 
 
-def _opened(folders: Mapping[str, Path]) -> Assembled:
+def _opened(folders: Mapping[str, Path]) -> Engine:
     """Open the engine with room for some of the models; torch runs them, so that nothing is converted beside."""
     import torch
 
     from plait_serving.diffusion.assemble import EngineSettings, build_engine_of
-    from plait_serving.diffusion.bundle import load_bundle
     from plait_serving.diffusion.knobs import ExecutorName
-    from plait_serving.diffusion.memory import memory_of
-    from plait_serving.diffusion.residents.base_model import resolve_dtype
+    from plait_serving.diffusion.memory import MemoryNeed, memory_of
+    from plait_serving.diffusion.weight_files import find_weights
 
     settings = {
         name: EngineSettings(model=folder, dtype="float32", device="cpu", executor=ExecutorName.TORCH, converts=False)
         for name, folder in folders.items()
     }
-    one = load_bundle(next(iter(folders.values())), dtype=resolve_dtype("float32", "cpu"), outline=True).weights_bytes
+    parts = (next(iter(folders.values())) / part for part in ("unet", "vae", "text_encoder"))
+    one = MemoryNeed.of((find_weights(part), torch.float32) for part in parts).weights_bytes
     process = memory_of(torch.device("cpu"), excluded=lambda: 0).held_bytes()
     return build_engine_of(settings, memory_bytes=process + int((_ROOM + 0.5) * one))
 

@@ -21,12 +21,12 @@ from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.controlnet.wire import VERSION, Call, Open, open_message, step_message
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, RequestError
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Residuals
 from support import controlnet as kit

@@ -93,15 +93,15 @@ def alone(root: Path, model: str, seed: int = 7, **loras: float) -> np.ndarray:
         knobs=EngineKnobs(threads=1),
         converts=False,
     )
-    assembled = build_engine(settings)
+    engine = build_engine(settings)
     try:
         request = ImageRequest(
             request_id="r", prompt="red apple", width=32, height=32, steps=4, guidance_scale=7.5, seed=seed,
             scheduler=Scheduler.EULER, loras=tuple(LoraRef(name=name, scale=scale) for name, scale in loras.items()),
         )  # fmt: skip
-        return assembled.engine.generate(request, timeout_s=WAIT_S).images[0].astype(int)
+        return engine.generate(request, timeout_s=WAIT_S).images[0].astype(int)
     finally:
-        assembled.engine.stop(drain_s=0)
+        engine.stop(drain_s=0)
 
 
 def test_every_model_draws_what_it_draws_alone(client, root):

@@ -14,22 +14,20 @@ from dataclasses import dataclass, field
 import torch
 
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.decoding import Decoder
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
+from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.protocols import (
     Conditioning,
     EncodedImage,
     LoraLease,
     LoraProvider,
     LoraWeights,
+    RequestSampler,
     StepCall,
 )
 from plait_serving.diffusion.queue.costs import StepCosts
-from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.queue.policy import GroupKey
-from plait_serving.diffusion.residents.model import ModelParts, ServedModel
-from plait_serving.diffusion.stepper import Stepper
-from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, Tenant
+from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, SamplerChoice, Tenant
 
 
 class EveryBatchPays(StepCosts):
@@ -57,6 +55,11 @@ class FakeMerger:
     current: LoraSet = ()
     history: list[LoraSet] = field(default_factory=list)
     broken: frozenset[str] = frozenset()
+    cost_s: float = 0.001
+
+    def switch_cost_s(self, target: LoraSet) -> float:
+        """Return `cost_s`."""
+        return self.cost_s
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
         """Record the switch; raise `LoraError` for a broken name or for weights that were not handed over."""
@@ -234,13 +237,24 @@ class FakeDenoiser:
     "nan" fails its row, "boom" raises, "memory" is too large for any batch of more than one. `gate` (if given) is
     called before every call: tests use it to stop the compute thread at a step boundary. Files named in `taken` are
     inputs, those in `either_way` can be inputs or merged, all others must be merged; text encoders have a merger of
-    their own, `text_merger`.
+    their own, `text_merger`. `samplers` makes the sampler of a
+    request's seeds at a latent shape.
     """
 
-    def __init__(self, merger: FakeMerger, text_merger: FakeMerger, gate: Callable[[], None] | None = None) -> None:
+    safety = None
+
+    def __init__(
+        self,
+        merger: FakeMerger,
+        text_merger: FakeMerger,
+        gate: Callable[[], None] | None = None,
+        *,
+        samplers: Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], RequestSampler] | None = None,
+    ) -> None:
         self.merger = merger
         self.text_merger = text_merger
         self.gate = gate
+        self.samplers = fake_samplers if samplers is None else samplers
         self.encoding_gate: Callable[[ImageRequest], None] | None = None
         self.taken: set[str] = set()
         self.either_way: set[str] = set()
@@ -267,6 +281,10 @@ class FakeDenoiser:
         words = len(request.prompt.split())
         negative = len((request.negative_prompt or "").split())
         return PromptSize(prompt_tokens=words, negative_tokens=negative, chunks=_chunks(request))
+
+    def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> RequestSampler:
+        """Return what `samplers` makes."""
+        return self.samplers(request, seeds, self.latent_shape(request.width, request.height))
 
     def begin(self, request: ImageRequest) -> FakeEncoding:
         """Encode as `FakeEncoding` does."""
@@ -307,28 +325,42 @@ class FakeDenoiser:
 _TROUBLE = {"nan": 1, "boom": 2, "memory": 3}
 
 
+@dataclass(slots=True, eq=False)
+class FakeFamily:
+    """A family whose model is always in memory."""
+
+    denoiser: FakeDenoiser
+    weights_bytes: int = 1
+    samplers: SamplerChoice = field(default_factory=SamplerChoice)
+
+    def measure(self, request: ImageRequest) -> PromptSize:
+        """Return what the denoiser counts."""
+        return self.denoiser.measure(request)
+
+    def load(self) -> FakeDenoiser:
+        """Return the denoiser."""
+        return self.denoiser
+
+    def leave(self) -> None:
+        """Do nothing."""
+
+
 def resident_model(
     denoiser: FakeDenoiser,
-    stepper: Stepper,
     *,
+    clock: Callable[[], float],
     loras: LoraProvider,
     limits: ImageLimits | None = None,
     costs: StepCosts | None = None,
-    switch_cost_s: float = 0.001,
-) -> ServedModel:
-    """Return a model over fakes that is always in memory."""
-    costs = StepCosts() if costs is None else costs
-    parts = ModelParts(stepper=stepper, decoder=Decoder(denoiser, None), switch_cost_s=lambda _: switch_cost_s)
-    return ServedModel(
+) -> Model:
+    """Return a model over fakes that is in memory."""
+    model = Model(
         name="fake",
+        family=FakeFamily(denoiser),
         limits=ImageLimits() if limits is None else limits,
         loras=loras,
-        controlnets={},
-        measure=denoiser.measure,
-        load=lambda: parts,
-        leave=lambda: None,
-        nbytes=1,
-        costs=costs,
-        forecast=WorkForecast(costs),
-        parts=parts,
+        costs=StepCosts() if costs is None else costs,
+        clock=clock,
     )
+    model.stepper = model.load()
+    return model

@@ -69,8 +69,8 @@ def test_only_what_the_order_names_is_loaded_and_run(make, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("not asked for")
 
-    for name in ("assemble.Assembled.warm_up", "residents.base_model.load_controlnet"):
-        monkeypatch.setattr(f"plait_serving.diffusion.{name}", refuse)
+    for name in ("deployments.images.hosted.warm_up", "diffusion.families.unet.family.load_controlnet"):
+        monkeypatch.setattr(f"plait_serving.{name}", refuse)
     monkeypatch.setattr("plait_serving.deployments.images.lora_cards.inspect", refuse)
     make("a.png")
 

@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from fakes.engine import EveryBatchPays
-from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows, load_controlnet
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
+from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, load_controlnet
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.values import ControlRef, Event, Failed, Finished, ImageRequest, Progress, Scheduler
 from support import controlnet as kit
@@ -38,7 +39,7 @@ STEPS = 6
 class Scene:
     """An engine whose two ControlNets are services in threads."""
 
-    assembled: Assembled
+    engine: Engine
     edges: ControlNetService
     runner: ControlNetModelRunner
     fleets: dict[str, kit.ReplicaFleet] = field(default_factory=dict)
@@ -54,7 +55,7 @@ class Scene:
                 ended.put((name, event))
 
         for request in requests:
-            self.assembled.engine.submit(request, partial(sink, request.request_id))
+            self.engine.submit(request, partial(sink, request.request_id))
         return dict(ended.get(timeout=WAIT_S) for _ in requests)
 
 
@@ -79,9 +80,9 @@ def scene(tiny_sd_folder: Path, tiny_sd_controlnets: tuple[Path, Path], tmp_path
             converts=False,
             knobs=EngineKnobs(threads=1, controlnet_placement=Placement.REMOTE),
         )
-        assembled = build_engine(settings, remote=remote, costs=EveryBatchPays())
-        stack.callback(assembled.engine.stop, drain_s=0.0)
-        yield Scene(assembled=assembled, edges=edges, runner=runners["edges"], fleets=fleets)
+        engine = build_engine(settings, remote=remote, costs=EveryBatchPays())
+        stack.callback(engine.stop, drain_s=0.0)
+        yield Scene(engine=engine, edges=edges, runner=runners["edges"], fleets=fleets)
 
 
 def _request(name: str, *controlnets: str) -> ImageRequest:
@@ -143,7 +144,7 @@ def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None
 
 def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene) -> None:
     """It is settled by real steps, with the service that answers, and the image is the same wherever it was made."""
-    engine, client = scene.assembled.engine, scene.assembled.controlnets["edges"]
+    engine, client = scene.engine, scene.engine.pool.first.controlnets["edges"]
     remote = _image(scene.make(_request("remote", "edges"))["remote"])
     engine.reconfigure(engine.knobs.model_copy(update={"controlnet_placement": Placement.AUTO}))
     before = scene.edges.statistics().steps

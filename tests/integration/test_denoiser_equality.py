@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from plait_serving.diffusion.bundle import Bundle, load_bundle, load_controlnet
-from plait_serving.diffusion.denoisers.unet import UNetDenoiser
-from plait_serving.diffusion.denoisers.whole import WholeControlNet, WholeUNetDenoiser
+from plait_serving.diffusion.families.unet.bundle import Bundle, load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 from support.closeness import EQUAL, IN_COMPANY, ulps
@@ -25,6 +24,7 @@ from support.denoise import (
     run_pipeline,
     start,
 )
+from support.whole import WholeControlNet, WholeUNetDenoiser
 
 
 def run_requests(

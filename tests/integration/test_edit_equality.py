@@ -133,7 +133,7 @@ def test_the_vae_encodes_an_image_once_for_all_images_of_a_request(sd):
     """Ten images of an edit, in several units, cost one run of the encoder."""
     probe, _ = sd
     encoded = []
-    denoiser = probe.assembled.denoiser
+    denoiser = probe.engine.pool.first.stepper.denoiser
     encode = denoiser.encode
     denoiser.encode = lambda pixels: encoded.append(pixels) or encode(pixels)
     try:

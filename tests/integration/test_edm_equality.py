@@ -159,7 +159,7 @@ def test_requests_that_name_no_sampler_get_the_model_s_own(model, tmp_path):
     for configured, expected in (({}, own), ({"scheduler": "heun"}, own), ({"scheduler": "dpmpp_2m_sde"}, None)):
         images = ImagesSection.model_validate({"model": str(folder), "defaults": configured})
         cards = LoraCards(FolderSource(tmp_path), lambda: "sdxl")
-        catalog = asyncio.run(HostedImages(images, probe.assembled, cards).service.catalog())
+        catalog = asyncio.run(HostedImages(images, probe.engine, cards).service.catalog())
         body = GenerationBody(prompt="x")
         made = resolve(
             body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits()

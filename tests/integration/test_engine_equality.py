@@ -133,7 +133,7 @@ def test_the_same_seed_gives_the_same_picture_after_other_loras(sdxl):
 def test_a_request_whose_loras_made_room_for_another_tenant_has_the_same_bits(sdxl, loras):
     """Its set, all that the cache holds, leaves at two steps for another tenant's and comes back: equal latents."""
     probe, _ = sdxl
-    (cache,) = set(probe.assembled.loras.values())
+    cache = probe.engine.pool.first.loras
     room = sum((loras / f"{lora.name}.safetensors").stat().st_size for lora in BOTH_LORAS)
     asked = request(35, steps=8, loras=BOTH_LORAS, tenant=Tenant(name="large"))
     (alone,) = probe.latents(asked)

@@ -64,7 +64,7 @@ def converted(tmp_path_factory: pytest.TempPathFactory) -> Models:
 def probe(converted: Models) -> Iterator[Probe]:
     """A second start: the engine runs on what the first one converted."""
     probe = converted.build()
-    assert probe.assembled.prepared_parts() == {"unet", "vae"}
+    assert probe.engine.pool.prepared == {"unet", "vae"}
     yield probe
     probe.engine.stop(drain_s=0)
 
@@ -105,8 +105,8 @@ def test_each_set_alone_and_beside_none(converted, probe):
 
 def test_a_controlnet_and_a_lora(converted, probe):
     """The ControlNet runs on its own program beside the UNet's; alone, and beside a request without it."""
-    assert "edges" in probe.assembled.prepared_parts() or probe.latents(CONTROLLED)
-    assert "edges" in probe.assembled.prepared_parts()
+    assert "edges" in probe.engine.pool.prepared or probe.latents(CONTROLLED)
+    assert "edges" in probe.engine.pool.prepared
     (alone,) = probe.latents(CONTROLLED)
     together = probe.latents(CONTROLLED, dressed("kohya"))
     assert probe.batches == [2, 2]
@@ -156,7 +156,7 @@ def test_bfloat16_is_as_near_to_fp32_as_diffusers(converted, executor):
     probe = converted.build(dtype="bfloat16", executor=executor)
     requests = [asked("bf16", n=4, seed=100), asked("bf16 text", n=4, seed=200, loras=SETS["text"])]
     try:
-        assert bool(probe.assembled.prepared_parts()) == (executor is ExecutorName.AUTO)
+        assert bool(probe.engine.pool.prepared) == (executor is ExecutorName.AUTO)
         together = probe.latents(*requests)
         for ours, one in zip(together, requests, strict=True):
             truth, theirs = converted.reference(one), converted.reference(one, torch.bfloat16)

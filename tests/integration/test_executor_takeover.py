@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from plait_kernels.executors import conversion, openvino_executor
-from plait_serving.diffusion import preparation
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families import preparation
+from plait_serving.diffusion.families.preparation import Preparer
 from plait_serving.diffusion.knobs import Exact, ExecutorName
-from plait_serving.diffusion.preparation import Preparer
 from plait_serving.diffusion.values import Edit, Event, Progress
 from support.closeness import EQUAL, ulps
 from support.denoise import control_image, max_difference
@@ -68,7 +68,7 @@ def test_exact_always_gives_the_pipelines_bits(converted):
     """While programs are adopted too: plain, with a LoRA (merged then) and with a ControlNet. Then programs again."""
     probe = converted.build(exact=Exact.ALWAYS)
     try:
-        assert probe.assembled.prepared_parts() == {"unet", "vae"}
+        assert probe.engine.pool.prepared == {"unet", "vae"}
         for one in (PLAIN, dressed("peft"), CONTROLLED):
             assert ulps(probe.latents(one)[0], converted.reference(one)) <= EQUAL
         assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
@@ -105,20 +105,20 @@ def test_a_lora_on_the_time_embedding_is_merged_and_runs_on_torch(converted):
 @pytest.mark.parametrize("name", ["plain", "both", "text"])
 def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypatch, name):
     """Programs arrive between two steps: a set that was merged becomes an input, and the latents are diffusers'."""
-    go, make_unet = threading.Event(), Preparer.make_unet
+    go, make = threading.Event(), Preparer.make
 
-    def late(self: Preparer, folder: Path) -> Any:
+    def late(self: Preparer, folder: Path, *of: Any) -> Any:
         assert go.wait(60)
-        return make_unet(self, folder)
+        return make(self, folder, *of)
 
-    monkeypatch.setattr(Preparer, "open_unet", lambda *_: None)
-    monkeypatch.setattr(Preparer, "make_unet", late)
+    monkeypatch.setattr(Preparer, "has", lambda *_: False)
+    monkeypatch.setattr(Preparer, "make", late)
     probe = converted.build(converts=True)
     loop: Any = probe.engine._loop
 
     def on_event(event: Event) -> None:
         if isinstance(event, Progress) and event.step == 2:
-            assert "unet" not in probe.assembled.prepared_parts()
+            assert "unet" not in probe.engine.pool.prepared
             go.set()
             until_s = time.monotonic() + 60
             while not loop._between_steps and time.monotonic() < until_s:
@@ -127,7 +127,7 @@ def test_a_request_that_torch_began_is_finished_by_programs(converted, monkeypat
     one = asked(f"taken over {name}", steps=4, loras=SETS.get(name, ()))
     try:
         (ours,) = probe.latents(one, on_event=on_event)
-        assert "unet" in probe.assembled.prepared_parts()
+        assert "unet" in probe.engine.pool.prepared
         assert 0 < max_difference(ours, converted.reference(one)) < CLOSE
         assert unet_is_mapped(probe)
         assert probe.engine.statistics().lora_switches == (name != "plain")
@@ -195,7 +195,7 @@ def test_without_the_package_torch_serves(converted, monkeypatch):
     probe = converted.build(converts=True)
     try:
         assert torch.equal(probe.latents(PLAIN)[0], converted.reference(PLAIN))
-        assert probe.assembled.prepared_parts() == frozenset()
+        assert probe.engine.pool.prepared == frozenset()
     finally:
         probe.engine.stop(drain_s=0)
     with pytest.raises(ModelError, match="executor: openvino cannot be used: the package openvino is not installed"):
@@ -208,7 +208,7 @@ def test_openvino_by_name_needs_a_dtype_that_it_computes_in(converted):
         converted.build(executor=ExecutorName.OPENVINO, dtype="float16")
     probe = converted.build(executor=ExecutorName.AUTO, dtype="float16", converts=True)
     probe.engine.stop(drain_s=0)
-    assert probe.assembled.prepared_parts() == frozenset()
+    assert probe.engine.pool.prepared == frozenset()
 
 
 def test_a_conversion_that_is_not_equal_is_not_used(fresh, caplog, monkeypatch):
@@ -242,7 +242,7 @@ def test_what_an_interrupted_start_converted_serves_the_next(tmp_path, converted
     )
     probe = models.build()
     try:
-        assert probe.assembled.prepared_parts() == left
+        assert probe.engine.pool.prepared == left
         assert len([key for key in opened if not key.endswith("vae-decoder")]) == (2 if "unet" in left else 0)
         assert unet_is_mapped(probe) == ("unet" in left)
         assert max_difference(probe.latents(PLAIN)[0], converted.reference(PLAIN)) < CLOSE
@@ -279,7 +279,7 @@ def test_a_store_that_cannot_be_written_costs_no_image(fresh, caplog):
 
 def test_a_take_over_that_fails_costs_no_image(converted, monkeypatch):
     """What goes wrong between two steps is logged; the engine goes on with torch."""
-    monkeypatch.setattr(Preparer, "open_unet", lambda *_: None)
+    monkeypatch.setattr(Preparer, "has", lambda *_: False)
     probe = converted.build()
     try:
         probe.engine.between_steps(lambda: 1 / 0)

@@ -10,7 +10,7 @@ import torch
 from fakes.engine import EveryBatchPays
 from fakes.graphs import FakeCapture
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.denoisers.compiled import graphed_halves
+from plait_serving.diffusion.families.unet.compiled import graphed_halves
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
@@ -33,10 +33,10 @@ class Graphed:
             executor=ExecutorName.TORCH,
             knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL, exact=Exact.NEVER),
         )  # fmt: skip
-        assembled = build_engine(settings, costs=EveryBatchPays())
-        self.probe = Probe(assembled)
-        self.unet, self.capture = assembled.bundle.unet, FakeCapture()
-        assembled.denoiser.adopt(graphed_halves(self.unet, self.capture))
+        engine = build_engine(settings, costs=EveryBatchPays())
+        self.probe = Probe(engine)
+        self.unet, self.capture = engine.pool.first.stepper.denoiser.bundle.unet, FakeCapture()
+        engine.pool.first.stepper.denoiser.adopt(graphed_halves(self.unet, self.capture))
 
     def latents(self, *requests: ImageRequest) -> list[torch.Tensor]:
         """Ours."""
@@ -82,7 +82,7 @@ def test_residuals_are_added_between_the_graphs(graphed):
     asked = make_request(request_id="controlled", guidance_scale=2.0, controlnets=CONTROLS, loras=LORAS)
     (ours,) = graphed.latents(asked)
     assert graphed.difference(asked, ours) <= EQUAL
-    for client in graphed.probe.assembled.controlnets.values():
+    for client in graphed.probe.engine.pool.first.controlnets.values():
         runner = client._clients[Placement.LOCAL].runner
         capture = FakeCapture()
         runner.adopt(runner.graphed(capture), live=True)

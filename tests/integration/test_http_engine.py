@@ -18,10 +18,9 @@ from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, 
 from fakes.images import FAKE_CATALOG
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.engine import Engine
+from plait_serving.diffusion.families.unet.samplers import Sampler
+from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.samplers import Sampler
-from plait_serving.diffusion.sources.scheduler import SchedulerConfig
-from plait_serving.diffusion.stepper import Stepper
 from plait_serving.images.local import LocalImageService
 from support.http_app import AsgiCall, make_app, pixels, until
 
@@ -33,17 +32,13 @@ class Rig:
     """The application, the service and the engine under it. The image of a seed is grey: seed + steps."""
 
     def __init__(self, *, provider=None, samplers=fake_samplers, **knobs) -> None:
-        self.merger = FakeMerger(broken=frozenset({"broken"}))
+        self.merger = FakeMerger(broken=frozenset({"broken"}), cost_s=0.0)
         self.text_merger = FakeMerger()
-        self.denoiser = FakeDenoiser(self.merger, self.text_merger, lambda: time.sleep(STEP_S))
+        self.denoiser = FakeDenoiser(self.merger, self.text_merger, lambda: time.sleep(STEP_S), samplers=samplers)
         self.provider = provider or FakeProvider(["noto", "sketch"])
         limits = ImageLimits(max_edge_px=512, max_pixels=64 * 64, max_steps=500)
-        stepper = Stepper(
-            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=samplers,
-            controlnets={}, clock=time.monotonic,
-        )  # fmt: skip
         self.engine = Engine(
-            models=[resident_model(self.denoiser, stepper, loras=self.provider, limits=limits, switch_cost_s=0.0)],
+            models=[resident_model(self.denoiser, clock=time.monotonic, loras=self.provider, limits=limits)],
             knobs=EngineKnobs(threads=1, **knobs),
             clock=time.monotonic,
         )

@@ -224,12 +224,12 @@ def test_a_request_that_moves_biases(tmp_path, tiny_sd_folder):
 
 def images_of(folder: Path, source: FolderSource, sets: list[LoraSet]) -> list[RgbImage]:
     """An engine's images of one prompt, with each set in turn."""
-    assembled = build_engine(
+    engine = build_engine(
         EngineSettings(model=folder, lora_source=source, knobs=EngineKnobs(threads=1), converts=False)
     )
     try:
         return [
-            assembled.engine.generate(
+            engine.generate(
                 ImageRequest(
                     request_id="r", prompt="red apple", width=32, height=32, steps=3, guidance_scale=4.0, seed=3,
                     scheduler=Scheduler.EULER, loras=loras,
@@ -239,4 +239,4 @@ def images_of(folder: Path, source: FolderSource, sets: list[LoraSet]) -> list[R
             for loras in sets
         ]  # fmt: skip
     finally:
-        assembled.engine.stop(drain_s=0)
+        engine.stop(drain_s=0)

@@ -15,9 +15,9 @@ import pytest
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import EngineError, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.residents import base_model
-from plait_serving.diffusion.residents.model import ServedModel
-from plait_serving.diffusion.residents.model_folder import FolderOfModels
+from plait_serving.diffusion.models import model as models_of
+from plait_serving.diffusion.models.folder import FolderOfModels
+from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
 from support.tiny import tiny_sd, tiny_sdxl
 
@@ -51,24 +51,24 @@ def models(tmp_path_factory):
 def serving(models, tmp_path):
     """An engine of the first model with an empty folder of more."""
     folder = tmp_path / "more"
-    assembled = build_engine_of({"first": settings(models["first"])}, folder=FolderOfModels(folder))
+    engine = build_engine_of({"first": settings(models["first"])}, folder=FolderOfModels(folder))
     folder.mkdir()
-    yield assembled, folder
-    assembled.engine.stop(drain_s=0)
+    yield engine, folder
+    engine.stop(drain_s=0)
 
 
-def drawn(assembled, model: str):
-    return assembled.engine.generate(asked(model), timeout_s=WAIT_S).images[0]
+def drawn(engine, model: str):
+    return engine.generate(asked(model), timeout_s=WAIT_S).images[0]
 
 
 @cache
 def alone(folder):
     """The image of an engine that has this model only."""
-    assembled = build_engine(settings(folder))
+    engine = build_engine(settings(folder))
     try:
-        return drawn(assembled, "")
+        return drawn(engine, "")
     finally:
-        assembled.engine.stop(drain_s=0)
+        engine.stop(drain_s=0)
 
 
 def until(condition) -> None:
@@ -81,25 +81,25 @@ def until(condition) -> None:
 
 def test_models_that_appear_are_served_and_those_that_leave_are_not(serving, models):
     """A request finds a new one at once, of any family, with the image that it makes alone; the others stay."""
-    assembled, folder = serving
+    engine, folder = serving
     with pytest.raises(NotFound):
-        drawn(assembled, "b")
+        drawn(engine, "b")
     for name in ("b", "xl"):
         shutil.copytree(models[name], folder / name)
-        np.testing.assert_array_equal(drawn(assembled, name), alone(models[name]))
-    assert list(assembled.models) == ["first", "b", "xl"]
+        np.testing.assert_array_equal(drawn(engine, name), alone(models[name]))
+    assert list(engine.pool.models) == ["first", "b", "xl"]
     shutil.rmtree(folder / "b")
-    assembled.roster.look()
-    assert list(assembled.models) == ["first", "xl"]
+    engine.pool.look()
+    assert list(engine.pool.models) == ["first", "xl"]
     with pytest.raises(NotFound):
-        drawn(assembled, "b")
-    until(lambda: assembled.engine.residents.statistics().resident == ("first", "xl"))
-    np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+        drawn(engine, "b")
+    until(lambda: engine.pool.statistics().resident == ("first", "xl"))
+    np.testing.assert_array_equal(drawn(engine, "first"), alone(models["first"]))
 
 
 def test_what_was_accepted_is_finished(serving, models):
     """A model that leaves in the middle of a request makes its image first; its weights leave after that."""
-    assembled, folder = serving
+    engine, folder = serving
     shutil.copytree(models["b"], folder / "b")
     begun, ended, last = threading.Event(), threading.Event(), []
 
@@ -107,68 +107,71 @@ def test_what_was_accepted_is_finished(serving, models):
         last[:] = [event]
         begun.set() if isinstance(event, Progress) else ended.set()
 
-    assembled.engine.submit(asked("b", steps=300), sink)
+    engine.submit(asked("b", steps=300), sink)
     assert begun.wait(WAIT_S)
     (folder / "b").rename(folder.parent / "away")
-    assembled.roster.look()
+    engine.pool.look()
     with pytest.raises(NotFound):
-        drawn(assembled, "b")
+        drawn(engine, "b")
     assert ended.wait(WAIT_S)
     assert isinstance(last[0], Finished), last
-    until(lambda: assembled.engine.residents.statistics().resident == ("first",))
+    until(lambda: engine.pool.statistics().resident == ("first",))
     (folder.parent / "away").rename(folder / "b")
-    np.testing.assert_array_equal(drawn(assembled, "b"), alone(models["b"]))
+    np.testing.assert_array_equal(drawn(engine, "b"), alone(models["b"]))
 
 
 def test_a_model_that_is_replaced_makes_the_new_images(serving, models):
     """Another folder under the same name is another model, once the old one has gone."""
-    assembled, folder = serving
+    engine, folder = serving
     shutil.copytree(models["b"], folder / "one")
-    drawn(assembled, "one")
+    drawn(engine, "one")
     shutil.rmtree(folder / "one")
     shutil.copytree(models["xl"], folder / "one")
-    assembled.roster.look()
-    until(lambda: assembled.engine.may_add("one") or "one" in assembled.models)
-    np.testing.assert_array_equal(drawn(assembled, "one"), alone(models["xl"]))
+    engine.pool.look()
+    until(lambda: engine.pool.may_add("one") or "one" in engine.pool.models)
+    np.testing.assert_array_equal(drawn(engine, "one"), alone(models["xl"]))
 
 
 def test_of_twenty_models_that_came_and_went_nothing_is_left(serving, models):
     """Neither weights nor what is known of a model without them: configuration, tokenizers, LoRAs' caches with their
     threads, statistics. Of one that is replaced before it was ever loaded neither."""
-    assembled, folder = serving
-    drawn(assembled, "first")
+    engine, folder = serving
+    drawn(engine, "first")
     before, alive = loader_threads(), []
     for number in range(20):
         name = f"m{number}"
         shutil.copytree(models["b" if number % 2 else "xl"], folder / name)
-        drawn(assembled, name)
-        alive += parts_of(assembled.models[name])
+        drawn(engine, name)
+        alive += parts_of(engine.pool.models[name])
         (folder / name).rename(folder.parent / name)
-        assembled.roster.look()
-        until(lambda: assembled.engine.residents.statistics().resident == ("first",))
+        engine.pool.look()
+        until(lambda: engine.pool.statistics().resident == ("first",))
     for kind in ("b", "xl"):
         shutil.copytree(models[kind], folder / "never")
-        assembled.roster.look()
-        alive += parts_of(assembled.models["never"], loaded=False)
+        engine.pool.look()
+        alive += parts_of(engine.pool.models["never"], loaded=False)
         shutil.rmtree(folder / "never")
-        assembled.roster.look()
+        engine.pool.look()
     until(lambda: not [what for what, one in alive if one() is not None])
     gc.collect()
-    assert [each.name for each in gc.get_objects() if type(each) is ServedModel and each.name != "first"] == []
-    assert list(assembled.engine.request_s()) == ["first"]
+    assert [each.name for each in gc.get_objects() if type(each) is Model and each.name != "first"] == []
+    assert list(engine.request_s()) == ["first"]
     until(lambda: loader_threads() == before)
 
 
 def parts_of(model, *, loaded: bool = True) -> list[tuple[str, weakref.ref]]:
     """What is made for one base model."""
-    outline, served = model.outline, model.served
+    family = model.family
     parts = {
-        "model": model, "tokenizer": outline.tokenizers[0], "unet": outline.unet,
-        "loras": served.loras if model.outline.family.value == "sdxl" else model, "auditor": model.auditor,
-        "preparer": model._preparer, "costs": served.costs, "forecast": served.forecast,
-        **({} if not loaded else {"weights": model.bundle.unet, "denoiser": model.denoiser}),
+        "model": model, "family": family, "outline": family._outline.unet, "preparer": family._preparer,
+        "loras": model.loras if family.kind == "sdxl" else model, "auditor": family.auditor,
+        "costs": model.costs, "forecast": model.forecast,
     }  # fmt: skip
-    return [(f"{served.name}: {what}", weakref.ref(part)) for what, part in parts.items() if part is not None]
+    if loaded:
+        denoiser = model.stepper.denoiser
+        bundle = denoiser.bundle
+        parts |= {"weights": bundle.unet, "denoiser": denoiser, "tokenizer": bundle.tokenizers[0]}
+    return [(f"{model.name}: {what}", weakref.ref(part)) for what, part in parts.items() if part is not None]
 
 
 def loader_threads() -> int:
@@ -177,66 +180,66 @@ def loader_threads() -> int:
 
 def test_a_model_that_leaves_while_a_request_comes_in_refuses_it(serving, models):
     """The request was checked, and is not accepted yet when the model is gone: it is refused, the others go on."""
-    assembled, folder = serving
+    engine, folder = serving
     shutil.copytree(models["b"], folder / "b")
-    assembled.roster.look()
-    served = assembled.models["b"].served
-    measure = served.measure
+    engine.pool.look()
+    family = engine.pool.models["b"].family
+    measure = family.measure
 
     def and_leave(request):
         (folder / "b").rename(folder.parent / "away")
-        assembled.roster.look()
-        until(lambda: "b" not in assembled.engine.residents._models)
+        engine.pool.look()
+        until(lambda: "b" not in engine.pool._models)
         return measure(request)
 
-    served.measure = and_leave
+    family.measure = and_leave
     with pytest.raises(NotFound):
-        drawn(assembled, "b")
-    np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+        drawn(engine, "b")
+    np.testing.assert_array_equal(drawn(engine, "first"), alone(models["first"]))
 
 
 def test_a_model_that_comes_later_makes_images_as_large_as_the_first(serving, models, monkeypatch):
     """What models in memory hold is part of what they were given: it is not taken off once more."""
-    assembled, folder = serving
-    drawn(assembled, "first")
-    monkeypatch.setattr(base_model, "available_bytes", lambda _: 0)  # all the rest is in use
+    engine, folder = serving
+    drawn(engine, "first")
+    monkeypatch.setattr(models_of, "available_bytes", lambda _: 0)  # all the rest is in use
     shutil.copytree(models["b"], folder / "b")
-    assembled.roster.look()
-    assert assembled.models["b"].served.limits == assembled.first.served.limits
+    engine.pool.look()
+    assert engine.pool.models["b"].limits == engine.pool.first.limits
 
 
 def test_what_cannot_be_served_is_left_out_with_its_reason(serving, models, caplog):
     """A broken folder, and a name of the configuration, are in the log once, and the engine knows why; a repaired one
     is served."""
-    assembled, folder = serving
+    engine, folder = serving
     shutil.copytree(models["b"], folder / "first")
     broken = shutil.copytree(models["b"], folder / "broken")
     kept = (broken / "unet" / "config.json").rename(folder.parent / "config.json")
     for _ in range(2):
-        assembled.roster.look()
-    assert list(assembled.models) == ["first"]
+        engine.pool.look()
+    assert list(engine.pool.models) == ["first"]
     assert caplog.text.count("broken is not served") == 1
     assert caplog.text.count("the configuration has another model of that name") == 1
-    assert assembled.roster.refused == {
+    assert engine.pool.refused == {
         "broken": f"{broken / 'unet' / 'config.json'}: missing",
         "another first": f"{folder / 'first'}: the configuration has another model of that name",
     }
-    np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+    np.testing.assert_array_equal(drawn(engine, "first"), alone(models["first"]))
     kept.rename(broken / "unet" / "config.json")
-    np.testing.assert_array_equal(drawn(assembled, "broken"), alone(models["b"]))
-    assert list(assembled.roster.refused) == ["another first"]
+    np.testing.assert_array_equal(drawn(engine, "broken"), alone(models["b"]))
+    assert list(engine.pool.refused) == ["another first"]
 
 
 def test_weights_that_vanish_in_use_fail_with_a_sentence(serving, models):
     """A folder that lost its weights after it was looked at fails its own requests; it is served again when whole."""
-    assembled, folder = serving
+    engine, folder = serving
     shutil.copytree(models["b"], folder / "b")
-    assembled.roster.look()
+    engine.pool.look()
     kept = (folder / "b" / "unet").rename(folder.parent / "unet")
     with pytest.raises(EngineError, match="b"):
-        drawn(assembled, "b")
+        drawn(engine, "b")
     kept.rename(folder / "b" / "unet")
-    np.testing.assert_array_equal(drawn(assembled, "b"), alone(models["b"]))
+    np.testing.assert_array_equal(drawn(engine, "b"), alone(models["b"]))
 
 
 def test_only_whole_folders_inside_are_models(tmp_path, models):
@@ -265,33 +268,33 @@ def test_only_whole_folders_inside_are_models(tmp_path, models):
 def test_a_model_that_sleeps_holds_no_memory_and_wakes_for_a_request(models, is_alone):
     """Its weights are gone, also those of a server's only model; the next request gets the image that it had."""
     chosen = {"first": settings(models["first"])} | ({} if is_alone else {"xl": settings(models["xl"])})
-    assembled = build_engine_of(chosen)
-    engine = assembled.engine
+    engine = build_engine_of(chosen)
     try:
-        before = drawn(assembled, "first")
-        weights = [weakref.ref(part) for part in (assembled.bundle.unet, assembled.bundle.vae)]
+        before = drawn(engine, "first")
+        bundle = engine.pool.first.stepper.denoiser.bundle
+        weights = [weakref.ref(part) for part in (bundle.unet, bundle.vae)]
+        del bundle
         engine.rest("first", asleep=True)
-        until(lambda: not engine.residents.statistics().resident)
+        until(lambda: not engine.pool.statistics().resident)
         gc.collect()
         assert [part() for part in weights] == [None, None]
-        np.testing.assert_array_equal(drawn(assembled, "first"), before)
-        assert engine.residents.statistics().resident == ("first",)
+        np.testing.assert_array_equal(drawn(engine, "first"), before)
+        assert engine.pool.statistics().resident == ("first",)
     finally:
         engine.stop(drain_s=0)
 
 
 def test_waking_loads_a_model_without_a_request(models):
     """It is resident again, and a model that was never asked for becomes so."""
-    assembled = build_engine_of({"first": settings(models["first"]), "xl": settings(models["xl"])})
-    engine = assembled.engine
+    engine = build_engine_of({"first": settings(models["first"]), "xl": settings(models["xl"])})
     try:
         engine.rest("first", asleep=True)
-        until(lambda: not engine.residents.statistics().resident)
+        until(lambda: not engine.pool.statistics().resident)
         for name in ("first", "xl"):
             engine.rest(name, asleep=False)
-        until(lambda: engine.residents.statistics().resident == ("first", "xl"))
+        until(lambda: engine.pool.statistics().resident == ("first", "xl"))
         engine.rest("first", asleep=False)
-        np.testing.assert_array_equal(drawn(assembled, "first"), alone(models["first"]))
+        np.testing.assert_array_equal(drawn(engine, "first"), alone(models["first"]))
         with pytest.raises(NotFound, match="other"):
             engine.rest("other", asleep=True)
     finally:
@@ -300,8 +303,8 @@ def test_waking_loads_a_model_without_a_request(models):
 
 def test_requests_end_before_a_model_sleeps(serving):
     """What was accepted is finished; what arrives meanwhile, too."""
-    assembled, _ = serving
-    engine, ended = assembled.engine, []
+    engine, _ = serving
+    ended = []
     begun, both = threading.Event(), threading.Semaphore(0)
 
     def sink(event) -> None:
@@ -317,4 +320,4 @@ def test_requests_end_before_a_model_sleeps(serving):
     assert both.acquire(timeout=WAIT_S)
     assert both.acquire(timeout=WAIT_S)
     assert [type(event) for event in ended] == [Finished, Finished]
-    until(lambda: not engine.residents.statistics().resident)
+    until(lambda: not engine.pool.statistics().resident)

@@ -207,7 +207,7 @@ def test_lora_free_steps_of_two_calls_are_steps(sd):
     probe, _ = sd
     free = {"lora_policy": LoraPolicy.BOUNDED_ASYNC, "loras": (LORA,), "scheduler": Scheduler.HEUN, "steps": 3}
     seen = []
-    denoiser = probe.assembled.denoiser
+    denoiser = probe.engine.pool.first.stepper.denoiser
     predict = denoiser.predict
     denoiser.predict = lambda calls: seen.append(bool(calls[0].merged or calls[0].loras)) or predict(calls)
     try:

@@ -17,11 +17,12 @@ from plait_serving.deployments.images.hosted import load_images
 from plait_serving.diffusion import assemble
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, build_engine_of
 from plait_serving.diffusion.errors import ModelError, NotFound
+from plait_serving.diffusion.families.unet import family
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.memory import MemoryReader
-from plait_serving.diffusion.residents import base_model, policy
-from plait_serving.diffusion.residents.keeper import Residents
+from plait_serving.diffusion.models import switching
+from plait_serving.diffusion.models.pool import ModelPool
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import ControlNetSection, ImagesSection
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
@@ -78,8 +79,8 @@ def engine_of():
         return built[-1]
 
     yield build
-    for assembled in built:
-        assembled.engine.stop(drain_s=0)
+    for engine in built:
+        engine.stop(drain_s=0)
 
 
 @pytest.fixture(scope="module")
@@ -90,19 +91,19 @@ def alone(folders):
     def images(request):
         if request.model not in built:
             built[request.model] = build_engine(folders[request.model])
-        return built[request.model].engine.generate(request, timeout_s=WAIT_S).images
+        return built[request.model].generate(request, timeout_s=WAIT_S).images
 
     yield images
-    for assembled in built.values():
-        assembled.engine.stop(drain_s=0)
+    for engine in built.values():
+        engine.stop(drain_s=0)
 
 
 @pytest.fixture(scope="module")
 def sizes(folders) -> dict[str, int]:
     """The bytes of each model."""
-    assembled = build_engine_of(folders)
-    assembled.engine.stop(drain_s=0)
-    return {name: model.served.nbytes for name, model in assembled.models.items()}
+    engine = build_engine_of(folders)
+    engine.stop(drain_s=0)
+    return {name: model.nbytes for name, model in engine.pool.models.items()}
 
 
 class Waiting:
@@ -141,10 +142,10 @@ def test_models_take_turns_in_memory_and_make_the_images_that_each_makes_alone(f
         asked("a", "blue cat", loras=lora, n=2),
         asked("b", "the dog", controlnets=(ControlRef(name="edges", image=edges),)),
     ):
-        images = several.engine.generate(request, timeout_s=WAIT_S).images
+        images = several.generate(request, timeout_s=WAIT_S).images
         for ours, theirs in zip(images, alone(request), strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    statistics = several.engine.residents.statistics()
+    statistics = several.pool.statistics()
     assert statistics.loads == 4
     assert statistics.nbytes <= statistics.budget_bytes
 
@@ -153,7 +154,7 @@ def test_requests_for_all_models_at_once_are_all_answered(folders, engine_of, al
     """Nobody starves where memory has room for one, and each image is of the model that was asked for."""
     several = engine_of(folders, memory_bytes=max(sizes.values()))
     requests = [asked(name, f"{word} apple", seed=i) for i, word in enumerate(("red", "green")) for name in folders]
-    waiting = Waiting(several.engine)
+    waiting = Waiting(several)
     for request in requests:
         waiting.submit(request)
     ended = waiting.all()
@@ -168,46 +169,46 @@ def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
     folders, engine_of, alone, sizes, monkeypatch
 ):
     """A model leaves between two steps of a request; its image is the same as if it had stayed."""
-    monkeypatch.setattr(policy, "PATIENCE", 0.001)
+    monkeypatch.setattr(switching, "PATIENCE", 0.001)
     two = {name: folders[name] for name in ("a", "b")}
     several = engine_of(two, memory_bytes=max(sizes[name] for name in two))
-    several.engine.generate(asked("a"), timeout_s=WAIT_S)  # so that it knows how long steps take
+    several.generate(asked("a"), timeout_s=WAIT_S)  # so that it knows how long steps take
     image = np.full((32, 32, 3), 200, np.uint8)
     first = asked("b", "asked for first")
     long = asked("a", "the long one", steps=80, controlnets=(ControlRef(name="edges", image=image),))
-    waiting, both_are_there = Waiting(several.engine), threading.Event()
-    several.engine.between_steps(lambda: both_are_there.wait(WAIT_S))
+    waiting, both_are_there = Waiting(several), threading.Event()
+    several.between_steps(lambda: both_are_there.wait(WAIT_S))
     waiting.submit(first)
     waiting.submit(long)
     both_are_there.set()
     ended = waiting.all()
     assert list(ended) == [first.request_id, long.request_id]
-    assert several.engine.residents.statistics().loads == 2
+    assert several.pool.statistics().loads == 2
     np.testing.assert_array_equal(ended[long.request_id].result.images[0], alone(long)[0])
 
 
 def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of, sizes, monkeypatch):
     """Of two that load equally fast, the third model takes the place of the one that was idle for longest."""
-    monkeypatch.setattr(Residents, "load_s", lambda self, model: 1.0)
+    monkeypatch.setattr(ModelPool, "load_s", lambda self, model: 1.0)
     several = engine_of(folders, memory_bytes=sizes["xl"] + sizes["a"])
-    engine = several.engine
-    assert engine.residents.statistics().resident == ("a",)
+    engine = several
+    assert engine.pool.statistics().resident == ("a",)
     for name in ("b", "a", "xl"):
         engine.generate(asked(name), timeout_s=WAIT_S)
-    assert engine.residents.statistics().resident == ("a", "xl")
+    assert engine.pool.statistics().resident == ("a", "xl")
 
 
 def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
     """Nothing refers to its parts in a circle: a garbage collection would hold up the other models' steps."""
     several = engine_of({name: folders[name] for name in ("a", "b")}, memory_bytes=1 << 21)
-    several.engine.generate(asked("a", loras=(LoraRef(name="one"),)), timeout_s=WAIT_S)
-    bundle = several.models["a"].bundle
+    several.generate(asked("a", loras=(LoraRef(name="one"),)), timeout_s=WAIT_S)
+    bundle = several.pool.models["a"].stepper.denoiser.bundle
     parts = [weakref.ref(part) for part in (bundle.unet, bundle.vae, *bundle.text_encoders)]
     del bundle
     gc.collect()
     gc.disable()
     try:
-        several.engine.generate(asked("b"), timeout_s=WAIT_S)
+        several.generate(asked("b"), timeout_s=WAIT_S)
         assert [part() for part in parts] == [None] * len(parts)
     finally:
         gc.enable()
@@ -215,15 +216,15 @@ def test_the_memory_of_a_model_that_leaves_is_free_at_once(folders, engine_of):
 
 def test_models_of_a_family_share_a_controlnet_and_others_do_not_have_it(folders, engine_of, monkeypatch):
     """One copy in this process serves both; a model of another family says that there is none."""
-    load, loaded = base_model.load_controlnet, []
-    monkeypatch.setattr(base_model, "load_controlnet", lambda *args, **how: loaded.append(args) or load(*args, **how))
+    load, loaded = family.load_controlnet, []
+    monkeypatch.setattr(family, "load_controlnet", lambda *args, **how: loaded.append(args) or load(*args, **how))
     several = engine_of(folders)
     control = (ControlRef(name="edges", image=np.zeros((32, 32, 3), np.uint8)),)
     for name in ("a", "b"):
-        several.engine.generate(asked(name, controlnets=control), timeout_s=WAIT_S)
+        several.generate(asked(name, controlnets=control), timeout_s=WAIT_S)
     assert len(loaded) == 1
     with pytest.raises(NotFound, match="edges"):
-        several.engine.generate(asked("xl", controlnets=control), timeout_s=WAIT_S)
+        several.generate(asked("xl", controlnets=control), timeout_s=WAIT_S)
 
 
 def test_a_model_that_vanishes_fails_its_requests_alone(folders, engine_of, tmp_path):
@@ -233,30 +234,30 @@ def test_a_model_that_vanishes_fails_its_requests_alone(folders, engine_of, tmp_
     several = engine_of({"a": folders["a"], "b": replace(folders["b"], model=moved)})
     kept = moved.rename(tmp_path / "away")
     with pytest.raises(ModelError, match="b"):
-        several.engine.generate(asked("b"), timeout_s=WAIT_S)
-    several.engine.generate(asked("a"), timeout_s=WAIT_S)
+        several.generate(asked("b"), timeout_s=WAIT_S)
+    several.generate(asked("a"), timeout_s=WAIT_S)
     kept.rename(moved)
-    several.engine.generate(asked("b"), timeout_s=WAIT_S)
+    several.generate(asked("b"), timeout_s=WAIT_S)
 
 
 def test_a_model_larger_than_the_budget_is_refused_by_name(folders, engine_of, sizes):
     """Nothing else is affected, and the sentence names the setting."""
     several = engine_of(folders, memory_bytes=sizes["a"])
     with pytest.raises(ModelError, match=r"xl needs .*images\.memory_bytes"):
-        several.engine.generate(asked("xl"), timeout_s=WAIT_S)
-    several.engine.generate(asked("b"), timeout_s=WAIT_S)
+        several.generate(asked("xl"), timeout_s=WAIT_S)
+    several.generate(asked("b"), timeout_s=WAIT_S)
 
 
 def test_a_second_name_for_a_folder_is_left_out(folders, engine_of, caplog):
     """The log says which, the engine knows why, and the others are served."""
     several = engine_of({"a": folders["a"], "again": folders["a"], "b": folders["b"]})
-    assert list(several.models) == ["a", "b"]
+    assert list(several.pool.models) == ["a", "b"]
     assert "again is not served" in caplog.text
-    assert several.roster.refused == {
+    assert several.pool.refused == {
         "again": f"{folders['a'].model} is a's folder; another name for it belongs into images.aliases"
     }
     with pytest.raises(NotFound, match="again"):
-        several.engine.generate(asked("again"), timeout_s=WAIT_S)
+        several.generate(asked("again"), timeout_s=WAIT_S)
 
 
 def test_the_catalog_says_what_is_not_served(folders, tiny_sd_controlnets, tiny_sdxl_controlnets, tmp_path):

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import LoraError, ModelError
+from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets

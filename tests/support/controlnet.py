@@ -21,9 +21,9 @@ from plait_fabric import connect, listen
 from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
 from plait_kernels.executors import AdaptedLayer, RowFactors
 from plait_kernels.executors.torch_program import TorchProgram
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
 from plait_serving.diffusion.protocols import (
     Conditioning,
     ControlCall,
@@ -223,7 +223,7 @@ sys.path[:0] = {paths!r}
 import torch
 torch.set_num_threads(1)
 from plait_fabric import listen
-from plait_serving.diffusion.controlnet.model import load_controlnet
+from plait_serving.diffusion.families.unet.controlnet import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService
 runner = load_controlnet(Path(sys.argv[2]), dtype=torch.float32)
 service = ControlNetService("edges", runner, [listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))])

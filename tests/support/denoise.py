@@ -19,10 +19,9 @@ from diffusers import ControlNetModel
 from PIL import Image
 
 from plait_kernels.executors.module_lock import MODULES
-from plait_serving.diffusion.bundle import Bundle
 from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.protocols import ActiveControl, ControlNetClient, Denoiser, StepCall
-from plait_serving.diffusion.samplers import sampler_factory
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 
 SCHEDULER_CLASSES = {
@@ -96,7 +95,7 @@ def start(
     bundle: Bundle, denoiser: Denoiser, request: ImageRequest, clients: Mapping[str, ControlNetClient] | None = None
 ) -> DenoisingRequest:
     """A request before its first step."""
-    sampler = sampler_factory(bundle)(request, request.seeds, denoiser.latent_shape(request.width, request.height))
+    sampler = denoiser.sampler(request, request.seeds)
     conditioning = denoiser.prepare(request)
     controls = []
     for ref in request.controlnets:

@@ -10,12 +10,10 @@ from fakes.engine import (
     FakeDenoiser,
     FakeMerger,
     FakeProvider,
-    fake_samplers,
     resident_model,
 )
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0
@@ -61,12 +59,8 @@ class Rig:
         self.merger, self.text_merger = FakeMerger(broken=broken), FakeMerger()
         self.denoiser = FakeDenoiser(self.merger, self.text_merger, gate)
         self.provider = provider or FakeProvider(["a", "b"])
-        stepper = Stepper(
-            denoiser=self.denoiser, merger=self.merger, text_merger=self.text_merger, sampler_factory=fake_samplers,
-            controlnets={}, clock=clock,
-        )  # fmt: skip
         self.engine = Engine(
-            models=[resident_model(self.denoiser, stepper, loras=self.provider, costs=costs or EveryBatchPays())],
+            models=[resident_model(self.denoiser, clock=clock, loras=self.provider, costs=costs or EveryBatchPays())],
             knobs=EngineKnobs(threads=1, **knobs),
             clock=clock,
         )

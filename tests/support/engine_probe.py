@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from plait_serving.diffusion.assemble import Assembled
+from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from support.denoise import edits_of, reference_pipeline, run_pipeline, scheduled
 
@@ -19,13 +19,13 @@ WAIT_S = 120.0
 class Probe:
     """An engine whose final latents can be read: images are decoded in the order in which requests end."""
 
-    def __init__(self, assembled: Assembled) -> None:
-        self.assembled, self.engine = assembled, assembled.engine
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
         self.batches: list[int] = []
         """How many requests each denoiser call of the latest `latents` held."""
         self.decoded: list[torch.Tensor] = []
         """Final latents since the latest `latents` began, in the order in which they were decoded."""
-        denoiser: Any = assembled.denoiser
+        denoiser: Any = engine.pool.first.stepper.denoiser
         finish, predict = denoiser.finish, denoiser.predict
 
         def spy(latents: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -108,29 +106,6 @@ def by_hand(
     return tuple(torch.cat(parts) for parts in zip(*rows, strict=True))
 
 
-class CallClock:
-    """By it every call takes a second, and what another thread compiles `compile_s`."""
-
-    def __init__(self, compile_s: float = 0.0) -> None:
-        self.compile_s = compile_s
-        self._calls_s = self._compiled_s = 0.0
-
-    def __call__(self) -> float:
-        if threading.current_thread() is threading.main_thread():
-            self._calls_s += 1.0
-            return self._calls_s
-        self._compiled_s += self.compile_s
-        return self._compiled_s
-
-
 def openvino_at(folder: Path, **settings: Any) -> OpenVinoExecutor:
     """An executor on one thread over a store of its own."""
     return OpenVinoExecutor(ProgramStore(folder), OpenVinoSettings(**{"threads": lambda: 1, **settings}))
-
-
-def wait_compiled(program: Any, shapes: int) -> None:
-    """Block until a program has copies for that many single shapes."""
-    until_s = time.monotonic() + 60
-    while len(program.specials) < shapes or program.is_compiling:
-        assert time.monotonic() < until_s, "no shape was compiled"
-        time.sleep(0.01)

@@ -101,14 +101,14 @@ CONTROLLED = asked("controlled", controlnets=CONTROL, loras=SETS["peft"])
 
 def unet_is_mapped(probe: Probe) -> bool:
     """Whether torch's copy of the UNet is the file's float16 bytes."""
-    return next(probe.assembled.bundle.unet.down_blocks.parameters()).dtype is torch.float16
+    return next(probe.engine.pool.first.stepper.denoiser.bundle.unet.down_blocks.parameters()).dtype is torch.float16
 
 
 def wait_prepared(probe: Probe, *parts: str) -> None:
     """Block until these run on programs."""
     until_s = time.monotonic() + 600
-    while not probe.assembled.prepared_parts() >= set(parts):
-        assert time.monotonic() < until_s, probe.assembled.prepared_parts()
+    while not probe.engine.pool.prepared >= set(parts):
+        assert time.monotonic() < until_s, probe.engine.pool.prepared
         time.sleep(0.05)
 
 
@@ -125,9 +125,9 @@ def convert(models: Models) -> Models:
     """A first start: torch serves with the pipeline's bits, programs take over, and torch's weights go."""
     first = models.build(converts=True)
     try:
-        started = first.assembled.prepared_parts()
+        started = first.engine.pool.prepared
         (served,) = first.latents(PLAIN)
-        if not started and not first.assembled.prepared_parts():
+        if not started and not first.engine.pool.prepared:
             assert torch.equal(served, models.reference(PLAIN))
         first.latents(CONTROLLED)
         wait_prepared(first, "unet", "vae", "edges")

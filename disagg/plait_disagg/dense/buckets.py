@@ -1,13 +1,25 @@
-"""Batch sizes that share a program, and from how many rows on the program pays. Pure."""
+"""Batch sizes that share a program, 2^k and 3 * 2^k, and from how many rows on the program pays. Pure."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from plait_kernels.executors.row_counts import fewest, filled_up
-
 _MARGIN = 0.95
 """A program must take at most so much of torch's time: what differs by less is not told apart by a trial."""
+
+
+def filled_up(rows: int) -> int:
+    """Return the smallest of these numbers that is not below `rows`."""
+    power = 1 << max(0, rows - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+
+
+def fewest(rows: int) -> int:
+    """Return the fewest rows that are filled up to `rows`, which is one of these numbers."""
+    if rows <= 2:
+        return rows
+    power = 1 << (rows.bit_length() - 1)
+    return (power * 3 // 4 if rows == power else power) + 1
 
 
 class Bucket(NamedTuple):

@@ -9,10 +9,10 @@ import threading
 
 import torch
 
+from plait_disagg.dense.buckets import filled_up
 from plait_disagg.dense.trial import Given
 from plait_disagg.graph.execute import Compiled
 from plait_kernels.executors.graphs import Capture, GraphProgram
-from plait_kernels.executors.row_counts import filled_up
 
 
 class DenseGraphs:

@@ -11,7 +11,7 @@ convolution x are the windows of its input, as `torch.nn.functional.unfold` make
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -57,12 +57,10 @@ class AdaptedLayer:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowFactors:
     """The LoRA factors of R rows by layer path. Layers that are not named add nothing. Do not change it: programs
-    recognise it by identity. `name`: what those of one set, the same for all rows, are known by; equal names mean equal
-    factors."""
+    recognise it by identity."""
 
     rows: int
     by_path: Mapping[str, Factors]
-    name: Hashable = None
 
     @property
     def given(self) -> int:

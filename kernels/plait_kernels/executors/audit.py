@@ -1,11 +1,10 @@
 """Answers of prepared programs are computed again by torch while nothing else runs, and compared.
 
-Audited are the first call of each shape (again once a shape has a program of its own) and one call in
-`AuditPlan.every`. An answer that differs by more than the program's tolerance is a drift: from then on torch runs that
-shape, the log says so, and both answers are kept in a file. The reference reads weights that are memory-mapped, so
-auditing holds no second copy of them. It stops between two of its operations when a request comes: half a UNet in
-float32 takes seconds on one core, and a low priority alone does not keep it off the cores that a program's threads wait
-for.
+Audited are the first call of each shape and one call in `AuditPlan.every`. An answer that differs by more than the
+program's tolerance is a drift: from then on torch runs that shape, the log says so, and both answers are kept in a
+file. The reference reads weights that are memory-mapped, so auditing holds no second copy of them. It stops between two
+of its operations when a request comes: half a UNet in float32 takes seconds on one core, and a low priority alone does
+not keep it off the cores that a program's threads wait for.
 """
 
 from __future__ import annotations
@@ -320,10 +319,10 @@ class AuditedProgram:
             return self.reference().run(inputs, factors)
         self._calls += 1
         # Whether this call is audited must be known before it: what it is given may be overwritten by its answer.
-        is_new = (shapes, True) not in self._known
+        is_new = shapes not in self._known
         kept = _copies(inputs) if self._may_sample(is_new) else ()
         outputs = self._program.run(inputs, factors, copy=copy)
-        if kept and self._wants((shapes, self._program.settled)):
+        if kept and self._wants(shapes):
             own = _copies(outputs)
             self._auditor.add(_Sample(program=self, key=shapes, inputs=kept, factors=factors, outputs=own))
         return outputs

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,15 +54,11 @@ class OpenVinoSettings:
     """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
 
     `aside` calls what converts, and returns once that is done: where it gives way to what computes meanwhile.
-    `specialise_bytes`, `free_bytes` and `clock`: `OpenVinoProgram`.
     """
 
     precision: str = "float32"
     threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     aside: Callable[[Callable[[], None]], None] = lambda work: work()
-    specialise_bytes: int = 1 << 30
-    free_bytes: Callable[[], int] = lambda: sys.maxsize
-    clock: Callable[[], float] = time.perf_counter
 
     def options(self) -> dict[str, Any]:
         """Return the options of `compile_model`."""
@@ -151,9 +146,6 @@ class OpenVinoExecutor:
             model,
             layers,
             options=self._settings.options,
-            specialise_bytes=self._settings.specialise_bytes,
-            free_bytes=self._settings.free_bytes,
-            clock=self._settings.clock,
             probe=probe,
             cache=CompiledCache(entry, (entry / _MODEL).with_suffix(".bin")),
         )

@@ -68,7 +68,7 @@ def engine_cells(
         ]
 
     models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], orders(0))
-    assembled = build_engine(
+    engine = build_engine(
         EngineSettings(
             model=models.base,
             dtype="float32",
@@ -78,8 +78,7 @@ def engine_cells(
             knobs=EngineKnobs(controlnet_placement=Placement.LOCAL),
         )
     )
-    engine = assembled.engine
-    width, height = assembled.bundle.width, assembled.bundle.height
+    width, height = engine.pool.first.family.width, engine.pool.first.family.height
     numbers, compiled = count(), [0]
 
     def requests(seed: int) -> list[ImageRequest]:
@@ -107,7 +106,7 @@ def engine_cells(
     try:
         _ask_engine(engine, requests(0), callers)
         until_s = time.monotonic() + _PREPARED_S
-        while not assembled.prepared_parts() >= {"unet", "vae"} and time.monotonic() < until_s:
+        while not engine.pool.prepared >= {"unet", "vae"} and time.monotonic() < until_s:
             time.sleep(0.5)
         _ask_engine(engine, requests(0), callers)
         yield measured

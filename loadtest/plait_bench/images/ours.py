@@ -184,7 +184,7 @@ class InProcessEngine(FleetWorker):
         from plait_serving.diffusion.lora.source import FolderSource
 
         models: ModelFolder = settings["models"]
-        self._assembled = build_engine(
+        self._engine = build_engine(
             EngineSettings(
                 model=models.base,
                 dtype=settings["dtype"],
@@ -197,11 +197,12 @@ class InProcessEngine(FleetWorker):
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Ask for the images all at once, or one after the other."""
-        bundle, engine = self._assembled.bundle, self._assembled.engine
+        engine = self._engine
+        family = engine.pool.first.family
         requests = [
             image_request(
-                order, request_id=f"bench-{next(self._numbers)}", width=order.edge or bundle.width,
-                height=order.edge or bundle.height,
+                order, request_id=f"bench-{next(self._numbers)}", width=order.edge or family.width,
+                height=order.edge or family.height,
             )
             for order in items
         ]  # fmt: skip
@@ -211,7 +212,7 @@ class InProcessEngine(FleetWorker):
 
     def close(self) -> None:
         """Stop the engine."""
-        self._assembled.engine.stop(drain_s=0.0)
+        self._engine.stop(drain_s=0.0)
 
 
 def image_request(order: ImageSpec, *, request_id: str, width: int, height: int) -> ImageRequest:

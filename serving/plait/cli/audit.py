@@ -27,7 +27,8 @@ def show(
 
     from plait.errors import write
     from plait.offline.audit import drifts, page
-    from plait_serving.diffusion.preparation import audit_folder, default_prepared_folder
+    from plait_serving.diffusion.families.preparation import audit_folder
+    from plait_serving.diffusion.settings import default_prepared_folder
 
     found = drifts(folder or audit_folder(default_prepared_folder()))
     if out is not None:

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from plait.errors import PlaitError
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
+from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.residents.model_folder import FolderOfModels
 from plait_serving.diffusion.sources.file_kinds import family_of_keys
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
@@ -110,8 +110,8 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
 
 
 def family_of_config(config: Mapping[str, Any]) -> str:
-    """Mirror `plait_serving.diffusion.bundle.family_of`, whose module needs torch; a test keeps the two in
-    agreement."""
+    """Mirror `plait_serving.diffusion.families.unet.config.family_of`, whose package needs torch; a test keeps the two
+    in agreement."""
     if config.get("addition_embed_type") == "text_time":
         return "sdxl"
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"

@@ -1,20 +1,16 @@
-"""Latents to images: VAE decode, safety check, 8-bit RGB; and which thread does it."""
+"""Latents to images: decode, safety check, 8-bit RGB; and which thread does it."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
-from PIL import Image
 
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import one_thread
-from plait_serving.diffusion.bundle import Bundle
-from plait_serving.diffusion.protocols import Denoiser, SafetyChecker
+from plait_serving.diffusion.protocols import Denoiser
 from plait_serving.diffusion.queue.costs import MAX_KINDS
 from plait_serving.diffusion.queue.turns import TurnQueue
 from plait_serving.diffusion.values import RgbImage
@@ -24,21 +20,14 @@ LONG_DECODE_S = 0.1
 256x256 in 2.6 to 3 s on two cores; the starter model takes 5 ms on one."""
 
 
-class Decoder:
-    """Decodes on whatever thread calls it."""
-
-    def __init__(self, denoiser: Denoiser, safety: SafetyChecker | None) -> None:
-        self._denoiser = denoiser
-        self._safety = safety
-
-    def decode(self, latents: torch.Tensor) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
-        """Decode `(n, c, h, w)` to n images and their safety flags."""
-        with torch.inference_mode():
-            images = self._denoiser.finish(latents)
-            flagged = (False,) * len(images)
-            if self._safety is not None:
-                images, flagged = self._safety.check(images)
-            return to_rgb(images), flagged
+def decoded(denoiser: Denoiser, latents: torch.Tensor) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
+    """Decode `(n, c, h, w)` to n images and their safety flags, on whatever thread calls it."""
+    with torch.inference_mode():
+        images = denoiser.finish(latents)
+        flagged = (False,) * len(images)
+        if denoiser.safety is not None:
+            images, flagged = denoiser.safety.check(images)
+        return to_rgb(images), flagged
 
 
 def to_rgb(images: torch.Tensor) -> tuple[RgbImage, ...]:
@@ -124,33 +113,3 @@ class DecodeQueue:
 class _Decode:
     latents: torch.Tensor
     use: Callable[[torch.Tensor], bool]
-
-
-_log = logging.getLogger(__name__)
-
-
-class FolderSafetyChecker:
-    """A `SafetyChecker` with diffusers' `StableDiffusionSafetyChecker`. Decode thread only."""
-
-    def __init__(self, checker: Any, feature_extractor: Any) -> None:
-        self._checker = checker
-        self._feature_extractor = feature_extractor
-
-    def check(self, images: torch.Tensor) -> tuple[torch.Tensor, tuple[bool, ...]]:
-        """Return a copy of `float (n, 3, H, W)` in [0, 1] with flagged images black, and the flags."""
-        with torch.inference_mode():
-            pil_images = [Image.fromarray(image) for image in to_rgb(images)]
-            pixels = self._feature_extractor(pil_images, return_tensors="pt").pixel_values
-            parameter = next(self._checker.parameters())
-            checked, flags = self._checker(
-                images=images.clone(), clip_input=pixels.to(device=parameter.device, dtype=parameter.dtype)
-            )
-        return cast("torch.Tensor", checked), tuple(bool(flag) for flag in flags)
-
-
-def safety_of(bundle: Bundle) -> FolderSafetyChecker | None:
-    """Return the bundle's checker, or None with a line in the log: the folder has none or it was switched off."""
-    if bundle.safety_checker is None:
-        _log.info("%s: no safety checker", bundle.folder)
-        return None
-    return FolderSafetyChecker(bundle.safety_checker, bundle.feature_extractor)

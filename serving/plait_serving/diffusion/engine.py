@@ -20,12 +20,11 @@ from plait_serving.diffusion.errors import DeadlineMissed, NotFound
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.loop import SURELY_LATE, DenoiseLoop
 from plait_serving.diffusion.memory import MemoryReader
-from plait_serving.diffusion.protocols import LoraProvider
+from plait_serving.diffusion.models.model import Model
+from plait_serving.diffusion.models.pool import ModelPool
 from plait_serving.diffusion.queue.bounds import QueueBounds
 from plait_serving.diffusion.queue.usage import TenantUsage, UsageLedger
 from plait_serving.diffusion.request_registry import EngineStatistics, RequestRegistry
-from plait_serving.diffusion.residents.keeper import Residents
-from plait_serving.diffusion.residents.model import ServedModel
 from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
 
@@ -59,22 +58,20 @@ class Engine:
     def __init__(
         self,
         *,
-        models: Sequence[ServedModel],
+        models: Sequence[Model] = (),
         knobs: EngineKnobs,
         clock: Callable[[], float],
         memory_bytes: int | None = None,
         memory: MemoryReader | None = None,
-        look_for_models: Callable[[], None] = lambda: None,
     ) -> None:
-        """Take the models; the first must be resident when the engine starts. `memory_bytes`: what those that are
-        resident may take, by `memory`; None: no bound, and their weights. `look_for_models` may `add` some, and is
-        called for one that is unknown."""
+        """Take the models, or have them added to the `pool`; the first must be resident when the engine starts.
+        `memory_bytes`: what those that are resident may take, by `memory`; None: no bound, and their weights."""
         self._knobs = knobs
         self._clock = clock
         self._usage = UsageLedger()
         self._request_s: dict[str, float] = {}
         self._registry = RequestRegistry(clock, self._usage)
-        self._residents = Residents(
+        self.pool = ModelPool(
             models,
             budget_bytes=_UNBOUNDED if memory_bytes is None else memory_bytes,
             clock=clock,
@@ -82,11 +79,12 @@ class Engine:
             open_models=self._registry.open_models,
             memory=MemoryReader() if memory is None else memory,
         )
-        self._look_for_models = look_for_models
+        """The models, and which of them are in memory."""
+        self.pool.reconfigure(knobs.host_lora_bytes)
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,
-            residents=self._residents,
+            pool=self.pool,
             decodes=self._decodes,
             usage=self._usage,
             knobs=lambda: self._knobs,
@@ -109,33 +107,14 @@ class Engine:
         self._loop.heartbeat.check()
         self._decodes.heartbeat.check()
 
-    @property
-    def residents(self) -> Residents:
-        """The models, and which of them are in memory."""
-        return self._residents
-
-    def may_add(self, name: str) -> bool:
-        """Return whether a model of that name can be added now: one that was retired has left."""
-        return self._residents.may_add(name)
-
-    def add(self, model: ServedModel) -> None:
-        """Serve one more model."""
-        self._residents.add(model)
-        self.reconfigure(self._knobs)  # caches of LoRAs share what they may take
-
     def rest(self, name: str, *, asleep: bool) -> None:
         """Let a model's weights leave memory once its requests have ended, until it is asked for or woken; or bring
         them back. Returns at once. Raises `NotFound`, or `ModelError` for one that is too large for memory."""
         model = self._find(name)
         if not asleep:
-            self._residents.check(model)
-        change = self._residents.sleep if asleep else self._residents.wake
+            self.pool.check(model)
+        change = self.pool.sleep if asleep else self.pool.wake
         self.between_steps(lambda: change(model.name))
-
-    def retire(self, name: str) -> None:
-        """Take no more requests for a model; those that were accepted are finished."""
-        self._residents.retire(name)
-        self._request_s.pop(name, None)
 
     @property
     def knobs(self) -> EngineKnobs:
@@ -151,9 +130,15 @@ class Engine:
         now_s = self._clock()
         model = self._model_of(request)
         request = request if request.model else replace(request, model=model.name)
-        check_request(request, model.limits, loras=model.loras, controlnets=model.controlnets, samplers=model.samplers)
-        self._residents.check(model)
-        size = model.measure(request)
+        check_request(
+            request,
+            model.limits,
+            loras=model.loras,
+            controlnets=model.controlnets,
+            samplers=model.family.samplers,
+        )
+        self.pool.check(model)
+        size = model.family.measure(request)
         check_prompts(size, model.limits)
         alone_s = model.forecast.alone_s(request, size.chunks)
         arrived_s = now_s - (request.tried_again_s or 0.0)
@@ -177,6 +162,7 @@ class Engine:
                 job.loras = model.loras.acquire([lora.name for lora in request.loras], request.tenant)
                 job.loras.add_done_callback(lambda _: self._loaded(job))
         usual_s = self._request_s.get(model.name, job.work_s)
+        self._request_s = self.request_s()  # without those of models that have left
         self._request_s[model.name] = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
         return Ticket(job, self._registry.wake)
 
@@ -203,9 +189,7 @@ class Engine:
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs at the next step boundary; running requests continue."""
-        loras = self._loras
-        for each in loras:
-            each.reconfigure(host_bytes=knobs.host_lora_bytes // len(loras))
+        self.pool.reconfigure(knobs.host_lora_bytes)
         self._knobs = knobs
         self._registry.wake()
 
@@ -225,7 +209,8 @@ class Engine:
 
     def request_s(self) -> dict[str, float]:
         """Return the compute-seconds of a usual request of each model that was asked for."""
-        return dict(self._request_s)
+        models = self.pool.models
+        return {name: seconds for name, seconds in self._request_s.items() if name in models}
 
     def usage(self) -> dict[str, TenantUsage]:
         """Return what each tenant used since the start."""
@@ -240,33 +225,20 @@ class Engine:
         if self._compute.is_alive():
             self._compute.join()
         self._decodes.close()
-        for model in self._residents.models:
-            for client in model.controlnets.values():
-                client.shutdown()
-        for loras in self._loras:
-            loras.close()
+        self.pool.close()
 
-    @property
-    def _loras(self) -> list[LoraProvider]:
-        """What models have their LoRAs from; those of equal shapes share it."""
-        return list({id(model.loras): model.loras for model in self._residents.models}.values())
+    def _model_of(self, request: ImageRequest) -> Model:
+        return self._find(request.model) if request.model else self.pool.first
 
-    def _model_of(self, request: ImageRequest) -> ServedModel:
-        return self._find(request.model) if request.model else self._residents.first
-
-    def _find(self, name: str) -> ServedModel:
-        model = self._residents.find(name)
-        if model is None:
-            self._look_for_models()
-            model = self._residents.find(name)
-        return _served(model, name)
+    def _find(self, name: str) -> Model:
+        return _served(self.pool.find(name), name)
 
     def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()
         self._registry.wake()
 
 
-def _served(model: ServedModel | None, name: str) -> ServedModel:
+def _served(model: Model | None, name: str) -> Model:
     """Return the model. Raises `NotFound` if it takes no requests."""
     if model is None or model.is_retired:
         raise NotFound(f"there is no model {name!r}", param="model")

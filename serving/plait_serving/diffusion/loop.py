@@ -8,26 +8,30 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from typing import TypeAlias
 
 import torch
 
 from plait_kernels.heartbeat import ThreadHeartbeat
-from plait_serving.diffusion.decoding import DecodeQueue, Decoder
-from plait_serving.diffusion.edits.blend import overlaid
+from plait_serving.diffusion.decoding import DecodeQueue
+from plait_serving.diffusion.edits import overlaid
 from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.models.model import Model
+from plait_serving.diffusion.models.pool import ModelPool
 from plait_serving.diffusion.queue.forecast import StepKind
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.queue.shares import TenantShares, Turn
 from plait_serving.diffusion.queue.usage import UsageLedger
 from plait_serving.diffusion.request_registry import RequestRegistry, result_of
-from plait_serving.diffusion.residents.keeper import Residents
-from plait_serving.diffusion.residents.model import ModelParts, ServedModel
 from plait_serving.diffusion.stepper import Outcome, Stepper
 from plait_serving.diffusion.units import ImageJob, RequestPhase, Unit, cut_into_units, heads
-from plait_serving.diffusion.values import Failed, Finished, Preview, Progress
+from plait_serving.diffusion.values import Failed, Finished, Preview, Progress, RgbImage
 
 _log = logging.getLogger(__name__)
+
+Decode: TypeAlias = Callable[[torch.Tensor], tuple[tuple[RgbImage, ...], tuple[bool, ...]]]
+"""Latents to images with their safety flags."""
 
 # A job is given up before its deadline only if even this share of the expected time would be too late: the
 # estimate is an average of a noisy quantity.
@@ -50,7 +54,7 @@ class DenoiseLoop:
         self,
         *,
         registry: RequestRegistry,
-        residents: Residents,
+        pool: ModelPool,
         decodes: DecodeQueue,
         usage: UsageLedger,
         knobs: Callable[[], EngineKnobs],
@@ -58,7 +62,7 @@ class DenoiseLoop:
         clock: Callable[[], float],
     ) -> None:
         self._registry = registry
-        self._residents = residents
+        self._pool = pool
         self._decodes = decodes
         self._usage = usage
         self._shares = TenantShares()
@@ -103,7 +107,7 @@ class DenoiseLoop:
         self._run_between_steps()
         self._take_in(knobs)
         self._drop_lost()
-        self._residents.share_loras(self._jobs)
+        self._pool.share_loras(self._jobs)
         self._tend_models()
         if self._decodes.run_next(stepping=bool(self._jobs)):
             return
@@ -113,7 +117,7 @@ class DenoiseLoop:
         else:
             self.heartbeat.rest()
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
-            self._registry.wait_for_news(wait_s if self._jobs else self._residents.rest_s)
+            self._registry.wait_for_news(wait_s if self._jobs else self._pool.rest_s)
 
     def _run_between_steps(self) -> None:
         while self._between_steps:
@@ -129,7 +133,7 @@ class DenoiseLoop:
             insort(self._jobs, job, key=lambda job: job.units[0].order)
 
     def _tend_models(self) -> None:
-        failed = self._residents.tend(self._jobs)
+        failed = self._pool.tend(self._jobs)
         for job in [job for job in self._jobs if job.request.model in failed] if failed else ():
             self._fail(job, failed[job.request.model])
 
@@ -149,7 +153,7 @@ class DenoiseLoop:
     def _choose(self, knobs: EngineKnobs) -> tuple[list[Unit], GroupKey | None]:
         """Return the units of the next step and their group, or none. What executors take may change with a knob: the
         answer that formed the group is the one that its step uses."""
-        jobs = [job for job in self._jobs if self._residents.may_run(job)]
+        jobs = [job for job in self._jobs if self._pool.may_run(job)]
         ready, behind = heads(jobs, largest_batch=knobs.largest_batch, overtake_limit=knobs.overtake_limit)
         if not ready or self._should_wait_for_mates(ready, knobs):
             return [], None
@@ -179,24 +183,23 @@ class DenoiseLoop:
         chosen = [units[candidate.order] for candidate in batch]
         return chosen, self._key_of(chosen, batch[0].key)
 
-    def _model(self, job: ImageJob) -> ServedModel:
-        return self._residents.of(job.request.model)
+    def _model(self, job: ImageJob) -> Model:
+        return self._pool.of(job.request.model)
 
-    def _parts(self, model: str) -> ModelParts:
-        """Return the parts of a model that is resident."""
-        parts = self._residents.of(model).parts
-        assert parts is not None
-        return parts
+    def _stepper(self, model: str) -> Stepper:
+        """Return what steps a model that is resident."""
+        stepper = self._pool.of(model).stepper
+        assert stepper is not None
+        return stepper
 
     def _stepper_of(self, unit: Unit) -> Stepper:
-        return self._parts(unit.job.request.model).stepper
+        return self._stepper(unit.job.request.model)
 
     def _step_s(self, key: GroupKey, rows: int) -> float:
-        return self._residents.of(key.model).costs.step_s(key, rows)
+        return self._pool.of(key.model).costs.step_s(key, rows)
 
     def _switch_s(self, key: GroupKey) -> float:
-        parts = self._parts(key.model)
-        return 0.0 if key.loras == parts.stepper.live_loras else parts.switch_cost_s(key.loras)
+        return self._stepper(key.model).switch_s(key.loras)
 
     def _candidates(self, ready: list[Unit]) -> list[Candidate]:
         """Return the units as candidates, twice where they could share calls by taking their sets as inputs. While all
@@ -247,7 +250,7 @@ class DenoiseLoop:
         return not full and self._clock() - oldest_s < knobs.batch_wait_ms / 1000
 
     def _run_batch(self, batch: list[Unit], key: GroupKey) -> None:
-        model, stepper = self._residents.of(key.model), self._parts(key.model).stepper
+        model, stepper = self._pool.of(key.model), self._stepper(key.model)
         try:
             started_s = self._clock()
             switched = stepper.make_live(key.loras, batch)
@@ -278,15 +281,15 @@ class DenoiseLoop:
         for job in self._jobs:
             job.runs = job in took_part
             job.spent.denoise_s += seconds if job.runs else 0.0
-        self._residents.stepped(list(took_part), self._jobs, seconds)
+        self._pool.stepped(list(took_part), self._jobs, seconds)
         for unit, outcome in zip(prepared, outcomes, strict=True):
             self._take_outcome(unit, outcome)
         self._registry.set_stepping(sum(1 for job in self._jobs if any(unit.step for unit in job.units)))
 
     def _begin_step(self, batch: list[Unit], key: GroupKey) -> None:
         rows = sum(unit.rows for unit in batch)
-        settled = self._parts(key.model).stepper.settled
-        expected_s = self._residents.of(key.model).costs.measured_s(key, rows) if settled else None
+        settled = self._stepper(key.model).settled
+        expected_s = self._pool.of(key.model).costs.measured_s(key, rows) if settled else None
         self.heartbeat.begin(f"a step of {rows} rows at {key.width}x{key.height}", expected_s)
 
     def _prepare(self, unit: Unit, until_s: float) -> bool:
@@ -296,7 +299,7 @@ class DenoiseLoop:
             return False
         spent_s, forecast = job.spent.encode_s, self._model(job).forecast
         try:
-            ready = self._parts(job.request.model).stepper.prepare(unit, until_s=until_s)
+            ready = self._stepper(job.request.model).prepare(unit, until_s=until_s)
         except Exception as error:
             self._fail(job, error)
             return False
@@ -318,19 +321,19 @@ class DenoiseLoop:
         if job.request.steps_after(unit.step) > job.request.steps_after(unit.step - 1):
             self._registry.send(job, Progress(step=job.steps_done, steps=job.request.run_steps))
         if outcome is not None:
-            decoder, step = self._parts(job.request.model).decoder, job.request.steps_after(unit.step)
-            preview = partial(self._preview, job, decoder, job.previews_sent, step)
+            decode, step = self._stepper(job.request.model).decode, job.request.steps_after(unit.step)
+            preview = partial(self._preview, job, decode, job.previews_sent, step)
             self._decodes.submit(job.request.tenant.name, outcome[:1].clone(), preview)
             job.previews_sent += 1
         if all(part.step == part.steps for part in job.units):
             self._finish(job)
 
     def _finish(self, job: ImageJob) -> None:
-        decoder = self._parts(job.request.model).decoder
+        decode = self._stepper(job.request.model).decode
         self._let_go(job)
         job.advance(RequestPhase.DECODING)
         latents = torch.cat([unit.latents for unit in job.units if unit.latents is not None])
-        self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job, decoder))
+        self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job, decode))
 
     def _fail(self, job: ImageJob, error: Exception) -> None:
         """End a job without touching its batch mates. An error that is no `EngineError` is a bug and logged as one."""
@@ -358,12 +361,12 @@ class DenoiseLoop:
 
     # The two below may run on the decode thread; they return whether they decoded.
 
-    def _decode(self, job: ImageJob, decoder: Decoder, latents: torch.Tensor) -> bool:
+    def _decode(self, job: ImageJob, decode: Decode, latents: torch.Tensor) -> bool:
         started_s = self._clock()
         try:
             if job.cancelled:
                 raise Cancelled("the request was cancelled")
-            images, flagged = decoder.decode(latents)
+            images, flagged = decode(latents)
             images = overlaid(images, flagged, job.request.edit)
         except Exception as error:
             if not isinstance(error, EngineError):
@@ -379,11 +382,11 @@ class DenoiseLoop:
         self._registry.close(job, Finished(result=result))
         return True
 
-    def _preview(self, job: ImageJob, decoder: Decoder, index: int, step: int, latents: torch.Tensor) -> bool:
+    def _preview(self, job: ImageJob, decode: Decode, index: int, step: int, latents: torch.Tensor) -> bool:
         if job.phase is RequestPhase.FAILED or job.cancelled:
             return False
         try:
-            images, flagged = decoder.decode(latents)
+            images, flagged = decode(latents)
             images = overlaid(images, flagged, job.request.edit)
         except Exception:
             _log.exception("request %s: a preview failed", job.request.request_id)

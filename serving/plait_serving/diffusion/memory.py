@@ -48,6 +48,23 @@ class MemoryNeed:
         return cls(weights_bytes=weights, allowance_bytes=PROCESS_BYTES + activation_bytes)
 
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(device: str) -> str:
+    """Return what "auto" means here: CUDA if available, otherwise the CPU."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """Return what "auto" means on a device: float16 with CUDA, otherwise float32."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    return torch.float16 if device.startswith("cuda") else torch.float32
+
+
 def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:
     """Log what the model needs. Raises `ModelError` if the device has not that much."""
     free = available_bytes(device)

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, RgbImage, Tenant
+from plait_serving.diffusion.values import ImageRequest, LoraSet, RgbImage, Tenant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -30,6 +30,11 @@ class Conditioning:
     added: Mapping[str, torch.Tensor]
     n: int
     uses_cfg: bool
+
+    @property
+    def length(self) -> int:
+        """L: requests of one length can share a denoiser call."""
+        return self.text.shape[1]
 
     def expand(self, value: torch.Tensor) -> torch.Tensor:
         """Expand `(2|1, ...)` to `(R, ...)`: every branch's row n times."""
@@ -173,7 +178,7 @@ class StepCall:
 
 
 class Denoiser(Protocol):
-    """A model family behind three verbs. Owns the weights; only the compute thread calls prepare and predict.
+    """A base model in memory: what its family makes of a request. Owns the weights; compute thread only.
 
     `finish` may be called from the decode thread while `predict` runs: it touches other modules only.
     """
@@ -195,8 +200,20 @@ class Denoiser(Protocol):
         """Return whether these files can be inputs of a step, but are merged where that is faster. Then requests
         without a set may share such a call, too."""
 
-    def measure(self, request: ImageRequest) -> PromptSize:
-        """Return how long a request's prompts are. Thread-safe."""
+    @property
+    def merger(self) -> LoraMerger:
+        """What merges LoRA sets into the weights that `predict` reads."""
+
+    @property
+    def text_merger(self) -> LoraMerger:
+        """What merges them into those of the text encoders."""
+
+    @property
+    def safety(self) -> SafetyChecker | None:
+        """What looks at finished images; None: nothing does."""
+
+    def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> RequestSampler:
+        """Return the sampler of a request's images with these seeds."""
 
     def begin(self, request: ImageRequest) -> Encoding:
         """Return what encodes the prompts with the live weights (text-encoder LoRAs must be merged before each
@@ -232,6 +249,9 @@ class LoraMerger(Protocol):
     def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
         """Make `target` live; `()` restores the pristine weights bit for bit. After `LoraError` the previous weights
         stay live."""
+
+    def switch_cost_s(self, target: LoraSet) -> float:
+        """Return the seconds that `switch` is expected to take."""
 
 
 class LoraLease(Protocol):

@@ -15,30 +15,26 @@ import torch
 from plait_disagg.request_log import on_behalf_of
 from plait_kernels.device_errors import is_out_of_memory
 from plait_kernels.lora_merge import is_finite
-from plait_serving.diffusion.edits.blend import Blend
-from plait_serving.diffusion.edits.start_latents import EditSource
+from plait_serving.diffusion.decoding import decoded
+from plait_serving.diffusion.edits import Blend, EditSource
 from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
 from plait_serving.diffusion.protocols import (
     ActiveControl,
     ControlNetClient,
     Denoiser,
     Encoding,
-    LoraMerger,
     LoraWeights,
     RequestSampler,
     StepCall,
 )
 from plait_serving.diffusion.units import Unit
-from plait_serving.diffusion.values import ImageRequest, LoraSet
+from plait_serving.diffusion.values import LoraSet, RgbImage
 
 _log = logging.getLogger(__name__)
 
 _CALLS_AT_ONCE = 8
 """An ordinary request's text encoder calls are not cut up, so that what arrives together steps together: SDXL makes 4
 for a prompt and a negative prompt of one chunk."""
-
-SamplerFactory = Callable[[ImageRequest, Sequence[int], tuple[int, int, int]], RequestSampler]
-"""`(request, seeds of the unit's images, latent shape) -> sampler`."""
 
 Outcome = EngineError | torch.Tensor | None
 """The outcome of one unit's step: its error, the x0 estimate if a preview was requested, or None."""
@@ -51,35 +47,28 @@ class Stepper:
         self,
         *,
         denoiser: Denoiser,
-        merger: LoraMerger,
-        text_merger: LoraMerger,
-        sampler_factory: SamplerFactory,
         controlnets: Mapping[str, ControlNetClient],
         clock: Callable[[], float],
     ) -> None:
-        """Take the parts. `merger` writes the denoiser's weights, `text_merger` those of the text encoders."""
-        self._denoiser = denoiser
-        self._merger = merger
-        self._text_merger = text_merger
-        self._sampler_factory = sampler_factory
+        self.denoiser = denoiser
         self._controlnets = controlnets
         self._clock = clock
 
     @property
     def live_loras(self) -> LoraSet:
         """The set that is merged into the denoiser's weights."""
-        return self._merger.current
+        return self.denoiser.merger.current
 
     @property
     def settled(self) -> bool:
         """Whether the last step tells how long such steps take."""
-        return self._denoiser.settled
+        return self.denoiser.settled
 
     def to_merge(self, unit: Unit) -> LoraSet:
         """Return the set, with its files, that must be merged for a unit's next step: none if the denoiser takes its
         set as inputs."""
         weights = _weights_of(unit)
-        if not unit.loras or self._denoiser.takes(list(weights.values())):
+        if not unit.loras or self.denoiser.takes(list(weights.values())):
             return ()
         return _with_files(unit.loras, weights)
 
@@ -90,15 +79,15 @@ class Stepper:
     def is_row_wise(self, unit: Unit) -> bool:
         """Return whether a unit's set can be an input of its next step beside others."""
         weights = list(_weights_of(unit).values())
-        return self._denoiser.takes(weights) or self._denoiser.may_take(weights)
+        return self.denoiser.takes(weights) or self.denoiser.may_take(weights)
 
     def make_live(self, target: LoraSet, units: Sequence[Unit]) -> bool:
         """Make `target` live and charge the time to `units`; return whether it switched weights. After `LoraError` the
         old weights stay."""
-        if target == self._merger.current:
+        if target == self.denoiser.merger.current:
             return False
         started_s = self._clock()
-        self._merger.switch(target, _weights_of(units[0]) if target else {})
+        self.denoiser.merger.switch(target, _weights_of(units[0]) if target else {})
         for unit in units:
             unit.job.spent.merge_s += self._clock() - started_s
         return True
@@ -116,13 +105,12 @@ class Stepper:
         request = unit.job.request
         if unit.sampler is None:
             seeds = request.seeds[unit.first_image : unit.first_image + unit.rows]
-            shape = self._denoiser.latent_shape(request.width, request.height)
-            unit.sampler = self._sampler_factory(request, seeds, shape)
+            unit.sampler = self.denoiser.sampler(request, seeds)
         if unit.latents is None:
             ready = self._start(unit, unit.sampler, until_s)
         if ready and unit.encoding is None and (unit.conditioning is None or self._text_changed(unit)):
             unit.close_controls()
-            unit.encoding = self._denoiser.begin(request)
+            unit.encoding = self.denoiser.begin(request)
             unit.encoded_with = unit.loras
         if ready and unit.encoding is not None:
             merged_s = self._merge_text(unit)
@@ -141,11 +129,19 @@ class Stepper:
                 outcomes[i] = output if isinstance(output, EngineError) else _advance(units[i], output, wants_preview)
         return outcomes
 
+    def switch_s(self, target: LoraSet) -> float:
+        """Return the seconds that making `target` live is expected to take."""
+        return 0.0 if target == self.live_loras else self.denoiser.merger.switch_cost_s(target)
+
+    def decode(self, latents: torch.Tensor) -> tuple[tuple[RgbImage, ...], tuple[bool, ...]]:
+        """Decode `(n, c, h, w)` to n images and their safety flags. From any thread."""
+        return decoded(self.denoiser, latents)
+
     def _start(self, unit: Unit, sampler: RequestSampler, until_s: float) -> bool:
         """Make the unit's first latents; return False if there was no time to encode what they are made from."""
         job = unit.job
         if job.source is None:
-            job.source = EditSource.of(job.request, inpaints=self._denoiser.inpaints)
+            job.source = EditSource.of(job.request, inpaints=self.denoiser.inpaints)
         if job.source is None:
             unit.latents = sampler.init_latents()
             return True
@@ -153,7 +149,7 @@ class Stepper:
             started_s = self._clock()
             if started_s >= until_s:
                 return False
-            job.source.put(self._denoiser.encode(pixels))
+            job.source.put(self.denoiser.encode(pixels))
             job.spent.source_s += self._clock() - started_s
         start = job.source.start(sampler)
         unit.latents, unit.blend, unit.extra = start.latents, start.blend, start.extra
@@ -180,10 +176,10 @@ class Stepper:
         """Put the unit's set into the text encoders, if it changes them; return the seconds it took."""
         weights = _weights_of(unit)
         target = _with_files(unit.loras, weights) if _touches_text(weights) else ()
-        if target == self._text_merger.current:
+        if target == self.denoiser.text_merger.current:
             return 0.0
         started_s = self._clock()
-        self._text_merger.switch(target, weights)
+        self.denoiser.text_merger.switch(target, weights)
         return self._clock() - started_s
 
     def _open_controls(self, unit: Unit) -> None:
@@ -212,7 +208,7 @@ class Stepper:
             if ref.acts_in(unit.step, unit.steps)
         )
         weights = _weights_of(unit)
-        merged = bool(self._merger.current)
+        merged = bool(self.denoiser.merger.current)
         return StepCall(
             conditioning=unit.conditioning,
             sample=unit.sampler.scale_input(unit.latents, unit.step),
@@ -228,7 +224,7 @@ class Stepper:
     def _predict(self, calls: list[StepCall]) -> list[torch.Tensor | EngineError]:
         """Make one denoiser call; if the device runs out of memory, two of half the size, and so on."""
         try:
-            return self._denoiser.predict(calls)
+            return self.denoiser.predict(calls)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -290,5 +286,5 @@ def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:
     lengths: dict[int, list[int]] = defaultdict(list)
     for i, unit in enumerate(units):
         assert unit.conditioning is not None
-        lengths[unit.conditioning.text.shape[1]].append(i)
+        lengths[unit.conditioning.length].append(i)
     return list(lengths.values())

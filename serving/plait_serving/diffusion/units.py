@@ -12,8 +12,7 @@ from enum import Enum, auto
 
 import torch
 
-from plait_serving.diffusion.edits.blend import Blend
-from plait_serving.diffusion.edits.start_latents import EditSource
+from plait_serving.diffusion.edits import Blend, EditSource
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, LoraLease, RequestSampler
 from plait_serving.diffusion.queue.policy import Candidate, GroupKey

@@ -43,16 +43,17 @@ from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.diffusion.controlnet.model import load_controlnet
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
+from plait_serving.diffusion.families import load_controlnet
+from plait_serving.diffusion.families.preparation import auditor_for, preparer_for, uses_graphs
 from plait_serving.diffusion.knobs import ExecutorName
-from plait_serving.diffusion.preparation import auditor_for, default_prepared_folder, preparer_for, uses_graphs
+from plait_serving.diffusion.memory import resolve_device, resolve_dtype
 from plait_serving.diffusion.queue.pressure import busy_share
+from plait_serving.diffusion.settings import default_prepared_folder
 from plait_serving.replica_metrics import ReplicaMetrics, this_process
 
 _log = logging.getLogger(__name__)
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DRAIN_S = 5.0
 
 
@@ -90,9 +91,8 @@ class ControlNetDeployment:
         self._controlnet, self._threads = name, chosen.threads
         self._name = str(serve.get_replica_context().replica_id.to_full_id_str())
         self._secret = new_secret()
-        place = device if device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
-        auto = torch.float16 if place.startswith("cuda") else torch.float32
-        precision = _DTYPES.get(dtype, auto)
+        place = resolve_device(device)
+        precision = resolve_dtype(dtype, place)
         self._auditor = auditor_for(audit_every, cache=default_prepared_folder(), idle=self._is_idle)
         preparer = preparer_for(
             ExecutorName(executor),

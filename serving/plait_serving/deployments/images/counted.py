@@ -13,7 +13,8 @@ from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
 if TYPE_CHECKING:
     from plait_kernels.executors.audit import AuditStatistics
     from plait_serving.cores import HostCores
-    from plait_serving.diffusion.assemble import Assembled
+    from plait_serving.diffusion.engine import Engine
+    from plait_serving.diffusion.lora.cache import LoraCache
     from plait_serving.diffusion.queue.usage import TenantUsage
 
 _AUDITS = {
@@ -24,23 +25,31 @@ _AUDITS = {
 }
 
 
-def counted(assembled: Assembled, host: HostCores) -> ReplicaMetrics:
+def counted(engine: Engine, host: HostCores) -> ReplicaMetrics:
     """Return what an engine's replica counts, on its host."""
-    me, usage = this_process(), assembled.engine.usage()
+    me, usage = this_process(), engine.usage()
     return ReplicaMetrics(
         replica=me,
-        families=[*_engine_families(assembled), *host_families(host)],
+        families=[*_engine_families(engine), *host_families(host)],
         account={(me, tenant, name): it for tenant, used in usage.items() for name, it in _used(used).items()},
     )
 
 
-def _engine_families(assembled: Assembled) -> list[Metric]:
+def lora_caches(engine: Engine) -> dict[str, LoraCache]:
+    """Return each model's LoRAs."""
+    from plait_serving.diffusion.lora.cache import LoraCache
+
+    found = {name: model.loras for name, model in engine.pool.models.items()}
+    return {name: cache for name, cache in found.items() if isinstance(cache, LoraCache)}
+
+
+def _engine_families(served: Engine) -> list[Metric]:
     """Return what an engine and its LoRA caches count. What may leave with a model has the model's name."""
-    engine, residency = assembled.engine.statistics(), assembled.engine.residents.statistics()
-    caches = {id(cache): (name, cache) for name, cache in assembled.loras.items()}  # several models may share one
+    engine, residency, models = served.statistics(), served.pool.statistics(), served.pool.models
+    caches = {id(cache): (name, cache) for name, cache in lora_caches(served).items()}  # several models may share one
     loras = {(name,): cache.statistics() for name, cache in caches.values()}
-    resident = {(name,): int(name in residency.resident) for name in assembled.models}
-    prepared = {(part,): 1 for part in sorted(assembled.prepared_parts())}
+    resident = {(name,): int(name in residency.resident) for name in models}
+    prepared = {(part,): 1 for part in sorted(served.pool.prepared)}
 
     def of_loras(key: str) -> Mapping[tuple[str, ...], float]:
         return {name: getattr(cache, key) for name, cache in loras.items()}
@@ -67,7 +76,7 @@ def _engine_families(assembled: Assembled) -> list[Metric]:
         family("plait_model_loads_total", "Base models that were loaded", residency.loads),
         family("plait_model_resident", "1: the base model is in memory", resident, "model"),
         family("plait_engine_prepared", "Parts of the models that run as programs", prepared, "part"),
-        *audit_families({name: model.auditor.statistics() for name, model in assembled.models.items()}),
+        *audit_families({name: model.family.auditor.statistics() for name, model in models.items()}),
     ]
 
 

@@ -13,17 +13,19 @@ from plait_fabric.rpc.replicas import NoReplica
 from plait_kernels.cores import usable_cores
 from plait_serving.cores import HostCores, capped, threads_of_host
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
-from plait_serving.deployments.images.counted import counted
+from plait_serving.deployments.images.counted import counted, lora_caches
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.assemble import Assembled, EngineSettings, build_engine_of
+from plait_serving.diffusion.assemble import build_engine_of, warm_up
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
+from plait_serving.diffusion.models.folder import FolderOfModels
+from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.queue.pressure import engine_pressure
-from plait_serving.diffusion.residents.base_model import BaseModel
-from plait_serving.diffusion.residents.model_folder import FolderOfModels
+from plait_serving.diffusion.settings import EngineSettings
 from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
@@ -87,32 +89,32 @@ def load_images(
         for name, base in images.base_models.items()
     }
     folder = None if images.models_folder is None else FolderOfModels(images.models_folder)
-    assembled = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
-    cards = LoraCards(loras, lambda: _family(assembled))
+    engine = build_engine_of(settings, memory_bytes=images.memory_bytes, remote=remote, folder=folder)
+    cards = LoraCards(loras, lambda: _family(engine))
     if lora_formats:
         cards.watch()
-    return HostedImages(images, assembled, cards)
+    return HostedImages(images, engine, cards)
 
 
-def _family(assembled: Assembled) -> str:
+def _family(engine: Engine) -> str:
     """Return the family of all models; "unknown" if they are of several."""
-    families = {str(model.outline.family) for model in assembled.models.values()}
+    families = {model.family.kind for model in engine.pool.models.values()}
     return families.pop() if len(families) == 1 else "unknown"
 
 
 class HostedImages:
     """A warmed-up engine with what the deployment needs from it."""
 
-    def __init__(self, images: ImagesSection, assembled: Assembled, lora_cards: LoraCards) -> None:
+    def __init__(self, images: ImagesSection, engine: Engine, lora_cards: LoraCards) -> None:
         self._images = images
-        self._assembled = assembled
+        self._engine = engine
         self._lora_cards = lora_cards
         self._reports = 0
         self._gauge = Gauge(self._readings, engine_pressure)
         self._service = LocalImageService(
-            engine=assembled.engine,
+            engine=engine,
             catalog=self._catalog,
-            counted=lambda: counted(assembled, _host()),
+            counted=lambda: counted(engine, _host()),
         )
 
     @property
@@ -123,21 +125,21 @@ class HostedImages:
     @property
     def alive(self) -> bool:
         """Whether the compute thread runs."""
-        return self._assembled.engine.alive
+        return self._engine.alive
 
     def check_progress(self) -> None:
         """Raise `Stuck` if a thread of the engine hangs."""
-        self._assembled.engine.check_progress()
+        self._engine.check_progress()
 
     def warm_up(self) -> None:
         """Make the warm-up images; from then on the service is ready."""
-        seconds = self._assembled.warm_up()
+        seconds = warm_up(self._engine)
         _log.info("%s is warm after %.1f s", self._images.public_name, seconds)
         self._service.warmed_up(seconds)
 
     def reconfigure(self, knobs: EngineKnobs) -> None:
         """Apply new knobs; running requests continue."""
-        self._assembled.engine.reconfigure(knobs)
+        self._engine.reconfigure(knobs)
         _log.info("knobs: %s", knobs)
 
     def pressure(self) -> float:
@@ -145,17 +147,16 @@ class HostedImages:
         return self._gauge.read()
 
     def _readings(self) -> dict[str, float]:
-        engine = self._assembled.engine
-        compute_s = sum(used.compute_s for used in engine.usage().values())
-        return {"compute_s": compute_s, "queued_s": engine.statistics().queued_s}
+        compute_s = sum(used.compute_s for used in self._engine.usage().values())
+        return {"compute_s": compute_s, "queued_s": self._engine.statistics().queued_s}
 
     def routing_state(self) -> ReplicaState:
         """Return by what requests are sent to replicas."""
-        engine = self._assembled.engine
-        residents, self._reports = engine.residents, self._reports + 1
-        resident, wanted = set(residents.statistics().resident), engine.open_models()
-        load_s = {model.name: residents.load_s(model) for model in residents.models}
-        loras = {name for cache in self._assembled.loras.values() for name in cache.resident_names()}
+        engine = self._engine
+        pool, self._reports = engine.pool, self._reports + 1
+        resident, wanted = set(pool.statistics().resident), engine.open_models()
+        load_s = {name: pool.load_s(model) for name, model in pool.models.items()}
+        loras = {name for cache in lora_caches(engine).values() for name in cache.resident_names()}
         return ReplicaState(
             number=self._reports,
             queued_s=engine.statistics().queued_s + sum(load_s.get(name, 0.0) for name in wanted - resident),
@@ -167,12 +168,13 @@ class HostedImages:
 
     def stop(self, *, drain_s: float) -> None:
         """Refuse new requests, give the accepted ones `drain_s`, then fail the rest."""
-        self._assembled.engine.stop(drain_s=drain_s)
+        self._engine.stop(drain_s=drain_s)
         self._lora_cards.close()
 
     def _catalog(self) -> Catalog:
-        self._assembled.roster.look(wait=False)
-        models, images = self._assembled.models, self._images
+        pool, images = self._engine.pool, self._images
+        pool.look(wait=False)
+        models = pool.models
         families = self._families
         return Catalog(
             models=tuple(self._card(name, model) for name, model in models.items()),
@@ -187,37 +189,35 @@ class HostedImages:
                 for name, section in images.resolved_controlnets().items()
             ),
             preprocessors=tuple(sorted(PREPROCESSORS)),
-            refused={**self._assembled.roster.refused, **self._unfit},
+            refused={**pool.refused, **self._unfit},
         )
 
-    def _card(self, name: str, model: BaseModel) -> BaseModelCard:
-        outline, defaults, samplers = model.outline, self._images.defaults, model.served.samplers
+    def _card(self, name: str, model: Model) -> BaseModelCard:
+        family, defaults, samplers = model.family, self._images.defaults, model.family.samplers
         return BaseModelCard(
             name=name,
-            family=str(outline.family),
-            default_width=outline.width,
-            default_height=outline.height,
+            family=family.kind,
+            default_width=family.width,
+            default_height=family.height,
             default_steps=defaults.steps,
             default_guidance_scale=self._images.guidance_of(name),
             default_scheduler=defaults.scheduler if defaults.scheduler in samplers.among else samplers.default,
             samplers=samplers,
-            dtype=str(outline.dtype).removeprefix("torch."),
+            dtype=str(family.dtype).removeprefix("torch."),
             controlnets=tuple(model.controlnets),
-            limits=model.served.limits,
+            limits=model.limits,
         )
 
     @property
     def _unfit(self) -> dict[str, str]:
         """Why no model takes a ControlNet, in the words of the last that refused it."""
-        found = {name: why for model in self._assembled.models.values() for name, why in model.unfit.items()}
+        found = {name: why for model in self._engine.pool.models.values() for name, why in model.unfit.items()}
         return {f"ControlNet {name}": why for name, why in found.items() if name not in self._families}
 
     @property
     def _families(self) -> dict[str, str]:
         """The families of the models that take each ControlNet."""
-        return {
-            name: str(model.outline.family) for model in self._assembled.models.values() for name in model.controlnets
-        }
+        return {name: model.family.kind for model in self._engine.pool.models.values() for name in model.controlnets}
 
 
 def lora_source(images: ImagesSection) -> LoraSource:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait_serving.diffusion.controlnet.model import Constants, ControlNetModelRunner, ControlRows
+from plait_serving.diffusion.controlnet.rows import Constants, ControlRows
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
+from plait_serving.diffusion.families import ControlNetRunner
 from plait_serving.diffusion.protocols import (
     Conditioning,
     ControlCall,
@@ -29,7 +30,7 @@ class LocalSession:
 class LocalControlNetClient(ControlNetClient):
     """Computes when the answer is awaited: on one device the ControlNet and the encoder half would only alternate."""
 
-    def __init__(self, name: str, runner: ControlNetModelRunner) -> None:
+    def __init__(self, name: str, runner: ControlNetRunner) -> None:
         self._name = name
         self.runner = runner
 

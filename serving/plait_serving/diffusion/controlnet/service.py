@@ -24,7 +24,7 @@ from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_kernels.device_errors import is_device_lost
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.controlnet.model import ControlNetModelRunner, ControlRows
+from plait_serving.diffusion.controlnet.rows import ControlRows
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
     UNKNOWN_SESSION,
@@ -40,6 +40,7 @@ from plait_serving.diffusion.controlnet.wire import (
     welcome_payload,
 )
 from plait_serving.diffusion.errors import EngineError, ModelError
+from plait_serving.diffusion.families import ControlNetRunner
 from plait_serving.diffusion.protocols import Residuals
 
 _log = logging.getLogger(__name__)
@@ -143,7 +144,7 @@ class ControlNetService:
     def __init__(
         self,
         name: str,
-        runner: ControlNetModelRunner,
+        runner: ControlNetRunner,
         listeners: Sequence[Listener],
         *,
         limits: ServiceLimits | None = None,

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait_serving.diffusion.controlnet.model import Constants
+from plait_serving.diffusion.controlnet.rows import Constants
 from plait_serving.diffusion.errors import EngineError
 
 Held = Constants | EngineError

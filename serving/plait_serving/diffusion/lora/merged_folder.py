@@ -14,8 +14,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse

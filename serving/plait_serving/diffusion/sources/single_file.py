@@ -35,6 +35,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.errors import LoraError, ModelError
+from plait_serving.diffusion.families.unet.scheduler import EDM
 from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header, inspect
 from plait_serving.diffusion.memory import gigabytes
@@ -53,7 +54,6 @@ from plait_serving.diffusion.sources.file_kinds import (
     family_of_keys,
     is_controlnet,
 )
-from plait_serving.diffusion.sources.scheduler import EDM
 from plait_serving.diffusion.sources.staging import copy_parts, locked, new_folder
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 

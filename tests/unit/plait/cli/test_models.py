@@ -158,7 +158,7 @@ def test_a_file_that_is_no_safetensors_has_no_tensors(tmp_path, raw):
 def test_families_are_told_as_the_engine_tells_them():
     """The list's own rule, which needs no torch, agrees with the engine's."""
     from plait.offline.inventory import family_of_config
-    from plait_serving.diffusion.model_config import family_of
+    from plait_serving.diffusion.families.unet.config import family_of
 
     for config in (
         {}, {"cross_attention_dim": 768}, {"cross_attention_dim": 1024}, {"cross_attention_dim": 2048},

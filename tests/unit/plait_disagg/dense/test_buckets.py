@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from plait_disagg.dense.buckets import Bucket, bucket_of, pays_from
+from plait_disagg.dense.buckets import Bucket, bucket_of, fewest, filled_up, pays_from
 from plait_disagg.dense.trial import difference, medians
 
 
@@ -101,3 +101,11 @@ def test_a_difference_is_relative_only_to_outputs_above_one():
     for first, second in ((nan, large), (small, nan)):
         assert not difference({"s": first, "t": second}, {"s": small, "t": large}) <= 1.0
         assert not difference({"s": small, "t": large}, {"s": first, "t": second}) <= 1.0
+
+
+def test_row_counts_are_few_and_have_no_gaps():
+    """Every number belongs to one of them."""
+    counts = sorted({filled_up(rows) for rows in range(1, 1025)})
+    assert counts == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
+    for before, count in zip([0, *counts], counts, strict=False):
+        assert fewest(count) == before + 1

@@ -251,7 +251,7 @@ def test_a_fault_of_the_library_would_be_found(tmp_path, monkeypatch):
     monkeypatch.setattr(openvino_program.Probe, "check", lambda *_: None)
     shape = InputSpec(name="x", shape=(None, 48, None, None))
     computation = Computation(module=SelfAttention().eval(), inputs=(shape,), example=(torch.randn(2, 48, 1, 1),))
-    program = openvino_at(tmp_path, specialise_bytes=0).prepare("k", lambda: computation)  # the probe is one token
+    program = openvino_at(tmp_path).prepare("k", lambda: computation)  # the probe is one token
     auditor = auditor_in()
     audited = auditor.watch("attention", program, lambda: TorchProgram(computation), tolerance=TOLERANCE)
     audited.run([torch.randn(2, 48, 4, 4)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import json
 import logging
 import os
@@ -17,19 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_kernels.executors import Computation, ExecutorError, InputSpec, RowFactors
+from plait_kernels.executors import Computation, ExecutorError, InputSpec
 from support.cluster import TESTS
 from support.executors import (
     LAYERS,
-    CallClock,
-    SmallBlock,
     by_hand,
     openvino_at,
     small_block,
     small_computation,
-    small_factors,
     small_inputs,
-    wait_compiled,
 )
 from support.tiny import seeded
 
@@ -38,13 +33,9 @@ pytest.importorskip("openvino", reason="needs openvino")
 from plait_kernels.executors import (  # after the skip
     compiled_cache,
     conversion,
-    fixed_shapes,
-    openvino_compiled,
     openvino_core,
     openvino_program,
 )
-from plait_kernels.executors.openvino_compiled import CompiledModel
-from plait_kernels.executors.openvino_program import HELD_BY_A_STREAM_BYTES, OpenVinoProgram
 
 
 def entries(folder) -> list[str]:
@@ -214,240 +205,6 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
     assert len({key, changed, executor.key(model)}) == 3
 
 
-def room_for_one(block: SmallBlock) -> int:
-    """Bytes for one copy with few factors. Two without do not fit in."""
-    return 2 * HELD_BY_A_STREAM_BYTES + int(1.5 * sum(4 * parameter.numel() for parameter in block.parameters()))
-
-
-def test_copies_for_single_shapes_stay_within_their_bytes(converted, block):
-    """Room for one copy: the last shape that recurred has it. Room for none: no shape is compiled. All answer."""
-    room = room_for_one(block)
-    program = openvino_at(converted, specialise_bytes=room, clock=CallClock()).open("k")
-    for rows in (1, 2, 3):
-        inputs, factors = small_inputs(rows, 4, 4), small_factors([{"point": 2}] * rows)
-        for _ in range(3):
-            found = program.run(inputs, factors)
-        wait_compiled(program, 1)
-        assert [special.rows for special in program.specials] == [rows]
-        for got in (found, program.run(inputs, factors)):
-            assert float((got[0] - by_hand(block, inputs, factors)[0]).abs().max()) < 1e-4
-    tight = openvino_at(converted, specialise_bytes=100, clock=CallClock()).open("k")
-    for _ in range(4):
-        tight.run(inputs, factors)
-    assert not tight.specials
-    assert not tight.is_compiling
-
-
-def test_a_copy_counts_more_than_its_weights(converted):
-    """Most of what a small model's copy holds is generated code: room for two, however small the weights are."""
-    program = openvino_at(converted, specialise_bytes=50 << 20, clock=CallClock()).open("k")
-    for done, rows in enumerate((1, 2, 3, 4)):
-        for _ in range(3):
-            program.run(small_inputs(rows, 4, 4))
-        wait_compiled(program, min(2, done + 1))
-    assert len(program.specials) == 2
-    assert program.specials[-1].rows == 4
-
-
-def test_no_copy_is_made_that_would_leave_the_host_without_memory(converted):
-    """The dynamic model answers meanwhile; where memory comes free, shapes that recur get theirs."""
-    free = [10 << 20]
-    program = openvino_at(converted, free_bytes=lambda: free[0], clock=CallClock()).open("k")
-    inputs = small_inputs(2, 4, 4)
-    for _ in range(6):
-        expected = program.run(inputs)
-        assert not program.is_compiling
-    assert not program.specials
-    free[0] = 1 << 30
-    for _ in range(3):
-        program.run(inputs)
-    wait_compiled(program, 1)
-    assert float((program.run(inputs)[0] - expected[0]).abs().max()) < 1e-4
-
-
-def test_a_copy_is_made_only_where_it_saves_a_share_of_the_time(converted):
-    """Calls take one second, and compiling forty: one call in 50 pays for a copy, one in 200 never does."""
-    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
-    for number in range(6_000):
-        rows = 3 if number % 200 == 199 else 2 if number % 50 == 49 else 1
-        program.run(small_inputs(rows, 4, 4), small_factors([{"point": 2}] * rows))
-        wait_compiled(program, 0)
-    assert sorted(special.rows for special in program.specials) == [1, 2]
-
-
-def test_factors_count_as_what_copies_hold(converted, block):
-    """A copy whose rows have factors of their own needs room for them; with one set for all rows it fits."""
-    room = room_for_one(block)
-    program = openvino_at(converted, specialise_bytes=room, clock=CallClock()).open("k")
-    inputs, own = small_inputs(24, 4, 4), small_factors([dict.fromkeys(LAYERS, 16)] * 24)
-    for _ in range(4):
-        program.run(inputs, own)
-    assert not program.specials
-    assert not program.is_compiling
-    shared = small_factors([dict.fromkeys(LAYERS, 1)])
-    for _ in range(4):
-        program.run(inputs, RowFactors(rows=24, by_path=shared.by_path))
-    wait_compiled(program, 1)
-
-
-def set_of(rows: int, name: object, *, seed: int) -> RowFactors:
-    """Factors of every layer but one, the same for all rows, known by a name."""
-    one = small_factors([{path: 3 for path in LAYERS if path != "point"}], seed=seed)
-    return RowFactors(rows=rows, by_path=one.by_path, name=name)
-
-
-def differs(program: OpenVinoProgram, block: SmallBlock, rows: int, factors: RowFactors | None) -> float:
-    """The largest difference of an answer to the definition."""
-    inputs = small_inputs(rows, 5, 4)
-    pairs = zip(program.run(inputs, factors), by_hand(block, inputs, factors), strict=True)
-    return max(float((got - wanted).abs().max()) for got, wanted in pairs)
-
-
-def test_a_set_that_recurs_is_merged_into_the_weights(converted, block):
-    """A copy without factors answers for the set that it was made for, in a batch that is built anew and one that is
-    filled up, and for no other one."""
-    program = openvino_at(converted, clock=CallClock()).open("k")
-    for _ in range(3):
-        assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
-    wait_compiled(program, 1)
-    first = program.specials[0]
-    assert first.merged == "a"
-    assert not first.takes_factors
-    for rows, name, seed in ((3, "a", 3), (3, "b", 4), (2, "a", 3), (3, "a", 3)):
-        assert differs(program, block, rows, set_of(rows, name, seed=seed)) < 1e-4
-    assert differs(program, block, 3, None) < 1e-4
-
-
-def test_sets_in_turns_do_not_take_each_others_place(converted, block):
-    """With room for one it stays while it is asked for, however often another is; when it no longer is, that has it."""
-    room = room_for_one(block)
-    program = openvino_at(converted, specialise_bytes=room, clock=CallClock()).open("k")
-
-    def merged(*names: str) -> list[object]:
-        for name in names:
-            assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
-            wait_compiled(program, 0)
-        return [special.merged for special in program.specials]
-
-    assert merged("a", "a", "a") == ["a"]
-    assert merged(*"bababa") == ["a"]
-    assert merged("b", "b", "b") == ["b"]
-
-
-def test_an_answer_in_the_programs_memory_lasts_until_the_next_call(converted, monkeypatch):
-    """Whatever is compiled and checked behind it: the halves of a UNet hand their outputs on without a copy."""
-    program = openvino_at(converted, clock=CallClock()).open("k")
-    merged = set_of(3, "a", seed=3)
-    checked = threading.Event()
-    compile_model = openvino_program.compile_model
-
-    def compile_later(*of, **how):
-        assert checked.wait(20)
-        return compile_model(*of, **how)
-
-    monkeypatch.setattr(openvino_program, "compile_model", compile_later)
-    while not program.is_compiling:
-        program.run(small_inputs(3, 5, 4), merged, copy=False)
-    held = program.run([2.0 * value for value in small_inputs(3, 5, 4)], merged, copy=False)
-    kept = [output.clone() for output in held]
-    checked.set()
-    wait_compiled(program, 1)
-    assert all(torch.equal(output, was) for output, was in zip(held, kept, strict=True))
-    assert program.specials[0].merged == "a"
-
-
-def test_a_merge_that_answers_otherwise_is_not_used(converted, block, monkeypatch):
-    """It is compared with the dynamic model on the call that it was made for."""
-    monkeypatch.setattr(fixed_shapes, "merge_factors", lambda *_: None)
-    program = openvino_at(converted, clock=CallClock()).open("k")
-    for _ in range(3):
-        assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
-    wait_compiled(program, 1)
-    for _ in range(3):
-        assert differs(program, block, 3, set_of(3, "a", seed=3)) < 1e-4
-
-
-@pytest.fixture
-def models(monkeypatch) -> list[CompiledModel]:
-    """The models that compute, call by call; that for any shape has 0 `rows`."""
-    found = []
-    infer = CompiledModel.infer
-
-    def note(model, *of):
-        found.append(model)
-        return infer(model, *of)
-
-    monkeypatch.setattr(CompiledModel, "infer", note)
-    return found
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_call_takes_the_model_for_somewhat_more_rows(converted, block, models, shared):
-    """While there is none for its own rows: filled up to them, with the right answer, and only what it computes in
-    vain counts for a model of its own. Many more rows, or other ranks, run on the dynamic model."""
-    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
-
-    def run(rows: int, rank: int = 2) -> None:
-        inputs = small_inputs(rows, 4, 4)
-        own = small_factors([{"point": rank}] * (1 if shared else rows))
-        factors = RowFactors(rows=rows, by_path=own.by_path)
-        found = program.run(inputs, factors)
-        for got, wanted in zip(found, by_hand(block, inputs, factors), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4, check_dtype=False)
-
-    for _ in range(2):
-        run(32)
-    wait_compiled(program, 1)
-    for rows, rank in ((12, 2), (23, 9)):
-        run(rows, rank)
-        assert (models[-1].rows, program.settled) == (0, False)
-    for _ in range(80):  # a quarter of a second each is in vain, and half of 40 s has to be
-        run(23)
-        assert (models[-1].rows, program.settled) == (32, True)
-        assert not program.is_compiling
-    run(24)
-    wait_compiled(program, 2)
-
-
-@pytest.mark.parametrize("name", [None, "a"])
-def test_a_call_takes_the_model_for_fewer_rows_in_turns(converted, block, models, name):
-    """Where it has none of its own, whatever is left over at the end, and with a set that is merged into the model."""
-    program = openvino_at(converted, clock=CallClock(compile_s=1e9)).open("k")
-    for _ in range(2):
-        differs(program, block, 4, name and set_of(4, name, seed=3))
-    wait_compiled(program, 1)
-    for rows, computed in ((8, 8), (11, 12), (23, 24), (4, 4)):
-        assert differs(program, block, rows, name and set_of(rows, name, seed=3)) < 1e-4
-        assert program.settled
-        assert (models[-1].rows, models[-1].computed(rows)) == (4, computed)
-    assert [(special.rows, special.merged) for special in program.specials] == [(4, name)]
-
-
-@pytest.mark.parametrize(("names", "merged"), [("abcd", "a"), ("abcdefghijkl", None)])
-def test_factors_of_a_set_become_inputs_where_many_sets_come_in_turns(converted, block, names, merged):
-    """A handful is merged, each on its own. A call takes a second, and compiling forty."""
-    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
-    for _ in range(2):
-        program.run(small_inputs(1, 9, 9))
-    wait_compiled(program, 1)  # the first, after which it is known how long one takes
-    for name in itertools.cycle(names):
-        assert differs(program, block, 3, set_of(3, name, seed=ord(name))) < 1e-4
-        if program.is_compiling:
-            break
-    wait_compiled(program, 2)
-    assert program.specials[-1].merged == merged
-
-
-def test_shapes_that_hardly_recur_are_not_compiled(converted):
-    """What their calls took must first be worth half a compilation; then one is made."""
-    program = openvino_at(converted, clock=CallClock(compile_s=40.0)).open("k")
-    for done, calls in enumerate((2, 21)):
-        for _ in range(calls):
-            assert not program.is_compiling
-            program.run(small_inputs(4, 7 + done, 4))
-        wait_compiled(program, done + 1)
-
-
 class SelfAttention(torch.nn.Module):
     """Of the pixels of `x (R, 48, h, w)`: `(R, h * w, 48)`."""
 
@@ -471,7 +228,7 @@ def test_a_single_pixel_may_come_first(tmp_path, restarted):
     shape = InputSpec(name="x", shape=(None, 48, None, None))
     computation = Computation(module=module, inputs=(shape,), example=(torch.randn(2, 48, 4, 4),))
     threads = [1]
-    program = openvino_at(tmp_path, threads=lambda: threads[0], specialise_bytes=0).prepare("k", lambda: computation)
+    program = openvino_at(tmp_path, threads=lambda: threads[0]).prepare("k", lambda: computation)
     if restarted:
         program.run([torch.randn(2, 48, 4, 4)])
         threads[0] = 2
@@ -480,18 +237,18 @@ def test_a_single_pixel_may_come_first(tmp_path, restarted):
         assert float((program.run([x])[0] - module(x)[0]).abs().max()) < 1e-4
 
 
-def test_a_process_that_ends_while_a_shape_is_compiled_ends_well(converted):
+def test_a_process_that_ends_while_a_module_is_converted_ends_well(tmp_path):
     """It waits for the thread: cut off inside OpenVINO it would abort."""
     code = """
 import sys
 from pathlib import Path
-from support.executors import openvino_at, small_inputs
-program = openvino_at(Path(sys.argv[1])).open("k")
-for _ in range(2):
-    program.run(small_inputs(1, 9, 9))
-assert program.is_compiling
+from plait_kernels.executors import background
+from support.executors import openvino_at, small_block, small_computation
+executor = openvino_at(Path(sys.argv[1]))
+background.start("plait-prepare", lambda: executor.prepare("k", lambda: small_computation(small_block())))
 """
-    assert run_in_another_process(code, converted) == ""
+    assert run_in_another_process(code, tmp_path) == ""
+    assert entries(tmp_path) == ["k"]
 
 
 def test_a_signal_reaches_who_loaded_the_first_program_after_another_thread_dropped_it(converted):
@@ -539,7 +296,7 @@ def test_the_code_that_is_kept_for_new_sizes_is_bounded(tmp_path, block, monkeyp
 
             return tell
 
-    for module in (openvino_compiled, compiled_cache):
+    for module in (openvino_program, compiled_cache):
         monkeypatch.setattr(module, "core", Told)
     executor = openvino_at(tmp_path)
     assert answers(executor.prepare("k", lambda: small_computation(block)), block)

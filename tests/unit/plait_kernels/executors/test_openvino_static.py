@@ -12,7 +12,6 @@ from torch import nn
 
 from plait_kernels.executors import Computation, ExecutorError, InputSpec, RowFactors
 from plait_kernels.executors.openvino_executor import OpenVinoSettings
-from plait_kernels.executors.row_counts import fewest, filled_up
 
 pytest.importorskip("openvino", reason="needs openvino")
 
@@ -115,14 +114,6 @@ def test_a_failed_compilation_is_an_executor_error(module):
     """For example shapes that do not fit."""
     with pytest.raises(ExecutorError, match="compiling failed"):
         StaticPrograms(computation(module)).compile([(1, 4), (8, 7), (8,), (8,)], ONE)
-
-
-def test_row_counts_are_few_and_have_no_gaps():
-    """Every number belongs to one of them."""
-    counts = sorted({filled_up(rows) for rows in range(1, 1025)})
-    assert counts == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024]
-    for before, count in zip([0, *counts], counts, strict=False):
-        assert fewest(count) == before + 1
 
 
 def test_openvino_reports_nothing_and_starts_nothing():

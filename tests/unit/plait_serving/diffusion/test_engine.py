@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -134,8 +133,7 @@ def test_sets_that_could_go_both_ways_share_calls_or_are_merged(rig):
     alone = built.ask("alone", loras=(LoraRef(name="a", scale=2),), steps=2)
     gate.wait_step()
     gate.let(1)
-    model = built.engine.residents.first  # merging never pays from here on
-    model.parts = replace(model.parts, switch_cost_s=lambda _: 1e9)
+    built.merger.cost_s = 1e9  # merging never pays from here on
     others = {s: built.ask(f"p{s}", loras=(LoraRef(name="b", scale=s),), steps=3) for s in (3, 4)} | {
         0: built.ask("plain", steps=3)
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from plait_serving.diffusion.decoding import DecodeQueue
-from plait_serving.diffusion.denoisers.factors import FactorStore
+from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.lora.parse import LoadedLora, LoraFormat
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import StepKind, WorkForecast
@@ -102,7 +102,7 @@ def rig() -> Iterator[Callable[..., Rig]]:
 def test_what_waits_is_looked_at_by_its_own_kind(rig: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a submit nor a step with a deadline looks through what other sizes took."""
     built = rig(clock=lambda: 0.0)
-    (model,) = built.engine.residents.models
+    (model,) = built.engine.pool.models.values()
     for width, height in SIZES:
         for _ in range(3):
             model.costs.record(key_of(width, height), 1, 1e-9)

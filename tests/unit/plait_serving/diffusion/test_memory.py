@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from plait_serving.diffusion import memory
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.memory import (
     PROCESS_BYTES,
     MemoryNeed,
@@ -24,7 +24,7 @@ from plait_serving.diffusion.memory import (
     memory_of,
     pixels_that_fit,
 )
-from plait_serving.diffusion.residents import base_model
+from plait_serving.diffusion.models import model as models
 from plait_serving.diffusion.weight_files import find_weights
 
 CPU = torch.device("cpu")
@@ -63,7 +63,7 @@ def test_a_model_that_does_not_fit_is_not_loaded(monkeypatch, tiny_sd_folder, ti
         raise AssertionError("loaded all the same")
 
     monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
-    monkeypatch.setattr("plait_serving.diffusion.bundle.load_module", refuse)
+    monkeypatch.setattr("plait_serving.diffusion.families.unet.bundle.load_module", refuse)
     for load, folder in ((load_bundle, tiny_sd_folder), (load_controlnet, tiny_sd_controlnets[0])):
         with pytest.raises(ModelError, match=r"needs .* are available") as caught:
             load(folder)
@@ -81,13 +81,13 @@ def test_an_engine_takes_no_size_that_memory_cannot_hold(monkeypatch, caplog, ti
     bundle = load_bundle(tiny_sd_folder)
     per_pixel = 4 * 2 * bundle.vae.config.block_out_channels[0] * 4
     assert bundle.decoding_bytes_per_pixel == per_pixel
-    monkeypatch.setattr(base_model, "available_bytes", lambda _: 5000 * per_pixel)
+    monkeypatch.setattr(models, "available_bytes", lambda _: 5000 * per_pixel)
     with caplog.at_level(logging.INFO):
-        assert base_model.image_limits(bundle, ImageLimits(), None).max_pixels == 5000
+        assert models.image_limits(bundle, ImageLimits(), None).max_pixels == 5000
     assert "images of at most 5000 pixels" in caplog.text
-    monkeypatch.setattr(base_model, "available_bytes", lambda _: 1 << 50)
-    assert base_model.image_limits(bundle, ImageLimits(), None).max_pixels == ImageLimits().max_pixels
-    assert base_model.image_limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
+    monkeypatch.setattr(models, "available_bytes", lambda _: 1 << 50)
+    assert models.image_limits(bundle, ImageLimits(), None).max_pixels == ImageLimits().max_pixels
+    assert models.image_limits(bundle, ImageLimits(), 5000 * per_pixel).max_pixels == 5000
 
 
 def test_this_host_has_some_memory():

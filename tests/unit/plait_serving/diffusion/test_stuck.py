@@ -9,14 +9,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, fake_samplers, resident_model
+from fakes.engine import FakeDenoiser, FakeMerger, FakeProvider, resident_model
 from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
-from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0
@@ -57,12 +56,10 @@ class Hanging:
 def engine_of(gate: Hanging, clock: Clock) -> Engine:
     merger, text_merger = FakeMerger(), FakeMerger()
     denoiser = FakeDenoiser(merger, text_merger, gate)
-    stepper = Stepper(
-        denoiser=denoiser, merger=merger, text_merger=text_merger, sampler_factory=fake_samplers, controlnets={},
-        clock=clock,
-    )  # fmt: skip
     engine = Engine(
-        models=[resident_model(denoiser, stepper, loras=FakeProvider([]))], knobs=EngineKnobs(threads=1), clock=clock
+        models=[resident_model(denoiser, clock=clock, loras=FakeProvider([]))],
+        knobs=EngineKnobs(threads=1),
+        clock=clock,
     )
     engine.start()
     return engine

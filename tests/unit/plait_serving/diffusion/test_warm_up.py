@@ -4,26 +4,30 @@ from __future__ import annotations
 
 from unittest.mock import Mock
 
-from plait_serving.diffusion.assemble import Assembled
-from plait_serving.diffusion.bundle import load_bundle
+from plait_serving.diffusion.assemble import warm_up
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.residents.roster import Roster
+from plait_serving.diffusion.families import open_family
+from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.settings import EngineSettings, Host
 
 
-def assembled(folder, generate, controlnets):
+def engine(folder, generate, controlnets):
     """An engine that hands its requests to `generate`."""
-    model = Mock(outline=load_bundle(folder, outline=True), controlnets=controlnets)
-    return Assembled(engine=Mock(generate=generate), roster=Roster({"tiny": model}))
+    host = Host(knobs=EngineKnobs, is_idle=lambda: True, between_steps=Mock())
+    family = open_family(folder, EngineSettings(model=folder), host)
+    return Mock(generate=generate, pool=Mock(first=Mock(family=family, controlnets=controlnets)))
 
 
 def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):
     """One plain image and one with each ControlNet, of one step, at the size that the UNet still halves evenly."""
     requests = []
-    it = assembled(tiny_sd_folder, requests.append, {"edges": Mock(), "colors": Mock()})
-    assert it.warm_up() >= 0
+    it = engine(tiny_sd_folder, requests.append, {"edges": Mock(), "colors": Mock()})
+    assert warm_up(it) >= 0
     assert [[ref.name for ref in request.controlnets] for request in requests] == [[], ["edges"], ["colors"]]
-    edge = it.first.outline.vae_factor * 2 ** (len(it.first.outline.config["block_out_channels"]) - 1)
-    edge = max(edge, it.first.outline.size_multiple)
+    bundle = load_bundle(tiny_sd_folder, outline=True)
+    edge = bundle.vae_factor * 2 ** (len(bundle.config["block_out_channels"]) - 1)
+    edge = max(edge, bundle.size_multiple)
     assert {(request.width, request.height, request.steps) for request in requests} == {(edge, edge, 1)}
     assert {request.uses_cfg for request in requests} == {True}
 
@@ -37,5 +41,5 @@ def test_a_controlnet_that_is_not_up_yet_does_not_stop_the_warm_up(tiny_sd_folde
         if names[-1:] == ["edges"]:
             raise ControlNetUnavailable("not yet")
 
-    assembled(tiny_sd_folder, generate, {"edges": Mock(), "colors": Mock()}).warm_up()
+    warm_up(engine(tiny_sd_folder, generate, {"edges": Mock(), "colors": Mock()}))
     assert names == ["edges", "colors"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -29,6 +30,7 @@ from plait_serving.diffusion.errors import (
     NumericalError,
     Overloaded,
 )
+from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.request_registry import EngineStatistics
 from plait_serving.http import operations
@@ -195,7 +197,7 @@ def heads_of(text: str) -> list[str]:
 
 def test_names_and_labels_are_those_that_dashboards_know():
     """Of a server of both workloads that has answered once. Whoever changes one changes the alerts of others."""
-    service, engine = FakeImageService(), counted(assembled(), HostCores(cores=2, planned_threads=2))
+    service, engine = FakeImageService(), counted(counted_engine(), HostCores(cores=2, planned_threads=2))
 
     async def counts():
         return [engine]
@@ -306,25 +308,22 @@ def test_promtool_has_nothing_against_what_is_counted():
     ranking.post(INFER, json=as_json(arrays()))
     for client in (images, ranking):
         assert list(lint(client.get("/metrics").text)) == []
-    engine = counted(assembled(), HostCores(cores=2, planned_threads=2))
+    engine = counted(counted_engine(), HostCores(cores=2, planned_threads=2))
     assert list(lint(exposition([*engine.families, *tenant_families([engine])]))) == []
 
 
-def assembled():
+def counted_engine():
     """An engine with a model and a tenant, as far as it is counted."""
     audit = SimpleNamespace(checked=1, drifted=0, skipped=0, failed=0, largest=0.5)
-    lora = SimpleNamespace(resident_bytes=1, resident=1, hits=1, misses=1, evictions=1)
+    loras = Mock(spec=LoraCache)
+    loras.statistics.return_value = SimpleNamespace(resident_bytes=1, resident=1, hits=1, misses=1, evictions=1)
     resident = SimpleNamespace(nbytes=1, budget_bytes=2, loads=1, resident=("emoji",))
-    engine = SimpleNamespace(
+    family = SimpleNamespace(auditor=SimpleNamespace(statistics=lambda: audit))
+    models = {"emoji": SimpleNamespace(loras=loras, family=family)}
+    return SimpleNamespace(
         statistics=EngineStatistics,
         usage=lambda: {"acme": TenantUsage(finished=1, compute_s=0.5)},
-        residents=SimpleNamespace(statistics=lambda: resident),
-    )
-    return SimpleNamespace(
-        engine=engine,
-        loras={"emoji": SimpleNamespace(statistics=lambda: lora)},
-        models={"emoji": SimpleNamespace(auditor=SimpleNamespace(statistics=lambda: audit))},
-        prepared_parts=lambda: {"unet"},
+        pool=SimpleNamespace(statistics=lambda: resident, models=models, prepared={"unet"}),
     )
 
 

@@ -13,9 +13,9 @@ from diffusers import ControlNetModel, DDIMScheduler, DiffusionPipeline, UNet2DC
 from safetensors.torch import load_file
 from transformers import CLIPTokenizer
 
-from plait_serving.diffusion.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.model_config import family_of
+from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.config import family_of
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_tokenizer
 from plait_serving.diffusion.sources import staging

@@ -12,7 +12,6 @@ import torch
 from plait_fabric import Unreachable
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, Replica, connect_to_one, in_order, worth_moving
-from plait_serving.diffusion.controlnet.model import Constants
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.controlnet.placement import (
     PlacementTrial,
@@ -25,6 +24,7 @@ from plait_serving.diffusion.controlnet.placement import (
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
+from plait_serving.diffusion.families.unet.controlnet import Constants
 from plait_serving.diffusion.knobs import Placement
 from plait_serving.diffusion.protocols import Conditioning, ControlCall, Residuals
 

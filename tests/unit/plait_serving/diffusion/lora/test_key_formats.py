@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from plait_kernels.executors import AdaptedLayer
-from plait_serving.diffusion.denoisers.factors import FactorStore
 from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.lora.key_formats import LoraFormat, format_of_keys
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse

@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import LoraError, ModelError
+from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 

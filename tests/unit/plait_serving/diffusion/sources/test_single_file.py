@@ -13,8 +13,8 @@ from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler, StableD
 from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.bundle import load_bundle
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.sources import single_file
@@ -63,7 +63,7 @@ def image(model, cache, *, steps=2, scheduler=Scheduler.EULER, **more) -> np.nda
         model=model, device="cpu", dtype="float32", prepared_folder=cache / "prepared", converts=False,
         knobs=EngineKnobs(threads=1, controlnet_placement=Placement.LOCAL), **more,
     )  # fmt: skip
-    engine = build_engine(settings).engine
+    engine = build_engine(settings)
     request = ImageRequest(
         request_id="one", prompt="red apple, größe", width=32, height=32, steps=steps, guidance_scale=4.0, seed=3,
         scheduler=scheduler,

@@ -1,1 +1,0 @@
-"""Model families behind the `Denoiser` protocol."""

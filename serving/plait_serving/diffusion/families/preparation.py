@@ -1,0 +1,216 @@
+"""Prepares the parts of a model with an executor: at once what was converted before, behind the server what was not.
+
+Converting works on a second, memory-mapped load of the files, so it never sees a LoRA that torch has merged meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from plait_kernels.cores import usable_cores
+from plait_kernels.executors import Computation, ExecutorError, PreparedProgram, background
+from plait_kernels.executors.audit import Auditor, AuditPlan
+from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
+from plait_kernels.executors.store import ProgramStore
+from plait_kernels.executors.torch_program import TorchProgram
+from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.knobs import ExecutorName
+from plait_serving.diffusion.memory import available_bytes, gigabytes
+from plait_serving.diffusion.weight_files import find_weights
+
+_log = logging.getLogger(__name__)
+
+_COPY = 1.25
+_WORKING_BYTES = 500_000_000
+"""What converting and compiling take: with SD 1.5's UNet (3.4 GB of weights) a process peaked 7.0 GB above what torch
+held, of which 2.2 GB were mapped files."""
+
+_PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+class Preparer:
+    """Prepares with one executor. Thread-safe."""
+
+    def __init__(self, executor: OpenVinoExecutor, auditor: Auditor | None = None) -> None:
+        """Take the executor; `auditor` watches every program."""
+        self._executor = executor
+        self._auditor = auditor
+        self._keys: dict[Path, str] = {}
+
+    def has(self, folder: Path, part: str) -> bool:
+        """Return whether a part of a model's folder was converted before."""
+        try:
+            return self._executor.has(self._key(folder, part))
+        except OSError as error:
+            _log.warning("prepared models cannot be read: %s", error)
+            return False
+
+    def open(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram | None:
+        """Return a part's program if it was converted before; audits compare it with `computation()`."""
+        try:
+            program = self._executor.open(self._key(folder, part))
+        except OSError as error:
+            _log.warning("prepared models cannot be read: %s", error)
+            return None
+        return None if program is None else self._watched(folder, part, program, computation)
+
+    def make(self, folder: Path, part: str, computation: Callable[[], Computation]) -> PreparedProgram:
+        """Return a part's program, converted now if need be. Raises `ExecutorError`, `ModelError` or OSError."""
+        if background.is_ending():
+            raise ExecutorError("the process ends")
+        _check_memory(folder)
+        started_s = time.perf_counter()
+        program = self._executor.prepare(self._key(folder, part), computation)
+        _log.info("%s: %s is prepared after %.1f s", folder, part, time.perf_counter() - started_s)
+        return self._watched(folder, part, program, computation)
+
+    def _watched(
+        self, folder: Path, part: str, program: PreparedProgram, computation: Callable[[], Computation]
+    ) -> PreparedProgram:
+        if self._auditor is None:
+            return program
+        return self._auditor.watch(
+            f"{folder.name}-{part}",
+            program,
+            lambda: TorchProgram(computation()),
+            tolerance=self._executor.tolerance,
+        )
+
+    def _key(self, folder: Path, part: str) -> str:
+        key = self._keys.get(folder)
+        if key is None:
+            key = self._keys[folder] = self._executor.key(folder)
+        return f"{key}-{part}"
+
+
+def _check_memory(folder: Path) -> None:
+    """Raise `ExecutorError` if a program's own copy of a folder's weights would not fit beside torch's."""
+    need = int(find_weights(folder).nbytes_as(torch.float32) * _COPY) + _WORKING_BYTES
+    free = available_bytes(torch.device("cpu"))
+    if need > free:
+        raise ExecutorError(f"preparing {folder} takes up to {gigabytes(need)}; {gigabytes(free)} are available")
+
+
+def preparer_for(
+    executor: ExecutorName,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    threads: Callable[[], int],
+    cache: Path,
+    auditor: Auditor | None = None,
+) -> Preparer | None:
+    """Return what prepares models for a device and dtype, or None where torch is to run them.
+
+    `threads` is asked before every run of a program; 0 means all cores that the process may use. `auditor` watches what
+    is prepared. Raises `ModelError` if openvino was asked for by name and cannot be used.
+    """
+    reason = _why_not(device, dtype)
+    if executor is ExecutorName.TORCH or (executor is ExecutorName.AUTO and reason is not None):
+        return None
+    if reason is not None:
+        raise ModelError(f"executor: openvino cannot be used: {reason}")
+    settings = OpenVinoSettings(
+        precision=_PRECISIONS[dtype],
+        threads=lambda: threads() or usable_cores(),
+        aside=lambda work: run_on_own_thread(lambda: _give_way(work)),
+    )
+    return Preparer(OpenVinoExecutor(ProgramStore(cache), settings), auditor)
+
+
+def audit_folder(cache: Path) -> Path:
+    """Return where the answers of drifts are kept: beside the folder of prepared models."""
+    return cache.parent / "audit"
+
+
+def auditor_for(every: int, *, cache: Path, idle: Callable[[], bool]) -> Auditor:
+    """Return what audits a process's programs while `idle`; the answers of drifts are kept beside `cache`.
+
+    `every`: one call in so many, beside the first of each shape; 0: none.
+    """
+
+    return Auditor(AuditPlan(every=every, folder=audit_folder(cache)), idle=idle, on_thread=_stand_back)
+
+
+def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:
+    """Return whether models run as CUDA graphs: on a GPU, unless torch was asked for by name."""
+    return device.type == "cuda" and executor is ExecutorName.AUTO
+
+
+def _stand_back() -> None:
+    """Leave the cores to requests, as far as they want them. The calling thread's, for good."""
+    set_threads(1)
+    lower_priority()
+
+
+def _give_way(work: Callable[[], None]) -> None:
+    """Convert at low priority: beside an ordinary thread that converts, SD 1.5's first image took three times as long
+    (by hand, two cores)."""
+    _stand_back()
+    work()
+
+
+class _Line:
+    """What waits to be converted, one at a time: each converts with all cores, and takes the model's memory once
+    more."""
+
+    def __init__(self) -> None:
+        self._jobs: deque[tuple[str, Callable[[], None]]] = deque()
+        self._lock = threading.Lock()
+        self._is_served = False
+
+    def put(self, what: str, make: Callable[[], None]) -> Callable[[], None]:
+        """Have `make` called on a background thread; return what takes it back if that has not begun."""
+        job = (what, make)
+        with self._lock:
+            self._jobs.append(job)
+            if not self._is_served:
+                self._is_served = True
+                background.start("plait-prepare", self._serve)
+        return lambda: self._take_back(job)
+
+    def _take_back(self, job: tuple[str, Callable[[], None]]) -> None:
+        with self._lock, suppress(ValueError):
+            self._jobs.remove(job)
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._is_served = False
+                    return
+                what, make = self._jobs.popleft()
+            try:
+                make()
+            except (ExecutorError, ModelError, OSError) as error:
+                if not background.is_ending():
+                    _log.warning("%s runs on torch: %s", what, error)
+            except Exception:
+                _log.exception("%s runs on torch: preparing it failed", what)
+            del make  # and what it refers to
+
+
+_LINE = _Line()
+
+
+def behind(what: str, make: Callable[[], None]) -> Callable[[], None]:
+    """Call `make` on a background thread, after what waits already. If it fails, torch goes on serving, and the log
+    says why, once. Return what takes it back if it has not begun."""
+    return _LINE.put(what, make)
+
+
+def _why_not(device: str, dtype: torch.dtype) -> str | None:
+    if not device.startswith("cpu"):
+        return f"it runs on CPUs, not on {device}"
+    if dtype not in _PRECISIONS:
+        return f"it computes in float32 or bfloat16, not in {dtype}".replace("torch.", "")
+    return None if available() else "the package openvino is not installed"

@@ -1,0 +1,359 @@
+"""A base model's parts, loaded from a diffusers folder. All loading of model weights is done here.
+
+Only safetensors is read: pickled weights are refused. Anything that could silently make wrong images (missing
+weights, a UNet feature that has no input, a refiner) is a `ModelError` that names the file and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import AutoencoderKL, ControlNetModel, UNet2DConditionModel
+from torch import nn
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.unet.config import (
+    Family,
+    check_controlnet_config,
+    check_unet_config,
+    check_vae_config,
+    family_of,
+)
+from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
+from plait_serving.diffusion.loading import load_module, outline_module, translate
+from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET
+from plait_serving.diffusion.sources.hub import fetch_from_hub
+from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.weight_files import WeightFiles, find_weights
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Bundle:
+    """Modules in eval mode, without gradients, on one device. Frozen; LoRA merges write into the parameters.
+
+    `tokenizers[i]` belongs to `text_encoders[i]`; SDXL has two. `width` and `height` are the size the model was made
+    for, in pixels; `vae_factor` is pixels per latent. `vae_dtype` is float32 where float16 would overflow.
+    `weights_bytes`: what all weights take in memory. In an outline the modules have no weights, and there is no safety
+    checker.
+    """
+
+    folder: Path
+    family: Family
+    unet: nn.Module
+    vae: nn.Module
+    tokenizers: tuple[Any, ...]
+    text_encoders: tuple[nn.Module, ...]
+    scheduler_config: SchedulerConfig
+    safety_checker: nn.Module | None
+    feature_extractor: Any | None
+    force_zeros_for_empty_prompt: bool
+    width: int
+    height: int
+    vae_factor: int
+    dtype: torch.dtype
+    device: torch.device
+    weights_bytes: int
+
+    @property
+    def latent_channels(self) -> int:
+        """The number of channels of a latent."""
+        return int(self.config["out_channels"])
+
+    @property
+    def extra_channels(self) -> int:
+        """The number of channels that the UNet takes beside a latent: an inpainting UNet's mask and masked image."""
+        return int(self.config["in_channels"]) - self.latent_channels
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether it is an inpainting UNet."""
+        return self.extra_channels > 0
+
+    @property
+    def vae_dtype(self) -> torch.dtype:
+        """The dtype that the VAE computes in: float32 where float16 would overflow."""
+        overflows = self.family is Family.SDXL and _overflows(cast("Any", self.vae).config, self.dtype)
+        return torch.float32 if overflows else self.dtype
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The UNet's configuration."""
+        return cast("Mapping[str, Any]", self.unet.config)
+
+    @property
+    def embeds_guidance(self) -> bool:
+        """Whether the UNet takes the guidance scale as an input (LCM) instead of running twice."""
+        return self.config["time_cond_proj_dim"] is not None
+
+    @property
+    def size_multiple(self) -> int:
+        """Widths and heights must be multiples of this, in pixels: diffusers' pipelines require 8."""
+        return max(8, self.vae_factor)
+
+    @property
+    def decoding_bytes_per_pixel(self) -> int:
+        """The memory that decoding an image takes; a step of the UNet takes less.
+
+        The decoder's last level has full size and twice the channels of the configuration's first, about four times
+        over: 3.8 to 4.7 KB a pixel were measured for SD 1.5 in float32.
+        """
+        config = cast("Any", self.vae).config
+        return _decoding_bytes_per_pixel(config, cast("Any", self.vae).dtype)
+
+    @property
+    def min_whole_edge(self) -> int:
+        """The min edge, in pixels, that every level of the UNet halves without a remainder."""
+        levels = len(self.config["block_out_channels"])
+        return max(self.size_multiple, self.vae_factor << (levels - 1))
+
+
+# ---- loading --------------------------------------------------------------------------------------------------------
+
+
+def load_bundle(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    safety_checker: bool = True,
+    mapped: Collection[str] = (),
+    outline: bool = False,
+    tokenizers: tuple[Any, ...] = (),
+    fetch: Callable[[str, str], Path] = fetch_from_hub,
+) -> Bundle:
+    """Load a folder, a checkpoint in one file, or a hub repository at a commit (`revision`: 40 hex digits). Raises
+    `ModelError`.
+
+    float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
+    which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). `outline`
+    loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
+    """
+    folder = resolve_source(source, revision, fetch=fetch)
+    index, unet_config, vae_config = _configs(folder)
+    family = family_of(unet_config)
+    vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
+    target = torch.device(device)
+    factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
+    height, width = _native_size(unet_config, factor)
+    encoders = _text_kinds(folder, family)
+    _check_text_width(folder, unet_config, encoders)
+    kinds = dict(encoders)
+    extractor = _feature_extractor(folder, index) if safety_checker else None
+    if extractor is not None:
+        kinds["safety_checker"] = _checker_kind()
+    kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
+    scheduler = _scheduler_config(folder, index, family)
+    files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
+    decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
+    need = MemoryNeed.of(files.values(), activation_bytes=decoding)
+    if not outline:
+        check_memory(str(folder), need, target)
+    files |= {part: (files[part][0], files[part][0].stored_dtype) for part in mapped}
+    modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
+    return Bundle(
+        folder=folder,
+        family=family,
+        unet=modules["unet"],
+        vae=modules["vae"],
+        tokenizers=tokenizers or _tokenizers(folder, encoders),
+        text_encoders=tuple(modules[part] for part in encoders),
+        scheduler_config=scheduler,
+        safety_checker=modules.get("safety_checker"),
+        feature_extractor=extractor,
+        force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
+        width=width,
+        height=height,
+        vae_factor=factor,
+        dtype=dtype,
+        device=target,
+        weights_bytes=need.weights_bytes,
+    )
+
+
+def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Return the configurations of the pipeline, the UNet and the VAE, checked."""
+    index = _read_json(folder / "model_index.json")
+    _check_pipeline(folder, index)
+    unet, vae = _read_json(folder / "unet" / "config.json"), _read_json(folder / "vae" / "config.json")
+    check_vae_config(vae, family_of(unet), folder / "vae" / "config.json")
+    check_unet_config(unet, vae, folder / "unet" / "config.json")
+    return index, unet, vae
+
+
+def _modules(
+    kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]], target: torch.device
+) -> dict[str, nn.Module]:
+    return {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
+
+
+def _outlines(kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]]) -> dict[str, nn.Module]:
+    return {part: outline_module(kind, *files[part]) for part, kind in kinds.items() if part != "safety_checker"}
+
+
+def load_controlnet(
+    source: str | Path,
+    *,
+    base: Mapping[str, Any] | None = None,
+    vae_factor: int | None = None,
+    revision: str | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    fetch: Callable[[str, str], Path] = fetch_from_hub,
+) -> nn.Module:
+    """Load a ControlNet folder and check it against `base` (a UNet's configuration) and `vae_factor` if given.
+
+    Raises `ModelError`.
+    """
+    folder = resolve_source(source, revision, fetch=fetch)
+    check_controlnet(folder, base=base, vae_factor=vae_factor)
+    files, target = find_weights(folder), torch.device(device)
+    check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
+    return load_module(ControlNetModel, files, dtype, target)
+
+
+def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae_factor: int | None = None) -> None:
+    """Raise `ModelError` for a ControlNet's folder that cannot run or does not fit the base model."""
+    if folder.is_file():
+        raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: no such folder")
+    config = _read_json(folder / "config.json")
+    check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
+
+
+def map_unet(folder: Path) -> nn.Module:
+    """Load a UNet's folder in the files' dtype, memory-mapped: it takes no memory of its own. Raises `ModelError`."""
+    return _map(UNet2DConditionModel, folder)
+
+
+def map_vae(folder: Path) -> nn.Module:
+    """Load a VAE's folder like `map_unet`."""
+    return _map(AutoencoderKL, folder)
+
+
+def map_controlnet(folder: Path) -> nn.Module:
+    """Load a ControlNet's folder like `map_unet`."""
+    return _map(ControlNetModel, folder)
+
+
+def _map(kind: Any, folder: Path) -> nn.Module:
+    files = find_weights(folder)
+    return load_module(kind, files, files.stored_dtype, torch.device("cpu"))
+
+
+def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
+    path = folder / "model_index.json"
+    kind = index.get("_class_name")
+    if not isinstance(kind, str):
+        raise ModelError(f"{path}: it names no pipeline (_class_name)")
+    if not kind.startswith(("StableDiffusion", "LatentConsistencyModel")) or kind.startswith("StableDiffusion3"):
+        raise ModelError(f"{path}: {kind} is not supported; Stable Diffusion 1.x, 2.x and XL are")
+    if index.get("requires_aesthetics_score"):
+        raise ModelError(f"{path}: an SDXL refiner is not supported as a base model")
+    for part in ("unet", "vae", "scheduler", "text_encoder", "tokenizer"):
+        if not (folder / part).is_dir():
+            raise ModelError(f"{folder / part}: missing")
+    if index.get("image_encoder", [None])[0] is not None:
+        _log.info("%s: image_encoder is not used", path)
+
+
+def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: Mapping[str, Any]) -> None:
+    width = sum(
+        translate(folder / part, kind.config_class.from_pretrained).hidden_size for part, kind in encoders.items()
+    )
+    wanted = unet["cross_attention_dim"]
+    if wanted != width:
+        raise ModelError(
+            f"{folder / 'unet' / 'config.json'}: cross_attention_dim is {wanted}, the text is {width} wide"
+        )
+
+
+# ---- parts ----------------------------------------------------------------------------------------------------------
+
+
+def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
+    """Return the classes of the text encoders, whose folders and tokenizers are there."""
+    kinds: dict[str, Any] = {"text_encoder": CLIPTextModel}
+    if family is Family.SDXL:
+        kinds["text_encoder_2"] = CLIPTextModelWithProjection
+    for encoder in kinds:
+        for part in (encoder.replace("text_encoder", "tokenizer"), encoder):
+            if not (folder / part).is_dir():
+                raise ModelError(f"{folder / part}: missing")
+        _read_json(folder / encoder / "config.json")
+    return kinds
+
+
+def _tokenizers(folder: Path, encoders: Iterable[str]) -> tuple[Any, ...]:
+    return tuple(
+        translate(
+            folder / part.replace("text_encoder", "tokenizer"),
+            lambda path: CLIPTokenizer.from_pretrained(path, local_files_only=True),
+        )
+        for part in encoders
+    )
+
+
+def _feature_extractor(folder: Path, index: Mapping[str, Any]) -> Any | None:
+    """Return what prepares images for the folder's safety checker; None if it has no checker."""
+    if (index.get("safety_checker") or [None])[0] is None:
+        return None
+    from transformers import CLIPImageProcessor
+
+    for part in ("safety_checker", "feature_extractor"):
+        if not (folder / part).is_dir():
+            raise ModelError(f"{folder / part}: missing, though model_index.json names a safety checker")
+    return translate(
+        folder / "feature_extractor", lambda path: CLIPImageProcessor.from_pretrained(path, local_files_only=True)
+    )
+
+
+def _checker_kind() -> Any:
+    from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
+
+    return StableDiffusionSafetyChecker
+
+
+def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> SchedulerConfig:
+    written = _read_json(folder / "scheduler" / "scheduler_config.json")
+    return scheduler_config(folder, written, index.get("scheduler"), family)
+
+
+def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    return dtype is torch.float16 and bool(vae_config.get("force_upcast", True))
+
+
+def _decoding_bytes_per_pixel(vae_config: Mapping[str, Any], dtype: torch.dtype) -> int:
+    return 4 * 2 * int(vae_config["block_out_channels"][0]) * dtype.itemsize
+
+
+def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]:
+    size = unet_config.get("sample_size") or 64
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return height * factor, width * factor
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value

@@ -1,0 +1,349 @@
+"""One diffusers ControlNet: the control image is embedded once per request, then residuals for batches of rows.
+
+Shapes: a block has R rows of `sample (R, c, h, w)`; B is the sum of R over a batch; E the width of the embedding.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from diffusers import ControlNetModel
+from diffusers.image_processor import VaeImageProcessor
+from PIL import Image
+
+from plait_kernels.device_errors import is_device_lost, is_out_of_memory
+from plait_kernels.executors import Computation, PreparedProgram
+from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_kernels.executors.graphs import Capture, GraphProgram
+from plait_serving.diffusion.controlnet.rows import Constants, ControlRows, check_image
+from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
+from plait_serving.diffusion.families.preparation import Preparer, behind
+from plait_serving.diffusion.families.resident_weights import ResidentWeights
+from plait_serving.diffusion.families.unet.bundle import check_controlnet, map_controlnet
+from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
+from plait_serving.diffusion.families.unet.computations import ControlNetTrunk, controlnet_computation
+from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
+from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.values import RgbImage
+
+
+def by_key(blocks: Sequence[ControlRows]) -> list[list[int]]:
+    """Return the indices of the blocks that can share a forward pass, each list in order."""
+    groups: dict[Hashable, list[int]] = defaultdict(list)
+    for i, block in enumerate(blocks):
+        groups[block.key].append(i)
+    return list(groups.values())
+
+
+class ControlNetModelRunner:
+    """Runs one ControlNet. Not thread-safe: one thread owns it, as it owns the weights.
+
+    A batch with a block that needs exact bits goes through `ControlNetModel.forward` itself, on a shallow copy (same
+    weights) whose `controlnet_cond_embedding` passes through the embedding that `embed` made earlier. That embedding
+    is computed for one row where diffusers computes it for the whole batch; convolutions round the two differently
+    (2e-7 in fp32). Other batches go through a prepared program once one was adopted; on a GPU, through fused modules.
+    """
+
+    def __init__(
+        self, model: ControlNetModel, *, dtype: torch.dtype | None = None, weights: ResidentWeights | None = None
+    ) -> None:
+        """Take a loaded model in its final place. Raises `ModelError` if it is of an unsupported kind.
+
+        `dtype` is what it computes in; None: its parameters'. `weights` brings them into memory when torch is to run
+        it; None: they are there.
+        """
+        _check_supported(model)
+        # Asked once: each question walks all modules, and a step asks eight times.
+        self.dtype: torch.dtype = dtype or model.dtype
+        self.device: torch.device = model.device
+        self._model = model.eval().requires_grad_(requires_grad=False)
+        self._fusion: Fusion | None = fuse_(self._model) if self.device.type == "cuda" else None
+        self._headless = _without_image_encoder(self._model)
+        self._program: PreparedProgram | None = None
+        self._weights = weights
+        self._lock = threading.Lock()
+        self._flip_channels = model.config.controlnet_conditioning_channel_order == "bgr"
+        factor = 2 ** (len(model.config.conditioning_embedding_out_channels) - 1)
+        self._preprocess = VaeImageProcessor(
+            vae_scale_factor=factor, do_convert_rgb=True, do_normalize=False
+        ).preprocess
+
+    @property
+    def model(self) -> ControlNetModel:
+        """The model itself."""
+        return self._model
+
+    def computation(self) -> Computation:
+        """Return what an executor prepares; its weights must be in memory."""
+        return controlnet_computation(self._headless)
+
+    def graphed(self, capture: Capture) -> GraphProgram:
+        """Return a program of graphs over the model's own weights."""
+        return GraphProgram(ControlNetTrunk(self._headless).eval(), capture, name="a ControlNet")
+
+    def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:
+        """Run calls that need not be exact through a prepared program from now on; give torch's weights back unless it
+        reads those (`live`).
+
+        From any thread.
+        """
+        with self._lock:
+            self._program = program
+            if self._weights is not None and not live:
+                self._weights.release()
+
+    @torch.inference_mode()
+    def embed(self, image: RgbImage, width: int, height: int) -> torch.Tensor:
+        """Return the control image as `(1, E, h, w)`, prepared like `StableDiffusionControlNetPipeline.prepare_image`.
+
+        It is resized (Lanczos) to `width` x `height` and scaled to [0, 1]. Raises `RequestError` for an image that
+        is not `uint8 (H, W, 3)`.
+        """
+        check_image(image)
+        pixels = self._preprocess(Image.fromarray(image), height=height, width=width).to(dtype=torch.float32)
+        # The pipeline's repeat_interleave leaves row-major memory; the layout decides how a convolution rounds.
+        pixels = pixels.contiguous().to(device=self.device, dtype=self.dtype)
+        if self._flip_channels:
+            pixels = torch.flip(pixels, dims=[1])
+        return self._model.controlnet_cond_embedding(pixels)  # type: ignore[no-any-return]
+
+    def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
+        """Return what a request's steps share, on the model's device. Raises `RequestError`, `ModelError`."""
+        self._check_text(conditioning)
+        there = Conditioning(
+            text=conditioning.text.to(device=self.device, dtype=self.dtype),
+            added={name: value.to(device=self.device) for name, value in conditioning.added.items()},
+            n=conditioning.n,
+            uses_cfg=conditioning.uses_cfg,
+        )
+        return Constants(embedding=self.embed(image, width, height), conditioning=there)
+
+    @torch.inference_mode()
+    def residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals]:
+        """Return residuals times scale, per block, from one forward pass; the blocks must agree in `ControlRows.key`.
+
+        Timesteps and scales may differ. The results are views of one batch, in the device and dtype of the samples.
+        Raises `ModelError` if samples and embedding do not fit each other.
+        """
+        for block in blocks:
+            _check_fit(block)
+        sizes = [block.constants.rows for block in blocks]
+        exact = any(block.exact for block in blocks)
+        program = None if exact else self._program
+        with self._lock:
+            if self._fusion is not None:
+                self._fusion.enabled = not exact
+            down, mid = self._forward(blocks, sizes) if program is None else self._run(program, blocks, sizes)
+        like = blocks[0].sample
+        parts = [_split(tensor.to(self.dtype), sizes, like) for tensor in (*down, mid)]
+        return [Residuals(down=tuple(part[i] for part in parts[:-1]), mid=parts[-1][i]) for i in range(len(blocks))]
+
+    def _forward(
+        self, blocks: Sequence[ControlRows], sizes: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        if self._weights is not None:
+            self._weights.take()
+        conditionings = [block.constants.conditioning for block in blocks]
+        down, mid = self._headless(
+            sample=self._here(torch.cat([block.sample for block in blocks])),
+            timestep=self._timesteps(blocks, sizes),
+            encoder_hidden_states=torch.cat([value.expand(value.text) for value in conditionings]),
+            controlnet_cond=_embeddings(blocks, sizes),
+            conditioning_scale=self._scales(blocks, sizes),
+            added_cond_kwargs=_added(conditionings),
+            return_dict=False,
+        )
+        return down, mid
+
+    def _run(
+        self, program: PreparedProgram, blocks: Sequence[ControlRows], sizes: Sequence[int]
+    ) -> tuple[Sequence[torch.Tensor], torch.Tensor]:
+        conditionings = [block.constants.conditioning for block in blocks]
+        embedding = _embeddings(blocks, sizes)
+        added = _added(conditionings) or {}
+        inputs = [
+            self._here(torch.cat([block.sample for block in blocks])),
+            self._timesteps(blocks, sizes),
+            torch.cat([value.expand(value.text) for value in conditionings]),
+            embedding.expand(sum(sizes), -1, -1, -1),
+            *(added[name] for name in ("text_embeds", "time_ids") if name in added),
+        ]
+        scale = self._scales(blocks, sizes)
+        *down, mid = (output * scale for output in program.run(inputs, copy=False))
+        return down, mid
+
+    def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
+        """Compute `residuals` for blocks of any key without raising: a failure affects its own block only.
+
+        A batch that does not fit the device is halved until it does.
+        """
+        answers: list[Residuals | EngineError] = [EngineError("not computed")] * len(blocks)
+        for indices in by_key(blocks):
+            for i, answer in zip(indices, self._try_batch([blocks[i] for i in indices]), strict=True):
+                answers[i] = answer
+        return answers
+
+    def _try_batch(self, blocks: list[ControlRows]) -> list[Residuals | EngineError]:
+        try:
+            return list(self.residuals(blocks))
+        except Exception as error:
+            if is_device_lost(error):
+                raise
+            if len(blocks) == 1:
+                return [_as_engine_error(error)]
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        half = len(blocks) // 2
+        return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
+
+    def _here(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def _timesteps(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
+        """Return `(B,)`. The model calls `.float()` first, so integer and float timesteps can share a tensor."""
+        rows = [block.timestep.reshape(1).float().expand(size) for block, size in zip(blocks, sizes, strict=True)]
+        return torch.cat(rows).to(self.device)
+
+    def _scales(self, blocks: Sequence[ControlRows], sizes: Sequence[int]) -> float | torch.Tensor:
+        """Return one number if all agree, else `float32 (B, 1, 1, 1)`.
+
+        A product with the tensor is float32 and rounded to the model's dtype afterwards; one with a number is
+        rounded at once.
+        """
+        scales = [block.scale for block in blocks]
+        if all(scale == scales[0] for scale in scales):
+            return scales[0]
+        rows = torch.tensor(scales, dtype=torch.float32).repeat_interleave(torch.tensor(sizes))
+        return rows.reshape(-1, 1, 1, 1).to(self.device)
+
+    def _check_text(self, conditioning: Conditioning) -> None:
+        config = self._model.config
+        if conditioning.text.shape[-1] != config.cross_attention_dim:
+            width = conditioning.text.shape[-1]
+            raise ModelError(
+                f"this ControlNet reads text of width {config.cross_attention_dim}, the base model's has {width}"
+            )
+        if config.addition_embed_type == "text_time" and not {"text_embeds", "time_ids"} <= set(conditioning.added):
+            raise ModelError("this ControlNet is for SDXL; the base model is not")
+
+
+def load_controlnet(
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    base: Mapping[str, Any] | None = None,
+    vae_factor: int | None = None,
+    preparer: Preparer | None = None,
+    adopted: Callable[[], None] = lambda: None,
+    graphs: bool = False,
+) -> ControlNetModelRunner:
+    """Load a ControlNet from a diffusers folder with safetensors weights, never a pickle. Raises `ModelError`.
+
+    It is checked against `base` (a UNet's configuration) and `vae_factor` if given. With `preparer`, its program runs
+    at once if it was converted before, else as soon as it is, from another thread; `adopted` is called then.
+    `graphs`: it runs as CUDA graphs; `device` is a CUDA device.
+    """
+    check_controlnet(folder, base=base, vae_factor=vae_factor)
+
+    def twin() -> Computation:
+        return ControlNetModelRunner(cast("Any", map_controlnet(folder)), dtype=dtype).computation()
+
+    program = preparer.open(folder, "controlnet", twin) if preparer is not None else None
+    model: Any = load_model(folder, dtype=dtype, device=device) if program is None else map_controlnet(folder)
+    weights = ResidentWeights(
+        model,
+        name=f"ControlNet {folder.name}",
+        dtype=dtype,
+        mapped=lambda: map_controlnet(folder),
+        resident=program is None,
+        always=("controlnet_cond_embedding",),
+    )
+    runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
+    if graphs:
+        runner.adopt(runner.graphed(CudaCapture(runner.device)), live=True)
+    elif program is not None:
+        runner.adopt(program)
+        adopted()
+    elif preparer is not None:
+        runner_of = weakref.ref(runner)
+
+        def make() -> None:
+            if runner_of() is None:
+                return  # it has left with its model
+            program = preparer.make(folder, "controlnet", twin)
+            if (here := runner_of()) is not None:
+                here.adopt(program)
+                adopted()
+
+        behind(f"ControlNet {folder.name}", make)
+    return runner
+
+
+def _check_supported(model: ControlNetModel) -> None:
+    config = model.config
+    if config.global_pool_conditions:
+        raise ModelError("ControlNets with global_pool_conditions (guess mode) are not served")
+    if config.class_embed_type is not None or config.num_class_embeds is not None:
+        raise ModelError("ControlNets with class embeddings are not served")
+    if config.addition_embed_type not in (None, "text", "text_time"):
+        raise ModelError(f"ControlNets with addition_embed_type {config.addition_embed_type!r} are not served")
+    if config.controlnet_conditioning_channel_order not in ("rgb", "bgr"):
+        raise ModelError(f"unknown channel order {config.controlnet_conditioning_channel_order!r}")
+    if config.conditioning_channels != 3:
+        raise ModelError(f"a control image has 3 channels; this ControlNet reads {config.conditioning_channels}")
+
+
+def _without_image_encoder(model: ControlNetModel) -> ControlNetModel:
+    """Return a shallow copy, sharing the weights, that takes the embedding where `forward` takes the image.
+
+    The copy calls itself "rgb" because `forward` would otherwise flip the embedding; `embed` flips the image.
+    """
+    headless = copy.copy(model)
+    headless.__dict__["_modules"] = dict(model._modules)
+    headless._modules["controlnet_cond_embedding"] = torch.nn.Identity()
+    headless.register_to_config(controlnet_conditioning_channel_order="rgb")
+    return headless
+
+
+def _check_fit(block: ControlRows) -> None:
+    constants = block.constants
+    if block.sample.shape[0] != constants.rows:
+        raise ModelError(f"a session of {constants.rows} rows was asked about {block.sample.shape[0]}")
+    image, latent = tuple(constants.embedding.shape[-2:]), tuple(block.sample.shape[-2:])
+    if image != latent:
+        raise ModelError(f"the control image is {image} after embedding, the latents are {latent}: not the same family")
+
+
+def _embeddings(blocks: Sequence[ControlRows], sizes: Sequence[int]) -> torch.Tensor:
+    """Return `(B, E, h, w)`; one block needs no copies, because its single row is broadcast."""
+    if len(blocks) == 1:
+        return blocks[0].constants.embedding
+    pairs = zip(blocks, sizes, strict=True)
+    return torch.cat([block.constants.embedding.expand(size, -1, -1, -1) for block, size in pairs])
+
+
+def _added(conditionings: Sequence[Conditioning]) -> Mapping[str, torch.Tensor] | None:
+    names = conditionings[0].added.keys()
+    if not names:
+        return None
+    return {name: torch.cat([value.expand(value.added[name]) for value in conditionings]) for name in names}
+
+
+def _split(tensor: torch.Tensor, sizes: Sequence[int], like: torch.Tensor) -> Sequence[torch.Tensor]:
+    return tensor.to(device=like.device, dtype=like.dtype).split_with_sizes(list(sizes))
+
+
+def _as_engine_error(error: Exception) -> EngineError:
+    if isinstance(error, EngineError):
+        return error
+    if is_out_of_memory(error):
+        return OutOfMemory("one request's ControlNet rows do not fit the device")
+    return EngineError(f"the ControlNet failed: {type(error).__name__}: {error}")

@@ -1,0 +1,321 @@
+"""Stable Diffusion 1.x, 2.x and XL behind the `Denoiser` protocol: the UNet in two halves, requests stacked by rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from plait_kernels.executors import PreparedProgram
+from plait_kernels.lora_merge import is_finite
+from plait_kernels.threads import one_thread
+from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
+from plait_serving.diffusion.families.factors import FactorStore
+from plait_serving.diffusion.families.resident_weights import ResidentWeights
+from plait_serving.diffusion.families.rows import (
+    BatchLayout,
+    guidance_embedding,
+    guide,
+    stack_conditionings,
+    stack_samples,
+    stack_timesteps,
+    with_extra,
+)
+from plait_serving.diffusion.families.unet.bundle import Bundle, map_unet, map_vae
+from plait_serving.diffusion.families.unet.compiled import CompiledHalves
+from plait_serving.diffusion.families.unet.controls import ControlQuestions
+from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
+from plait_serving.diffusion.families.unet.halves import (
+    EncoderOutput,
+    decoder_half,
+    encoder_half,
+    needs_forward_size,
+    time_embedding,
+)
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder
+from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
+from plait_serving.diffusion.families.unet.samplers import Sampler, sampler_of
+from plait_serving.diffusion.families.unet.vae import decode_latents, encode_image, safety_of
+from plait_serving.diffusion.knobs import Exact
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.targets import components_of
+from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, LoraWeights, Residuals, StepCall
+from plait_serving.diffusion.values import ImageRequest
+
+
+class UNetDenoiser:
+    """A `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE's decoder.
+
+    Steps run through diffusers' own modules in the order of its forward: a single request's latents are the
+    pipeline's bit for bit (fp32, CPU). Once programs were adopted, they run the steps, within their tolerance, and
+    LoRA sets are inputs; what they cannot take, and everything while the knob `exact` says so, runs as before. On a
+    GPU the modules are fused (`fused`), except while `exact` says otherwise.
+    """
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        exact: Callable[[], Exact] = lambda: Exact.ALWAYS,
+        mapped: Collection[str] = (),
+        tokens: PromptTokens | None = None,
+    ) -> None:
+        """Take the bundle. `exact` is read at every step. `mapped`: which of "unet" and "vae" are as the files hold
+        them: their weights are brought into memory when torch is to run them. `tokens`: those of the bundle's
+        tokenizers, if others use these as well.
+        """
+        self.bundle = bundle
+        self._unet = cast("Any", bundle.unet)
+        self._fusion: Fusion | None = fuse_(bundle.unet) if bundle.device.type == "cuda" else None
+        self._exact = exact
+        self._fuses()
+        folder = bundle.folder
+        self._weights = ResidentWeights(
+            bundle.unet,
+            name="the UNet",
+            dtype=bundle.dtype,
+            mapped=lambda: map_unet(folder / "unet"),
+            resident="unet" not in mapped,
+            always=("time_embedding", "add_embedding"),  # they make what both halves take, with torch
+        )
+        self._vae_weights = ResidentWeights(
+            bundle.vae,
+            name="the VAE",
+            dtype=bundle.vae_dtype,
+            mapped=lambda: map_vae(folder / "vae"),
+            resident="vae" not in mapped,
+        )
+        texts = components_of(bundle.unet, bundle.text_encoders)
+        self.merger = Merger({"unet": texts.pop("unet")}, before_write=self._weights.take)
+        self.text_merger = text_merger = Merger(texts)
+        self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.version, tokens=tokens)
+        self.safety = safety_of(bundle)
+        self._halves: CompiledHalves | None = None
+        self._row_wise: CompiledHalves | None = None
+        self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
+        self._factors = FactorStore()
+        self._vae: PreparedProgram | None = None
+
+    def adopt(self, halves: CompiledHalves) -> None:
+        """Run steps through prepared programs from the next one on."""
+        self._halves, self._row_wise = halves, None
+        self._factors = FactorStore(halves.encoder.layers, halves.decoder.layers)
+
+    def take_over(self, halves: CompiledHalves) -> None:
+        """Run steps through programs from the next one on, and give back the memory of the UNet's weights. Between two
+        steps."""
+        self.merger.forget()
+        self.adopt(halves)
+        self._weights.release()
+
+    def adopt_row_wise(self, halves: CompiledHalves) -> None:
+        """Offer these programs for calls whose LoRA sets are inputs; torch runs all others. Before the engine
+        starts."""
+        self._row_wise = halves
+        self._factors = FactorStore(halves.encoder.layers, halves.decoder.layers)
+
+    def adopt_vae(self, vae: PreparedProgram) -> None:
+        """Decode through a prepared program from now on."""
+        self._vae = vae
+
+    @property
+    def executor(self) -> str:
+        """What steps run on now: "compiled" or "torch"."""
+        return "torch" if self._compiled() is None else "compiled"
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last `predict` was as fast as such calls will be."""
+        return self._ran is None or self._ran.settled
+
+    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether LoRA files can be inputs of a step now, instead of being merged into the weights."""
+        return self._compiled() is not None and all(map(self._factors.takes, weights))
+
+    def may_take(self, weights: Sequence[LoraWeights]) -> bool:
+        """Return whether LoRA files could be inputs of a step now, although they can be merged, too."""
+        offered = self._row_wise is not None and self._exact() is not Exact.ALWAYS
+        return offered and all(map(self._factors.takes, weights))
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return `(c, h, w)` of one image's latents; pixels are rounded down to whole latents, like in diffusers."""
+        factor = self.bundle.vae_factor
+        return self.bundle.latent_channels, height // factor, width // factor
+
+    def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> Sampler:
+        """Return the sampler of a request's images with these seeds. Raises `RequestError`."""
+        return sampler_of(self.bundle, request, seeds, self.latent_shape(request.width, request.height))
+
+    def begin(self, request: ImageRequest) -> Encoding:
+        """Return what encodes the prompts, with the weights that the text encoders have at each call."""
+        return self._prompts.begin(request)
+
+    def prepare(self, request: ImageRequest) -> Conditioning:
+        """Encode the prompts at once, with the text encoders' current weights; for measuring."""
+        return self._prompts.prepare(request)
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether the UNet takes a mask and the latents of a masked image beside the sample."""
+        return self.bundle.inpaints
+
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
+        """Encode one image, `float32 (1, 3, H, W)` in [-1, 1], with torch. Compute thread only."""
+        self._vae_weights.take()
+        with torch.inference_mode():
+            return encode_image(self.bundle, pixels)
+
+    def finish(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
+        program = None if self._exact() is Exact.ALWAYS else self._vae
+        if program is None:
+            self._vae_weights.take()
+        with torch.inference_mode(), nullcontext() if program is None else one_thread():
+            return decode_latents(self.bundle, latents, program)
+
+    @torch.inference_mode()
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """Predict in two halves: ControlNets compute beside the encoder half, their residuals are added before the
+        decoder half."""
+        # Sets that are inputs were chosen by `takes` or `may_take`: they are not in the weights, whatever `exact` says
+        # by now.
+        compiled = self._halves or self._row_wise if any(call.loras for call in calls) else self._compiled(calls)
+        self._ran = compiled
+        layout = BatchLayout.of([call.conditioning for call in calls])
+        sample = stack_samples(calls, layout)
+        fused = self._fuses()
+        questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None and not fused)
+        try:
+            half, decode = self._encode(calls, with_extra(sample, calls, layout), layout, compiled)
+        except BaseException:
+            questions.abandon()
+            raise
+        if fused:
+            errors = [_apply_all(half, layout, k, parts) for k, parts in enumerate(questions.parts())]
+        else:
+            errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
+        with self._threads(compiled):
+            return split_output(decode(), calls, layout, errors)
+
+    def _encode(
+        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, compiled: CompiledHalves | None
+    ) -> tuple[EncoderOutput, Callable[[], torch.Tensor]]:
+        """Compute the encoder half; return its output, and what computes the decoder half from it."""
+        with self._threads(compiled):
+            text, embedding = self._constants(calls, sample, layout)
+            if compiled is not None:
+                first, second = self._factors.of([call.loras for call in calls], layout)
+                half = compiled.encode(sample, embedding, text, first)
+                return half, partial(compiled.decode, half, second)
+            self._weights.take()
+            half = encoder_half(self._unet, sample, embedding, text)
+            return half, partial(decoder_half, self._unet, half, forward_size=needs_forward_size(self._unet, sample))
+
+    def _threads(self, compiled: CompiledHalves | None) -> AbstractContextManager[None]:
+        """Return what surrounds the work on halves: programs of another library have the cores to themselves."""
+        return nullcontext() if compiled is None or compiled is self._row_wise else one_thread()
+
+    @torch.inference_mode()
+    def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
+        """Run the part of a step that ControlNets can run beside, for measuring, without calling any ControlNet."""
+        layout = BatchLayout.of([call.conditioning for call in calls])
+        sample = with_extra(stack_samples(calls, layout), calls, layout)
+        text, embedding = self._constants(calls, sample, layout)
+        compiled = self._compiled(calls)
+        self._fuses()
+        if compiled is not None:
+            with self._threads(compiled):
+                compiled.encode(sample, embedding, text, None)
+        else:
+            self._weights.take()
+            encoder_half(self._unet, sample, embedding, text)
+
+    def _compiled(self, calls: Sequence[StepCall] = ()) -> CompiledHalves | None:
+        """Return the programs if they may run these calls."""
+        halves = self._halves
+        if halves is None or self._exact() is Exact.ALWAYS:
+            return None
+        return halves if halves.live or not any(call.merged for call in calls) else None
+
+    def _fuses(self) -> bool:
+        """Set whether the modules compute through operators in this call, and return it."""
+        if self._fusion is None:
+            return False
+        self._fusion.enabled = self._exact() is not Exact.ALWAYS
+        return self._fusion.enabled
+
+    def _constants(
+        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the text `(R, L, C)` and the finished time embedding `(R, E)`."""
+        conditionings = [call.conditioning for call in calls]
+        text = stack_conditionings([conditioning.text for conditioning in conditionings], layout)
+        added = {
+            name: stack_conditionings([conditioning.added[name] for conditioning in conditionings], layout)
+            for name in conditionings[0].added
+        }
+        timesteps = stack_timesteps(calls, layout)
+        return text, time_embedding(
+            self._unet, sample, timesteps, text, added=added, guidance=self._guidance(calls, layout)
+        )
+
+    def _guidance(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor | None:
+        if not self.bundle.embeds_guidance:
+            return None
+        scales = [call.guidance_scale for call, count in zip(calls, layout.counts, strict=True) for _ in range(count)]
+        width = int(self.bundle.config["time_cond_proj_dim"])
+        return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
+
+
+def _apply(
+    half: EncoderOutput, layout: BatchLayout, k: int, answer: Residuals | EngineError | None
+) -> EngineError | None:
+    """Add request k's residuals to its rows; return its error if there is one."""
+    if answer is None or isinstance(answer, EngineError):
+        return answer
+    if not half.fits(answer, layout.counts[k] * layout.branches):
+        return _unfit()
+    half.add(layout.rows(k), answer)
+    return None
+
+
+def _apply_all(
+    half: EncoderOutput, layout: BatchLayout, k: int, parts: Sequence[Residuals | EngineError | None]
+) -> EngineError | None:
+    """Add what request k's ControlNets answered to its rows at once; return the first error if there is one."""
+    found: list[Residuals] = []
+    for part in parts:
+        if isinstance(part, EngineError):
+            return part
+        assert part is not None
+        if not half.fits(part, layout.counts[k] * layout.branches):
+            return _unfit()
+        found.append(part)
+    if found:
+        half.add_all(layout.rows(k), found)
+    return None
+
+
+def _unfit() -> ModelError:
+    return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
+
+
+def split_output(
+    output: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout, errors: Sequence[EngineError | None]
+) -> list[torch.Tensor | EngineError]:
+    """Return guided outputs per request; a request with an error or a non-finite row gets its error instead."""
+    # Nearly always all are; looking at that first takes a third of the time (`plait bench kernels`, guided-update).
+    finite = [True] * len(output) if is_finite(output) else output.isfinite().flatten(1).all(dim=1).tolist()
+    results: list[torch.Tensor | EngineError] = []
+    for k, call in enumerate(calls):
+        error = errors[k]
+        if error is not None:
+            results.append(error)
+        elif not all(all(finite[rows]) for rows in layout.rows(k)):
+            results.append(NumericalError("the model's output is NaN or infinite"))
+        else:
+            results.append(guide(output, layout, k, call))
+    return results

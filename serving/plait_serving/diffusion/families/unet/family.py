@@ -1,0 +1,173 @@
+"""What is known of a Stable Diffusion folder without its weights, and what brings those into memory."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
+from plait_serving.diffusion.emulation import warn_of_emulation
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.preparation import auditor_for, preparer_for, uses_graphs
+from plait_serving.diffusion.families.unet.bundle import Bundle, check_controlnet, load_bundle
+from plait_serving.diffusion.families.unet.compiled import graphed_halves, row_wise_halves
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
+from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
+from plait_serving.diffusion.families.unet.programs import UNetPrograms
+from plait_serving.diffusion.families.unet.prompt import PromptEncoder
+from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
+from plait_serving.diffusion.families.unet.samplers import samplers_of
+from plait_serving.diffusion.lora.targets import LoraTargets, components_of
+from plait_serving.diffusion.memory import resolve_device, resolve_dtype
+from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
+from plait_serving.diffusion.settings import EngineSettings, Host
+from plait_serving.diffusion.values import ImageRequest, PromptSize, Scheduler
+
+
+class UNetFamily:
+    """One model. `kind` is what LoRAs and ControlNets are made for; sizes are in pixels: the model's own, what edges
+    must be multiples of, and the smallest edge that all its levels halve evenly. `prepared`: what runs on prepared
+    programs now, "unet", "vae" and names of ControlNets."""
+
+    def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
+        """Read a folder's configurations and tokenizers. Raises `ModelError`."""
+        self.folder = folder
+        self._settings, self._host = settings, host
+        device = resolve_device(settings.device)
+        self.device, self.dtype = torch.device(device), resolve_dtype(settings.dtype, device)
+        if device == "cpu" and self.dtype is torch.bfloat16:
+            warn_of_emulation()
+        self.prepared: set[str] = set()
+        self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=host.is_idle)
+        self._preparer = preparer_for(
+            settings.executor,
+            device=device,
+            dtype=self.dtype,
+            threads=lambda: host.knobs().threads,
+            cache=settings.prepared_folder,
+            auditor=self.auditor,
+        )
+        self._outline = self._bundle(outline=True)
+        self._tokens = PromptTokens(self._outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
+        self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
+        self._read_ahead: tuple[UNetPrograms, Bundle] | None = None
+        self._stop_converting: Callable[[], None] = lambda: None
+        self._denoiser: weakref.ref[UNetDenoiser] | None = None
+        self.kind = str(self._outline.family)
+        self.width, self.height = self._outline.width, self._outline.height
+        self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
+        self.weights_bytes = self._outline.weights_bytes
+        self.decoding_bytes_per_pixel = self._outline.decoding_bytes_per_pixel
+        self.samplers = samplers_of(self._outline.scheduler_config)
+        self.lora_targets = LoraTargets.of(components_of(self._outline.unet, self._outline.text_encoders))
+
+    def measure(self, request: ImageRequest) -> PromptSize:
+        """Return how long a request's prompts are. Thread-safe. Raises `RequestError` for what the model has no use
+        for."""
+        return self._prompts.size(request)
+
+    def read(self) -> None:
+        """Bring the weights into memory for the next `load`. Raises `ModelError`."""
+        self._read_ahead = self._read()
+
+    def load(self) -> UNetDenoiser:
+        """Bring the weights into memory, with the programs that were prepared before; what was not is converted behind
+        what the model computes. Raises `ModelError`."""
+        programs, bundle = self._read_ahead or self._read()
+        self._read_ahead = None
+        executor = self._settings.executor
+        denoiser = UNetDenoiser(
+            bundle, exact=lambda: self._host.knobs().exact, mapped=programs.mapped, tokens=self._tokens
+        )
+        programs.adopt(denoiser, self.prepared)
+        if uses_graphs(executor, bundle.device):
+            denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
+        elif self._preparer is None and bundle.device.type == "cpu" and bundle.dtype is torch.float32:
+            denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
+        if self._settings.converts:
+            self._stop_converting = programs.convert_behind(self._host.between_steps, denoiser, self.prepared)
+        self._denoiser = weakref.ref(denoiser)
+        return denoiser
+
+    def leave(self) -> None:
+        """Let go of what belongs to the weights, which leave; what is not converted yet is not begun."""
+        self._stop_converting()
+        self.prepared -= {"unet", "vae"}
+        self.auditor.forget()
+
+    def why_unfit(self, folder: Path) -> str | None:
+        """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
+        try:
+            check_controlnet(folder, base=self._outline.config, vae_factor=self._outline.vae_factor)
+        except ModelError as error:
+            return error.message
+        return None
+
+    def controlnet(self, name: str, folder: Path) -> ControlNetModelRunner:
+        """Load a ControlNet to run in this process. Raises `ModelError`."""
+        return load_controlnet(
+            folder,
+            base=self._outline.config,
+            vae_factor=self._outline.vae_factor,
+            dtype=self.dtype,
+            device=str(self.device),
+            preparer=self._preparer,
+            adopted=partial(self.prepared.add, name),
+            graphs=uses_graphs(self._settings.executor, self.device),
+        )
+
+    def step_times(self, local: ControlNetClient, remote: ControlNetClient) -> StepTimes:
+        """Time one guided image's step with a ControlNet at both places; the model is in memory."""
+        denoiser = None if self._denoiser is None else self._denoiser()
+        assert denoiser is not None
+        sizes = probe_sizes(self.width, self.height, multiple=self.size_multiple)
+        return measure(lambda size: _times_at(size, local, remote, denoiser), sizes)
+
+    def _read(self) -> tuple[UNetPrograms, Bundle]:
+        programs = UNetPrograms(self._preparer, self.folder)
+        return programs, self._bundle(mapped=programs.mapped)
+
+    def _bundle(self, *, mapped: frozenset[str] = frozenset(), outline: bool = False) -> Bundle:
+        return load_bundle(
+            self.folder,
+            dtype=self.dtype,
+            device=str(self.device),
+            safety_checker=self._settings.safety_checker,
+            mapped=mapped,
+            outline=outline,
+            tokenizers=() if outline else self._outline.tokenizers,
+        )
+
+
+def _times_at(
+    size: tuple[int, int], local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser
+) -> StepTimes:
+    (width, height), bundle = size, denoiser.bundle
+    request = ImageRequest(
+        request_id="measure", prompt="", width=width, height=height, steps=1, guidance_scale=5.0, seed=0,
+        scheduler=Scheduler.EULER,
+    )  # fmt: skip
+    conditioning = denoiser.prepare(request)
+    sample = torch.zeros(1, *denoiser.latent_shape(width, height), dtype=bundle.dtype, device=bundle.device)
+    timestep = torch.tensor(500, device=bundle.device)
+    extra = sample.new_zeros(1, bundle.extra_channels, *sample.shape[2:]) if bundle.inpaints else None
+    step = StepCall(
+        conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=(), extra=extra
+    )
+
+    def step_s(client: ControlNetClient) -> float:
+        image = np.zeros((height, width, 3), np.uint8)
+        session = client.open(image=image, conditioning=conditioning, width=width, height=height)
+        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
+        try:
+            return time_step_s(client, call, encoder=lambda: denoiser.run_encoder_half([step]))
+        finally:
+            client.close(session)
+
+    return StepTimes(local_s=step_s(local), remote_s=step_s(remote))

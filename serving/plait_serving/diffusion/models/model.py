@@ -1,0 +1,77 @@
+"""A base model: what is always known of it, and what steps it while its weights are in memory."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.families import Family
+from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
+from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.queue.costs import StepCosts
+from plait_serving.diffusion.queue.forecast import WorkForecast
+from plait_serving.diffusion.stepper import Stepper
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class Model:
+    """One base model. `costs` and `forecast` say what its steps and requests take; `unfit`, by name, why ControlNets
+    are none for it.
+
+    `stepper`: None while the model is not resident. `leaves`: it is about to make room, and begins no request any more.
+    Both are the compute thread's. `is_retired`: it takes no request any more, and leaves for good after the last one.
+    `goes_to_sleep`: it leaves after the last one, until it is asked for again.
+    """
+
+    name: str
+    family: Family
+    limits: ImageLimits
+    loras: LoraProvider
+    costs: StepCosts
+    controlnets: Mapping[str, ControlNetClient] = field(default_factory=dict)
+    unfit: Mapping[str, str] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+    forecast: WorkForecast = field(init=False)
+    stepper: Stepper | None = None
+    leaves: bool = False
+    is_retired: bool = False
+    goes_to_sleep: bool = False
+
+    def __post_init__(self) -> None:
+        self.forecast = WorkForecast(self.costs)
+
+    @property
+    def nbytes(self) -> int:
+        """What its weights take in memory."""
+        return self.family.weights_bytes
+
+    def load(self) -> Stepper:
+        """Bring the weights into memory, on any thread; return what steps them. Raises `ModelError`."""
+        return Stepper(denoiser=self.family.load(), controlnets=self.controlnets, clock=self.clock)
+
+    def leave(self) -> None:
+        """Let go of the weights. Between two steps."""
+        self.stepper, self.leaves = None, False
+        self.family.leave()
+
+    def close(self) -> None:
+        """Release the clients of its ControlNets. Idempotent."""
+        for client in self.controlnets.values():
+            client.shutdown()
+
+
+def image_limits(family: Family, wanted: ImageLimits, free_bytes: int | None) -> ImageLimits:
+    """Return what requests may ask for: at most what is wanted, in sizes that the model can take and that the free
+    memory can hold."""
+    limits = replace(wanted, size_multiple=family.size_multiple, min_edge_px=family.size_multiple)
+    free, native = free_bytes, family.width * family.height
+    free = max(0, available_bytes(family.device) if free is None else free)
+    pixels = pixels_that_fit(family.decoding_bytes_per_pixel, free, native=native, limit=limits.max_pixels)
+    if pixels < limits.max_pixels:
+        _log.info("images of at most %d pixels: %s of memory are left", pixels, gigabytes(free))
+    return replace(limits, max_pixels=pixels)

@@ -1,0 +1,90 @@
+"""Weights that are in memory only while torch runs the module."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from plait_serving.diffusion.families.resident_weights import ResidentWeights
+
+
+def module(dtype: torch.dtype) -> nn.Module:
+    """Two layers, the same values whatever the dtype."""
+    made = nn.ModuleDict({"head": nn.Linear(3, 3), "body": nn.Linear(3, 3)})
+    for i, parameter in enumerate(made.parameters()):
+        parameter.data = torch.full(parameter.shape, 0.1 * (i + 1)).half().to(dtype)
+    return made.requires_grad_(requires_grad=False)
+
+
+FILE = module(torch.float16)
+
+
+@pytest.fixture
+def mapped():
+    """A module as the file holds it, and its keeper; the head stays in memory."""
+    live = module(torch.float16)
+    return live, ResidentWeights(
+        live, name="it", dtype=torch.float32, mapped=lambda: FILE, resident=False, always=("head", "missing")
+    )
+
+
+def test_weights_come_and_go(mapped):
+    """Taken: float32 copies. Released: the file's own bytes, but for the part that always stays."""
+    live, weights = mapped
+    assert not weights.resident
+    assert (live["head"].weight.dtype, live["body"].weight.dtype) == (torch.float32, torch.float16)
+    weights.take()
+    assert weights.resident
+    assert {parameter.dtype for parameter in live.parameters()} == {torch.float32}
+    assert torch.equal(live["body"].weight, FILE["body"].weight.float())
+    kept = live["head"].weight.data_ptr()
+    weights.release()
+    assert live["body"].weight.data_ptr() == FILE["body"].weight.data_ptr()
+    assert (live["head"].weight.data_ptr(), live["head"].weight.dtype) == (kept, torch.float32)
+
+
+def test_what_torch_writes_never_reaches_the_file(mapped):
+    """A merge into taken weights is lost at release; the file's are pristine, and so are those that come next."""
+    live, weights = mapped
+    before = FILE["body"].weight.clone()
+    weights.take()
+    live["body"].weight.fill_(7.0)
+    weights.release()
+    weights.take()
+    assert torch.equal(FILE["body"].weight, before)
+    assert torch.equal(live["body"].weight, before.float())
+
+
+def test_the_parameters_stay_the_same_objects(mapped):
+    """Whoever holds a module or a parameter sees the change."""
+    live, weights = mapped
+    objects = [id(parameter) for parameter in live.parameters()]
+    weights.take()
+    weights.release()
+    assert [id(parameter) for parameter in live.parameters()] == objects
+
+
+def test_a_part_that_stays_runs_while_the_rest_goes(mapped):
+    """The head computes on another thread while weights are taken and released again and again."""
+    live, weights = mapped
+    failed: list[BaseException] = []
+    stop = threading.Event()
+
+    def compute() -> None:
+        try:
+            while not stop.is_set():
+                live["head"](torch.zeros(1, 3))
+        except RuntimeError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    for _ in range(300):
+        weights.take()
+        weights.release()
+    stop.set()
+    thread.join()
+    assert not failed

@@ -1,0 +1,162 @@
+"""What a batch must not do: let one request's trouble, weights of yesterday or a late answer reach another request."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
+from plait_serving.diffusion.families.rows import BatchLayout
+from plait_serving.diffusion.families.unet import denoiser as unet
+from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
+from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
+from plait_serving.diffusion.families.unet.prompt import parameter_version
+from plait_serving.diffusion.protocols import Conditioning, Residuals
+from plait_serving.diffusion.values import ControlRef
+from support.denoise import control_image, make_request, max_difference, start
+from support.whole import WholeControlNet
+
+
+class Client:
+    """A ControlNet that answers what the test says; ``log`` is shared, to see the order of events."""
+
+    def __init__(self, name: str, answers, log: list[str] | None = None, *, refuses: bool = False) -> None:
+        self.name, self.answers, self.refuses = name, answers, refuses
+        self.log = log if log is not None else []
+
+    def open(self, *, image, conditioning, width, height):
+        """Any session."""
+        return self
+
+    def start(self, calls):
+        """Remembers; answers later."""
+        self.log.append(f"start {self.name} {len(calls)}")
+        if self.refuses:
+            raise ControlNetUnavailable(f"{self.name} is gone")
+        return self
+
+    def wait(self):
+        """The answers."""
+        self.log.append(f"wait {self.name}")
+        if isinstance(self.answers, Exception):
+            raise self.answers
+        return self.answers
+
+
+@pytest.fixture(scope="module")
+def bundle(tiny_sd_folder):
+    """A tiny model."""
+    return load_bundle(tiny_sd_folder)
+
+
+@pytest.fixture
+def denoiser(bundle):
+    """A fresh denoiser over it."""
+    return UNetDenoiser(bundle)
+
+
+@pytest.fixture(scope="module")
+def real(bundle, tiny_sd_controlnets):
+    """A ControlNet that works."""
+    return WholeControlNet("real", load_controlnet(tiny_sd_controlnets[0], base=bundle.config, vae_factor=2))
+
+
+def controlled(bundle, denoiser, *clients, seed: int = 1):
+    """A call of a request with those ControlNets."""
+    refs = tuple(ControlRef(name=client.name, image=control_image(1)) for client in clients)
+    request = make_request(seed=seed, controlnets=refs)
+    return start(bundle, denoiser, request, {client.name: client for client in clients}).call()
+
+
+def test_a_failing_controlnet_fails_its_request_only(bundle, denoiser, real):
+    """Refused at the start, lost while waiting, or an error per call: the mates' outputs are as without them."""
+    error = ControlNetUnavailable("lost")
+    calls = [
+        controlled(bundle, denoiser),
+        controlled(bundle, denoiser, Client("gone", None, refuses=True)),
+        controlled(bundle, denoiser, real),
+        controlled(bundle, denoiser, Client("lost", error)),
+        controlled(bundle, denoiser, real, Client("one", [error])),
+    ]
+    outputs = denoiser.predict(calls)
+    assert [isinstance(output, ControlNetUnavailable) for output in outputs] == [False, True, False, True, True]
+    for k in (0, 2):
+        assert max_difference(outputs[k], denoiser.predict([calls[k]])[0]) < 1e-4
+
+
+def test_residuals_of_another_shape_are_refused(bundle, denoiser):
+    """A ControlNet of another model answers: its request fails with a clear error."""
+    wrong = Residuals(down=(torch.zeros(2, 4, 8, 8),), mid=torch.zeros(2, 4, 8, 8))
+    outputs = denoiser.predict([controlled(bundle, denoiser, Client("foreign", [wrong])), controlled(bundle, denoiser)])
+    assert isinstance(outputs[0], ModelError)
+    assert isinstance(outputs[1], torch.Tensor)
+
+
+def test_questions_leave_before_the_encoder_half(bundle, denoiser, monkeypatch):
+    """One batch per ControlNet; asked before the encoder half, awaited after it."""
+    log: list[str] = []
+    encode = unet.encoder_half
+    monkeypatch.setattr(unet, "encoder_half", lambda *args: (log.append("encode"), encode(*args))[1])
+    error = ControlNetUnavailable("no")
+    a, b = Client("a", [error, error], log), Client("b", [error], log)
+    denoiser.predict([controlled(bundle, denoiser, a, b), controlled(bundle, denoiser, a)])
+    assert log == ["start a 2", "start b 1", "encode", "wait a", "wait b"]
+
+
+def test_answers_of_a_failed_step_are_drained(bundle, denoiser, monkeypatch):
+    """If the encoder half runs out of memory, answers in flight are awaited and dropped."""
+    log: list[str] = []
+
+    def fail(*_):
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(unet, "encoder_half", fail)
+    with pytest.raises(RuntimeError, match="memory"):
+        denoiser.predict([controlled(bundle, denoiser, Client("a", [], log))])
+    assert log == ["start a 1", "wait a"]
+
+
+def test_a_nan_row_fails_alone(bundle, denoiser):
+    """A request whose sample is NaN gets `NumericalError`; the others get what they would get without it."""
+    calls = [controlled(bundle, denoiser, seed=seed) for seed in range(3)]
+    clean = denoiser.predict(calls)
+    calls[1].sample.fill_(float("nan"))
+    outputs = denoiser.predict(calls)
+    assert isinstance(outputs[1], NumericalError)
+    assert torch.equal(outputs[0], clean[0])
+    assert torch.equal(outputs[2], clean[2])
+
+
+def test_new_weights_are_used_at_once(bundle, denoiser):
+    """What a merge writes into a weight is seen in the next call, in or out of inference mode."""
+    calls = [controlled(bundle, denoiser, seed=seed) for seed in range(2)]
+    before = denoiser.predict(calls)[0]
+    weight = next(p for name, p in bundle.unet.named_parameters() if name.endswith("attn2.to_k.weight"))
+    pristine = weight.detach().clone()
+    with torch.inference_mode():
+        weight.detach().copy_(pristine * -3.0)
+    changed = denoiser.predict(calls)[0]
+    weight.copy_(pristine)
+    assert not torch.equal(before, changed)
+    assert torch.equal(denoiser.predict(calls)[0], before)
+
+
+def conditioning(value: float, n: int = 1, length: int = 77) -> Conditioning:
+    """A constant text of the tiny model's width."""
+    return Conditioning(text=torch.full((2, length, 32), value), added={}, n=n, uses_cfg=True)
+
+
+def test_layout_places_every_row_once():
+    """Unconditional rows of all requests first, then the conditional ones, in request order."""
+    layout = BatchLayout.of([conditioning(0.0, n=2), conditioning(1.0), conditioning(2.0, n=3)])
+    rows = [range(part.start, part.stop) for k in range(3) for part in layout.rows(k)]
+    assert [list(part) for part in rows] == [[0, 1], [6, 7], [2], [8], [3, 4, 5], [9, 10, 11]]
+
+
+def test_parameter_version_counts_writes(bundle):
+    """Every in-place write to any parameter changes the version."""
+    version = parameter_version(bundle.unet)
+    before = version()
+    parameter = next(bundle.unet.parameters())
+    parameter.copy_(parameter.clone())
+    assert version() > before

@@ -1,0 +1,280 @@
+"""The ControlNet runner against diffusers' own forward."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
+from PIL import Image
+
+from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, by_key, load_controlnet
+from plait_serving.diffusion.protocols import Residuals
+from support import controlnet as kit
+from support.closeness import EQUAL
+
+
+@pytest.fixture
+def sd(tiny_sd_controlnets: tuple[Path, Path]) -> Path:
+    """A tiny ControlNet for SD 1.x."""
+    return tiny_sd_controlnets[0]
+
+
+@pytest.fixture
+def sdxl(tiny_sdxl_controlnets: tuple[Path, Path]) -> Path:
+    """A tiny ControlNet for SDXL."""
+    return tiny_sdxl_controlnets[0]
+
+
+def _rows(runner: ControlNetModelRunner, asks: list[kit.ControlCase]) -> list[ControlRows]:
+    return [
+        ControlRows(
+            constants=runner.constants(image=a.image, conditioning=a.conditioning, width=kit.SIZE, height=kit.SIZE),
+            sample=a.sample,
+            timestep=a.timestep,
+            scale=a.scale,
+        )
+        for a in asks
+    ]
+
+
+def _mixed(width: int, added: int = 0) -> list[kit.ControlCase]:
+    return [
+        kit.make_ask(1, width=width, n=1, scale=0.7, step=981, added=added),
+        kit.make_ask(2, width=width, n=3, scale=1.0, step=3, added=added),
+        kit.make_ask(3, width=width, n=2, cfg=True, scale=-0.25, step=500, added=added),
+    ]
+
+
+def test_mixed_batch_is_forward_times_scale_bit_for_bit(sd: Path) -> None:
+    """Requests of several sizes, timesteps and scales in one batch get exactly `ControlNetModel.forward` x scale."""
+    asks = _mixed(32)
+    runner = load_controlnet(sd, dtype=torch.float32)
+    answers = runner.residuals(_rows(runner, asks))
+    expected = kit.twin_answers(kit.load_twin(sd), asks)
+    assert all(kit.same_bits(answer, wanted) for answer, wanted in zip(answers, expected, strict=True))
+    assert float(expected[1].mid.abs().max()) > 0.1
+
+
+def test_sdxl_batch_is_forward_times_scale_bit_for_bit(sdxl: Path) -> None:
+    """The same with SDXL's pooled text and time ids."""
+    asks = _mixed(64, added=32)
+    runner = load_controlnet(sdxl, dtype=torch.float32)
+    answers = runner.residuals(_rows(runner, asks))
+    expected = kit.twin_answers(kit.load_twin(sdxl), asks)
+    assert all(kit.same_bits(answer, wanted) for answer, wanted in zip(answers, expected, strict=True))
+
+
+def test_batch_that_needs_no_exact_bits_stays_within_rounding(sd: Path) -> None:
+    """Where nobody asks for exact bits an adopted program computes; one exact block makes the whole batch exact."""
+    asks = _mixed(32)
+    runner = load_controlnet(sd, dtype=torch.float32)
+    program = kit.LooseProgram(runner)
+    runner.adopt(program)
+    exact = _rows(runner, asks)
+    loose = [replace(rows, exact=False) for rows in exact]
+    expected = kit.twin_answers(kit.load_twin(sd), asks)
+    differences = [kit.ulps(answer, wanted) for answer, wanted in zip(runner.residuals(loose), expected, strict=True)]
+    assert 0 < max(differences) <= EQUAL
+    assert program.runs == 1
+    mixed = runner.residuals([*loose[:2], exact[2]])
+    assert all(kit.same_bits(answer, wanted) for answer, wanted in zip(mixed, expected, strict=True))
+
+
+def test_one_row_is_the_unchanged_model_bit_for_bit(sd: Path) -> None:
+    """With one row there is no batch to round differently: the stock model gives the same bits."""
+    ask = kit.make_ask(4, width=32, cfg=False)
+    runner = load_controlnet(sd, dtype=torch.float32)
+    answer = runner.residuals(_rows(runner, [ask]))[0]
+    assert kit.same_bits(answer, kit.twin_answers(kit.load_twin(sd, one_by_one=False), [ask])[0])
+
+
+def test_embedding_once_stays_within_rounding_of_embedding_per_row(sd: Path) -> None:
+    """Embedding the image once instead of for every row changes the last bits only."""
+    asks = _mixed(32)
+    runner = load_controlnet(sd, dtype=torch.float32)
+    answers = runner.residuals(_rows(runner, asks))
+    expected = kit.twin_answers(kit.load_twin(sd, one_by_one=False), asks)
+    for answer, wanted in zip(answers, expected, strict=True):
+        assert kit.ulps(answer, wanted) <= EQUAL
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_as_a_tensor_round_like_scales_as_numbers(sd: Path, dtype: torch.dtype) -> None:
+    """In half precision a batch of mixed scales gives the bits of one scale at a time."""
+    runner = load_controlnet(sd, dtype=dtype)
+    a, b = (kit.make_ask(7, width=32, scale=scale) for scale in (0.3, 0.9))
+    together = runner.residuals(_rows(runner, [a, b]))
+    for i, scale in enumerate((0.3, 0.9)):
+        blocks = [
+            ControlRows(constants=r.constants, sample=r.sample, timestep=r.timestep, scale=scale)
+            for r in _rows(runner, [a, b])
+        ]
+        assert kit.same_bits(together[i], runner.residuals(blocks)[i])
+
+
+def test_integer_and_float_timesteps_share_a_batch(sd: Path) -> None:
+    """DDIM counts in integers, Euler in floats; side by side they give what they give alone."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+    whole, real = kit.make_ask(1, width=32, step=321), kit.make_ask(1, width=32, step=321.0)
+    assert whole.timestep.dtype != real.timestep.dtype
+    first, second = runner.residuals(_rows(runner, [whole, real]))
+    assert kit.same_bits(first, second)
+
+
+def test_picture_is_prepared_as_the_pipeline_does(sd: Path) -> None:
+    """Resized, scaled and laid out bit for bit like `StableDiffusionControlNetPipeline.prepare_image`."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+    image = np.random.default_rng(0).integers(0, 256, (50, 41, 3), dtype=np.uint8)
+    pipeline = StableDiffusionControlNetPipeline(
+        vae=None, text_encoder=None, tokenizer=None, unet=None, controlnet=runner.model, scheduler=None,
+        safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+    prepared = pipeline.prepare_image(
+        Image.fromarray(image), kit.SIZE, kit.SIZE, 1, 1, torch.device("cpu"), torch.float32
+    )
+    with torch.no_grad():
+        expected = kit.load_twin(sd).controlnet_cond_embedding(prepared)
+    assert torch.equal(runner.embed(image, kit.SIZE, kit.SIZE), expected)
+
+
+def test_bgr_channel_order(sd: Path) -> None:
+    """A ControlNet trained on BGR images sees the channels flipped, its embedding does not."""
+    model = load_controlnet(sd, dtype=torch.float32).model
+    model.register_to_config(controlnet_conditioning_channel_order="bgr")
+    ask = kit.make_ask(5, width=32)
+    runner = ControlNetModelRunner(model)
+    twin = kit.load_twin(sd)
+    twin.register_to_config(controlnet_conditioning_channel_order="bgr")
+    assert kit.same_bits(runner.residuals(_rows(runner, [ask]))[0], kit.twin_answers(twin, [ask])[0])
+    assert model.config.controlnet_conditioning_channel_order == "bgr"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"global_pool_conditions": True},
+        {"class_embed_type": "timestep"},
+        {"conditioning_channels": 1},
+        {"addition_embed_type": "image"},
+    ],
+)
+def test_kinds_that_are_not_served_are_refused_by_name(sd: Path, change: dict[str, object]) -> None:
+    """A model whose forward needs more than we send is refused when it is loaded."""
+    model = load_controlnet(sd, dtype=torch.float32).model
+    model.register_to_config(**change)
+    with pytest.raises(ModelError):
+        ControlNetModelRunner(model)
+
+
+def test_folder_of_another_class_or_with_pickles_is_refused(sd: Path, tmp_path: Path) -> None:
+    """Union ControlNets, missing folders, .bin weights and broken weights are ModelErrors that say so."""
+    with pytest.raises(ModelError, match="no such folder"):
+        load_controlnet(tmp_path / "nothing", dtype=torch.float32)
+    union = shutil.copytree(sd, tmp_path / "union")
+    config = json.loads((union / "config.json").read_text()) | {"_class_name": "ControlNetUnionModel"}
+    (union / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="ControlNetUnionModel"):
+        load_controlnet(union, dtype=torch.float32)
+    pickled = shutil.copytree(sd, tmp_path / "pickled")
+    (pickled / "diffusion_pytorch_model.safetensors").rename(pickled / "diffusion_pytorch_model.bin")
+    with pytest.raises(ModelError, match="pickled"):
+        load_controlnet(pickled, dtype=torch.float32)
+    broken = shutil.copytree(sd, tmp_path / "broken")
+    (broken / "diffusion_pytorch_model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match="broken"):
+        load_controlnet(broken, dtype=torch.float32)
+
+
+def test_fp16_variant_loads(sd: Path, tmp_path: Path) -> None:
+    """A folder that only has the fp16 variant's file name loads too."""
+    folder = shutil.copytree(sd, tmp_path / "variant")
+    (folder / "diffusion_pytorch_model.safetensors").rename(folder / "diffusion_pytorch_model.fp16.safetensors")
+    assert load_controlnet(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_wrong_family_is_refused(sd: Path) -> None:
+    """Text of another width, or latents that do not fit the embedded image, are ModelErrors; no image is one."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+    foreign = kit.make_ask(1, width=48)
+    with pytest.raises(ModelError, match="48"):
+        _rows(runner, [foreign])
+    ask = kit.make_ask(1, width=32)
+    constants = runner.constants(image=ask.image, conditioning=ask.conditioning, width=64, height=64)
+    with pytest.raises(ModelError, match="family"):
+        runner.residuals([ControlRows(constants=constants, sample=ask.sample, timestep=ask.timestep, scale=1.0)])
+    with pytest.raises(RequestError):
+        runner.embed(np.zeros((8, 8), dtype=np.uint8), 32, 32)
+
+
+def test_one_block_that_fails_fails_alone(sd: Path) -> None:
+    """`try_residuals`: blocks of unequal shapes are split, and the bad one gets its own error."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+    good, bad, longer = _rows(runner, [kit.make_ask(i, width=32) for i in range(3)])
+    wrong = ControlRows(constants=bad.constants, sample=bad.sample[:1], timestep=bad.timestep, scale=1.0)
+    wide = ControlRows(
+        constants=longer.constants, sample=longer.sample.repeat(1, 1, 2, 1), timestep=longer.timestep, scale=1.0
+    )
+    assert by_key([good, wrong, wide, good]) == [[0, 1, 3], [2]]
+    answers = runner.try_residuals([good, wrong, wide, good])
+    assert [type(answer) for answer in answers] == [Residuals, ModelError, ModelError, Residuals]
+
+
+def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
+    """Out of memory: the batch is halved until it fits; one request that does not fit alone is told so."""
+    room = 2
+
+    class Small(ControlNetModelRunner):
+        def residuals(self, blocks: list[ControlRows]) -> list[Residuals]:
+            if len(blocks) > room:
+                raise torch.OutOfMemoryError("full")
+            return super().residuals(blocks)
+
+    runner = Small(load_controlnet(sd, dtype=torch.float32).model)
+    blocks = _rows(runner, [kit.make_ask(i, width=32) for i in range(5)])
+    alone = [runner.residuals([block])[0] for block in blocks]
+    for answer, wanted in zip(runner.try_residuals(blocks), alone, strict=True):
+        assert kit.ulps(answer, wanted) <= EQUAL
+    room = 0
+    assert all(isinstance(answer, OutOfMemory) for answer in runner.try_residuals(blocks[:2]))
+
+
+def test_a_lost_device_is_no_answer(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the service's thread, and so its replica."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+
+    def lost(_: list[ControlRows]) -> list[Residuals]:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    blocks = _rows(runner, [kit.make_ask(i, width=32) for i in range(2)])
+    monkeypatch.setattr(runner, "residuals", lost)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        runner.try_residuals(blocks)
+
+
+def test_a_bug_becomes_an_engine_error(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a forward raises comes back as an EngineError that names it."""
+    runner = load_controlnet(sd, dtype=torch.float32)
+    blocks = _rows(runner, [kit.make_ask(1, width=32)])
+
+    def broken(_: object) -> list[Residuals]:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr(runner, "residuals", broken)
+    answer = runner.try_residuals(blocks)[0]
+    assert isinstance(answer, EngineError)
+    assert "ZeroDivisionError: oops" in answer.message
+
+
+def test_the_model_itself_is_left_whole(sd: Path) -> None:
+    """The runner's shallow copy shares weights and changes nothing in the model that it was given."""
+    model = ControlNetModel.from_pretrained(sd, local_files_only=True)
+    before = type(model.controlnet_cond_embedding)
+    ControlNetModelRunner(model)
+    assert type(model.controlnet_cond_embedding) is before

@@ -1,0 +1,111 @@
+"""Latents to images: VAE decoding as the pipelines do it, and the safety checker."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from plait_serving.diffusion.decoding import decoded, to_rgb
+from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
+from plait_serving.diffusion.families.unet.vae import FolderSafetyChecker, safety_of
+from plait_serving.diffusion.values import Scheduler
+from support.denoise import make_request, reference_pipeline, run_pipeline
+from support.tiny import seeded, tiny_sd
+
+
+@pytest.mark.parametrize("name", ["sd", "sdxl"])
+def test_pictures_are_the_pipelines(name, request):
+    """Two images: the 8-bit images of the pipeline, from its own latents."""
+    folder = request.getfixturevalue(f"tiny_{name}_folder")
+    pipeline = reference_pipeline(folder, Scheduler.EULER)
+    asked = make_request(scheduler=Scheduler.EULER, n=2, steps=2)
+    pictures = run_pipeline(pipeline, asked, output_type="pil")
+    ours = UNetDenoiser(load_bundle(folder)).finish(run_pipeline(pipeline, asked))
+    assert ours.dtype == torch.float32
+    for mine, theirs in zip(to_rgb(ours), pictures, strict=True):
+        difference = np.abs(mine.astype(int) - np.asarray(theirs).astype(int))
+        assert difference.max() <= 1, "one by one or in a batch may round a half differently"
+        assert (difference != 0).mean() < 0.01
+
+
+def test_decoding_leaves_the_vae_alone(tiny_sdxl_folder):
+    """float16 SDXL decodes in float32 without touching the shared module; mean and deviation are used if given."""
+    bundle = load_bundle(tiny_sdxl_folder, dtype=torch.float16)
+    denoiser = UNetDenoiser(bundle)
+    before = {key: value.clone() for key, value in bundle.vae.state_dict().items()}
+    with seeded(1):
+        latents = torch.randn(2, 4, 16, 16).half()
+    plain = denoiser.finish(latents)
+    assert plain.shape == (2, 3, 32, 32)
+    assert all(torch.equal(value, before[key]) for key, value in bundle.vae.state_dict().items())
+    bundle.vae.register_to_config(latents_mean=[0.5] * 4, latents_std=[2.0] * 4)
+    factor = bundle.vae.config.scaling_factor
+    shifted = denoiser.finish((latents.float() / factor - 0.5) * factor / 2.0)
+    assert float((shifted - plain).abs().max()) < 1e-4
+
+
+class StubChecker(torch.nn.Module):
+    """Flags images whose mean is above a half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, images, clip_input):
+        flags = [bool(image.mean() > 0.5) for image in clip_input]
+        for i, flag in enumerate(flags):
+            if flag:
+                images[i] = torch.zeros_like(images[i])
+        return images, flags
+
+
+class StubExtractor:
+    """Images as tensors in [0, 1]."""
+
+    def __call__(self, pictures, return_tensors):
+        arrays = [torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) / 255 for image in pictures]
+        return type("Features", (), {"pixel_values": torch.stack(arrays)})()
+
+
+def test_flagged_pictures_are_black_and_said_so():
+    """Only the flagged image is blacked out, in a copy."""
+    images = torch.stack([torch.full((3, 8, 8), 0.25), torch.full((3, 8, 8), 0.75)])
+    checked, flags = FolderSafetyChecker(StubChecker(), StubExtractor()).check(images)
+    assert flags == (False, True)
+    assert torch.equal(checked[0], images[0])
+    assert float(checked[1].abs().max()) == 0.0
+    assert float(images[1].min()) == 0.75
+
+
+def test_the_folders_own_checker_agrees_with_diffusers(tmp_path):
+    """A folder's (random) checker flags the same images as the pipeline; without one, nothing is checked."""
+    folder = tiny_sd(tmp_path / "checked", safety_checker=True)
+    bundle = load_bundle(folder)
+    pipeline = reference_pipeline(folder, Scheduler.DDIM)
+    with seeded(5):
+        latents = torch.randn(4, 4, 16, 16)
+        # Random weights flag at random; thresholds are moved so that some images are flagged and some are not.
+        denoiser = UNetDenoiser(bundle)
+        images = denoiser.finish(latents)
+        pipeline.safety_checker, pipeline.feature_extractor = bundle.safety_checker, bundle.feature_extractor
+        bundle.safety_checker.concept_embeds_weights.fill_(1e9)
+        bundle.safety_checker.special_care_embeds_weights.fill_(1e9)
+        bundle.safety_checker.concept_embeds_weights[0] = _median_score(bundle, images)
+    theirs = pipeline.run_safety_checker(images.clone() * 2 - 1, "cpu", torch.float32)[1]
+    pictures, flags = decoded(denoiser, latents)
+    assert list(flags) == theirs
+    assert set(flags) == {True, False}
+    assert [bool((image == 0).all()) for image in pictures] == list(flags)
+    assert safety_of(load_bundle(folder, safety_checker=False)) is None
+
+
+def _median_score(bundle, images: torch.Tensor) -> float:
+    from PIL import Image
+
+    pixels = bundle.feature_extractor([Image.fromarray(p) for p in to_rgb(images)], return_tensors="pt").pixel_values
+    checker = bundle.safety_checker
+    embedded = checker.visual_projection(checker.vision_model(pixels)[1])
+    scores = torch.nn.functional.cosine_similarity(embedded, checker.concept_embeds[:1])
+    return float(scores.sort().values[1:3].mean())

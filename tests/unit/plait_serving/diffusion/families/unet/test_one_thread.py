@@ -1,0 +1,82 @@
+"""Torch has one thread between the calls of prepared programs: its workers would hold cores that those use."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from plait_kernels.threads import one_thread, run_on_own_thread, set_threads
+from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families.unet.compiled import CompiledHalves
+from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
+from plait_serving.diffusion.knobs import Exact
+from plait_serving.diffusion.protocols import StepCall
+from support.denoise import make_request
+
+
+class Seen(Exception):
+    """Raised by a program instead of computing."""
+
+
+class Program:
+    """Notes torch's threads where a step would run."""
+
+    layers = ()
+    settled = True
+
+    def __init__(self) -> None:
+        self.threads = 0
+
+    def run(self, *_: object, **__: object) -> None:
+        self.threads = torch.get_num_threads()
+        raise Seen
+
+
+def test_a_prepared_step_and_decode_have_the_cores_to_themselves(tiny_sd_folder):
+    """Inside one thread, afterwards as many as before; torch's own steps keep theirs."""
+
+    def on_compute_thread() -> SimpleNamespace:
+        set_threads(3)
+        exact = [Exact.NEVER]
+        denoiser = UNetDenoiser(load_bundle(tiny_sd_folder), exact=lambda: exact[0])
+        step, decode = Program(), Program()
+        denoiser.adopt(CompiledHalves(encoder=step, decoder=step))
+        denoiser.adopt_vae(decode)
+        request = make_request()
+        latents = torch.zeros(1, *denoiser.latent_shape(request.width, request.height))
+        call = StepCall(
+            conditioning=denoiser.prepare(request), sample=latents, timestep=torch.tensor(1), guidance_scale=3.0,
+            controls=(), loras=(), merged=False,
+        )  # fmt: skip
+        with pytest.raises(Seen):
+            denoiser.predict([call])
+        with pytest.raises(Seen):
+            denoiser.finish(latents)
+        exact[0] = Exact.ALWAYS
+        denoiser.predict([call])
+        return SimpleNamespace(step=step.threads, decode=decode.threads, after=torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    seen = run_on_own_thread(on_compute_thread)
+    assert (seen.step, seen.decode, seen.after) == (1, 1, 3)
+    torch.set_num_threads(before)
+
+
+def test_one_thread_gives_the_others_back_after_an_error():
+    """And leaves a thread that has one as it is."""
+
+    def work() -> list[int]:
+        found = []
+        for threads in (2, 1):
+            set_threads(threads)
+            with pytest.raises(ValueError, match="x"), one_thread():
+                found.append(torch.get_num_threads())
+                raise ValueError("x")
+            found.append(torch.get_num_threads())
+        return found
+
+    before = torch.get_num_threads()
+    assert run_on_own_thread(work) == [1, 2, 1, 1]
+    torch.set_num_threads(before)

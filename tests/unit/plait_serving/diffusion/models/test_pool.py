@@ -1,0 +1,204 @@
+"""Which models stay in memory, by what a process holds: both the process and the clock are the test's."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+
+from fakes.engine import FakeProvider
+from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.memory import MemoryReader
+from plait_serving.diffusion.models.model import Model
+from plait_serving.diffusion.models.pool import ModelPool
+from plait_serving.diffusion.queue.costs import StepCosts
+
+MB = 1_000_000
+WEIGHTS, PROGRAMS = 20 * MB, 500 * MB
+WAIT_S = 60.0
+
+
+@dataclass
+class Server:
+    """A process whose models take `WEIGHTS` when they are loaded, and grow to `PROGRAMS` more, a tenth a second, while
+    they step. One second passes at each step."""
+
+    names: tuple[str, ...]
+    budget: int
+    host: int = 1 << 50
+    now_s: float = 0.0
+    base: int = 300 * MB
+    garbage: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    jobs: list[SimpleNamespace] = field(default_factory=list)
+    decoding: set[str] = field(default_factory=set)
+    refused: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.pool = ModelPool(
+            [self.model(name) for name in self.names],
+            budget_bytes=self.budget,
+            clock=lambda: self.now_s,
+            wake=lambda: None,
+            open_models=lambda: {job.request.model for job in self.jobs} | self.decoding,
+            memory=MemoryReader(
+                held_bytes=self.total, left_bytes=lambda: self.host - self.total(), give_back=self.give_back
+            ),
+        )
+        self.pool.load_first()
+
+    def total(self) -> int:
+        return self.base + self.garbage + sum(self.held.values())
+
+    def give_back(self) -> None:
+        self.garbage = 0
+
+    def model(self, name: str) -> Model:
+        def load() -> SimpleNamespace:
+            self.held[name] = WEIGHTS
+            return SimpleNamespace()
+
+        family = SimpleNamespace(weights_bytes=WEIGHTS, load=load, leave=lambda: self.held.pop(name))
+        return Model(name=name, family=family, limits=ImageLimits(), loras=FakeProvider(), costs=StepCosts())
+
+    def ask(self, name: str, steps: int) -> SimpleNamespace:
+        """A request of so many steps."""
+        job = SimpleNamespace(
+            request=SimpleNamespace(model=name), spent=SimpleNamespace(accepted_at_s=self.now_s), units=[],
+            deadline_at_s=None, left_s=float(steps), steps=steps, has_begun=False,
+        )  # fmt: skip
+        self.jobs.append(job)
+        return job
+
+    def pass_second(self) -> None:
+        """Tend the models, and run a step of the oldest request whose model is here."""
+        self.now_s += 1.0
+        failed = self.pool.tend(self.jobs)
+        assert not failed
+        for thread in threading.enumerate():
+            if thread.name == "plait-load-model":
+                thread.join(WAIT_S)
+        job = next((job for job in self.jobs if self.pool.may_run(job)), None)
+        if job is not None:
+            name = job.request.model
+            self.held[name] = min(WEIGHTS + PROGRAMS, self.held[name] + PROGRAMS // 10)
+            job.has_begun, job.steps, job.left_s = True, job.steps - 1, job.left_s - 1.0
+            self.pool.stepped([job], self.jobs, 1.0)
+            if not job.steps:
+                self.jobs.remove(job)
+        self.peak = max(self.peak, self.total())
+
+    def run(self, most_s: int = 10_000) -> None:
+        """Until all requests have ended."""
+        for _ in range(most_s):
+            if not self.jobs:
+                return
+            self.pass_second()
+        raise AssertionError(f"{len(self.jobs)} requests are left")
+
+    @property
+    def resident(self) -> set[str]:
+        return set(self.pool.statistics().resident)
+
+
+FOURTEEN = tuple(f"m{i}" for i in range(14))
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_fourteen_small_models_stay_in_their_budget_by_what_they_hold(at_once):
+    """Their weights are 280 MB, with their programs they would hold 7.3 GB. Each request is answered, in any order; the
+    process is never larger than the budget by a tenth."""
+    budget = 4 << 30
+    server = Server(FOURTEEN, budget)
+    for _ in range(3):
+        for name in FOURTEEN:
+            server.ask(name, steps=15)
+            if not at_once:
+                server.run()
+        server.run()
+    assert server.peak <= 1.1 * budget
+    assert server.pool.statistics().nbytes >= 6 * PROGRAMS
+    assert server.pool.statistics().nbytes == server.total() - server.base
+
+
+def test_of_idle_models_the_one_that_was_not_used_for_longest_makes_room():
+    """As soon as all together hold too much, though the weights would fit ten times."""
+    server = Server(("a", "b", "c"), budget=1500 * MB)
+    for name in ("a", "b", "c"):
+        server.ask(name, steps=20)
+        server.run()
+        if name == "b":
+            server.ask("a", steps=1)
+            server.run()
+    assert server.resident == {"a", "c"}
+    server.ask("b", steps=1)
+    server.run()
+    assert server.resident == {"b", "c"}  # it is expected to hold as much as the others
+
+
+def test_models_leave_before_the_host_has_no_memory():
+    """Others take it: one idle model a second leaves, never the last, and none that has requests or decodes images."""
+    server = Server(("a", "b", "c", "d"), budget=1 << 40, host=8000 * MB)
+    for name in ("a", "b", "c", "d"):
+        server.ask(name, steps=12)
+        server.run()
+    assert server.resident == {"a", "b", "c", "d"}
+    assert server.pool.rest_s == 1.0
+    server.host = server.total() + 100 * MB
+    server.decoding = {"a"}
+    server.pass_second()
+    assert server.resident == {"a", "c", "d"}
+    server.pass_second()
+    assert server.resident == {"a", "c", "d"}  # what it held is free now: that is enough
+    server.host = server.total()
+    for _ in range(5):
+        server.pass_second()
+    assert server.resident == {"a", "d"}
+    server.host = 0
+    server.decoding = set()
+    for _ in range(5):
+        server.pass_second()
+    assert server.resident == {"d"}
+    assert server.pool.rest_s is None
+    server.ask("a", steps=1)
+    server.run()
+    assert server.resident == {"a"}
+
+
+def test_what_was_freed_is_given_back_before_anybody_leaves():
+    """The allocator kept it."""
+    server = Server(("a", "b"), budget=1500 * MB)
+    for name in ("a", "b"):
+        server.ask(name, steps=12)
+        server.run()
+    server.garbage = 900 * MB
+    server.pass_second()
+    assert server.garbage == 0
+    assert server.resident == {"a", "b"}
+
+
+def test_a_model_that_was_retired_is_forgotten_once_it_has_left():
+    """Not while a request for it is open, nor while it is being loaded; then it is closed, and a new one may come."""
+    server = Server(("a", "b"), budget=1500 * MB)
+    closed: list[str] = []
+    server.pool.of("b").controlnets = {"edges": SimpleNamespace(shutdown=lambda: closed.append("b"))}
+    job = server.ask("b", steps=3)
+    server.pool.retire("b")
+    assert server.pool.find("b") is None
+    while job.steps > 1:
+        server.pass_second()
+        assert server.pool.of("b").is_retired
+    server.run()
+    server.pass_second()
+    assert closed == ["b"]
+    with pytest.raises(KeyError):
+        server.pool.of("b")
+    assert server.pool.may_add("b")
+    assert "b" not in server.pool.statistics().load_s
+    server.pool.add(server.model("b"))
+    server.ask("b", steps=1)
+    server.run()
+    assert server.resident == {"a", "b"}

@@ -1,0 +1,96 @@
+"""What stays of an image: pixels are put back by the mask, and never over what the safety checker blacked out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from plait_serving.diffusion.admission import ImageLimits, check_request
+from plait_serving.diffusion.edits import EditSource, overlaid, to_pixels
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.values import Edit, ImageRequest, LoraPolicy, SamplerChoice, Scheduler
+
+MASK = np.array([[0, 255, 51]], np.uint8)
+EDIT = Edit(image=np.full((1, 3, 3), 100, np.uint8), mask=MASK)
+MADE = np.full((1, 3, 3), 200, np.uint8)
+
+
+def asked(**changes) -> ImageRequest:
+    """A small edit."""
+    edit = Edit(image=np.zeros((16, 8, 3), np.uint8), mask=np.zeros((16, 8), np.uint8), strength=0.5)
+    fields = {"request_id": "r", "prompt": "x", "width": 8, "height": 16, "steps": 4, "guidance_scale": 1.0, "seed": 1,
+              "scheduler": Scheduler.DDIM, "edit": edit}  # fmt: skip
+    return ImageRequest(**{**fields, **changes})
+
+
+def test_pixels_are_mixed_by_the_mask():
+    """The image's own at 0, the made ones at 255, a fifth of the way at 51."""
+    (found,) = overlaid((MADE,), (False,), EDIT)
+    assert found[0, :, 0].tolist() == [100, 200, 120]
+
+
+@pytest.mark.parametrize("edit", [None, replace(EDIT, mask=None), replace(EDIT, overlay=False)])
+def test_without_a_mask_or_an_overlay_nothing_is_put_back(edit):
+    """The images come back as they are."""
+    assert overlaid((MADE,), (False,), edit)[0] is MADE
+
+
+def test_a_flagged_image_stays_black():
+    """Of two, only the one that was not flagged gets the image's pixels."""
+    black = np.zeros((1, 3, 3), np.uint8)
+    first, second = overlaid((black, MADE), (True, False), EDIT)
+    assert not first.any()
+    assert second[0, 0, 0] == 100
+
+
+@pytest.mark.parametrize(
+    ("edit", "inpaints", "images"),
+    [
+        (Edit(image=EDIT.image), False, 1),
+        (EDIT, False, 1),
+        (Edit(image=EDIT.image, mask=MASK, strength=0.5), True, 2),
+        (EDIT, True, 1),
+        (Edit(image=EDIT.image), True, 1),
+    ],
+)
+def test_no_more_is_encoded_than_is_needed(edit, inpaints, images):
+    """An inpainting UNet takes the masked image, and the image itself unless it starts from noise; others the image."""
+    source, found = EditSource(edit, inpaints=inpaints), []
+    while (pixels := source.to_encode) is not None:
+        found.append(pixels)
+        source.put(None)
+    assert len(found) == images
+    if inpaints:
+        kept = torch.from_numpy(MASK < 128)[None, None] if edit.mask is not None else torch.zeros(1, 1, 1, 3)
+        assert torch.equal(found[-1], to_pixels(edit.image) * kept)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"width": 16}, "image"),
+        ({"edit": Edit(image=np.zeros((16, 8, 3), np.float32))}, "image"),
+        ({"edit": Edit(image=np.zeros((16, 8, 3), np.uint8), mask=np.zeros((8, 8), np.uint8))}, "mask"),
+        ({"edit": Edit(image=np.zeros((16, 8, 3), np.uint8), strength=0.0)}, "strength"),
+        ({"edit": Edit(image=np.zeros((16, 8, 3), np.uint8), strength=float("nan"))}, "strength"),
+        ({"edit": Edit(image=np.zeros((16, 8, 3), np.uint8), strength=0.2)}, "strength"),
+        ({"lora_policy": LoraPolicy.BOUNDED_ASYNC, "lora_free_steps": 2}, "lora_free_steps"),
+    ],
+)
+def test_the_engine_refuses_what_cannot_be_an_edit(changes, param):
+    """Whoever asks: arrays of another size or type, no step that runs, LoRAs that would never act."""
+    check_request(asked(), ImageLimits(), loras=(), controlnets=(), samplers=SamplerChoice())
+    with pytest.raises(RequestError) as caught:
+        check_request(asked(**changes), ImageLimits(), loras=(), controlnets=(), samplers=SamplerChoice())
+    assert caught.value.param == param
+
+
+def test_the_last_steps_run():
+    """diffusers' rule: the whole part of strength times steps, at least none and at most all."""
+    for strength, first, count in ((1.0, 0, 4), (0.5, 2, 2), (0.74, 2, 2), (0.75, 1, 3)):
+        one = asked(edit=replace(asked().edit, strength=strength))
+        assert (one.first_step, one.run_steps) == (first, count)
+    assert (asked(edit=None).first_step, asked(edit=None).run_steps) == (0, 4)
