@@ -35,7 +35,7 @@ from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.sample_inputs import collate, for_module, id_bounds, sample
 from plait_disagg.graph.store import load_program
 from plait_disagg.graph.verify import run_halves
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.tables.reference import SeparateTables
 

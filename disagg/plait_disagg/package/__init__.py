@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items, StoredItems
-from plait_disagg.package.manifest import Manifest, read_manifest
+from plait_disagg.package.manifest import Manifest, PackageError, read_manifest
 from plait_disagg.package.read import Package, open_package
 
 if TYPE_CHECKING:

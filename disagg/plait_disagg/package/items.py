@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from plait_disagg.graph.inputs import OFFSETS, WEIGHTS, Bag, Dense, Input, range_of, range_text, tensor_names
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 
 
 @dataclass(frozen=True, kw_only=True)

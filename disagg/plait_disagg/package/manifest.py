@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from plait_disagg.graph.inputs import Input, check_inputs, input_from_json, input_to_json
-from plait_disagg.package.errors import PackageError
 
 MANIFEST = "package.json"
 WHOLE, CN, HN = "whole.json", "cn.json", "hn.json"
@@ -37,6 +36,10 @@ FORMAT = 1
 
 NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 _MAX_MANIFEST_BYTES = 16 << 20
+
+
+class PackageError(Exception):
+    """The folder is not a packaged model that can be served; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,6 @@ from plait_disagg.graph.execute import Compiled, compile_program
 from plait_disagg.graph.program import LOOKUP, Node, Program, Ref
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.store import load_program
-from plait_disagg.package.errors import PackageError
 from plait_disagg.package.halves import BareRows, CompiledDense, CompiledSparse
 from plait_disagg.package.items import StoredItems, read_items
 from plait_disagg.package.manifest import (
@@ -28,6 +27,7 @@ from plait_disagg.package.manifest import (
     TABLES,
     WHOLE,
     Manifest,
+    PackageError,
     read_manifest,
     sha256_of,
 )

@@ -12,7 +12,7 @@ from plait_disagg.graph.program import USER_OF
 from plait_disagg.graph.sample_inputs import collate, sample
 from plait_disagg.graph.verify import ReturnsNan, module_outputs
 from plait_disagg.package.costing import Cuttable
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 
 _SAMPLES = 8
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from plait_disagg.graph.costs import value_bytes
 from plait_disagg.graph.edit import flat_values
 from plait_disagg.graph.program import LOOKUP, Ref
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.plan import ShardPlan, plan_shards

@@ -13,17 +13,19 @@ from torch import nn
 
 from plait_disagg.graph.capture import Captured, capture
 from plait_disagg.graph.cutters import CUTTERS
+from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
 from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.program import LOOKUP, Ref
+from plait_disagg.graph.reference import run_reference
+from plait_disagg.graph.sample_inputs import id_sources
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.graph.split import Halves, split
 from plait_disagg.graph.store import dump_program, load_program
 from plait_disagg.graph.tile import keeps_bits
 from plait_disagg.graph.verify import ReturnsNan, verify_halves
-from plait_disagg.package.bounds import check_items, reject_from
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable
-from plait_disagg.package.errors import PackageError
-from plait_disagg.package.items import Items, save_tensors, write_items
+from plait_disagg.package.items import Items, first_bad, save_tensors, write_items
 from plait_disagg.package.manifest import (
     CN,
     CONSTANTS,
@@ -35,6 +37,7 @@ from plait_disagg.package.manifest import (
     WHOLE,
     CutFacts,
     Manifest,
+    PackageError,
     sha256_of,
     write_manifest,
 )
@@ -112,10 +115,10 @@ def _write(
         for table, count in rows.items()
         if (policies if isinstance(policies, str) else policies.get(table, "error")) == "error"
     }
-    bounds = reject_from(captured, rejecting)
+    bounds = _reject_from(captured, rejecting)
     count = None if items is None else write_items(folder / ITEMS, folder / ITEM_NAMES, items, captured.inputs, bounds)
     if items is not None:
-        check_items(captured, rejecting, items.features)
+        _check_items(captured, rejecting, items.features)
     write_tables(folder / TABLES, captured.tables, formats=options.row_format, out_of_range=options.out_of_range)
     ready = cuttable(
         captured.program,
@@ -151,6 +154,48 @@ def _write(
     _check_memory(halves, manifest, captured)
     write_manifest(folder, manifest)
     return manifest
+
+
+def _reject_from(captured: Captured, rejecting: Mapping[str, int]) -> dict[str, int]:
+    """Return for each input the least id that a table would reject for certain. `rejecting`: rows of those that do.
+
+    Its ids index the table as they are, side by side with other inputs', or from where a field's rows begin.
+    """
+    bounds: dict[str, int] = {}
+    for source in id_sources(captured.program, rejecting, captured.constants):
+        first = source.rows - int(source.added.min())
+        if source.is_id and first > 0:
+            bounds[source.input] = min(first, bounds.get(source.input, first))
+    return bounds
+
+
+def _check_items(captured: Captured, rejecting: Mapping[str, int], features: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError for an item with which a table would be read outside its rows, whatever is computed of the
+    item's inputs before. `rejecting`: rows of the tables that reject; `features`: those of all items (`Items`)."""
+    program = captured.program
+    for node in program.nodes:
+        rows = rejecting.get(str(node.kwargs["table"])) if node.op == LOOKUP else None
+        if rows is None:
+            continue
+        ids, offsets = node.args[:2]
+        wanted = tuple((ref.name, ref) for ref in (ids, offsets) if isinstance(ref, Ref))
+        needed = live(replace(program, outputs=wanted))
+        read = {name for name, _ in wanted} | {name for one in needed.nodes for name in one.inputs}
+        inputs = tuple(port for port in program.inputs if port.name in read)
+        known = all(port.name in features for port in inputs) and all(one.op != LOOKUP for one in needed.nodes)
+        if not known or not isinstance(ids, Ref):
+            continue
+        values = run_reference(replace(needed, inputs=inputs), captured.constants, None, features)
+        made = values[ids.name]
+        starts = offsets.name if isinstance(offsets, Ref) else ""
+        found = first_bad((made < 0) | (made >= rows), values.get(starts))
+        if found is not None:
+            by = " and ".join(port.name for port in inputs if port.name != starts)
+            number = int(made.reshape(-1)[found[0]])
+            raise ValueError(
+                f"items: {by} of item {found[1]} is id {number} of table {node.kwargs['table']}, "
+                f"which takes 0 to {rows - 1}"
+            )
 
 
 def _check_numbers(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -15,9 +15,8 @@ from pathlib import Path
 import torch
 
 from plait_disagg.graph.small_tables import rows_name
-from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import save_tensors
-from plait_disagg.package.manifest import CONSTANTS, MANIFEST, TABLES, Manifest, sha256_of, write_manifest
+from plait_disagg.package.manifest import CONSTANTS, MANIFEST, TABLES, Manifest, PackageError, sha256_of, write_manifest
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.check import decoded_rows
 from plait_disagg.refresh.errors import BadUpdate

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from plait_disagg.graph.small_tables import rows_name
-from plait_disagg.package.errors import PackageError
 from plait_disagg.package.halves import CompiledDense, CompiledSparse
+from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.check import RowWrites, check_constants, check_names, decoded_rows, stored_rows
 from plait_disagg.refresh.errors import BadUpdate

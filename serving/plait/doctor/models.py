@@ -114,8 +114,7 @@ def _loras(folder: Path) -> Iterator[CheckResult]:
 
 
 def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
-    from plait_disagg.package.errors import PackageError
-    from plait_disagg.package.manifest import read_manifest, sha256_of
+    from plait_disagg.package.manifest import PackageError, read_manifest, sha256_of
 
     if config.recommend is None or config.recommend.models is None:
         return
@@ -139,7 +138,7 @@ def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
 def _shards(name: str, folder: Path, section: ShardsSection) -> CheckResult:
     """The tables must fit into the shards, and each shard into a machine like this one."""
     from plait.doctor.machine import available_memory_bytes
-    from plait_disagg.package.errors import PackageError
+    from plait_disagg.package.manifest import PackageError
     from plait_disagg.package.read import open_package
     from plait_disagg.package.sharding import Sharding, plan_of
 

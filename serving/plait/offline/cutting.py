@@ -15,7 +15,7 @@ from plait_disagg.graph.report import CANDIDATES, CutReport, cut_report
 from plait_disagg.graph.small_tables import placed
 from plait_disagg.models.configs import CONFIGS, build, ids_per_bag
 from plait_disagg.package.costing import Cuttable, cut_problem, cuttable, offered
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.package.sharding import Sharding, plan_of
 from plait_disagg.tables.fused import FusedTables

@@ -15,9 +15,8 @@ from plait_disagg.graph.capture import obstacles
 from plait_disagg.graph.errors import GraphError, UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.store import load_program
-from plait_disagg.package.errors import PackageError
 from plait_disagg.package.items import Items
-from plait_disagg.package.manifest import CN, Manifest
+from plait_disagg.package.manifest import CN, Manifest, PackageError
 from plait_disagg.package.write import PackageOptions, write_package
 
 _RETURNS = "must return (module, inputs) or (module, inputs, items)"

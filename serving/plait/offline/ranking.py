@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError, told
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from plait_disagg.refresh.live_package import LivePackage, open_live
 from plait_disagg.workers.whole import WholeRanker
 from plait_serving.http.app import create_app

@@ -11,8 +11,7 @@ from torch import nn
 
 from plait.errors import PlaitError, told
 from plait_disagg.graph.errors import GraphError
-from plait_disagg.package.errors import PackageError
-from plait_disagg.package.manifest import Manifest
+from plait_disagg.package.manifest import Manifest, PackageError
 from plait_disagg.refresh.errors import RefreshError
 from plait_disagg.refresh.fold import fold_updates
 from plait_disagg.refresh.make import make_update

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from plait_serving.starter.manifest import WEIGHTS, write_manifest
 from plait_serving.starter.ranking.picks import FOLDER
 from starter_training.ranking.movielens import BadArchive, train_movielens

@@ -18,8 +18,7 @@ from plait.tuning.measure.knobs import apply_knobs, check_names, check_values
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.spec import Choice, JobSpec, KnobSpec, TuningTarget, guard_limits
 from plait_autoconfig.values import Value
-from plait_disagg.package.errors import PackageError
-from plait_disagg.package.manifest import read_manifest
+from plait_disagg.package.manifest import PackageError, read_manifest
 from plait_loadtest.errors import LoadtestError
 from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.load import load_scenario

@@ -125,10 +125,3 @@ def test_rounded_rows_fail_the_promise_of_bits_and_pass_a_wider_tolerance():
     rounded = {name: table.half().float() for name, table in captured.tables.items()}
     assert not verified("small", exact=True, tables=rounded).ok
     assert verified("small", exact=False, tables=rounded, rtol=1e-2, ulps=1e5).ok
-
-
-def test_a_changed_order_of_the_best_is_found():
-    """Scores within the tolerance but with the best candidates swapped beyond it are a failure of their own."""
-    found = verified("small", exact=False, rtol=1e-9, ulps=0.0)
-    assert all(torch.isfinite(torch.tensor(check.max_absolute)) for check in found.checks)
-    assert all(check.same_top for check in verified("small", exact=False).checks)

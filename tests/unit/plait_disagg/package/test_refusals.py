@@ -16,7 +16,7 @@ from plait_disagg.graph.split import split
 from plait_disagg.graph.tile import tile
 from plait_disagg.graph.verify import verify_halves
 from plait_disagg.messages.check import check_request
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.write import PackageOptions, write_package
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.values import ModelCard

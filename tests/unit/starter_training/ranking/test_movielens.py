@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait_disagg.package import open_package
-from plait_disagg.package.errors import PackageError
+from plait_disagg.package.manifest import PackageError
 from starter_training.ranking.__main__ import main
 from starter_training.ranking.movielens import (
     MovieLensRecipe,
