@@ -187,6 +187,21 @@ class ChannelConformance:
         assert eventually(lambda: client.pool.statistics().leases == 0)
         assert server.statistics().open_messages == 0
 
+    def test_what_is_kept_outlives_the_release(self, ends: tuple[Channel, Channel]) -> None:
+        """Small and large payloads alike: other messages do not change it, and it may be written to."""
+        kept = []
+        for number, nbytes in enumerate((0, 10, 5_000, 50_000)):
+            ends[0].send({}, [bytes([number]) * nbytes, b"tail"])
+            with ends[1].recv(WAIT_S) as message:
+                kept.append(message.keep())
+        for nbytes in (10, 5_000, 50_000):
+            ends[0].send({}, [bytes([255]) * nbytes, b"head"])
+            ends[1].recv(WAIT_S).release()
+        for number, (payload, tail) in enumerate(kept):
+            assert set(payload) <= {number}
+            assert tail == b"tail"
+            tail[0] = 0
+
     def test_double_release_is_an_error(self, ends: tuple[Channel, Channel]) -> None:
         """A message is released once; its buffers are unusable afterwards."""
         ends[0].send({}, [b"x" * 20_000])

@@ -33,13 +33,10 @@ from plait_disagg.values import ModelCard, RankAnswer, RankRequest, RankTimings
 from plait_fabric import Buffer, Pool
 from plait_fabric.layouts import MAX_LAYOUT_CHARS, Layout, RowCounts, pack, parse_layout, unpack
 from plait_fabric.rpc import fields
-from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.fields import SEND_S, Header, WireError
 
 VERSION = 4
 """The version of everything defined here; both sides of a channel must have the same."""
-
-SEND_S = 1.0
-"""A peer that accepts no message for this long, with its window of unread ones full, is considered dead."""
 
 Role = Literal["rank", "dense"]
 

@@ -29,7 +29,6 @@ from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 
-_SEND_S = 1.0
 _LOOK_S = 0.02
 
 
@@ -74,7 +73,6 @@ class RemoteShard:
             on_welcome=lambda _, payload: self._on_welcome(payload),
             on_message=self._on_message,
             on_lost=self._on_lost,
-            send_timeout_s=_SEND_S,
             answer_timeout_s=answer_timeout_s,
         )
         self.name = f"shard {identity.shard} of {identity.model}"

@@ -22,7 +22,6 @@ from plait_disagg.messages.flow import Flow, due_of, flow_field, parse_queued_s
 from plait_disagg.messages.hot_rows import HotRows, RowSavings, RowSender
 from plait_disagg.messages.layout import layouts_of
 from plait_disagg.messages.wire import (
-    SEND_S,
     VERSION,
     dense_message,
     parse_card,
@@ -115,7 +114,6 @@ class CnCore:
             on_welcome=self._on_welcome,
             on_message=self._on_message,
             on_lost=self._on_lost,
-            send_timeout_s=SEND_S,
             answer_timeout_s=answer_timeout_s,
         )
         self._client: Client[_SentBatch] = Client(

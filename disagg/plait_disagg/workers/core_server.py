@@ -11,7 +11,6 @@ from typing import Any
 from plait_disagg.errors import BadInput, RankError
 from plait_disagg.messages.layout import layouts_of
 from plait_disagg.messages.wire import (
-    SEND_S,
     VERSION,
     answers_message,
     card_payload,
@@ -50,7 +49,6 @@ class CoreServer:
             welcome=lambda: card_payload(core.card),
             on_message=self._on_message,
             on_lost=self._on_lost,
-            send_timeout_s=SEND_S,
         )
         self._server = Server(protocol, listeners, name="rank", on_thread=partial(set_threads, 1))
 

@@ -19,7 +19,6 @@ from plait_disagg.messages.flow import Flow, parse_flow
 from plait_disagg.messages.hot_rows import RowReceiver
 from plait_disagg.messages.layout import layout_of_crossing, layouts_of
 from plait_disagg.messages.wire import (
-    SEND_S,
     VERSION,
     DenseAsk,
     card_payload,
@@ -126,7 +125,6 @@ class HnWorker:
             welcome=lambda: card_payload(card, self._crossing),
             on_message=self._on_message,
             on_lost=self._on_lost,
-            send_timeout_s=SEND_S,
         )
         self._server = Server(protocol, listeners, name="dense", on_thread=partial(set_threads, 1))
 

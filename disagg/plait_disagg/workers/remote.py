@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
 from plait_disagg.messages.layout import CardLayouts, layouts_of
 from plait_disagg.messages.wire import (
-    SEND_S,
     VERSION,
     cancel_header,
     parse_answers,
@@ -28,7 +27,7 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
-from plait_fabric.rpc.fields import Header, WireError
+from plait_fabric.rpc.fields import SEND_S, Header, WireError
 from plait_fabric.rpc.outages import Backoff
 from plait_kernels.threads import set_threads
 

@@ -36,9 +36,6 @@ from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 
-_SEND_S = 1.0
-"""A client that accepts no answer for this long, with its window of unread ones full, is considered dead."""
-
 
 class ShardWorker:
     """Serves `pieces`, at `version` of the rows, over the listeners, which it owns."""
@@ -72,7 +69,6 @@ class ShardWorker:
             welcome=identity.payload,
             on_message=self._on_message,
             on_lost=lambda _: None,
-            send_timeout_s=_SEND_S,
         )
         self._server = Server(protocol, listeners, name="shard", on_thread=partial(set_threads, 1))
 

@@ -18,7 +18,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from plait_fabric.errors import FabricError, FabricTimeout, PoolExhausted, RecvTimeout, SendTimeout
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header
-from plait_fabric.rpc.fields import HANDSHAKE_S, WireError, greeting, read_greeting
+from plait_fabric.rpc.fields import HANDSHAKE_S, SEND_S, WireError, greeting, read_greeting
 from plait_fabric.rpc.replicas import ReplicaLink
 from plait_fabric.values import Message
 
@@ -69,7 +69,7 @@ class ClientProtocol(Generic[T]):
     on_welcome: Callable[[Connection[T], Mapping[str, Any]], None]
     on_message: Callable[[Connection[T], Message], None]
     on_lost: Callable[[Connection[T], list[T], str], None]
-    send_timeout_s: float
+    send_timeout_s: float = SEND_S
     answer_timeout_s: float | None = None
 
 

@@ -75,6 +75,9 @@ def number(header: Header, field: str) -> float:
     return float(value)
 
 
+SEND_S = 1.0
+"""A peer that accepts no message for this long, with its window of unread ones full, is considered dead."""
+
 HANDSHAKE_S = 10.0
 """How long a client may take to send its greeting, or a server to answer it; a separate thread handles this,
 whatever the process is computing."""

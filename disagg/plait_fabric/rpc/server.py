@@ -18,7 +18,7 @@ from plait_fabric.errors import ChannelClosed, FabricError, PeerLost
 from plait_fabric.memory.pool import Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
 from plait_fabric.rpc.connection import Outbox, Pack
-from plait_fabric.rpc.fields import HANDSHAKE_S, WireError, greeting, read_greeting
+from plait_fabric.rpc.fields import HANDSHAKE_S, SEND_S, WireError, greeting, read_greeting
 from plait_fabric.values import Message
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class ServerProtocol:
     welcome: Callable[[], Mapping[str, Any]]
     on_message: Callable[[Peer, Message], None]
     on_lost: Callable[[Peer], None]
-    send_timeout_s: float
+    send_timeout_s: float = SEND_S
     max_peers: int = 128
     backlog: int = 1
 

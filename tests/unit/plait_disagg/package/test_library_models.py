@@ -10,9 +10,16 @@ from torch import nn
 from plait_disagg.graph import capture as capturing
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.inputs import Dense, Ids, Input
-from plait_disagg.graph.sample_inputs import id_bounds
+from plait_disagg.graph.sample_inputs import id_bounds, sample
 from plait_disagg.graph.store import load_program
-from plait_disagg.package.write import write_package
+from plait_disagg.messages.check import check_request
+from plait_disagg.messages.layout import layout_of_crossing
+from plait_disagg.package import open_package
+from plait_disagg.package.write import PackageOptions, write_package
+from plait_fabric import Lease, Pool
+from plait_fabric.layouts import RowCounts, pack, unpack
+from support.graph_models import Small, Zoo
+from support.graph_models import Weighted as WeightedBags
 from support.graph_scores import assert_same_scores, scores
 
 
@@ -233,10 +240,42 @@ def test_every_model_is_packaged_and_sends_what_a_cut_by_hand_would(kind, tmp_pa
     sizes = [torch.empty(value.shape[1:]).numel() * getattr(torch, value.dtype).itemsize for value in crossing]
     total = sum(size * (1 if value.rows == "user" else 100) for size, value in zip(sizes, crossing, strict=True))
     assert total <= BYTES[kind.__name__]
+    assert_crosses_as_said(tmp_path / "model")
     declared = {item.name for item in module.inputs if isinstance(item, Ids) and item.max is None}
     assert set(manifest.bounds) == declared
     if kind is OneTable:  # 100 rows; a field's ids are rejected where they would leave the table
         assert dict(manifest.bounds) == {"user": 100, "city": 50, "item": 43, "kind": 3}
+
+
+@pytest.mark.parametrize("kind", [Small, Zoo, WeightedBags])
+def test_bags_and_many_outputs_cross_as_the_hn_says(kind, tmp_path):
+    """Also where another cutter leaves other tensors to cross."""
+    module = kind().eval()
+    write_package(tmp_path / "model", module, module.inputs, name="model", options=PackageOptions(cutter="prism"))
+    assert_crosses_as_said(tmp_path / "model")
+
+
+def assert_crosses_as_said(folder):
+    """Check that one request and several make what the HN's layout says, every tensor of it and nothing else."""
+    package = open_package(folder)
+    card = package.card()
+    layout = layout_of_crossing(package.dense().crossing, card.inputs)
+    for candidates in ([7], [1], [3, 1, 5]):
+        tensors = [
+            sample(card.inputs, card.id_rows, candidates=n, seed=n, ids_per_bag=3, ragged=True) for n in candidates
+        ]
+        asked = [check_request(card, each, request_id="r") for each in tensors]
+        crossing = package.sparse().run(asked)
+        assert crossing.keys() == {part.name for part in layout.parts}
+        counts = RowCounts(
+            users=len(candidates),
+            items=sum(candidates),
+            flat=tuple(crossing[name].shape[0] for name in layout.given),
+        )
+        buffers = pack(layout, counts, crossing, Pool.anonymous(1 << 20), timeout_s=1.0)
+        views = [memoryview(bytearray(it.memory if isinstance(it, Lease) else it)) for it in buffers]
+        arrived = unpack(layout, counts, views)
+        assert all(torch.equal(arrived[name], value) for name, value in crossing.items())
 
 
 def test_constant_rows_are_stored_not_sent():
