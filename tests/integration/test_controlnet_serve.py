@@ -16,7 +16,7 @@ import pytest
 
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
 from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs
-from plait_serving.deployments.metrics import replicas_of
+from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.scaling import autoscaling
 from plait_serving.diffusion.controlnet import remote
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
@@ -83,7 +83,7 @@ def test_each_replica_says_what_its_audits_found(handle: Any) -> None:
     found: dict[str, Any] = {}
 
     def both() -> bool:
-        found.update({it.replica: it.families for it in asyncio.run(replicas_of(handle).answers())})
+        found.update({it.replica: it.families for it in asyncio.run(AllReplicas(handle).answers())})
         return len(found) == 2
 
     _wait_until(both)
