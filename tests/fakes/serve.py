@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fakes.images import FakeImageService
@@ -18,13 +19,31 @@ from plait_kernels.heartbeat import Stuck
 from plait_serving.diffusion.errors import NumericalError
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.routing import ReplicaState
+from plait_serving.images.service import Catalog
+
+
+class FolderImageService(FakeImageService):
+    """Whose LoRAs are the files of a folder, followed as an engine's are."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
+        from plait_serving.deployments.images.lora_cards import LoraCards  # needs torch
+        from plait_serving.diffusion.lora.source import FolderSource
+
+        super().__init__(**how)
+        self._cards = LoraCards(FolderSource(folder), lambda: "sd1")
+        self._cards.watch()
+
+    async def catalog(self, *, anew: bool = False) -> Catalog:
+        """Return the fixed catalog with the LoRAs of now."""
+        return replace(await super().catalog(anew=anew), loras=self._cards.cards())
 
 
 class FakeHosted:
-    """A HostedEngine around `FakeImageService`."""
+    """A HostedImages around `FakeImageService`."""
 
-    def __init__(self, step_s: float) -> None:
-        self.service = FakeImageService(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")})
+    def __init__(self, step_s: float, loras: Path | None = None) -> None:
+        made = FakeImageService if loras is None else partial(FolderImageService, loras)
+        self.service = made(step_s=step_s, failures={"nan": NumericalError("row 0 is NaN")})
         self.knobs: list[EngineKnobs] = []
         self.alive = True
         self.stuck: Stuck | None = None
@@ -57,15 +76,20 @@ class FakeSource:
     """The recipe."""
 
     step_s: float = 0.05
+    loras: Path | None = None
 
     def open(self, controlnets: Mapping[str, Any]) -> FakeHosted:
         """See EngineSource."""
-        return FakeHosted(self.step_s)
+        return FakeHosted(self.step_s, self.loras)
 
 
 def main(source: FakeSource = FakeSource()) -> int:
-    """Serves until a signal. ``FAKE_STEP_S`` of the environment is for those who need longer steps."""
-    source = replace(source, step_s=float(os.environ.get("FAKE_STEP_S", source.step_s)))
+    """Serves until a signal. ``FAKE_STEP_S`` of the environment is for those who need longer steps, ``FAKE_LORAS`` for
+    those who have a folder of LoRAs."""
+    loras = os.environ.get("FAKE_LORAS")
+    source = replace(
+        source, step_s=float(os.environ.get("FAKE_STEP_S", source.step_s)), loras=None if loras is None else Path(loras)
+    )
     from plait.config import load_config
     from plait.deployments import deployments
     from plait.errors import PlaitError

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -23,11 +24,21 @@ WAIT_S = 120.0
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlaitServer]:
+def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 3,000 LoRAs, whose files nobody has to open for a request."""
+    folder = tmp_path_factory.mktemp("loras")
+    for number in range(3_000):
+        (folder / f"lora-{number}.safetensors").write_bytes(b"")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, loras: Path) -> Iterator[PlaitServer]:
     """A server of the fake engine."""
     port = free_port()
     arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2"]
-    started = PlaitServer.launch(FAKE, arguments, port=port, root=tmp_path_factory.mktemp("replicas"))
+    root, environ = tmp_path_factory.mktemp("replicas"), {"FAKE_LORAS": str(loras)}
+    started = PlaitServer.launch(FAKE, arguments, port=port, root=root, environ=environ)
     try:
         yield started.wait_ready()
     finally:
@@ -121,6 +132,27 @@ def test_a_killed_engine_costs_no_request_and_no_account(server: PlaitServer) ->
     killer.join()
     until_two(server, "engine")
     images_used(server, at_least=used + 12)  # of the others the dead one may have made some
+
+
+def test_a_lora_comes_and_goes_at_both_ingresses(server: PlaitServer, loras: Path) -> None:
+    """With its file, and among thousands: each ingress hears of it from an engine, whichever made the request."""
+    until_two(server, "ingress")
+    asked = {"prompt": "x", "num_inference_steps": 1, "loras": [{"name": "new"}]}
+    assert status_of(server, **{**asked, "loras": [{"name": "lora-2999"}]}) == 200
+    assert status_of(server, **asked) == 404
+    (loras / "new.safetensors").write_bytes(b"")
+    until_all_are(server, 200, asked)
+    (loras / "new.safetensors").unlink()
+    until_all_are(server, 404, asked)
+
+
+def until_all_are(server: PlaitServer, status: int, body: dict[str, object]) -> None:
+    """Wait until sixteen requests in a row, of which each ingress has some, end so."""
+    until_s = time.monotonic() + WAIT_S
+    in_a_row = 0
+    while in_a_row < 16:
+        assert time.monotonic() < until_s
+        in_a_row = in_a_row + 1 if status_of(server, **body) == status else 0
 
 
 def scrape_of_all(server: PlaitServer) -> str:

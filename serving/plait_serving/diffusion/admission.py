@@ -5,7 +5,6 @@ The ingress calls those that need no image before it decodes one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +16,13 @@ from plait_serving.diffusion.request_fields import request_fields
 from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.values import (
     MAX_IMAGES,
-    MAX_SCALE,
     MAX_SEED,
     NAME_PATTERN,
+    ControlRef,
     Edit,
     ImageRequest,
     LoraPolicy,
+    LoraRef,
     PromptSize,
     SamplerChoice,
     Scheduler,
@@ -64,16 +64,14 @@ def check_request(
     check_policy(request)
     for i, lora in enumerate(request.loras):
         _check_name(lora.name, f"loras.{i}.name", "LoRA", loras, is_well_formed=is_name(lora.name))
-        if not math.isfinite(lora.scale) or abs(lora.scale) > MAX_SCALE:
-            raise RequestError("scale must be a finite number", param=f"loras.{i}.scale")
+        _check_fields(lora, f"loras.{i}.")
     if len({lora.name for lora in request.loras}) < len(request.loras):
         raise RequestError("a LoRA may appear only once in a set", param="loras")
     check_spans([(control.start, control.end) for control in request.controlnets], limits)
     for i, control in enumerate(request.controlnets):
         is_well_formed = NAME_PATTERN.fullmatch(control.name) is not None
         _check_name(control.name, f"controlnets.{i}.name", "ControlNet", controlnets, is_well_formed=is_well_formed)
-        if not math.isfinite(control.scale):
-            raise RequestError("scale must be a finite number", param=f"controlnets.{i}.scale")
+        _check_fields(control, f"controlnets.{i}.")
 
 
 def check_prompts(size: PromptSize, limits: ImageLimits) -> None:
@@ -113,7 +111,7 @@ def check_numbers(request: ImageRequest, limits: ImageLimits, samplers: SamplerC
     check_sampler(request.scheduler, request.sigmas, request.eta, samplers)
 
 
-def _check_fields(values: ImageRequest | Edit) -> None:
+def _check_fields(values: ImageRequest | Edit | LoraRef | ControlRef, where: str = "") -> None:
     """Refuse a number that no client could have given."""
     for name, declared in request_fields(type(values)).items():
         value = getattr(values, name)
@@ -121,7 +119,8 @@ def _check_fields(values: ImageRequest | Edit) -> None:
             try:
                 declared.check(value)
             except ValidationError as error:
-                raise RequestError(f"{declared.name}: {error.errors()[0]['msg']}", param=declared.name) from error
+                message = f"{declared.name}: {error.errors()[0]['msg']}"
+                raise RequestError(message, param=where + declared.name) from error
 
 
 def check_spans(spans: Sequence[tuple[float, float]], limits: ImageLimits) -> None:

@@ -149,6 +149,11 @@ def body_fields(of: type) -> dict[str, Any]:
     return {each.name: (each.wire_type | None, None) for each in request_fields(of).values()}
 
 
+def member_fields(of: type) -> dict[str, Any]:
+    """Return them as members of an object in a body, which have their defaults."""
+    return {each.name: (each.wire_type, each.default) for each in request_fields(of).values()}
+
+
 def echoed_fields(of: type) -> dict[str, Any]:
     """Return those that answers tell as fields of one."""
     found = [each for each in request_fields(of).values() if each.echoed]

@@ -37,6 +37,7 @@ NAME_PATTERN = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
 MAX_IMAGES = 10  # of a request: OpenAI's limit
 MAX_SEED = 2**63 - 1
 MAX_SCALE = 100.0  # of guidance and add-ons: far beyond any use; keeps products finite in fp16
+SCALE = between(-MAX_SCALE, MAX_SCALE)
 
 
 class Scheduler(StrEnum):
@@ -108,7 +109,7 @@ class LoraRef:
     """
 
     name: str
-    scale: float = 1.0
+    scale: Annotated[float, RequestField(type=SCALE)] = 1.0
     file: int = 0
 
 
@@ -122,9 +123,9 @@ class ControlRef:
 
     name: str
     image: RgbImage
-    scale: float = 1.0
-    start: float = 0.0
-    end: float = 1.0
+    scale: Annotated[float, RequestField(type=SCALE)] = 1.0
+    start: Annotated[float, RequestField(type=Fraction)] = 0.0
+    end: Annotated[float, RequestField(type=Fraction)] = 1.0
 
     def acts_in(self, step: int, steps: int) -> bool:
         """Return whether step `step` (0-based) of `steps` is inside [start, end]."""

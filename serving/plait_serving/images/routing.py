@@ -12,6 +12,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 _THERE_AND_BACK = 2.0
 _UNKNOWN_LOAD_S = 1.0
 _LORA_S = 0.2
@@ -33,25 +35,14 @@ class ReplicaState:
     @classmethod
     def parse(cls, report: Mapping[str, Any]) -> ReplicaState:
         """Read `report`; of a replica that has not spoken yet nothing is known."""
-        return cls(
-            number=int(report.get("number", 0)),
-            queued_s=float(report.get("queued_s", 0.0)),
-            models=frozenset(report.get("models", ())),
-            loras=frozenset(report.get("loras", ())),
-            load_s=dict(report.get("load_s", {})),
-            request_s=dict(report.get("request_s", {})),
-        )
+        return _PLAIN.validate_python(report)
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> Mapping[str, Any]:
         """Return it as plain values."""
-        return {
-            "number": self.number,
-            "queued_s": self.queued_s,
-            "models": sorted(self.models),
-            "loras": sorted(self.loras),
-            "load_s": dict(self.load_s),
-            "request_s": dict(self.request_s),
-        }
+        return _PLAIN.dump_python(self, mode="json")  # type: ignore[no-any-return]
+
+
+_PLAIN = TypeAdapter(ReplicaState)
 
 
 def begins_in_s(state: ReplicaState, model: str, loras: Collection[str]) -> float:

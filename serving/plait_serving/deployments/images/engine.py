@@ -88,7 +88,7 @@ class EngineReplica:
         """Return this replica's pressure; Serve collects it where the number of replicas follows the load."""
         return {PRESSURE: self._hosted.pressure()}
 
-    async def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> Mapping[str, Any]:
         """Return by what `ModelRouter` sends requests here; Serve calls this where that is the router."""
         return self._hosted.routing_state().report()
 

@@ -98,7 +98,7 @@ def resolve(
     return replace(request, controlnets=controls)
 
 
-def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraBody]]:
+def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraRef]]:
     """Return the prompt and the LoRAs that it names. Raises `RequestError` naming the field whose marks are wrong."""
     if body.prompt_syntax is not PromptSyntax.A1111:
         return body.prompt, []
@@ -106,7 +106,7 @@ def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraBody]]:
     for name in _TEXTS:
         if text := prompt if name == "prompt" else getattr(body, name):
             parse(text, name)
-    return prompt, [LoraBody.model_construct(name=name, scale=scale) for name, scale in loras]
+    return prompt, [LoraRef(name=name, scale=scale) for name, scale in loras]
 
 
 def hints(body: GenerationBody) -> list[str]:
@@ -157,16 +157,16 @@ def _size(body: GenerationBody, upload: Upload | None, model: BaseModelCard) -> 
     return width, height
 
 
-def _loras(given: Mapping[str, Sequence[LoraBody]], catalog: Catalog, limits: ImageLimits) -> LoraSet:
+def _loras(parts: Mapping[str, Sequence[LoraRef | LoraBody]], catalog: Catalog, limits: ImageLimits) -> LoraSet:
     """Return the set, given by the fields that name its parts."""
     room = limits.max_loras
-    for field, part in given.items():
+    for field, part in parts.items():
         room -= len(part)
         if room < 0:
             raise RequestError(f"at most {limits.max_loras} LoRAs", param=field)
     scales: dict[str, float] = {}
-    names = dict.fromkeys(card.name for card in catalog.loras) if any(given.values()) else {}
-    for field, part in given.items():
+    names = dict.fromkeys(card.name for card in catalog.loras) if any(parts.values()) else {}
+    for field, part in parts.items():
         for i, lora in enumerate(part):
             param = f"loras.{i}.name" if field == "loras" else field
             name = composed(lora.name)
@@ -233,15 +233,13 @@ def _controls(
             ControlRef(
                 name=control.name,
                 image=image if name is None else preprocessors[name](image),
-                scale=float(control.scale),
-                start=float(control.start),
-                end=float(control.end),
+                **given(control, ControlRef),
             )
         )
     return tuple(controls)
 
 
-def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, list[LoraBody]]:
+def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, list[LoraRef]]:
     """Return the base model and the LoRAs that a request's `model` names. Raises `NotFound` or `RequestError`.
 
     It is a base model, an alias, or a base model with LoRAs, as `emoji+noto:0.8+pixel`: so every client of OpenAI's API
@@ -255,14 +253,14 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
     if card is not None:
         return card, []
     if alias is not None:
-        return _base(alias.model, catalog), _bodies(alias.loras)
+        return _base(alias.model, catalog), _refs(alias.loras)
     name, rest = _first(text, [base.name for base in catalog.models if "+" in base.name])
     names = [lora.name for lora in catalog.loras if "+" in lora.name]
     parts: list[str] = []
     while rest is not None and len(parts) <= MAX_LIST:  # more than a set may have
         part, rest = _first(rest, names)
         parts.append(part)
-    return _base(name, catalog), _bodies(dict(map(_lora, _once_each(parts))))
+    return _base(name, catalog), _refs(dict(map(_lora, _once_each(parts))))
 
 
 def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
@@ -303,8 +301,8 @@ def _lora(text: str) -> tuple[str, float]:
     return name, value
 
 
-def _bodies(loras: Mapping[str, float]) -> list[LoraBody]:
-    return [LoraBody.model_construct(name=name, scale=scale) for name, scale in loras.items()]
+def _refs(loras: Mapping[str, float]) -> list[LoraRef]:
+    return [LoraRef(name=name, scale=scale) for name, scale in loras.items()]
 
 
 IMG2IMG_STRENGTH = 0.8

@@ -13,16 +13,15 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, PlainVal
 from pydantic_core import PydanticCustomError
 
 from plait_serving.diffusion.request_fields import (
-    Fraction,
     OutputSize,
     Text,
-    between,
     body_fields,
     echoed_fields,
+    member_fields,
     text_of,
 )
 from plait_serving.diffusion.sources.names import RULE, composed, is_name
-from plait_serving.diffusion.values import MAX_SCALE, MAX_SEED, NAME_PATTERN, Edit, ImageRequest
+from plait_serving.diffusion.values import MAX_SEED, NAME_PATTERN, ControlRef, Edit, ImageRequest, LoraRef
 from plait_serving.http.edge.json_body import MAX_DEADLINE_MS, StrictBody
 from plait_serving.images.codec import OutputFormat
 
@@ -84,40 +83,36 @@ def _upload(value: object) -> object:
 Name = Annotated[str, AfterValidator(_name)]
 LoraName = Annotated[str, AfterValidator(_lora_name)]
 if TYPE_CHECKING:
-    Scale: TypeAlias = float
-    Part: TypeAlias = float
     ModelText: TypeAlias = str
+    Echoed: TypeAlias = BaseModel
+    EchoedEdit: TypeAlias = BaseModel
 
     class GivenFields(StrictBody):
         """Read by name (`request_fields.given`)."""
 
         def __getattr__(self, name: str) -> Any: ...
 
-    class GivenEdit(StrictBody):
-        """Those of an edit."""
-
-    class Echoed(BaseModel):
-        """What answers tell of them."""
-
-    class EchoedEdit(BaseModel):
-        """What those of edits tell."""
+    GivenEdit: TypeAlias = StrictBody
+    GivenLora: TypeAlias = GivenFields
+    GivenControl: TypeAlias = GivenFields
 else:  # the fields that go to the engine as they are, declared there
-    Scale, Part, ModelText = between(-MAX_SCALE, MAX_SCALE), Fraction, text_of(MAX_MODEL_CHARS)
+    ModelText = text_of(MAX_MODEL_CHARS)
     Ignored = create_model("Ignored", __base__=StrictBody, **dict.fromkeys(IGNORED_FIELDS, (Any, None)))
     GivenFields = create_model("GivenFields", __base__=Ignored, **body_fields(ImageRequest))
+    GivenLora = create_model("GivenLora", __base__=StrictBody, **member_fields(LoraRef))
+    GivenControl = create_model("GivenControl", __base__=StrictBody, **member_fields(ControlRef))
     GivenEdit = create_model("GivenEdit", __base__=StrictBody, **body_fields(Edit))
     Echoed = create_model("Echoed", **echoed_fields(ImageRequest))
     EchoedEdit = create_model("EchoedEdit", **echoed_fields(Edit))
 
 
-class LoraBody(StrictBody):
+class LoraBody(GivenLora):
     """One LoRA of the set, addressed by name."""
 
     name: LoraName
-    scale: Scale = 1.0
 
 
-class ControlNetBody(StrictBody):
+class ControlNetBody(GivenControl):
     """One ControlNet with its control image.
 
     `image` is base64 (or a data URL) of a PNG, JPEG or WebP and is stretched to the size of the output. With
@@ -126,9 +121,6 @@ class ControlNetBody(StrictBody):
 
     name: Name
     image: str = Field(min_length=1, repr=False)
-    scale: Scale = 1.0
-    start: Part = 0.0
-    end: Part = 1.0
     preprocess: Annotated[bool | str, BeforeValidator(bool_or_name)] = False
 
 

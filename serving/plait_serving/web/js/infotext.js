@@ -65,7 +65,8 @@ function numbersOf(pairs, { scheduler_names: schedulers, controls }) {
   take("Size", "size", String);
   take("Model", "model", String);
   take("Denoising strength", "strength", Number);
-  for (const { infotext, name, schema } of controls ?? []) take(infotext, name, schema.type === "string" ? String : Number);
+  const readers = { string: String, boolean: (text) => text === "True" };
+  for (const { infotext, name, schema } of controls ?? []) take(infotext, name, readers[schema.type] ?? Number);
   const ours = Object.entries(schedulers).find(([, theirs]) => theirs === pairs.get("Sampler"));
   if (ours !== undefined) found.scheduler = ours[0];
   return found;
