@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from plait.config import ServedConfig, ServerSection
 from plait.http_settings import http_settings, starter_words
 from plait.targets import call
-from plait_deploy.reservation import Reservation
+from plait_deploy.placement.demands import Reservation
 from plait_serving.cores import capped
 from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
 from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
