@@ -14,14 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel
 
 from plait.config import ServedConfig, ServerSection
 from plait.http_settings import http_settings, starter_words
 from plait.targets import call
-from plait_deploy.reservation import Reservation
+from plait_deploy.placement.demands import Reservation
 from plait_serving.cores import capped
 from plait_serving.deployments.images.engine_source import EngineSource, ImagesSource
 from plait_serving.deployments.ranking.package_source import PackageSource, RankModel, RankSource
@@ -35,7 +35,7 @@ from plait_serving.ranking.config import (
     ShardsSection,
     shard_role,
 )
-from plait_serving.sections import Replicas
+from plait_serving.sections import Replicas, Section
 
 if TYPE_CHECKING:
     from plait_serving.deployments.direct import Direct
@@ -52,6 +52,7 @@ _ROUTING_PERIOD_S = 1.0
 _NOT_HTTP = {"port", "direct_port", "ingress_replicas", "start_new_first", "drain_s", "ready_timeout_s"}
 """What `http_settings` does not read of the server's section."""
 
+SectionT = TypeVar("SectionT", bound=Section)
 _Section = ImagesSection | ControlNetSection | CnSection | HnSection | ShardsSection
 
 
@@ -133,11 +134,11 @@ def _ingress(config: ServedConfig, rows: Sequence[Deployment], models: Mapping[s
                 http_settings,
                 server=ServerSection(**server.model_dump(exclude=_NOT_HTTP)),
                 words=starter_words(config),
-                results=None if images is None else images.results,
+                results=None if images is None or images.results is None else _whole(images.results),
             ),
             "ranking": models,
             "controlnets": [it for name, it in handles.items() if name.startswith(CONTROLNET_PREFIX)],
-            "routers": partial(call, "plait.tuning.service.http:tuning_routers", tuning=tuning)
+            "routers": partial(call, "plait.tuning.service.http:tuning_routers", tuning=_whole(tuning))
             if tuning.enabled
             else None,
             "direct": _direct(server),
@@ -153,6 +154,11 @@ def _ingress(config: ServedConfig, rows: Sequence[Deployment], models: Mapping[s
         },
         finishes=True,
     )
+
+
+def _whole(section: SectionT) -> SectionT:
+    """Return a section with all its keys set: of what is bound, the others are not read, and not shown."""
+    return section.model_copy(update=dict(section))
 
 
 def _direct(server: ServerSection) -> Direct | None:

@@ -20,7 +20,7 @@ from plait.cli import main as root
 from plait.server.environment import patient_start
 from plait_bench.placement.cluster import LocalNodes, NodeSize, attached, deploy, local_nodes
 from plait_bench.placement.on_ray import PLAIT, SMALL, play
-from plait_deploy.on_ray.names import LABEL
+from plait_deploy.on_ray.nodes import LABEL
 from support.cluster import TESTS, stop_shared
 from support.server import free_port
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait_deploy.errors import TaskError
 from plait_deploy.placement import naive
-from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.expected_use import HURRIES, STEPS, UNIT, ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.state import ClusterState

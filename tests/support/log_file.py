@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from plait_serving.deployments.logs import LOG_PATH_VARIABLE, OUR_LOGGERS, configure_logging
+from plait_serving.deployments.process import LOG_PATH_VARIABLE, OUR_LOGGERS, configure_logging
 
 
 class LogFile:

@@ -15,7 +15,7 @@ from plait_deploy.kuberay.options import DeploySection, GpuGroup, Volumes, Worke
 from plait_deploy.kuberay.rayservice import CPU_NODE, GPU_NODE, NODE_LABEL, SHARD_NODE, Pods, Service
 from plait_deploy.kuberay.sizing import pods_for
 from plait_deploy.kuberay.volumes_and_policies import disruption_budgets, network_policy, pod_monitor, volume_claims
-from plait_deploy.reservation import Reservation
+from plait_deploy.placement.demands import Reservation
 from plait_deploy.serve import ServeApplication, render_serve
 
 

@@ -6,11 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from plait_deploy.errors import DeployError
-from plait_deploy.placement.errors import TaskError
+from plait_deploy.placement.demands import Reservation
 from plait_deploy.placement.policies.baselines import FirstFitPolicy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
-from plait_deploy.reservation import Reservation
 
 
 def pods_for(
@@ -33,10 +32,7 @@ def pods_for(
         if one.memory_bytes > memory_bytes:
             wants, has = f"{one.memory_bytes / 1e9:g} GB of tables", f"{memory_bytes / 1e9:.3g} GB"
             raise DeployError(f"a replica of {one.name} holds {wants}, and a pod of {key} has {has}: it fits no node")
-        try:
-            task = replace(one.demand().task, memory_mib=one.memory_bytes >> 20)
-        except TaskError as error:
-            raise DeployError(str(error)) from error
+        task = replace(one.demand().task, memory_mib=one.memory_bytes >> 20)
         if (at := policy.choose(state, task)) is None:
             wants = f"{one.num_cpus:g} cores" + (f" and {one.num_gpus:g} GPUs" if one.num_gpus else "")
             has = f"{cpus}" + (f" and {gpus}" if one.num_gpus else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait_deploy.on_ray.names import LABEL, check_names, name_at
+from plait_deploy.on_ray.nodes import LABEL, check_names, name_at
 from plait_deploy.on_ray.policy import PlacementPolicy
 from plait_deploy.placement.demands import Demand
 from plait_deploy.placement.policies import OURS

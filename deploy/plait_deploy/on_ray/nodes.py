@@ -1,4 +1,5 @@
-"""Ray's nodes as a cluster that replicas are placed on."""
+"""Ray's nodes as a cluster that replicas are placed on, and the names of deployments that stand for a model on nodes of
+one class."""
 
 from __future__ import annotations
 
@@ -6,10 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from plait_deploy.on_ray.names import LABEL
+from plait_deploy.errors import PlacementError
 from plait_deploy.on_ray.replica_location import node_number
 from plait_deploy.placement.values import WHOLE, ClusterNode
 
+_AT = "@"
+LABEL = "plait-class"
+"""The label of Ray's nodes whose value is their class: `ray start --labels plait-class=l40s`."""
 _GPU_MODEL = "ray.io/accelerator-type"
 
 
@@ -50,3 +54,34 @@ def _node(each: Mapping[str, Any]) -> ClusterNode:
         gpus=int(has.get("GPU", 0)),
         gpu_model=each.get("Labels", {}).get(_GPU_MODEL, ""),
     )
+
+
+def name_at(name: str, node_class: str) -> str:
+    """Return the deployment of `name` on nodes of a class: `engine@l40s`."""
+    return f"{name}{_AT}{node_class}"
+
+
+def split_name(deployment: str) -> tuple[str, str] | None:
+    """Return name and class of a deployment that `name_at` named, None for any other."""
+    name, at, node_class = deployment.rpartition(_AT)
+    return (name, node_class) if at and name and node_class else None
+
+
+def check_names(names: tuple[str, ...], classes: tuple[str, ...]) -> None:
+    """Raise `PlacementError` for names that could not be told apart, and where there is no class."""
+    if not classes:
+        raise PlacementError("there is no class of nodes; name at least one")
+    for each in (*names, *classes):
+        if _AT in each or not each:
+            raise PlacementError(f"{each!r} names no deployment and no class of nodes: {_AT} parts the two")
+    for each in classes:
+        if not _is_label(each):
+            raise PlacementError(
+                f"class {each} cannot be a label's value in Ray: up to 63 letters, digits, '-', '_' and '.', "
+                "the first and the last a letter or digit"
+            )
+
+
+def _is_label(text: str) -> bool:
+    inner = text.replace("-", "").replace("_", "").replace(".", "")
+    return len(text) <= 63 and inner.isascii() and inner.isalnum() and text[0].isalnum() and text[-1].isalnum()

@@ -12,8 +12,7 @@ from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
-from plait_deploy.on_ray.names import split_name
-from plait_deploy.on_ray.nodes import RayNode, living_nodes, ray_nodes
+from plait_deploy.on_ray.nodes import RayNode, living_nodes, ray_nodes, split_name
 from plait_deploy.on_ray.replica_location import DEVICES, NODE, devices_in
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.policies import OURS, make_policy

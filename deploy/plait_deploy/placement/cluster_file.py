@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from plait_deploy.placement.errors import ClusterError
+from plait_deploy.errors import ClusterError
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
 

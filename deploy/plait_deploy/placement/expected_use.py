@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_deploy.placement.errors import TaskError
+from plait_deploy.errors import TaskError
 from plait_deploy.placement.state import ClusterState, Ints
 from plait_deploy.placement.values import WHOLE, Task, TaskClass
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from plait_deploy.errors import NoRoomError, PlacementError
 from plait_deploy.placement.demands import Demand, demand_classes
-from plait_deploy.placement.errors import NoRoomError, PlacementError
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState

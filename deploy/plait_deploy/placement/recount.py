@@ -15,8 +15,8 @@ from random import Random
 
 import numpy as np
 
+from plait_deploy.errors import TaskError
 from plait_deploy.placement.demands import Demand
-from plait_deploy.placement.errors import TaskError
 from plait_deploy.placement.plan import use_of
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from plait_deploy.placement.errors import ClusterError, TaskError
+from plait_deploy.errors import ClusterError, TaskError
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, TaskPlacement
 
 Ints = NDArray[np.int64]

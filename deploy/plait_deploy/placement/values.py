@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from plait_deploy.placement.errors import ClusterError, TaskError
+from plait_deploy.errors import ClusterError, TaskError
 
 WHOLE = 1000
 """Milli-GPUs of one device."""

@@ -32,7 +32,7 @@ from plait_disagg.workers.whole import WholeCore, WholeRanker
 from plait_fabric import connect, listen, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_serving.deployments.fabric_endpoints import FABRIC
-from plait_serving.deployments.threads import shorten_gil_interval
+from plait_serving.deployments.process import shorten_gil_interval
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService

@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload, readings
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.placement.simulator import SEEDS, Replay, churn, fill, inflated, shuffled
-from plait_deploy.placement.errors import PlacementError
+from plait_deploy.errors import PlacementError
 from plait_deploy.placement.policies import OURS, POLICIES, make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task, TaskClass, classes_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from plait_deploy.placement.errors import TaskError
+from plait_deploy.errors import TaskError
 from plait_deploy.placement.fragments import FragmentTables
 from plait_deploy.placement.policies.protocols import Policy
 from plait_deploy.placement.state import ClusterState

@@ -26,19 +26,26 @@ def doctor(
     from dataclasses import asdict
 
     from plait.config import load_config
+    from plait.doctor import machine, models, sockets
     from plait.doctor.cluster import check_cluster
-    from plait.doctor.examine import examine
     from plait.doctor.findings import CheckStatus
     from plait_serving.images.config import STARTER_FOLDER
 
-    findings = examine(
-        os.environ,
-        host="127.0.0.1",
-        port=port,
-        starter=STARTER_FOLDER,
-        config=load_config(config),
-        cluster=cluster and address is not None,
-    )
+    loaded = load_config(config)
+    findings = [
+        *machine.check_python(),
+        *machine.check_packages(),
+        *machine.check_torch(),
+        *machine.check_cpu(),
+        *machine.check_machine(),
+        *machine.check_files(),
+        *machine.check_home(os.environ),
+        *machine.check_caches(os.environ),
+        *machine.check_port("127.0.0.1", port),
+        *sockets.check_sockets(all_rays=cluster and address is not None),
+        *models.check_starter(STARTER_FOLDER),
+        *models.check_models(loaded),
+    ]
     if cluster:
         findings += check_cluster(address, port)
     if as_json:

@@ -85,7 +85,7 @@ def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
         least, most = row["replicas"].values()
         count = str(most) if least == most else f"{least} to {most}"
         lines.append((row["name"], row["class"], count, f"{row['num_cpus']:g}", f"{row['num_gpus']:g}"))
-        blocks.append(f"\n{row['name']}, where a change of these keys means to")
+        blocks.append(f"\n{row['name']}: what a change of each key does")
         for does in ("restart", "scale", "reconfigure"):
             keys = [_key(key, row["knobs"]) for key, it in row["changes"].items() if it == does]
             blocks.append(fill(f"  {does:<11}  {', '.join(keys)}", 100, subsequent_indent=" " * 15))

@@ -10,7 +10,7 @@ from typing import Any
 from plait.doctor.findings import CheckResult, finding, warning
 from plait.errors import PlaitError
 from plait.server.attach import attached
-from plait_deploy.on_ray.names import LABEL, split_name
+from plait_deploy.on_ray.nodes import LABEL, split_name
 
 COMPARED = ("python", "plait", "ray", "torch", "diffusers", "transformers", "openvino", "safetensors", "numpy")
 """What must be the same on all nodes: replicas exchange pickles through Ray, and images must have the same bits."""

@@ -56,9 +56,9 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
     The number of replicas of what is placed stands with its deployments only, where a change restarts nothing.
     """
     from plait.offline.placing import read_classes
+    from plait_deploy.errors import PlacementError
     from plait_deploy.on_ray.declared import placed_deployments, policy_options
-    from plait_deploy.on_ray.names import name_at
-    from plait_deploy.placement.errors import PlacementError
+    from plait_deploy.on_ray.nodes import name_at
     from plait_serving.deployments.scaling import autoscaling
 
     ingress, *rows = deployments(config)

@@ -10,9 +10,9 @@ from typing import Any
 from plait.config import PlaitConfig
 from plait.deployments import deployments
 from plait.errors import PlaitError, told
+from plait_deploy.errors import NoRoomError, PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes
-from plait_deploy.placement.errors import NoRoomError, PlacementError
 from plait_deploy.placement.plan import PlacementPlan, Use, plan, said
 from plait_deploy.placement.policies import OURS, make_policy
 from plait_deploy.placement.state import ClusterState

@@ -27,7 +27,7 @@ from plait.server.cluster import Cluster
 from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
 from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root
-from plait_serving.deployments.logs import LOG_PATH_VARIABLE
+from plait_serving.deployments.process import LOG_PATH_VARIABLE
 
 _log = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from plait_serving.deployments.direct import Direct, DirectListener
 from plait_serving.deployments.images.handle import HandleImageService
-from plait_serving.deployments.logs import configure_logging
 from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.node_gauges import NodeGauges
+from plait_serving.deployments.process import configure_logging, shorten_gil_interval
 from plait_serving.deployments.ranking.package_source import RankModel
 from plait_serving.deployments.ray_internals import given_knobs
-from plait_serving.deployments.threads import shorten_gil_interval
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge.repeating import without_repeated
 from plait_serving.imports import importing

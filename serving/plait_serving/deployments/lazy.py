@@ -15,9 +15,8 @@ from functools import wraps
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-import plait_serving.deployments.start_time  # noqa: F401  # its clock starts with the import
 from plait_deploy.on_ray.replica_location import whereabouts
-from plait_serving.deployments.threads import choose_omp_wait, unset_ray_threads
+from plait_serving.deployments.process import choose_omp_wait, unset_ray_threads
 from plait_serving.imports import importing
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from plait_deploy.placement.errors import PlacementError
+from plait_deploy.errors import PlacementError
 from plait_deploy.placement.policies.baselines import (
     BestFitPolicy,
     DotProductPolicy,

@@ -26,7 +26,7 @@ from plait.server.leftovers import clean_up_others, remove_ray_folder
 from plait.server.ports import free_port, hold_port
 from plait.server.state import PortState, RunRecord, scratch_root
 from plait.tuning.measure.application import Compose, RunningApplication
-from plait_serving.deployments.logs import LOG_PATH_VARIABLE
+from plait_serving.deployments.process import LOG_PATH_VARIABLE
 
 _APP = "plait-trial"
 _HOST = "127.0.0.1"

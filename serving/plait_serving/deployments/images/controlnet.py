@@ -39,10 +39,9 @@ from plait_serving.deployments.fabric_endpoints import (
     socket_folder,
 )
 from plait_serving.deployments.images.counted import audit_families
-from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.process import configure_logging, seconds_to_start
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
-from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.controlnet.service import ControlNetService, ServiceLimits
 from plait_serving.diffusion.families import load_controlnet
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for, uses_graphs

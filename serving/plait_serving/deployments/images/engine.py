@@ -15,9 +15,8 @@ from typing import Any
 from plait_serving.deployments.fabric_endpoints import declare_thread_cap
 from plait_serving.deployments.images.catalog_pieces import CatalogHead, CatalogPacker
 from plait_serving.deployments.images.engine_source import Accepted, EngineSource
-from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.process import configure_logging, seconds_to_start
 from plait_serving.deployments.scaling import PRESSURE
-from plait_serving.deployments.start_time import seconds_to_start
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.values import Event, Failed, ImageRequest, Progress

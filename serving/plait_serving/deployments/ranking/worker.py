@@ -45,12 +45,10 @@ from plait_serving.deployments.fabric_endpoints import (
     open_listeners,
     socket_folder,
 )
-from plait_serving.deployments.logs import configure_logging
+from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
-from plait_serving.deployments.start_time import seconds_to_start
-from plait_serving.deployments.threads import shorten_gil_interval
 from plait_serving.health import HEALTH_TIMEOUT_S
 from plait_serving.ranking.config import MAX_WORKERS, BetweenHosts, CnKnobs, HnKnobs, NoKnobs, RankRole
 from plait_serving.ranking.counted import rank_families

@@ -26,7 +26,7 @@ from plait.deployments import INGRESS, deployments
 from plait.errors import ServeError
 from plait.server import cluster
 from plait.server.cluster import Cluster, DeploymentState
-from plait_deploy.on_ray.names import name_at
+from plait_deploy.on_ray.nodes import name_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection
 

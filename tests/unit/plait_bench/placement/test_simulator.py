@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from plait_bench.placement.simulator import churn, fill, inflated, shuffled
-from plait_deploy.placement.errors import TaskError
+from plait_deploy.errors import TaskError
 from plait_deploy.placement.policies import make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode, Task, classes_of

@@ -7,7 +7,7 @@ from hypothesis import given, strategies
 
 from plait_deploy.errors import DeployError
 from plait_deploy.kuberay.sizing import pods_for
-from plait_deploy.reservation import Reservation
+from plait_deploy.placement.demands import Reservation
 
 
 def work(name="a", cpus=1.0, gpus=0.0, least=1, most=None):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from plait_deploy.on_ray.gauges import gauges
-from plait_deploy.on_ray.names import LABEL
-from plait_deploy.on_ray.nodes import living_nodes
+from plait_deploy.on_ray.nodes import LABEL, living_nodes
 from plait_deploy.on_ray.replica_location import DEVICES, NODE, devices_in, node_number
 from plait_deploy.placement.demands import Demand, task_of
 

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 from ray.serve.config import AutoscalingConfig
 
+from plait_deploy.errors import PlacementError
 from plait_deploy.on_ray.declared import placed_deployments, policy_options
-from plait_deploy.on_ray.names import LABEL, name_at
+from plait_deploy.on_ray.nodes import LABEL, name_at
 from plait_deploy.on_ray.policy import PlacementPolicy
 from plait_deploy.on_ray.replica_location import DEVICES, NODE, node_number
 from plait_deploy.placement.demands import Demand, task_of
-from plait_deploy.placement.errors import PlacementError
 
 IDS = {name: f"{at:056x}" for at, name in enumerate("abcd", 0x1F3A)}
 IDS = {name: value[::-1] for name, value in IDS.items()}  # ids differ in their first digits

@@ -11,7 +11,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from plait.app import AppArgs, build
 from plait.cli import main as root
-from plait_deploy.on_ray.names import LABEL
+from plait_deploy.on_ray.nodes import LABEL
 
 CLUSTER = """
 nodes:

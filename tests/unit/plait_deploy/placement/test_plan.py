@@ -6,10 +6,10 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from plait_deploy.errors import ClusterError, NoRoomError, PlacementError, TaskError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes, task_of
 from plait_deploy.placement.drawing import DRAWN_NODES, draw
-from plait_deploy.placement.errors import ClusterError, NoRoomError, PlacementError, TaskError
 from plait_deploy.placement.plan import plan
 from plait_deploy.placement.policies import POLICIES, make_policy
 from plait_deploy.placement.state import ClusterState

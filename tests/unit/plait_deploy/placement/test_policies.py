@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from plait_bench.placement.simulator import churn, fill, inflated, shuffled
-from plait_deploy.placement.errors import PlacementError, TaskError
+from plait_deploy.errors import PlacementError, TaskError
 from plait_deploy.placement.expected_use import ExpectedUse
 from plait_deploy.placement.fragments import FragmentTables, integer_scores
 from plait_deploy.placement.policies import make_policy

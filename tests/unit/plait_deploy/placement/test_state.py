@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from plait_deploy.placement.errors import ClusterError, PlacementError, TaskError
+from plait_deploy.errors import ClusterError, PlacementError, TaskError
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task, TaskClass, TaskPlacement, classes_of
 

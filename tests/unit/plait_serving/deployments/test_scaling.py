@@ -14,8 +14,8 @@ from ray.serve.config import AutoscalingConfig
 from plait.config import ServedConfig
 from plait.tuning.measure.cost import reserved
 from plait_disagg.queue.knobs import WorkerKnobs
+from plait_serving.deployments.process import choose_omp_wait
 from plait_serving.deployments.scaling import PRESSURE, autoscaling
-from plait_serving.deployments.threads import choose_omp_wait
 from plait_serving.diffusion.queue.pressure import busy_share
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import CnKnobs, HnKnobs, HnSection, RankingSection, RankModelSection

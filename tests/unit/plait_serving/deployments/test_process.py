@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait_serving.deployments.start_time import estimate_s, seconds_to_start
+from plait_serving.deployments.process import estimate_s, seconds_to_start
 
 
 @pytest.mark.parametrize(

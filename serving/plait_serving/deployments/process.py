@@ -1,0 +1,86 @@
+"""What a replica's process settles before it loads anything: its log, CPU threads, turns at the GIL; and how long it
+takes to start. The first module of ours that a replica imports, with its class."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, MutableMapping
+from typing import TYPE_CHECKING
+
+from plait_disagg.request_log import add_requests
+
+if TYPE_CHECKING:
+    from plait_serving.ranking.config import OmpWait
+
+_log = logging.getLogger(__name__)
+
+_NOTICED_S = 2.0
+"""Until Serve has noticed the loss of a replica and Ray has begun to start a process."""
+_imported_s = time.monotonic()
+
+LOG_PATH_VARIABLE = "PLAIT_LOG_PATH"
+"""Set by `plait serve` for everything it starts: all processes append to one file, whole lines at a time."""
+
+OUR_LOGGERS = ("plait", "plait_serving", "plait_disagg", "plait_fabric", "plait_kernels")
+
+_GIL_TURN_S = 5e-4
+
+
+def configure_logging(replica: str, environ: Mapping[str, str]) -> None:
+    """Send our loggers' lines, from INFO up, with the ids of the requests that they are about, to the file of
+    `LOG_PATH_VARIABLE`, else to stderr (which Ray keeps)."""
+    path = environ.get(LOG_PATH_VARIABLE)
+    try:
+        handler: logging.Handler = logging.FileHandler(path) if path else logging.StreamHandler()
+    except OSError:
+        handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s {replica} %(name)s: %(message)s%(requests)s"))
+    handler.addFilter(add_requests)
+    for name in OUR_LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+
+
+def seconds_to_start() -> float:
+    """Return how long a replica like this is likely to be away when it is lost; call it when it is ready."""
+    return estimate_s(wall_s=time.monotonic() - _imported_s, cpu_s=time.process_time())
+
+
+def estimate_s(*, wall_s: float, cpu_s: float) -> float:
+    """Return the expected time of a start from those of the first one.
+
+    With a server, everything starts at once and waits for the cores; a replica that is started again has them nearly
+    for itself, and then its processor time counts. What it spent waiting for a disk is at least not forgotten.
+    """
+    return _NOTICED_S + min(max(cpu_s, wall_s / 4), max(wall_s, cpu_s / 2))
+
+
+def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
+    """Remove `OMP_NUM_THREADS` from the replica's environment; call this before torch is imported.
+
+    Ray sets it to the actor's logical CPUs. The engine sets its threads from the knobs, and an OpenMP that starts
+    with one thread and is then switched to two burns processor time waiting: measured on 2 shared cores, a step of
+    the starter model took 0.3 to 0.9 s of processor time with the variable and 0.05 to 0.09 s without.
+    """
+    if "torch" in sys.modules:
+        _log.warning("torch was imported before the replica could choose its threads")
+    environ.pop("OMP_NUM_THREADS", None)
+
+
+def shorten_gil_interval() -> None:
+    """Make this process's threads wait for the GIL for at most half a millisecond, not 5 ms (Python's default).
+
+    For processes in which an event loop and a compute thread share the GIL: a lookup of 50 us releases it, and would
+    have to wait for the loop to read half a megabyte before the next one. No benchmark shows a gain yet.
+    """
+    sys.setswitchinterval(_GIL_TURN_S)
+
+
+def choose_omp_wait(environ: MutableMapping[str, str], wait: OmpWait) -> None:
+    """Set `OMP_WAIT_POLICY`, which OpenMP reads once, when torch is imported; "default" leaves it unchanged."""
+    if wait != "default":
+        environ["OMP_WAIT_POLICY"] = wait.upper()
