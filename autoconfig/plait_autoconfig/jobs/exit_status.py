@@ -35,10 +35,12 @@ def outcome_of_exit(return_code: int, *, last_lines: str, oom_kills: int) -> Tri
     return TrialOutcome.failed(FailureKind.CRASH, f"the measuring process ended with code {return_code}{said}")
 
 
-def count_oom_kills(*, vmstat: Path, memory_events: Path) -> int:
+def count_oom_kills(
+    *, vmstat: Path = Path("/proc/vmstat"), memory_events: Path = Path("/sys/fs/cgroup/memory.events")
+) -> int:
     """Return how many processes the kernel has killed for memory since boot; 0 where it does not report that.
 
-    `vmstat`: /proc/vmstat, of the machine. `memory_events`: /sys/fs/cgroup/memory.events, of a container.
+    `vmstat` is the machine's, `memory_events` a container's.
     """
     return max(_counter(vmstat, "oom_kill"), _counter(memory_events, "oom_kill"))
 

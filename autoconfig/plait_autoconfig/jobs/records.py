@@ -25,9 +25,6 @@ class Claim:
     at_s: float
     rate_per_s: float = 0.0
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "config", dict(self.config))
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:

@@ -29,7 +29,6 @@ from plait_autoconfig.values import Config, FailureKind, TrialOutcome
 _TICK_S = 0.2
 _TAIL_BYTES = 4000
 _MEASURED, _SUBJECT = TypeAdapter(Measured), TypeAdapter(TuningSubject)
-_VMSTAT, _MEMORY_EVENTS = Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events")
 
 Tick = Callable[[], None]
 """Called about five times a second while waiting; an exception that it raises ends the wait and the child process."""
@@ -72,7 +71,7 @@ class ChildRunner:
         """Implement `Runner.measure` in the child process."""
         if self._process is None:
             self._started(tick)
-        kills, log_from, began = _oom_kills(), _size(self._log), time.monotonic()
+        kills, log_from, began = count_oom_kills(), _size(self._log), time.monotonic()
         try:
             answer = self._asked({"do": "measure", "task": task}, task.limit_s, say, tick)
             measured = _MEASURED.validate_python(answer)
@@ -84,7 +83,7 @@ class ChildRunner:
             measured = _failed(kind, str(error))
         except _Gone as error:
             lines = _last_lines(self._log, log_from)
-            outcome = outcome_of_exit(error.return_code, last_lines=lines, oom_kills=_oom_kills() - kills)
+            outcome = outcome_of_exit(error.return_code, last_lines=lines, oom_kills=count_oom_kills() - kills)
             measured = Measured(outcome=outcome)
         return replace(measured, duration_s=time.monotonic() - began)
 
@@ -266,10 +265,6 @@ def _last_lines(log: Path, start: int, *, count: int = 3) -> str:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _oom_kills() -> int:
-    return count_oom_kills(vmstat=_VMSTAT, memory_events=_MEMORY_EVENTS)
 
 
 def _no_say(_text: str) -> None:

@@ -91,7 +91,8 @@ class JobStore:
     def open(cls, folder: Path) -> Self:
         """Open the job in a folder. Raises `JobRefused` if there is none, `JobBroken` if it cannot be read."""
         if holds_job(folder):
-            with _transaction(folder, mode="rw" if (folder / _FILE).exists() else "rwc") as db:
+            path = folder / _FILE
+            with _transaction(folder, mode="rw" if path.exists() and path.stat().st_size else "rwc") as db:
                 spec = _job(db, folder)
             if spec is not None:
                 return cls(folder, spec)

@@ -28,8 +28,9 @@ from plait.tuning.measure.failures import of_start
 from plait.tuning.measure.knobs import apply_knobs
 from plait.tuning.measure.live import LiveBusy, LiveServer
 from plait.tuning.measure.quality import QUALITY_DRIFT, NoAnswer, quality_drift
-from plait.tuning.measure.trial import LoadPlan, count_kills, run_loads, with_address
+from plait.tuning.measure.trial import LoadPlan, run_loads, with_address
 from plait_autoconfig.errors import JobBusy, JobRefused
+from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, TuningSubject
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
@@ -83,14 +84,14 @@ class PlaitMeasurer:
         """Apply the configuration, run the load and judge it. A trial that a guard stops is rolled back at once."""
         started_s = time.monotonic()
         spec, prepared, application = self._checked()
-        kills = count_kills()
+        kills = count_oom_kills()
         config = apply_knobs(prepared.config, spec.settings(task.config))
         say("applying the configuration")
         try:
             effects = application.apply(config, limit_s=task.limit_s - _SPARE_S)
         except (RefusedStart, NotReady) as error:
             outcome = (
-                of_start(str(error), oom_kills=count_kills() - kills)
+                of_start(str(error), oom_kills=count_oom_kills() - kills)
                 if isinstance(error, RefusedStart)
                 else TrialOutcome.failed(FailureKind.TIME_OUT, str(error))
             )
@@ -196,7 +197,10 @@ def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
         service = "recommend:" + ",".join(sorted(config.ranking_models))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hardware = Hardware(
-        name=platform.machine(), cpus=_cores(), memory_bytes=memory_bytes, price_per_hour=spec.prices.core * _cores()
+        name=platform.machine(),
+        cpus=usable_cores(),
+        memory_bytes=memory_bytes,
+        price_per_hour=spec.prices.core * usable_cores(),
     )
     versions = {name: version(name) for name in ("plait", "ray", "torch")}
     return TuningSubject(
@@ -216,9 +220,5 @@ def _effects_note(effects: Mapping[str, Effect], seconds: float) -> str:
 
 def _shared_note(config: PlaitConfig) -> tuple[str, ...]:
     """Return the label of a machine whose replicas cannot all use their threads at once; else nothing."""
-    host = host_cores_of(config, machine_cores=_cores())
+    host = host_cores_of(config, machine_cores=usable_cores())
     return (f"shared: {host.planned_threads} threads on {host.cores} cores",) if host.is_shared else ()
-
-
-def _cores() -> int:
-    return usable_cores()

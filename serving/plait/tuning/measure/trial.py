@@ -75,11 +75,11 @@ def run_loads(
 
     Raises `ScenarioError`.
     """
-    before, kills, said_bytes = running.pids(), count_kills(), _size(log_path)
+    before, kills, said_bytes = running.pids(), count_oom_kills(), _size(log_path)
     loading = _TrialLoads(running, plan, say, tuple(before))
     loads = loading.searched() if plan.search else loading.offered() if plan.rate_per_s else loading.given()
     evidence = Evidence(
-        died=_died(running, before), oom_kills=count_kills() - kills, log=_read_from(log_path, said_bytes)
+        died=_died(running, before), oom_kills=count_oom_kills() - kills, log=_read_from(log_path, said_bytes)
     )
     breached = bool(loading.breached)
     failed = next((bad for load in loads if (bad := of_load(load, evidence, guard=breached))), None)
@@ -218,11 +218,6 @@ def worst_metrics(of: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the worst value of each metric over the scenarios, for metrics that all of them have."""
     names = [name for name in of[0] if all(name in each for each in of)] if of else []
     return {name: (min if name in _HIGHER_IS_BETTER else max)(each[name] for each in of) for name in names}
-
-
-def count_kills() -> int:
-    """Return `count_oom_kills` of this machine and of its cgroup."""
-    return count_oom_kills(vmstat=Path("/proc/vmstat"), memory_events=Path("/sys/fs/cgroup/memory.events"))
 
 
 def _with_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
