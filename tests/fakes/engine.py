@@ -19,9 +19,6 @@ from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.protocols import (
     Conditioning,
     EncodedImage,
-    LoraLease,
-    LoraProvider,
-    LoraWeights,
     RequestSampler,
     StepCall,
 )
@@ -61,7 +58,7 @@ class FakeMerger:
         """Return `cost_s`."""
         return self.cost_s
 
-    def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
+    def switch(self, target: LoraSet, weights: Mapping[str, FakeWeights]) -> None:
         """Record the switch; raise `LoraError` for a broken name or for weights that were not handed over."""
         for lora in target:
             if lora.name in self.broken or lora.name not in weights:
@@ -74,7 +71,7 @@ class FakeMerger:
 class FakeLease:
     """A lease that counts its releases, and that nobody else wants."""
 
-    weights: Mapping[str, LoraWeights]
+    weights: Mapping[str, FakeWeights]
     releases: int = 0
     is_asked_back: bool = False
 
@@ -103,16 +100,16 @@ class FakeProvider:
         self.failing = set(failing)
         self.text = set(text)
         self.leases: list[FakeLease] = []
-        self.waiting: list[tuple[list[str], Future[LoraLease]]] = []
+        self.waiting: list[tuple[list[str], Future[FakeLease]]] = []
         self.closed = False
         self.tokens: dict[str, int] = {}
 
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
-    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[LoraLease]:
+    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[FakeLease]:
         """Return a future that is done unless a name is held or failing."""
-        future: Future[LoraLease] = Future()
+        future: Future[FakeLease] = Future()
         if self.failing.intersection(names):
             future.set_exception(LoraError(f"{names[0]} is corrupt"))
         elif self.held.intersection(names):
@@ -131,7 +128,7 @@ class FakeProvider:
             if future.set_running_or_notify_cancel():
                 self._deliver(names, future)
 
-    def _deliver(self, names: Sequence[str], future: Future[LoraLease]) -> None:
+    def _deliver(self, names: Sequence[str], future: Future[FakeLease]) -> None:
         weights = {
             name: FakeWeights(name=name, token=self.tokens.get(name, 0), touches_text_encoder=name in self.text)
             for name in names
@@ -268,11 +265,11 @@ class FakeDenoiser:
 
     settled = True
 
-    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+    def takes(self, weights: Sequence[FakeWeights]) -> bool:
         """Return whether all files are in `taken`."""
         return self.taken.issuperset(one.name for one in weights)
 
-    def may_take(self, weights: Sequence[LoraWeights]) -> bool:
+    def may_take(self, weights: Sequence[FakeWeights]) -> bool:
         """Return whether all files are in `either_way`."""
         return bool(self.either_way) and self.either_way.issuperset(one.name for one in weights)
 
@@ -349,7 +346,7 @@ def resident_model(
     denoiser: FakeDenoiser,
     *,
     clock: Callable[[], float],
-    loras: LoraProvider,
+    loras: FakeProvider,
     limits: ImageLimits | None = None,
     costs: StepCosts | None = None,
 ) -> Model:

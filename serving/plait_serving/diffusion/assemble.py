@@ -27,7 +27,7 @@ from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.memory import PROCESS_BYTES, available_bytes, memory_of, resolve_device
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model, image_limits
-from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.protocols import ControlNetClient
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.sources.resolve import resolve_source
@@ -108,7 +108,7 @@ class _LoraCaches:
         self._by_shapes: WeakValueDictionary[tuple[tuple[ModuleRef, tuple[int, ...]], ...], LoraCache]
         self._by_shapes = WeakValueDictionary()
 
-    def of(self, targets: LoraTargets, source: LoraSource) -> LoraProvider:
+    def of(self, targets: LoraTargets, source: LoraSource) -> LoraCache:
         """Return the cache for models of such targets."""
         key = tuple(targets.parameters.items())
         found = self._by_shapes.get(key)

@@ -74,13 +74,13 @@ class Engine:
         self.pool = ModelPool(
             models,
             budget_bytes=_UNBOUNDED if memory_bytes is None else memory_bytes,
+            host_lora_bytes=knobs.host_lora_bytes,
             clock=clock,
             wake=self._registry.wake,
             open_models=self._registry.open_models,
             memory=MemoryReader() if memory is None else memory,
         )
         """The models, and which of them are in memory."""
-        self.pool.reconfigure(knobs.host_lora_bytes)
         self._decodes = DecodeQueue(set_threads=set_threads, clock=clock)
         self._loop = DenoiseLoop(
             registry=self._registry,

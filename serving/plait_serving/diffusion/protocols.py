@@ -1,4 +1,4 @@
-"""The interfaces inside the engine. Contracts only: this module imports values, never an implementation.
+"""The interfaces inside the engine, and what crosses them.
 
 Shapes: a request has n rows; with classifier-free guidance (CFG) a model call sees R = 2n rows of it, the n
 unconditional ones first, in diffusers' order; without CFG, R = n. L = 77 * prompt chunks, C = text width.
@@ -7,14 +7,15 @@ unconditional ones first, in diffusers' order; without CFG, R = n. L = 77 * prom
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from plait_serving.diffusion.errors import EngineError
-from plait_serving.diffusion.values import ImageRequest, LoraSet, RgbImage, Tenant
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora
+from plait_serving.diffusion.values import ImageRequest, RgbImage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -138,26 +139,6 @@ class ActiveControl:
     scale: float
 
 
-class LoraWeights(Protocol):
-    """One LoRA file in host memory, parsed and matched to a family. Immutable."""
-
-    @property
-    def name(self) -> str:
-        """The name that requests use for it."""
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of host memory that it takes."""
-
-    @property
-    def token(self) -> int:
-        """A number that no other content of a file has."""
-
-    @property
-    def touches_text_encoder(self) -> bool:
-        """Whether it changes the prompt's encoding."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepCall:
     """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim.
@@ -171,7 +152,7 @@ class StepCall:
     timestep: torch.Tensor
     guidance_scale: float
     controls: tuple[ActiveControl, ...]
-    loras: tuple[tuple[LoraWeights, float], ...] = ()
+    loras: tuple[tuple[LoadedLora, float], ...] = ()
     merged: bool = False
     extra: torch.Tensor | None = None
     guidance_rescale: float = 0.0
@@ -191,21 +172,21 @@ class Denoiser(Protocol):
         """Whether the last `predict` was as fast as such calls will be: an executor may still compile for its
         shape."""
 
-    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+    def takes(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether these files can be inputs of a step; otherwise they must be merged into the live weights.
 
         The answer changes only between steps."""
 
-    def may_take(self, weights: Sequence[LoraWeights]) -> bool:
+    def may_take(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether these files can be inputs of a step, but are merged where that is faster. Then requests
         without a set may share such a call, too."""
 
     @property
-    def merger(self) -> LoraMerger:
+    def merger(self) -> Merger:
         """What merges LoRA sets into the weights that `predict` reads."""
 
     @property
-    def text_merger(self) -> LoraMerger:
+    def text_merger(self) -> Merger:
         """What merges them into those of the text encoders."""
 
     @property
@@ -237,60 +218,6 @@ class Denoiser(Protocol):
 
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float (n, 3, H, W)` in [0, 1], image by image."""
-
-
-class LoraMerger(Protocol):
-    """Keeps the live weights of its components equal to W0 + the current set. Compute thread only."""
-
-    @property
-    def current(self) -> LoraSet:
-        """The set whose weights are live."""
-
-    def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
-        """Make `target` live; `()` restores the pristine weights bit for bit. After `LoraError` the previous weights
-        stay live."""
-
-    def switch_cost_s(self, target: LoraSet) -> float:
-        """Return the seconds that `switch` is expected to take."""
-
-
-class LoraLease(Protocol):
-    """A LoRA set held in host memory; nothing in it is evicted before `release`."""
-
-    @property
-    def weights(self) -> Mapping[str, LoraWeights]:
-        """Parsed files by name."""
-
-    @property
-    def is_asked_back(self) -> bool:
-        """Whether others wait for it, as of the provider's last `update_turns`."""
-
-    def release(self) -> None:
-        """Release the set. Idempotent."""
-
-    def give_back(self) -> Future[LoraLease] | None:
-        """Release the set and wait for the same files again; None, and nothing is done, if nobody waits for it any
-        more."""
-
-
-class LoraProvider(Protocol):
-    """Where LoRA sets come from. All methods are thread-safe."""
-
-    def acquire(self, names: Sequence[str], tenant: Tenant) -> Future[LoraLease]:
-        """Start loading on other threads. The future fails with `NotFound` or `LoraError`; cancelling it releases the
-        set."""
-
-    def update_turns(self) -> None:
-        """Let leases say which of them others wait for; call it between steps."""
-
-    def __contains__(self, name: object) -> bool:
-        """Return whether a LoRA of that name exists now (new files are seen without a restart)."""
-
-    def reconfigure(self, *, host_bytes: int) -> None:
-        """Set the host memory budget, in bytes."""
-
-    def close(self) -> None:
-        """Stop the loader threads. Idempotent."""
 
 
 class SafetyChecker(Protocol):

@@ -18,12 +18,12 @@ from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.decoding import decoded
 from plait_serving.diffusion.edits import Blend, EditSource
 from plait_serving.diffusion.errors import EngineError, NumericalError, OutOfMemory
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.protocols import (
     ActiveControl,
     ControlNetClient,
     Denoiser,
     Encoding,
-    LoraWeights,
     RequestSampler,
     StepCall,
 )
@@ -237,16 +237,16 @@ class Stepper:
         return self._predict(calls[:half]) + self._predict(calls[half:])
 
 
-def _weights_of(unit: Unit) -> Mapping[str, LoraWeights]:
+def _weights_of(unit: Unit) -> Mapping[str, LoadedLora]:
     lease = unit.job.lease
     return lease.weights if lease is not None else {}
 
 
-def _with_files(loras: LoraSet, weights: Mapping[str, LoraWeights]) -> LoraSet:
+def _with_files(loras: LoraSet, weights: Mapping[str, LoadedLora]) -> LoraSet:
     return tuple(replace(lora, file=weights[lora.name].token) for lora in loras)
 
 
-def _touches_text(weights: Mapping[str, LoraWeights]) -> bool:
+def _touches_text(weights: Mapping[str, LoadedLora]) -> bool:
     return any(one.touches_text_encoder for one in weights.values())
 
 

@@ -14,7 +14,8 @@ import torch
 
 from plait_serving.diffusion.edits import Blend, EditSource
 from plait_serving.diffusion.errors import EngineStopped
-from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, LoraLease, RequestSampler
+from plait_serving.diffusion.lora.cache import LoraLease
+from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, RequestSampler
 from plait_serving.diffusion.queue.policy import Candidate, GroupKey
 from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
 

@@ -104,7 +104,7 @@ class LoraPolicy(StrEnum):
 class LoraRef:
     """One member of a LoRA set. `scale` multiplies alpha/rank; any finite number.
 
-    `file`: the `LoraWeights.token` of the file that the name stood for when it was loaded; 0 in a request. A file that
+    `file`: the `LoadedLora.token` of the file that the name stood for when it was loaded; 0 in a request. A file that
     is replaced under its name is another member.
     """
 

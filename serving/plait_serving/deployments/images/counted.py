@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from plait_kernels.executors.audit import AuditStatistics
     from plait_serving.cores import HostCores
     from plait_serving.diffusion.engine import Engine
-    from plait_serving.diffusion.lora.cache import LoraCache
     from plait_serving.diffusion.queue.usage import TenantUsage
 
 _AUDITS = {
@@ -35,18 +34,10 @@ def counted(engine: Engine, host: HostCores) -> ReplicaMetrics:
     )
 
 
-def lora_caches(engine: Engine) -> dict[str, LoraCache]:
-    """Return each model's LoRAs."""
-    from plait_serving.diffusion.lora.cache import LoraCache
-
-    found = {name: model.loras for name, model in engine.pool.models.items()}
-    return {name: cache for name, cache in found.items() if isinstance(cache, LoraCache)}
-
-
 def _engine_families(served: Engine) -> list[Metric]:
     """Return what an engine and its LoRA caches count. What may leave with a model has the model's name."""
     engine, residency, models = served.statistics(), served.pool.statistics(), served.pool.models
-    caches = {id(cache): (name, cache) for name, cache in lora_caches(served).items()}  # several models may share one
+    caches = {id(model.loras): (name, model.loras) for name, model in models.items()}  # several models may share one
     loras = {(name,): cache.statistics() for name, cache in caches.values()}
     resident = {(name,): int(name in residency.resident) for name in models}
     prepared = {(part,): 1 for part in sorted(served.pool.prepared)}

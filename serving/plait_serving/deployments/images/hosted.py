@@ -13,7 +13,7 @@ from plait_fabric.rpc.replicas import NoReplica
 from plait_kernels.cores import usable_cores
 from plait_serving.cores import HostCores, capped, threads_of_host
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
-from plait_serving.deployments.images.counted import counted, lora_caches
+from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.assemble import build_engine_of, warm_up
@@ -156,7 +156,7 @@ class HostedImages:
         pool, self._reports = engine.pool, self._reports + 1
         resident, wanted = set(pool.statistics().resident), engine.open_models()
         load_s = {name: pool.load_s(model) for name, model in pool.models.items()}
-        loras = {name for cache in lora_caches(engine).values() for name in cache.resident_names()}
+        loras = {name for cache in pool.loras for name in cache.resident_names()}
         return ReplicaState(
             number=self._reports,
             queued_s=engine.statistics().queued_s + sum(load_s.get(name, 0.0) for name in wanted - resident),

@@ -15,9 +15,8 @@ from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_serving.diffusion.families.rows import BatchLayout
 from plait_serving.diffusion.lora.kinds import DecomposedFactor, PlainFactor
 from plait_serving.diffusion.lora.parse import LoadedLora
-from plait_serving.diffusion.protocols import LoraWeights
 
-LoadedSet: TypeAlias = tuple[tuple[LoraWeights, float], ...]
+LoadedSet: TypeAlias = tuple[tuple[LoadedLora, float], ...]
 """The files of a LoRA set with their scales, in set order."""
 
 PerProgram: TypeAlias = tuple[RowFactors | None, ...]
@@ -74,10 +73,8 @@ class FactorStore:
         self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES, kept_bytes)
         self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS, kept_bytes)
 
-    def takes(self, weights: LoraWeights) -> bool:
+    def takes(self, weights: LoadedLora) -> bool:
         """Return whether every UNet layer that a file changes is adapted, by factors that can be inputs."""
-        if not isinstance(weights, LoadedLora):
-            return False
         own = ((ref, factor) for ref, factor in weights.factors.items() if ref.component == _COMPONENT)
         return self._taken.get(
             (weights.token,),
@@ -129,15 +126,9 @@ class FactorStore:
         return self._sets.get((_key(one), tuple(ranks.items())), make)
 
 
-def _token(weights: LoraWeights) -> int:
-    assert isinstance(weights, LoadedLora)
-    return weights.token
-
-
 def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[PlainFactor, float]]]:
     terms: dict[str, list[tuple[PlainFactor, float]]] = {}
     for weights, scale in one:
-        assert isinstance(weights, LoadedLora)
         if scale == 0.0:
             continue
         for ref, factor in weights.factors.items():
@@ -148,7 +139,7 @@ def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[PlainFactor, float]]]:
 
 
 def _key(one: LoadedSet) -> SetKey:
-    return tuple((_token(file), scale) for file, scale in one)
+    return tuple((file.token, scale) for file, scale in one)
 
 
 def _by_row(sets: Sequence[LoadedSet], layout: BatchLayout) -> list[SetKey]:

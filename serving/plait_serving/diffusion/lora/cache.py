@@ -1,4 +1,4 @@
-"""The host cache of LoRA files: `protocols.LoraProvider` over a `LoraSource`, with concurrent loads.
+"""The host cache of LoRA files: over a `LoraSource`, with concurrent loads.
 
 Loading starts at `acquire`, on loader threads, several names at once and every name once. `cache_policy` decides
 what stays in memory and whose set comes next; this module adds the threads, the futures and the parsed values. A set
@@ -24,7 +24,6 @@ from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, EntryState, Key
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.source import LoraEntry, LoraSource, not_found
-from plait_serving.diffusion.protocols import LoraLease, LoraWeights
 from plait_serving.diffusion.queue.turns import TurnQueue
 from plait_serving.diffusion.values import Tenant
 
@@ -86,10 +85,13 @@ class _CacheCounts:
 
 
 @dataclass(slots=True, eq=False)
-class LoraCacheLease:
-    """A `protocols.LoraLease`: nothing in `weights` is evicted before `release`."""
+class LoraLease:
+    """A LoRA set held in host memory; nothing in it is evicted before `release`.
 
-    weights: Mapping[str, LoraWeights]
+    `give_back` releases the set and waits for the same files again; it returns None, and nothing is done, if nobody
+    waits for it any more. `is_asked_back`: others wait for it, as of the cache's last `update_turns`."""
+
+    weights: Mapping[str, LoadedLora]
     _let_go: Callable[[], None]
     give_back: Callable[[], Future[LoraLease] | None]
     is_asked_back: bool = False
@@ -119,7 +121,7 @@ class LoraCache:
         self._policy: CachePolicy[int] = CachePolicy(host_bytes)
         self._values: dict[Key, LoadedLora] = {}
         self._sets: dict[int, _Set] = {}
-        self._leases: dict[int, LoraCacheLease] = {}
+        self._leases: dict[int, LoraLease] = {}
         self._tokens: dict[Key, int] = {}
         self._tickets = 0
         self._to_load: TurnQueue[Key] = TurnQueue()
@@ -257,7 +259,7 @@ class LoraCache:
     def _complete(self, ticket: int, deliveries: Deliveries) -> None:
         finished = self._sets.pop(ticket)
         weights = MappingProxyType({key.name: self._values[key] for key in finished.keys})
-        lease = LoraCacheLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket, finished))
+        lease = LoraLease(weights, lambda: self._release(ticket), lambda: self._give_back(ticket, finished))
         self._leases[ticket] = lease
         deliveries.append(_delivery(finished.future, lease))
 
@@ -339,7 +341,7 @@ class LoraCache:
                     deliveries.append(_failure(waiting.future, error))
 
 
-def _delivery(future: Future[LoraLease], lease: LoraCacheLease) -> Callable[[], None]:
+def _delivery(future: Future[LoraLease], lease: LoraLease) -> Callable[[], None]:
     def deliver() -> None:
         if future.set_running_or_notify_cancel():
             future.set_result(lease)

@@ -24,7 +24,6 @@ from plait_serving.diffusion.errors import LoraError, OutOfMemory
 from plait_serving.diffusion.lora.kinds import AnyFactor, Factor, merged_in_turn
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import ModuleRef, layers_of, live_parameter
-from plait_serving.diffusion.protocols import LoraWeights
 from plait_serving.diffusion.values import LoraRef, LoraSet
 
 _log = logging.getLogger(__name__)
@@ -67,7 +66,7 @@ class _Rewrite:
 
 
 class Merger:
-    """A `protocols.LoraMerger` over live modules.
+    """Keeps the weights of live modules equal to W0 + the current set. Compute thread only.
 
     `components` maps "unet", "text_encoder", "text_encoder_2", or some of them, to their live modules; what a set
     holds for others is left to their merger. `before_write` is called before weights are read or written. `impl` names
@@ -107,7 +106,7 @@ class Merger:
         stale."""
         return self._version
 
-    def switch(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> None:
+    def switch(self, target: LoraSet, weights: Mapping[str, LoadedLora]) -> None:
         """Make `target` live; `()` restores the pristine weights bit for bit.
 
         After `LoraError` nothing was written. After `OutOfMemory` (or any other error) the bare model is live.
@@ -118,7 +117,7 @@ class Merger:
         if rewrites:
             self._write(rewrites)
         self._current = target
-        self._remember({(lora.name, lora.file): self._own(_loaded(weights[lora.name])) for lora in target})
+        self._remember({(lora.name, lora.file): self._own(weights[lora.name]) for lora in target})
 
     def forget(self) -> None:
         """Restore the bare model and drop the pristine copies: the weights are about to be given back."""
@@ -158,7 +157,7 @@ class Merger:
 
     # ---- before the first write ---------------------------------------------------------------------------------
 
-    def _plan(self, target: LoraSet, weights: Mapping[str, LoraWeights]) -> list[_Rewrite]:
+    def _plan(self, target: LoraSet, weights: Mapping[str, LoadedLora]) -> list[_Rewrite]:
         """Return the weights whose recipe changes, after taking pristine copies of them."""
         factors: dict[ModuleRef, list[tuple[AnyFactor, float]]] = {}
         recipes: dict[ModuleRef, Recipe] = {}
@@ -167,7 +166,7 @@ class Merger:
                 raise LoraError(f"LoRA {lora.name!r} was not loaded", param="loras")
             if not math.isfinite(lora.scale):
                 raise LoraError(f"LoRA {lora.name!r}: its scale is not finite", param="loras")
-            loaded = _loaded(weights[lora.name])
+            loaded = weights[lora.name]
             for ref, factor in loaded.factors.items():
                 if lora.scale == 0.0 or ref.component not in self._components:
                     continue
@@ -278,12 +277,6 @@ class Merger:
             return float(sum(self._weight(ref).nbytes for ref in self._modules))
         sizes = [sum(self._weight(ref).nbytes for ref in refs) for refs in self._touched.values()]
         return sum(sizes) / len(sizes)
-
-
-def _loaded(weights: LoraWeights) -> LoadedLora:
-    if not isinstance(weights, LoadedLora):
-        raise TypeError(f"a Merger merges LoadedLora, not {type(weights).__name__}")
-    return weights
 
 
 def _largest(weight: torch.Tensor) -> float:

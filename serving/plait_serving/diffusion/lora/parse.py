@@ -42,7 +42,7 @@ _tokens = itertools.count(1)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedLora:
-    """A parsed LoRA file in host memory (`protocols.LoraWeights`). `token` is unique to every file ever parsed."""
+    """A parsed LoRA file in host memory. `token` is unique to every file ever parsed."""
 
     name: str
     format: LoraFormat

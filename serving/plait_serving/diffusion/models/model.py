@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.families import Family
+from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
-from plait_serving.diffusion.protocols import ControlNetClient, LoraProvider
+from plait_serving.diffusion.protocols import ControlNetClient
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.forecast import WorkForecast
 from plait_serving.diffusion.stepper import Stepper
@@ -31,7 +32,7 @@ class Model:
     name: str
     family: Family
     limits: ImageLimits
-    loras: LoraProvider
+    loras: LoraCache
     costs: StepCosts
     controlnets: Mapping[str, ControlNetClient] = field(default_factory=dict)
     unfit: Mapping[str, str] = field(default_factory=dict)

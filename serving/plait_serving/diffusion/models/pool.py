@@ -16,12 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from plait_serving.diffusion.errors import EngineError, ModelError
+from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.memory import MemoryReader, gigabytes
 from plait_serving.diffusion.models.folder import FolderOfModels, FoundModel
 from plait_serving.diffusion.models.holdings import Holdings
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.switching import ModelDemand, Switch, next_switch, surplus
-from plait_serving.diffusion.protocols import LoraProvider
 from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.units import ImageJob
 
@@ -60,13 +60,15 @@ class ModelPool:
         models: Sequence[Model] = (),
         *,
         budget_bytes: int,
+        host_lora_bytes: int = 0,
         clock: Callable[[], float],
         wake: Callable[[], None],
         open_models: Callable[[], Collection[str]],
         memory: MemoryReader,
     ) -> None:
         """Take the models, the first is what requests without a model mean. `wake` is called when one was loaded or
-        retired; `open_models` returns those of all requests that have not ended; `memory` says what they hold."""
+        retired; `open_models` returns those of all requests that have not ended; `memory` says what they hold.
+        `host_lora_bytes`: what the LoRAs of all share once one was added."""
         self._models = {model.name: model for model in models}
         self._folder: FolderOfModels | None = None
         self._make: Callable[[str, Path], Model] | None = None
@@ -75,7 +77,7 @@ class ModelPool:
         self._refused: Mapping[str, tuple[str, str]] = {}  # the stamp and the reason
         self._looked = (0, -math.inf)
         self._looking = threading.Lock()
-        self._lora_bytes = 0
+        self._host_lora_bytes = host_lora_bytes
         self._changing = threading.Lock()
         self._budget_bytes = budget_bytes
         self._holdings = Holdings(memory, budget_bytes=budget_bytes)
@@ -148,21 +150,21 @@ class ModelPool:
             self._models = {**self._models, model.name: model}  # others read the old one meanwhile
         if old is not None:
             old.close()
-        self.reconfigure(self._lora_bytes)
+        self.reconfigure(self._host_lora_bytes)
 
     def refuse(self, name: str, reason: str) -> None:
         """Say that a model of the configuration is not served."""
         self._left_out[name] = reason
         _log.error("%s is not served: %s", name, reason)
 
-    def reconfigure(self, lora_bytes: int) -> None:
+    def reconfigure(self, host_lora_bytes: int) -> None:
         """Set what the LoRAs of all models may take of the host's memory; those of equal shapes share it."""
-        self._lora_bytes, loras = lora_bytes, self.loras
+        self._host_lora_bytes, loras = host_lora_bytes, self.loras
         for each in loras:
-            each.reconfigure(host_bytes=lora_bytes // len(loras))
+            each.reconfigure(host_bytes=host_lora_bytes // len(loras))
 
     @property
-    def loras(self) -> list[LoraProvider]:
+    def loras(self) -> list[LoraCache]:
         """What models have their LoRAs from; those of equal shapes share it."""
         return list({id(model.loras): model.loras for model in self.models.values()}.values())
 

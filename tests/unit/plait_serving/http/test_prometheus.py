@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -30,7 +29,6 @@ from plait_serving.diffusion.errors import (
     NumericalError,
     Overloaded,
 )
-from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.queue.usage import TenantUsage
 from plait_serving.diffusion.request_registry import EngineStatistics
 from plait_serving.http import operations
@@ -315,11 +313,10 @@ def test_promtool_has_nothing_against_what_is_counted():
 def counted_engine():
     """An engine with a model and a tenant, as far as it is counted."""
     audit = SimpleNamespace(checked=1, drifted=0, skipped=0, failed=0, largest=0.5)
-    loras = Mock(spec=LoraCache)
-    loras.statistics.return_value = SimpleNamespace(resident_bytes=1, resident=1, hits=1, misses=1, evictions=1)
+    lora = SimpleNamespace(resident_bytes=1, resident=1, hits=1, misses=1, evictions=1)
     resident = SimpleNamespace(nbytes=1, budget_bytes=2, loads=1, resident=("emoji",))
     family = SimpleNamespace(auditor=SimpleNamespace(statistics=lambda: audit))
-    models = {"emoji": SimpleNamespace(loras=loras, family=family)}
+    models = {"emoji": SimpleNamespace(loras=SimpleNamespace(statistics=lambda: lora), family=family)}
     return SimpleNamespace(
         statistics=EngineStatistics,
         usage=lambda: {"acme": TenantUsage(finished=1, compute_s=0.5)},

@@ -41,8 +41,9 @@ from plait_serving.diffusion.families.unet.samplers import Sampler, sampler_of
 from plait_serving.diffusion.families.unet.vae import decode_latents, encode_image, safety_of
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.lora.targets import components_of
-from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, LoraWeights, Residuals, StepCall
+from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, Residuals, StepCall
 from plait_serving.diffusion.values import ImageRequest
 
 
@@ -131,11 +132,11 @@ class UNetDenoiser:
         """Whether the last `predict` was as fast as such calls will be."""
         return self._ran is None or self._ran.settled
 
-    def takes(self, weights: Sequence[LoraWeights]) -> bool:
+    def takes(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether LoRA files can be inputs of a step now, instead of being merged into the weights."""
         return self._compiled() is not None and all(map(self._factors.takes, weights))
 
-    def may_take(self, weights: Sequence[LoraWeights]) -> bool:
+    def may_take(self, weights: Sequence[LoadedLora]) -> bool:
         """Return whether LoRA files could be inputs of a step now, although they can be merged, too."""
         offered = self._row_wise is not None and self._exact() is not Exact.ALWAYS
         return offered and all(map(self._factors.takes, weights))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fakes.engine import FakeWeights
 from plait_kernels.executors import AdaptedLayer
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.rows import BatchLayout
@@ -63,11 +62,10 @@ def store() -> FactorStore:
 
 
 def test_a_file_is_taken_if_all_its_unet_layers_are_adapted(store):
-    """Text encoders do not matter; one other UNet layer does; a LoRA of another kind is not taken."""
+    """Text encoders do not matter; one other UNet layer does."""
     assert store.takes(ONE)
     assert store.takes(lora("text only", text=UP))
     assert not store.takes(lora("conv", down=DOWN_A, conv1=UP))
-    assert not store.takes(FakeWeights(name="fake"))
     assert not FactorStore().takes(ONE)
 
 

@@ -13,11 +13,10 @@ import torch
 
 from fakes.lora_source import DelayedSource
 from plait_serving.diffusion.errors import EngineStopped, LoraError, NotFound
-from plait_serving.diffusion.lora.cache import LoraCache
+from plait_serving.diffusion.lora.cache import LoraCache, LoraLease
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.protocols import LoraLease
 from plait_serving.diffusion.values import Tenant
 from support.loras import TwoLayers, tiny_lora_file
 
