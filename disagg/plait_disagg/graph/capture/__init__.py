@@ -50,7 +50,6 @@ from plait_disagg.graph.inputs import OFFSETS, Bag, Input, check_inputs, ports_o
 from plait_disagg.graph.operators import VOCABULARY, overload
 from plait_disagg.graph.program import ROWS, USER_OF, Program, Ref
 from plait_disagg.graph.rows import PER_ROW, Fact, MixesRows, RowCount
-from plait_disagg.tables.values import Lookup
 
 __all__ = ["Captured", "capture", "obstacles"]
 
@@ -59,14 +58,13 @@ __all__ = ["Captured", "capture", "obstacles"]
 class Captured:
     """A module as a program.
 
-    `constants` (by `Port` name) and `tables` (by `Lookup.table`) are the module's own tensors. `keeps_bits`: no
+    `constants` (by `Port` name) and `tables` (by name) are the module's own tensors. `keeps_bits`: no
     operator was rewritten (`rows_first`), so that the program's results are the module's, bit for bit.
     """
 
     program: Program
     constants: Mapping[str, torch.Tensor]
     tables: Mapping[str, torch.Tensor]
-    lookups: tuple[Lookup, ...]
     inputs: tuple[Input, ...]
     keeps_bits: bool = True
 
@@ -126,13 +124,11 @@ class _Capture:
             outputs.append((name, value.ref))
         program, constants = self._draft.finished(tuple(outputs))
         program, constants = fold(simplify(program), constants, self._draft.tables)
-        lookups = lookups_of(program)
-        read = {lookup.table for lookup in lookups}
+        read = {lookup.table for lookup in lookups_of(program)}
         return Captured(
             program=program,
             constants=constants,
             tables={name: table for name, table in self._draft.tables.items() if name in read},
-            lookups=lookups,
             inputs=self._inputs,
             keeps_bits=self._draft.keeps_bits,
         )

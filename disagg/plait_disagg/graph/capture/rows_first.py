@@ -74,8 +74,8 @@ class Mover:
             "aten.bmm.default": self._matmul,
             "aten.mm.default": self._matmul,
             _MATMUL: self._matmul,
-            "aten.baddbmm.default": self._baddbmm,
-            "aten.addmm.default": self._addmm,
+            "aten.baddbmm.default": self._added,
+            "aten.addmm.default": self._added,
             "aten.einsum.default": self._einsum,
             "aten.tensordot.default": self._tensordot,
             "aten.stack.default": self._stack,
@@ -269,20 +269,15 @@ class Mover:
         made = replace(layout, sizes=(ROWS, *layout.sizes[:-2], 1, layout.sizes[-1]), at=0)
         return self._shaped(left, spread), right, made
 
-    def _baddbmm(self, call: MovedCall) -> Traced:
-        return self._added(call, "batch1", "batch2")
-
-    def _addmm(self, call: MovedCall) -> Traced:
-        return self._added(call, "mat1", "mat2")
-
-    def _added(self, call: MovedCall, left: str, right: str) -> Traced:
+    def _added(self, call: MovedCall) -> Traced:
         """Return a matrix product with an operand added to it."""
-        given = call.arguments
+        given, batched = call.arguments, "batch1" in call.given
         if (given["beta"], given["alpha"]) != (1, 1):
             raise MixesRows("it scales its operands")
+        left, right = ("batch1", "batch2") if batched else ("mat1", "mat2")
         product = self._product(given[left], given[right], call)
         other = self._aligned(given["self"], product.layout)
-        both = (other, product) if call.op == "aten.baddbmm.default" else (product, other)
+        both = (other, product) if batched else (product, other)
         return self.emit.add("aten.add.Tensor", product.layout, call.dtype, self=both[0], other=both[1])
 
     def _einsum(self, call: MovedCall) -> Traced:

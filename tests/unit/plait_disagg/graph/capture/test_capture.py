@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from plait_disagg.graph.capture import capture
+from plait_disagg.graph.edit import lookups_of
 from plait_disagg.graph.errors import UnsupportedOperator
 from plait_disagg.graph.inputs import Bag, Dense, Ids, Input
 from plait_disagg.graph.program import LOOKUP
@@ -108,7 +109,7 @@ def test_constants_and_tables_are_the_modules_own_memory():
 def test_lookups_are_named_after_their_tables():
     """Every embedding operator becomes one lookup with its table's dotted name and its pooling."""
     _, captured = model("zoo")
-    assert {(lookup.name, lookup.table, lookup.mode) for lookup in captured.lookups} == {
+    assert {(lookup.name, lookup.table, lookup.mode) for lookup in lookups_of(captured.program)} == {
         ("clicks_2", "clicks", "max"),
         ("kinds_2", "kinds", "sum"),
         ("steps_2", "steps", "rows"),
@@ -176,7 +177,7 @@ def test_a_bag_must_be_looked_up_with_its_own_offsets():
 
 def test_padding_in_a_bag_is_served_only_where_it_changes_nothing():
     """A row of zeros in a sum may be looked up; in a mean over offsets, ids that do not count would count."""
-    assert len(capture(_Bags(padding_idx=2).eval(), BAGS).lookups) == 2
+    assert len(lookups_of(capture(_Bags(padding_idx=2).eval(), BAGS).program)) == 2
     with pytest.raises(UnsupportedOperator, match="padding_idx"):
         capture(_Bags(padding_idx=2, mode="mean").eval(), BAGS)
 
