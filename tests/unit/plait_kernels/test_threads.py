@@ -63,7 +63,6 @@ def test_apart_raises_what_the_function_raises() -> None:
 
 
 @linux
-@linux
 def test_a_thread_that_gives_way_does_so_alone() -> None:
     """Its own niceness rises, and once only; that of its process and of threads after it does not."""
     from plait_kernels.threads import lower_priority, run_on_own_thread
@@ -88,16 +87,16 @@ def test_building_an_engine_leaves_its_compute_thread_alone_with_workers(tiny_sd
         """
 set_threads(2)
 from pathlib import Path
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
+from plait_serving.diffusion.assemble import EngineSettings, build_engine, warm_up
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 before = foreign()
 knobs = EngineKnobs(threads=2)
 model = Path(sys.argv[1])
 it = build_engine(EngineSettings(model=model, dtype="float32", knobs=knobs, executor=ExecutorName.TORCH))
 built = foreign(before)
-it.warm_up()
+warm_up(it)
 print(built - before, foreign() - before)
-it.engine.stop(drain_s=0.0)
+it.stop(drain_s=0.0)
 """,
         str(tiny_sd_folder),
     )
