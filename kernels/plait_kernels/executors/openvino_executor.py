@@ -54,11 +54,13 @@ class OpenVinoSettings:
     """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
 
     `aside` calls what converts, and returns once that is done: where it gives way to what computes meanwhile.
+    `copies_bytes`: `OpenVinoProgram`.
     """
 
     precision: str = "float32"
     threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     aside: Callable[[Callable[[], None]], None] = lambda work: work()
+    copies_bytes: int = 256 << 20
 
     def options(self) -> dict[str, Any]:
         """Return the options of `compile_model`."""
@@ -146,6 +148,7 @@ class OpenVinoExecutor:
             model,
             layers,
             options=self._settings.options,
+            copies_bytes=self._settings.copies_bytes,
             probe=probe,
             cache=CompiledCache(entry, (entry / _MODEL).with_suffix(".bin")),
         )

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from plait_kernels.executors import Computation, ExecutorError, InputSpec
+from plait_kernels.executors import Computation, ExecutorError, InputSpec, RowFactors, background
 from support.cluster import TESTS
 from support.executors import (
     LAYERS,
@@ -24,6 +24,7 @@ from support.executors import (
     openvino_at,
     small_block,
     small_computation,
+    small_factors,
     small_inputs,
 )
 from support.tiny import seeded
@@ -203,6 +204,44 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
     changed = executor.key(model)
     (model / "config.json").write_text("{ }")
     assert len({key, changed, executor.key(model)}) == 3
+
+
+def recurs(program, block, rows, factors=None):
+    """Calls of one shape until it has a copy or never will; all answers are the module's."""
+    inputs = small_inputs(rows, 4, 4)
+    for _ in range(12):
+        for got, wanted in zip(program.run(inputs, factors), by_hand(block, inputs, factors), strict=True):
+            assert float((got - wanted).abs().max()) < 1e-4
+        background.wait()
+
+
+def test_a_shape_that_recurs_is_compiled_for_itself(converted, block, monkeypatch):
+    """With the factors that it has, of its rows or of one set for all; another shape runs on the model for any."""
+    made, compile_model = [], openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", lambda *of: made.append(of[0]) or compile_model(*of))
+    program = openvino_at(converted).open("k")
+    made.clear()
+    own = small_factors([{"point": 2}, {"conv_in": 3}, {}])
+    shared = RowFactors(rows=3, by_path=small_factors([{"down": 4}]).by_path)
+    for factors, inputs in ((None, 2), (own, 6), (shared, 4)):
+        recurs(program, block, 3, factors)
+        assert len(made.pop().inputs) == inputs
+        assert not made
+    program.run(small_inputs(1, 4, 4))
+    assert program.settled
+    assert not made
+
+
+def test_copies_of_a_program_stay_within_their_bytes(converted, block, monkeypatch):
+    """With room for one it stays while it is in use; without room there is none."""
+    made, compile_model = [], openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", lambda *of: made.append(of[0]) or compile_model(*of))
+    for room, rows in ((30 << 20, [1]), (1 << 20, [])):
+        program = openvino_at(converted, copies_bytes=room).open("k")
+        made.clear()
+        for count in (1, 2):
+            recurs(program, block, count)
+        assert [model.inputs[0].shape[0] for model in made] == rows
 
 
 class SelfAttention(torch.nn.Module):
