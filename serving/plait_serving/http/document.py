@@ -21,6 +21,7 @@ _MEANINGS = {
     404: "Something that the request names does not exist.",
     409: "The state of what it names does not allow it.",
     413: "The body is too large.",
+    414: "The query is too long.",
     415: "The body's encoding or type is not understood.",
     422: "The request cannot be done here: a LoRA file cannot be used, or the images do not fit the device.",
     429: "Too many requests; the same one may succeed after `retry-after` seconds.",
@@ -29,7 +30,7 @@ _MEANINGS = {
     504: "The deadline passed, or cannot be met.",
 }
 
-_ANYWHERE = (401, 403, 413, 429, 500)
+_ANYWHERE = (401, 403, 413, 414, 429, 500)
 _NOT_BELOW_V2 = (415,)
 _MODEL = "/v2/models/{model}"
 
