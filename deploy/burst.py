@@ -108,7 +108,7 @@ def by_replica(addresses: Sequence[str], deployment: str) -> dict[str, float]:
     """Return how many requests each replica of the deployment has had, by all nodes' metrics."""
     found: dict[str, float] = {}
     for address in addresses:
-        with urllib.request.urlopen(address, timeout=10) as answer:  # noqa: S310  # the person's own address
+        with urllib.request.urlopen(address, timeout=_REPORT_S) as answer:  # noqa: S310  # the person's own address
             text = answer.read().decode()
         for series in _SERIES.finditer(text):
             labels = dict(_LABEL.findall(series["labels"]))
