@@ -105,14 +105,15 @@ def settled(addresses: Sequence[str], deployment: str, floor: float = 0) -> dict
 
 
 def by_replica(addresses: Sequence[str], deployment: str) -> dict[str, float]:
-    """Return how many requests each replica of the deployment has had, by all nodes' metrics."""
+    """Return how many calls each replica of the deployment has had for requests of clients, by all nodes' metrics. What
+    an ingress asks by itself has no route."""
     found: dict[str, float] = {}
     for address in addresses:
         with urllib.request.urlopen(address, timeout=_REPORT_S) as answer:  # noqa: S310  # the person's own address
             text = answer.read().decode()
         for series in _SERIES.finditer(text):
             labels = dict(_LABEL.findall(series["labels"]))
-            if labels.get("deployment") == deployment:
+            if labels.get("deployment") == deployment and labels.get("route"):
                 replica = labels.get("replica", "")
                 found[replica] = found.get(replica, 0.0) + float(series["value"])
     return found

@@ -141,3 +141,16 @@ def test_counts_are_read_when_every_replica_has_reported(burst, monkeypatch):
     start_s = clock[0]
     assert burst.settled(["here"], "engine") == {"a": clock[0]}
     assert 60 <= clock[0] - start_s <= 61
+
+
+def test_a_burst_counts_what_clients_asked_for(burst, tmp_path):
+    """Calls without a route are an ingress' own; other deployments and other families count for nothing."""
+    series = (
+        'ray_serve_deployment_request_counter_total{deployment="engine",replica="a",route="/"} 5.0',
+        'ray_serve_deployment_request_counter_total{deployment="engine",replica="a",route=""} 200.0',
+        'ray_serve_deployment_request_counter_total{deployment="engine",replica="b",route="/"} 7.0',
+        'ray_serve_deployment_request_counter_total{deployment="ingress",replica="c",route="/"} 12.0',
+        'ray_serve_deployment_error_counter_total{deployment="engine",replica="a",route="/"} 1.0',
+    )
+    (tmp_path / "metrics").write_text("\n".join(series))
+    assert burst.by_replica([f"file://{tmp_path}/metrics"], "engine") == {"a": 5.0, "b": 7.0}

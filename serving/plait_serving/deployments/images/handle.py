@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
+from contextvars import Context
 from dataclasses import fields, replace
 from typing import Any
 
@@ -68,7 +69,8 @@ class HandleImageService:
         what one tells now, one answer to all who ask together. Raises `EngineStopped` if none answers within
         `CATALOG_TIMEOUT_S`: Serve would wait for as long as there is no replica."""
         if self._following is None or self._following.done():
-            self._following = asyncio.create_task(self._follow())
+            # A context of its own: Serve and the log would count its questions to the request that asked first.
+            self._following = asyncio.create_task(self._follow(), context=Context())
         if self._catalog is not None and not anew:
             return self._catalog
         told = asyncio.get_running_loop().create_future()
