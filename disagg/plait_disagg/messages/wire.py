@@ -163,7 +163,8 @@ def parse_number(header: Header) -> int:
 def answers_message(
     outcomes: Sequence[tuple[int, RankAnswer | RankError]], layout: Layout, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack outcomes with the numbers of their requests. `layout`: the outputs' of the model's card."""
+    """Pack outcomes with the numbers of their requests. `layout`: the outputs' of the model's card, float32; a model may
+    compute others."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
         [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]
@@ -175,7 +176,7 @@ def answers_message(
         header["errors"] = errors
     if not answers:
         return header, []
-    outputs = {part.name: [it.outputs[part.name] for _, it in answers] for part in layout.parts}
+    outputs = {part.name: [it.outputs[part.name].to(torch.float32) for _, it in answers] for part in layout.parts}
     rows = [next(iter(it.outputs.values())).shape[0] for _, it in answers]
     header |= {
         "numbers": [number for number, _ in answers],
@@ -272,10 +273,11 @@ def parse_dense(header: Header, buffers: Sequence[memoryview], layout: Layout) -
 def done_message(
     number: int, layout: Layout, outputs: Mapping[str, torch.Tensor], dense_ms: float, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack a batch's outputs, (N, ...) each, in the layout of the model's card."""
+    """Pack a batch's outputs, (N, ...) each, in the layout of the model's card, float32; a model may compute others."""
     items = next(iter(outputs.values())).shape[0]
     header = {"kind": "done", "number": number, "n": items, "ms": dense_ms}
-    return header, pack(layout, RowCounts(items=items), outputs, pool, timeout_s=SEND_S)
+    scores = {name: value.to(torch.float32) for name, value in outputs.items()}
+    return header, pack(layout, RowCounts(items=items), scores, pool, timeout_s=SEND_S)
 
 
 def failed_header(number: int, error: RankError) -> dict[str, Any]:

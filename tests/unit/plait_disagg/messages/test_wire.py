@@ -123,6 +123,20 @@ def test_batches_and_their_ends_survive_the_wire() -> None:
     assert isinstance(failed, BadInput)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float64, torch.float16])
+def test_outputs_of_any_dtype_arrive_as_float32(dtype: torch.dtype) -> None:
+    """As a model's description says of them: one that compares its score with a number computes booleans."""
+    computed = {name: (value > 0).to(dtype) for name, value in kit.expected(kit.request(0, 3)).items()}
+    _, done = parse_done(*_message(done_message(1, OUTPUTS, computed, 1.0, POOL)), OUTPUTS)
+    assert not isinstance(done, RankError)
+    header, buffers = answers_message([(1, RankAnswer(outputs=computed))], OUTPUTS, POOL)
+    ((_, answer),) = parse_answers(header, _views(buffers), OUTPUTS)
+    assert isinstance(answer, RankAnswer)
+    for arrived in (done[0], answer.outputs):
+        assert arrived.keys() == computed.keys()
+        assert all(torch.equal(arrived[name], value.to(torch.float32)) for name, value in computed.items())
+
+
 def test_headers_say_nothing_of_the_tensors() -> None:
     """Both ends know them since they greeted each other: however many there are, a message says how many rows."""
     many = {f"a_rather_long_name_of_a_table_{n}": torch.zeros(3, 4) for n in range(500)}
