@@ -98,6 +98,18 @@ async def test_an_answer_to_nothing_costs_the_channel(rig: Rig, caplog: pytest.L
     assert "never asked" in caplog.text
 
 
+async def test_an_answer_of_other_rows_costs_the_channel_and_leaves_nobody_waiting(rig: Rig) -> None:
+    """Its batch is asked for once more, and then refused: a request without a deadline must not hang."""
+    _bad_hn(
+        rig, lambda channel, number, outputs: _send(channel, number, {name: it[1:] for name, it in outputs.items()})
+    )
+    cn = rig.cn()
+    await until(lambda: cn.ready() is None)
+    with pytest.raises(WorkerUnavailable, match="no HN answers"):
+        async with asyncio.timeout(60):
+            await rig.local(cn).rank(kit.request(1))
+
+
 async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:
     """The caller was told in time; the answer that comes later is taken, and the next request gets its own."""
     dense = kit.FakeDense()

@@ -163,8 +163,8 @@ def parse_number(header: Header) -> int:
 def answers_message(
     outcomes: Sequence[tuple[int, RankAnswer | RankError]], layout: Layout, pool: Pool
 ) -> tuple[dict[str, Any], list[Buffer]]:
-    """Pack outcomes with the numbers of their requests. `layout`: the outputs' of the model's card, float32; a model may
-    compute others."""
+    """Pack outcomes with the numbers of their requests. `layout`: the outputs' of the model's card, float32; a model
+    may compute others."""
     answers = [(number, it) for number, it in outcomes if isinstance(it, RankAnswer)]
     errors = [
         [number, _CODES.get(type(it), "internal"), it.message[:2000], it.param, it.retry_after_s]

@@ -342,6 +342,7 @@ class CnCore:
         candidates = [job.request.candidates for job in jobs]
         total = sum(candidates)
         if any(output.shape[0] != total for output in outputs.values()):
+            self._ask_another(batch, WorkerUnavailable(_NO_HN))  # it is open no more: nobody else would
             raise WireError(f"outputs of {[tuple(it.shape) for it in outputs.values()]} for {total} candidates")
         lookup_ms = (batch.looked_up_s - batch.began_s) * 1e3
         at_hn_s = self._clock() - batch.looked_up_s

@@ -81,10 +81,10 @@ class Peer:
     def _reply(self, pack: Pack) -> None:
         try:
             header, buffers = pack(self.pool)
-        except FabricError as error:
+            self.send(header, buffers)
+        except Exception as error:  # whatever it is, the client would wait for an answer
             self.drop(error)
-            return
-        if self.send(header, buffers):
+        finally:  # also for a client that is hung up on: its own thread may wait for room, and must see that
             self._room.release()
 
 

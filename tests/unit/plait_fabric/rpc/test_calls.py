@@ -565,6 +565,30 @@ def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
         other.close()
 
 
+@pytest.mark.parametrize("kind", [PoolExhausted, ValueError])
+def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(address: str, kind: type[Exception]) -> None:
+    """Whatever packing raises: the client is hung up on instead of waiting, and its thread reports it."""
+    asking: list[kit.Peer] = []
+
+    def on_message(peer: kit.Peer, message: kit.Message) -> None:
+        asking.append(peer)
+        message.release()
+        peer.admit()
+
+    def never(_: Pool) -> Packed:
+        raise kind("no layout for it")
+
+    with serving(address, backlog=1, on_message=on_message) as numbers:
+        connection = _attached(numbers.address)
+        for value in range(2):
+            connection.send(bare({"number": value, "value": value}))
+        until(lambda: len(asking) == 2)  # the second waits
+        asking[0].reply(never)
+        assert numbers.lost.get(timeout=kit.WAIT_S) is asking[0]
+        until(lambda: numbers.server.peers == 0)
+        connection.close()
+
+
 def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
     """One more than allowed is refused; who leaves is reported, and makes room."""
     with serving(address, max_peers=1) as numbers:
