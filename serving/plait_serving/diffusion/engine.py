@@ -162,8 +162,9 @@ class Engine:
                 job.loras = model.loras.acquire([lora.name for lora in request.loras], request.tenant)
                 job.loras.add_done_callback(lambda _: self._loaded(job))
         usual_s = self._request_s.get(model.name, job.work_s)
-        self._request_s = self.request_s()  # without those of models that have left
-        self._request_s[model.name] = usual_s + _NEWEST_SHARE * (job.work_s - usual_s)
+        usual_s += _NEWEST_SHARE * (job.work_s - usual_s)
+        # Without those of models that have left; never changed, because other threads read it.
+        self._request_s = {**self.request_s(), model.name: usual_s}
         return Ticket(job, self._registry.wake)
 
     def generate(self, request: ImageRequest, *, timeout_s: float | None = None) -> ImageResult:

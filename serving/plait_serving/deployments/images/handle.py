@@ -96,10 +96,13 @@ class HandleImageService:
             except (TimeoutError, _ReplicaDied) as error:  # another one will tell
                 if isinstance(error, TimeoutError):
                     patience_s = min(2 * patience_s, CATALOG_TIMEOUT_S)
-                self._waiting += asked
+                self._waiting += [told for told in asked if not told.done()]  # without those who left
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            except EngineError as error:
+            except Exception as error:
+                if not isinstance(error, EngineError):
+                    _log.exception("an engine's catalog cannot be read")
+                    error = EngineError("internal error; the server's log has the details")
                 for told in asked:
                     if not told.done():
                         told.set_exception(error)

@@ -19,10 +19,15 @@ class Holdings:
     """
 
     def __init__(self, memory: MemoryReader, *, budget_bytes: int) -> None:
-        """Take how memory is read, and what the process may hold; what it holds now is no model's."""
+        """Take how memory is read, and what the process may hold."""
         self._memory = memory
-        self._before_bytes = memory.held_bytes()
-        self._budget_bytes = budget_bytes - self._before_bytes
+        self._given_bytes = budget_bytes
+        self.begin()
+
+    def begin(self) -> None:
+        """Measure; what the process holds now is no model's."""
+        self._before_bytes = self._memory.held_bytes()
+        self._budget_bytes = self._given_bytes - self._before_bytes
         self.look()
 
     def look(self) -> None:

@@ -334,6 +334,7 @@ class ModelPool:
         """Load the first model, before the compute thread starts. Raises `ModelError`."""
         model = self.first
         self.check(model)
+        self._holdings.begin()  # what is known of all models without their weights counts for none of them
         started_s = self._clock()
         model.stepper = model.load()
         self._load_s[model.name] = self._clock() - started_s

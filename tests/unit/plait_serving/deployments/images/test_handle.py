@@ -189,6 +189,19 @@ async def test_a_replica_that_fails_is_news_only_to_who_has_no_catalog(quick):
         await asyncio.sleep(0)
 
 
+async def test_a_catalog_that_cannot_be_read_is_told_at_once_and_asked_for_again(quick, caplog):
+    """Who asked must not wait until the time is over; the log says what was wrong, and the next one may be whole."""
+    told = Told(FAKE_CATALOG)
+    head, *_ = CatalogPacker(1.5).pieces(FAKE_CATALOG, "")
+    answers = [Response([head, b"no catalog"])]
+    told.catalog = SimpleNamespace(remote=lambda known: answers.pop() if answers else told._tell(known))
+    service = HandleImageService(told)
+    with pytest.raises(EngineError, match="internal error"):
+        await service.catalog()
+    assert "cannot be read" in caplog.text
+    assert await service.catalog() == FAKE_CATALOG
+
+
 async def test_a_replica_that_is_silent_is_left_for_another(quick, monkeypatch):
     """After a moment; it may take twice as long the next time."""
     monkeypatch.setattr(handle, "_PATIENCE_S", 0.01)
