@@ -96,13 +96,15 @@ class LibraryStore:
         except (ValueError, LookupError, TypeError, AttributeError) as error:  # Optuna's, of a file that is no journal
             raise LibraryError(f"it is neither a database nor a journal: {error}") from error
         partial = path.with_name(f"{path.name}.{os.getpid()}.part")
-        converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
-        for run in runs:
-            converted.add(run)
-        converted._keep(unreadable)
-        if _is_journal(path):  # else another process was quicker
-            partial.replace(path)
-        partial.unlink(missing_ok=True)
+        try:
+            converted = cls(RDBStorage(f"sqlite:///{partial}"), str(path))
+            for run in runs:
+                converted.add(run)
+            converted._keep(unreadable)
+            if _is_journal(path):  # else another process was quicker
+                partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
 
     def add(self, run: LibraryRun) -> int:
         """Store a run, or those of its trials (by number) that are not stored yet; return how many these were."""

@@ -77,6 +77,10 @@ class JobStore:
             if changed and any(record.status != "lost" for record in _records(db)):
                 msg = f"{folder} holds a job with other {', '.join(changed)}; choose another folder or name"
                 raise JobRefused(msg)
+            if before is not None and changed and before.storage is not None:
+                from plait_autoconfig.jobs.studies import forget_study
+
+                forget_study(before.storage, before, folder)  # its directions and parameters were the old job's
             if changed or before is None:
                 db.execute("DELETE FROM measurement")
                 _write_job(db, spec, JobFacts())
@@ -84,7 +88,10 @@ class JobStore:
                 db.execute("UPDATE job SET spec = ?", (spec.model_dump_json(),))
             (folder / "job.yaml").write_text(text or spec.model_dump_json(indent=2), encoding="utf-8")
         store = cls(folder, spec)
-        store._copy()
+        if store.records():
+            store._try_to_copy()
+        else:
+            store._copy()
         return store
 
     @classmethod
@@ -118,12 +125,14 @@ class JobStore:
             return record
 
     def end(self, record: Record) -> bool:
-        """Store how a measurement ended. Return False, storing nothing, if it was already declared lost."""
+        """Store how a measurement ended. Return False, storing nothing, if it was already declared lost, or the job was
+        begun anew since it was claimed."""
         with _transaction(self.folder, write=True) as db:
-            if _known(db, record.number).status != "running":
+            known = _known(db, record.number)
+            if known is None or known.status != "running" or known.claim.nonce != record.claim.nonce:
                 return False
             _write(db, record)
-        self._copy()
+        self._try_to_copy()
         return True
 
     def artefacts(self, number: int) -> Path:
@@ -137,6 +146,13 @@ class JobStore:
             from plait_autoconfig.jobs.studies import copy_study
 
             copy_study(self.spec.storage, self.spec, self.folder, self.records())
+
+    def _try_to_copy(self) -> None:
+        """The next copy completes one that fails: a job does not end for it."""
+        try:
+            self._copy()
+        except JobBroken as error:
+            self.warn([f"the copy for Optuna's tools is behind: {error}"])
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
@@ -231,8 +247,9 @@ def _records(db: sqlite3.Connection) -> tuple[Record, ...]:
     return tuple(_record(text) for (text,) in db.execute("SELECT record FROM measurement ORDER BY number"))
 
 
-def _known(db: sqlite3.Connection, number: int) -> Record:
-    return _record(db.execute("SELECT record FROM measurement WHERE number = ?", (number,)).fetchone()[0])
+def _known(db: sqlite3.Connection, number: int) -> Record | None:
+    row = db.execute("SELECT record FROM measurement WHERE number = ?", (number,)).fetchone()
+    return None if row is None else _record(row[0])
 
 
 @lru_cache(maxsize=4096)

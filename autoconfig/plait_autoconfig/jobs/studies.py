@@ -7,7 +7,7 @@ Until plait had `job.sqlite`, a job's measurements were an Optuna study (`study.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,17 @@ def copy_study(storage: str | BaseStorage, spec: JobSpec, folder: Path, records:
         study = optuna.create_study(
             storage=storage, study_name=_name(spec, folder), directions=directions, load_if_exists=True
         )
-        known = {each.user_attrs[_CLAIM]["nonce"] for each in study.trials if each.state.is_finished()}
+        finished = [each.user_attrs for each in study.trials if each.state.is_finished()]
+        known = {attributes[_CLAIM]["nonce"] for attributes in finished if _CLAIM in attributes}
         for record in records:
             if record.status != "running" and record.claim.nonce not in known:
                 study.add_trial(_trial(spec, record))
+
+
+def forget_study(storage: str | BaseStorage, spec: JobSpec, folder: Path) -> None:
+    """Delete the job's study in a storage, if there is one. Raises `JobBroken`."""
+    with _translated(folder), quiet(), suppress(KeyError):
+        optuna.delete_study(study_name=_name(spec, folder), storage=storage)
 
 
 def _trial(spec: JobSpec, record: Record) -> FrozenTrial:

@@ -127,6 +127,21 @@ def test_a_journal_of_an_earlier_version_is_read_and_added_to(tmp_path: Path):
     assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
 
 
+def test_a_journal_that_cannot_be_converted_stays_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A full disk: every later job would leave another half file on it."""
+    path = earlier(tmp_path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> int:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(LibraryStore, "add", full)
+    with pytest.raises(LibraryError, match="no space left"):
+        LibraryStore.open(path)
+    assert path.read_bytes() == before
+    assert [each.name for each in tmp_path.iterdir()] == ["past.log"]
+
+
 def test_a_torn_journal_loses_one_trial_and_goes_on(tmp_path: Path):
     """What a process that died while writing left in the journal can be read and added to."""
     path = earlier(tmp_path)

@@ -33,9 +33,9 @@ CELL = {"replicas": 2, "batch": 4}
 EARLIER = Path(__file__).parent / "earlier"
 
 
-def claim(store, *, worker="gone", config=CELL, kind=MeasurementKind.TRIAL):
+def claim(store, *, worker="gone", config=CELL, kind=MeasurementKind.TRIAL, nonce="n"):
     """A claim of some worker."""
-    made = Claim(kind=kind, config=config, seed=3, worker=worker, nonce="n", at_s=time.time())
+    made = Claim(kind=kind, config=config, seed=3, worker=worker, nonce=nonce, at_s=time.time())
     return store.claim(made, seen=store.records())
 
 
@@ -225,6 +225,53 @@ def test_a_job_that_measured_nothing_gives_way_to_another(tmp_path):
     claim(again)
     with pytest.raises(JobRefused, match="holds a job with other objective"):
         JobStore.open_or_create(tmp_path, job(objective="max nosuch"))
+
+
+def test_an_end_of_the_job_that_was_here_before_is_not_one_of_this(tmp_path):
+    """Numbers begin anew; a worker that had hung meanwhile comes back with a number that another one has now."""
+    store = JobStore.open_or_create(tmp_path, job(objective="max nosuch"))
+    hung = claim(store)
+    store.end(replace(hung, lost="it says nothing"))
+    again = JobStore.open_or_create(tmp_path, job(objective="min cost"))
+    assert not store.end(ended(hung, nosuch=1.0))
+    mine = claim(again, nonce="mine")
+    assert mine.number == hung.number
+    assert not store.end(ended(hung, nosuch=1.0))
+    assert again.records() == (mine,)
+
+
+def test_a_database_that_goes_away_ends_no_job(tmp_path, monkeypatch):
+    """What was measured counts, and the job says that its copy is behind until one is made again."""
+    spec = job(storage=f"sqlite:///{tmp_path}/trials.db")
+    store = JobStore.open_or_create(tmp_path / "job", spec)
+    first, second = claim(store, nonce="a"), claim(store, nonce="b")
+
+    def away(**_):
+        raise OSError("the database is starting up")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(optuna, "create_study", away)
+        assert store.end(ended(first, goodput_per_cost=5.0))
+        JobStore.open_or_create(tmp_path / "job", spec)
+    assert [record.status for record in store.records()] == ["finished", "running"]
+    (warning,) = store.facts().warnings
+    assert "behind" in warning
+    assert "starting up" in warning
+    assert store.end(ended(second, goodput_per_cost=6.0))
+    assert sorted(trial.values for trial in optunas_own(tmp_path).trials) == [[5.0], [6.0]]
+
+
+def test_the_study_of_a_job_that_gave_way_goes_too(tmp_path):
+    """Its directions and parameters were the other job's; what others keep in a study is left."""
+    database = f"sqlite:///{tmp_path}/trials.db"
+    store = JobStore.open_or_create(tmp_path / "job", job(objective="max nosuch", storage=database))
+    store.end(replace(claim(store), lost="it was given up"))
+    again = JobStore.open_or_create(tmp_path / "job", job(objective="min cost", storage=database))
+    study = optunas_own(tmp_path)
+    assert (study.directions, study.trials) == ([optuna.study.StudyDirection.MINIMIZE], [])
+    study.add_trial(optuna.trial.create_trial(value=1.0))
+    again.end(ended(claim(again), cost_per_hour=2.0))
+    assert [trial.values for trial in optunas_own(tmp_path).trials] == [[1.0], [2.0]]
 
 
 @pytest.mark.parametrize("storage", ["nosuch://x", "sqlite:////nosuch/folder/x.db"])
