@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,13 +55,14 @@ class OpenVinoSettings:
     """`precision`: "float32" or "bfloat16". `threads` is asked before every run; a new number compiles anew.
 
     `aside` calls what converts, and returns once that is done: where it gives way to what computes meanwhile.
-    `copies_bytes`: `OpenVinoProgram`.
+    `copies_bytes` and `free_bytes`: `OpenVinoProgram`.
     """
 
     precision: str = "float32"
     threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     aside: Callable[[Callable[[], None]], None] = lambda work: work()
     copies_bytes: int = 256 << 20
+    free_bytes: Callable[[], int] = lambda: sys.maxsize
 
     def options(self) -> dict[str, Any]:
         """Return the options of `compile_model`."""
@@ -149,6 +151,7 @@ class OpenVinoExecutor:
             layers,
             options=self._settings.options,
             copies_bytes=self._settings.copies_bytes,
+            free_bytes=self._settings.free_bytes,
             probe=probe,
             cache=CompiledCache(entry, (entry / _MODEL).with_suffix(".bin")),
         )

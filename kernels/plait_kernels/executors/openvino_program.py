@@ -3,6 +3,7 @@
 A small model computes a shape that recurs in .6 to .8 of the time once it is compiled for that shape alone, without the
 factors that it does not have (measured: half the starter's UNet, 2 to 32 rows). Such a copy holds the weights once
 more, and 24 to 48 MiB of generated code. So all copies of a program share a few bytes: large models never have one.
+The first answer of a copy is compared with the model's, and a shape whose copy fails or differs has none from then on.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled model runs the probe before anything
@@ -39,6 +40,7 @@ _CALLS_BEFORE_COPY = 8
 _CALLS_IN_USE = 200
 """A copy that was used within so many calls does not make room for another."""
 _MAX_SEEN = 256
+"""Of how many shapes is known how often they came, or that they have no copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -73,11 +75,13 @@ class OpenVinoProgram:
         *,
         options: Callable[[], dict[str, Any]],
         copies_bytes: int,
+        free_bytes: Callable[[], int],
         probe: Probe,
         cache: CompiledCache,
     ) -> None:
         """Compile it, or take that from the cache; `options` are asked for before every run. `copies_bytes`: what all
-        copies for single shapes hold at most. Raises `ExecutorError` if the answer to the probe is not torch's."""
+        copies for single shapes hold at most; `free_bytes` returns what another one may hold now. Raises
+        `ExecutorError` if the answer to the probe is not torch's."""
         self._model = model
         self._layers = tuple(layers)
         self._options = options
@@ -87,11 +91,11 @@ class OpenVinoProgram:
         self._compiled = self._compile()
         self._running = threading.Lock()
         self._weight_bytes = _constant_bytes(model)
-        self._copies_bytes = copies_bytes
-        self._copies: OrderedDict[Key, tuple[_Compiled, int]] = OrderedDict()  # with the call that used it last
-        self._seen: OrderedDict[Key, int] = OrderedDict()
+        self._copies_bytes, self._free_bytes = copies_bytes, free_bytes
+        self._copies: OrderedDict[Key, _Copy] = OrderedDict()
+        self._seen: OrderedDict[Key, int | None] = OrderedDict()  # None: a copy failed
         self._calls = 0
-        self._worker: threading.Thread | None = None
+        self._is_copying = False
 
     @property
     def layers(self) -> tuple[AdaptedLayer, ...]:
@@ -101,7 +105,7 @@ class OpenVinoProgram:
     @property
     def settled(self) -> bool:
         """Whether no copy is being compiled."""
-        return self._worker is None
+        return not self._is_copying
 
     def run(
         self, inputs: Sequence[torch.Tensor], factors: RowFactors | None = None, *, copy: bool = True
@@ -115,55 +119,85 @@ class OpenVinoProgram:
                 self._compiled_with = options
                 self._compiled = self._compile()
                 self._copies.clear()
-            outputs = self._for(inputs, factors).infer([value.detach().to(torch.float32) for value in inputs], factors)
+            outputs = self._infer([value.detach().to(torch.float32) for value in inputs], factors)
             if inputs[0].dtype != torch.float32:
                 return tuple(output.to(inputs[0].dtype) for output in outputs)
             return tuple(output.clone() if copy else output for output in outputs)
 
-    def _for(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> _Compiled:
-        """Return what computes a call: the copy for its shapes, or the model for any. A copy is begun for a shape that
-        recurs, if it fits in the place of such as are not in use."""
+    def _infer(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> list[torch.Tensor]:
+        """Return what the copy for these shapes computes, or the model for any."""
+        key = self._key(inputs, factors)
+        self._calls += 1
+        copy = self._copies.get(key)
+        if copy is None:
+            self._may_copy(key)
+            return self._compiled.infer(inputs, factors)
+        self._copies.move_to_end(key)
+        copy.used = self._calls
+        outputs = copy.compiled.infer(inputs, factors)
+        if not copy.is_proven:
+            wanted = self._compiled.infer(inputs, factors)
+            try:
+                Probe(inputs=inputs, factors=factors, outputs=wanted, tolerance=self._probe.tolerance).check(outputs)
+            except ExecutorError as error:
+                self._give_up(key, error)
+                return wanted
+            copy.is_proven = True
+        return outputs
+
+    def _key(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> Key:
         by_path, rows = ({}, 1) if factors is None else (factors.by_path, factors.given)
         ranks = tuple(by_path[layer.path][0].shape[2] if layer.path in by_path else 0 for layer in self._layers)
-        key = (*(tuple(value.shape) for value in inputs), (rows,), ranks)
-        self._calls += 1
-        if (found := self._copies.pop(key, None)) is not None:
-            self._copies[key] = found[0], self._calls
-            return found[0]
+        return (*(tuple(value.shape) for value in inputs), (rows,), ranks)
+
+    def _may_copy(self, key: Key) -> None:
+        """Begin a copy for shapes that recur, if it fits in the place of such as are not in use."""
         held = self._held_bytes(key)
-        if held <= self._copies_bytes and self._worker is None:
-            self._seen[key] = self._seen.pop(key, 0) + 1
-            if len(self._seen) > _MAX_SEEN:
-                self._seen.popitem(last=False)
-            if self._seen[key] >= _CALLS_BEFORE_COPY and self._make_room(held):
-                del self._seen[key]
-                self._worker = background.start("plait-compile", partial(self._copy, key, self._compiled_with))
-        return self._compiled
+        if held > self._copies_bytes or self._is_copying:
+            return
+        count = self._seen.pop(key, 0)
+        self._seen[key] = count if count is None else count + 1
+        if len(self._seen) > _MAX_SEEN:
+            self._seen.popitem(last=False)
+        if count is None or count + 1 < _CALLS_BEFORE_COPY or self._free_bytes() < held or not self._make_room(held):
+            return
+        del self._seen[key]
+        self._is_copying = True  # before the thread is there, which may be done at once
+        background.start("plait-compile", partial(self._copy, key, self._compiled_with))
 
     def _make_room(self, nbytes: int) -> bool:
         """Drop copies that are not in use until so many bytes are free; return whether they are."""
         while sum(map(self._held_bytes, self._copies)) + nbytes > self._copies_bytes:
-            key, (_, used) = next(iter(self._copies.items()))
-            if self._calls - used < _CALLS_IN_USE:
+            key, copy = next(iter(self._copies.items()))
+            if self._calls - copy.used < _CALLS_IN_USE:
                 return False
             del self._copies[key]
         return True
 
     def _held_bytes(self, key: Key) -> int:
-        return self._weight_bytes + _CODE_BYTES * (2 if any(key[-1]) else 1)
+        """Return what a copy holds: weights, code, and the factors of its last call."""
+        *_, (given,), ranks = key
+        widths = ((layer.width_in + layer.width_out) * rank for layer, rank in zip(self._layers, ranks, strict=True))
+        return self._weight_bytes + _CODE_BYTES * (2 if any(ranks) else 1) + 4 * given * sum(widths)
 
     def _copy(self, key: Key, options: dict[str, Any]) -> None:
         """Compile a copy; the worker's thread."""
         try:
             layers = [layer for layer, rank in zip(self._layers, key[-1], strict=True) if rank]
             made = _Compiled(compile_model(fixed(self._model, self._layers, key), options), layers)
-            if options is self._compiled_with:
-                with self._running:
-                    self._copies[key] = made, self._calls
+            with self._running:
+                if options is self._compiled_with:
+                    self._copies[key] = _Copy(compiled=made, used=self._calls)
         except Exception as error:
-            _log.info("%s has no program of its own: %s", key[0], " ".join(str(error).split())[:200])
+            with self._running:
+                self._give_up(key, error)
         finally:
-            self._worker = None
+            self._is_copying = False
+
+    def _give_up(self, key: Key, error: Exception) -> None:
+        _log.info("%s has no program of its own: %s", key[0], " ".join(str(error).split())[:200])
+        self._copies.pop(key, None)
+        self._seen[key] = None
 
     def _check_count(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise `ExecutorError` unless every input of the model gets something: computing without can crash."""
@@ -233,6 +267,15 @@ def _constant_bytes(model: Any) -> int:
     sizes = (node.get_output_size() and np.prod(node.get_output_shape(0)) for node in model.get_ops()
              if node.get_type_name() == "Constant")  # fmt: skip
     return int(sum(sizes)) * 4
+
+
+@dataclass(slots=True, kw_only=True)
+class _Copy:
+    """A model compiled for one shape. `used`: the last call that it computed; `is_proven`: it answered one right."""
+
+    compiled: _Compiled
+    used: int
+    is_proven: bool = False
 
 
 class _Compiled:

@@ -199,6 +199,7 @@ def _build(
     engine = Engine(knobs=first.knobs, clock=time.monotonic, memory_bytes=memory_bytes, memory=memory)
     host = Host(
         knobs=lambda: engine.knobs,
+        room_bytes=engine.pool.room_bytes,
         is_idle=lambda: engine.is_idle,
         between_steps=engine.between_steps,
     )

@@ -46,8 +46,9 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The engine, as its models see it."""
+    """The engine, as its models see it. `room_bytes`: what models with requests may hold beyond what they do."""
 
     knobs: Callable[[], EngineKnobs]
+    room_bytes: Callable[[], int]
     is_idle: Callable[[], bool]
     between_steps: Callable[[Callable[[], None]], None]

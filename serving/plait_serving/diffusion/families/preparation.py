@@ -6,6 +6,7 @@ Converting works on a second, memory-mapped load of the files, so it never sees 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -34,6 +35,8 @@ _WORKING_BYTES = 500_000_000
 """What converting and compiling take: with SD 1.5's UNet (3.4 GB of weights) a process peaked 7.0 GB above what torch
 held, of which 2.2 GB were mapped files."""
 
+_LEFT_FREE_BYTES = 1 << 30
+"""What copies of programs leave to everything else."""
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -108,11 +111,13 @@ def preparer_for(
     threads: Callable[[], int],
     cache: Path,
     auditor: Auditor | None = None,
+    room_bytes: Callable[[], int] = lambda: sys.maxsize,
 ) -> Preparer | None:
     """Return what prepares models for a device and dtype, or None where torch is to run them.
 
     `threads` is asked before every run of a program; 0 means all cores that the process may use. `auditor` watches what
-    is prepared. Raises `ModelError` if openvino was asked for by name and cannot be used.
+    is prepared. `room_bytes`: what programs may take beyond what they need. Raises `ModelError` if openvino was asked
+    for by name and cannot be used.
     """
     reason = _why_not(device, dtype)
     if executor is ExecutorName.TORCH or (executor is ExecutorName.AUTO and reason is not None):
@@ -123,6 +128,7 @@ def preparer_for(
         precision=_PRECISIONS[dtype],
         threads=lambda: threads() or usable_cores(),
         aside=lambda work: run_on_own_thread(lambda: _give_way(work)),
+        free_bytes=lambda: min(available_bytes(torch.device("cpu")) - _LEFT_FREE_BYTES, room_bytes()),
     )
     return Preparer(OpenVinoExecutor(ProgramStore(cache), settings), auditor)
 

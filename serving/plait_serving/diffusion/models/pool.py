@@ -330,6 +330,12 @@ class ModelPool:
         """How long nobody needs to `tend` while there are no jobs; None: until something happens."""
         return _LOOK_S if len(self._here) > 1 else None
 
+    def room_bytes(self) -> int:
+        """Return what more models with requests may hold: what is free, and what those without hold."""
+        here, open_models = self._here, self._open_models()
+        in_use = [model.nbytes for model in here if model.name in open_models]
+        return self._holdings.budget_bytes(here) - sum(in_use) - len(in_use) * self._holdings.beyond_bytes(here)
+
     def load_first(self) -> None:
         """Load the first model, before the compute thread starts. Raises `ModelError`."""
         model = self.first

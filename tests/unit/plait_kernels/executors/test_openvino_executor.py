@@ -31,7 +31,9 @@ from support.tiny import seeded
 
 pytest.importorskip("openvino", reason="needs openvino")
 
-from plait_kernels.executors import (  # after the skip
+from openvino import opset13  # after the skip
+
+from plait_kernels.executors import (
     compiled_cache,
     conversion,
     openvino_core,
@@ -242,6 +244,51 @@ def test_copies_of_a_program_stay_within_their_bytes(converted, block, monkeypat
         for count in (1, 2):
             recurs(program, block, count)
         assert [model.inputs[0].shape[0] for model in made] == rows
+
+
+def test_a_copy_takes_only_memory_that_is_free(converted, block, monkeypatch):
+    """It is asked for when the copy would be made, again and again: memory may come back."""
+    made, compile_model = [], openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", lambda *of: made.append(of[0]) or compile_model(*of))
+    free = [0]
+    program = openvino_at(converted, free_bytes=lambda: free[0]).open("k")
+    made.clear()
+    recurs(program, block, 3)
+    assert not made
+    free[0] = 1 << 30
+    recurs(program, block, 3)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("fault", ["wrong", "fails"])
+def test_a_copy_that_is_wrong_or_fails_is_not_tried_again(converted, block, monkeypatch, caplog, fault):
+    """All answers are the model's, also the first that the copy gave; other shapes still get theirs."""
+    made, fixed = [], openvino_program.fixed
+
+    def planted(model, layers, key):
+        made.append(key)
+        if key[0][0] == 3 and fault == "fails":
+            raise ValueError("a factor leads to 2 operations")
+        copy = fixed(model, layers, key)
+        if key[0][0] == 3:
+            constant = next(
+                node for node in copy.get_ops() if node.get_type_name() == "Constant" and node.data.size > 99
+            )
+            twice = opset13.constant(2 * constant.data)
+            constant.output(0).replace(twice.output(0))
+        return copy
+
+    monkeypatch.setattr(openvino_program, "fixed", planted)
+    program = openvino_at(converted).open("k")
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            recurs(program, block, 3)
+    assert len(made) == 1
+    assert caplog.text.count("has no program of its own") == 1
+    assert {"wrong": "differs from torch", "fails": "leads to 2"}[fault] in caplog.text
+    assert program.settled
+    recurs(program, block, 2)
+    assert len(made) == 2
 
 
 class SelfAttention(torch.nn.Module):

@@ -14,7 +14,7 @@ from plait_serving.diffusion.settings import EngineSettings, Host
 
 def engine(folder, generate, controlnets):
     """An engine that hands its requests to `generate`."""
-    host = Host(knobs=EngineKnobs, is_idle=lambda: True, between_steps=Mock())
+    host = Host(knobs=EngineKnobs, room_bytes=lambda: 0, is_idle=lambda: True, between_steps=Mock())
     family = open_family(folder, EngineSettings(model=folder), host)
     return Mock(generate=generate, pool=Mock(first=Mock(family=family, controlnets=controlnets)))
 

@@ -52,6 +52,7 @@ class UNetFamily:
             threads=lambda: host.knobs().threads,
             cache=settings.prepared_folder,
             auditor=self.auditor,
+            room_bytes=host.room_bytes,
         )
         self._outline = self._bundle(outline=True)
         self._tokens = PromptTokens(self._outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
