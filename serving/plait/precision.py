@@ -12,11 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.offline.inventory import safetensors_header
 from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact
-from plait_serving.diffusion.sources.file_kinds import UNET
+from plait_serving.diffusion.sources.file_kinds import UNET, safetensors_header
 from plait_serving.images.config import BaseSource, ImagesSection
 
 _PAYS_FROM_BYTES = 250_000_000
@@ -51,7 +50,12 @@ def with_dtype(
 def _on_cpu(images: ImagesSection, devices: Path) -> bool:
     if images.device != "auto":
         return images.device == "cpu"
-    return images.num_gpus == 0 and not any(found for pattern in _GPUS for found in devices.glob(pattern))
+    return not images.num_gpus if images.num_gpus is not None else not has_gpu(devices)
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether this machine has a device file of a GPU."""
+    return any(found for pattern in _GPUS for found in devices.glob(pattern))
 
 
 def _unet_bytes(images: ImagesSection) -> int:

@@ -72,8 +72,7 @@ def _twins(images: ImagesSection) -> Iterator[CheckResult]:
 
 
 def _single_file(path: Path, key: str) -> CheckResult:
-    from plait.offline.inventory import safetensors_header
-    from plait_serving.diffusion.sources.file_kinds import family_of_keys
+    from plait_serving.diffusion.sources.file_kinds import family_of_keys, safetensors_header
 
     family = family_of_keys(safetensors_header(path))
     if family is None:
@@ -98,9 +97,9 @@ def _weights(folder: Path) -> CheckResult:
 
 
 def _loras(folder: Path) -> Iterator[CheckResult]:
-    from plait.offline.inventory import safetensors_header
     from plait_serving.diffusion.lora.key_formats import format_of_keys
     from plait_serving.diffusion.lora.listing import list_loras
+    from plait_serving.diffusion.sources.file_kinds import safetensors_header
     from plait_serving.diffusion.sources.names import shown
 
     if not folder.is_dir():

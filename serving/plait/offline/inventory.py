@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +13,10 @@ from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.sources.file_kinds import family_of_keys
+from plait_serving.diffusion.sources.file_kinds import family_of_keys, safetensors_header
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
-# The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
-HEADER_MAX_BYTES = 100 * 2**20
 _FAMILIES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 
 
@@ -115,18 +112,6 @@ def family_of_config(config: Mapping[str, Any]) -> str:
     if config.get("addition_embed_type") == "text_time":
         return "sdxl"
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
-
-
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """Return the names, shapes and types of a safetensors file's tensors; a file of another format has no tensors."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            raw = file.read(length) if length <= HEADER_MAX_BYTES else b""
-        header = json.loads(raw)
-    except (OSError, ValueError, struct.error, RecursionError):
-        return {}
-    return header if isinstance(header, dict) else {}
 
 
 def _json(path: Path) -> dict[str, Any]:

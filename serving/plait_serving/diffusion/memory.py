@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from plait_kernels.devices import default_device, free_bytes, is_gpu
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
 from plait_serving.heap import return_memory
@@ -53,16 +54,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def resolve_device(device: str) -> str:
     """Return what "auto" means here: CUDA if available, otherwise the CPU."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return default_device() if device == "auto" else device
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
-    """Return what "auto" means on a device: float16 with CUDA, otherwise float32."""
+    """Return what "auto" means on a device: float16 on a GPU, otherwise float32."""
     if dtype != "auto":
         return _DTYPES[dtype]
-    return torch.float16 if device.startswith("cuda") else torch.float32
+    return torch.float16 if is_gpu(device) else torch.float32
 
 
 def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:
@@ -91,8 +90,8 @@ def gigabytes(nbytes: int) -> str:
 def available_bytes(device: torch.device) -> int:
     """Return what can still be allocated: on a GPU its free memory, else the host's or what the cgroup leaves, before
     Ray's memory monitor ends processes."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    if is_gpu(device):
+        return free_bytes(device)
     share = _monitored_share()
     host = psutil.virtual_memory()
     left = max(0, int(host.available - (1 - share) * host.total))

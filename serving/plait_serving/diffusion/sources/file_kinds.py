@@ -4,6 +4,7 @@ library."""
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ SINGLE_CONTROLNET = (
     "a single file; ControlNets are read from diffusers folders: "
     "ControlNetModel.from_single_file(FILE).save_pretrained(FOLDER) of diffusers makes one"
 )
+HEADER_MAX_BYTES = 100 * 2**20
+"""The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no model's."""
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 
 UNET, VAE = "model.diffusion_model.", "first_stage_model."
@@ -73,3 +76,15 @@ def family_of_keys(keys: Iterable[str]) -> FamilyName | None:
     if not (has(UNET) and has(VAE)):
         return None
     return next((family for prefix, family in _TEXTS.items() if has(prefix)), None)
+
+
+def safetensors_header(path: Path) -> dict[str, Any]:
+    """Return the names, shapes and types of a safetensors file's tensors; a file of another format has no tensors."""
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            raw = file.read(length) if length <= HEADER_MAX_BYTES else b""
+        header = json.loads(raw)
+    except (OSError, ValueError, struct.error, RecursionError):
+        return {}
+    return header if isinstance(header, dict) else {}

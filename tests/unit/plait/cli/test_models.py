@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from plait.cli.main import main
-from plait.offline.inventory import safetensors_header
+from plait_serving.diffusion.sources.file_kinds import safetensors_header
 
 
 def write_safetensors(path, names):

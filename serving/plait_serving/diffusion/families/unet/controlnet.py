@@ -19,6 +19,7 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from plait_kernels.device_errors import is_device_lost, is_out_of_memory
+from plait_kernels.devices import empty_cache, is_gpu
 from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.executors.graphs import Capture, GraphProgram
@@ -64,7 +65,7 @@ class ControlNetModelRunner:
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
         self._model = model.eval().requires_grad_(requires_grad=False)
-        self._fusion: Fusion | None = fuse_(self._model) if self.device.type == "cuda" else None
+        self._fusion: Fusion | None = fuse_(self._model) if is_gpu(self.device) else None
         self._headless = _without_image_encoder(self._model)
         self._program: PreparedProgram | None = None
         self._weights = weights
@@ -197,8 +198,7 @@ class ControlNetModelRunner:
                 raise
             if len(blocks) == 1:
                 return [_as_engine_error(error)]
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        empty_cache(self.device)
         half = len(blocks) // 2
         return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
 
