@@ -14,7 +14,7 @@ from fastapi import APIRouter, Depends
 from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
-from plait_serving.diffusion.request_fields import controls
+from plait_serving.diffusion.request_fields import controls, taken
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import ImageRequest
 from plait_serving.http.context import ContextDep, RouteContext
@@ -50,12 +50,13 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "default_num_inference_steps": card.default_steps,
         "default_guidance_scale": card.default_guidance_scale,
         "default_scheduler": card.default_scheduler.value,
-        "schedulers": [scheduler.value for scheduler in card.samplers.among],
-        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in card.samplers.among},
+        "schedulers": [scheduler.value for scheduler in card.terms.samplers.among],
+        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in card.terms.samplers.among},
         "dtype": card.dtype,
         **({} if card.controlnets is None else {"controlnets": list(card.controlnets)}),
         "limits": asdict(card.limits),
-        "controls": controls(ImageRequest),
+        "fields": [each.name for _, each in taken(ImageRequest, card.terms.takes)],
+        "controls": controls(ImageRequest, card.terms.takes),
     }
 
 

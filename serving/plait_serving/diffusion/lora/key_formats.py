@@ -93,7 +93,7 @@ def format_of_keys(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What the original's numbering needs from a UNet: resnets per down block, and which up blocks have attention."""
+    """What the original numbering of a UNet needs: resnets per down block, and which up blocks have attention."""
 
     resnets: int
     up_with_attention: frozenset[int]
@@ -108,9 +108,9 @@ class Blocks:
 
 
 def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
-    """Yield every name that files have for a module of a component: "unet", "text_encoder", "text_encoder_2"."""
-    if component == "unet":
-        yield from _of_unet(path, blocks)
+    """Yield every name that files have for a module of a component."""
+    if not is_text(component):
+        yield from _of_denoiser(component, path, blocks)
         return
     bare = path.removeprefix("text_model.")
     for either in (bare, f"text_model.{bare}"):
@@ -122,10 +122,15 @@ def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraF
             yield LoraFormat.ONETRAINER, f"{clip}.{either}"
 
 
-def _of_unet(path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
-    yield LoraFormat.PEFT, f"unet.{path}"
-    yield LoraFormat.PEFT, path  # `save_attn_procs` wrote UNet files without a prefix
-    yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"
+def is_text(component: str) -> bool:
+    """Return whether a component is a text encoder, by its folder's name in diffusers, not the model that steps."""
+    return component.startswith("text_encoder")
+
+
+def _of_denoiser(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
+    yield LoraFormat.PEFT, f"{component}.{path}"
+    yield LoraFormat.PEFT, path  # `save_attn_procs` wrote files without a prefix
+    yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"  # kohya's word for every model that steps
     yield LoraFormat.SIMPLETUNER, f"lycoris_{_flat(path)}"
     if original := _original(path, blocks):
         yield LoraFormat.KOHYA, f"lora_unet_{_flat(original)}"

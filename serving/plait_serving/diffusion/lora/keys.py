@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
@@ -106,13 +106,13 @@ _OLD_UNET = {"to_out": "to_out.0"}
 _OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "out_proj"}
 
 
-def reject_unsupported(keys: Iterable[str], *, has_config: bool) -> None:
-    """Raise `LoraError`, naming the kind, if the file is of a kind that is not read. `has_config`: it is an adapter of
-    PEFT's with its configuration."""
-    for key in keys:
+def reject_unsupported(found: Mapping[str, KeyMeaning | None], *, has_config: bool) -> None:
+    """Raise `LoraError`, naming the kind, if the file is of a kind that is not read: by keys that mean nothing.
+    `has_config`: it is an adapter of PEFT's with its configuration."""
+    for key, what in found.items():
         if key.startswith(_PEFT_START) and not has_config:
             raise LoraError(_BARE.format(key=key))
-        for pattern, name in _UNSUPPORTED:
+        for pattern, name in _UNSUPPORTED if what is None else ():
             if pattern.search(key):
                 raise LoraError(f"the file is {name} (key {key!r}); LoRA, LoHa, LoKr and DoRA are read")
 

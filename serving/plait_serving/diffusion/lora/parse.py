@@ -16,7 +16,7 @@ from types import MappingProxyType
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
-from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat, is_text
 from plait_serving.diffusion.lora.keys import (
     TensorRole,
     adds,
@@ -53,7 +53,7 @@ class LoadedLora:
     @property
     def touches_text_encoder(self) -> bool:
         """Whether it changes the prompt's encoding."""
-        return any(ref.component != "unet" for ref in self.factors)
+        return any(is_text(ref.component) for ref in self.factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class LoraPlan:
 def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
     """Read a whole file. Raises `LoraError` with a message that starts with the LoRA's name."""
     try:
-        config = AlphaRules.beside(path) if path.name == ADAPTER_FILE else None
+        config = AlphaRules.beside(path, targets.denoiser) if path.name == ADAPTER_FILE else None
         plan(container.inspect(path, max_bytes=max_bytes), targets, config)
         header, data = container.read(path, max_bytes=max_bytes)
         agreed = plan(header, targets, config)  # again, of the very bytes that were read
@@ -98,8 +98,8 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     bundled = [key.split(".")[1] for key in header.tensors if key.startswith(_EMBEDDINGS)]
     if not keys:
         raise LoraError("the file is a textual inversion" if bundled else "the file holds no tensors")
-    reject_unsupported(keys, has_config=config is not None)
     found = {key: meaning(key, targets) for key in keys}
+    reject_unsupported(found, has_config=config is not None)
     unknown = {key: may_add_nothing(key) for key, what in found.items() if what is None}
     if len(unknown) == len(keys) or not all(unknown.values()):
         raise _unmatched([key for key, excused in unknown.items() if not excused] or unknown, keys, targets)

@@ -6,7 +6,7 @@ is looked up: what is not in the tables matches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, spellings
+from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, is_text, spellings
 
 _LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding, nn.GroupNorm, nn.LayerNorm)
 
 
 class ModuleRef(NamedTuple):
-    """A weight by component ("unet", "text_encoder", ...) and dotted module path, or the bias beside it. A tuple: it is
-    hashed often."""
+    """A weight by component ("unet", "transformer", "text_encoder", ...) and dotted module path, or the bias beside it.
+    A tuple: it is hashed often."""
 
     component: str
     module: str
@@ -47,14 +47,14 @@ class LoraTargets:
 
     @classmethod
     def of(cls, components: Mapping[str, nn.Module]) -> LoraTargets:
-        """List the modules of `components`; keys are "unet", "text_encoder" and "text_encoder_2"."""
+        """List the modules of `components`: the model that steps and text encoders, by their folders in diffusers."""
         shapes: dict[ModuleRef, tuple[int, ...]] = {}
         parameters: dict[ModuleRef, tuple[int, ...]] = {}
         for ref, module in layers_of(components):
             parameters[ref] = tuple(getattr(module, ref.parameter).shape)
             if ref.parameter == "weight" and _is_mergeable(module):
                 shapes[ref] = parameters[ref]
-        blocks = Blocks.of([ref.module for ref in parameters if ref.component == "unet"])
+        blocks = Blocks.of([ref.module for ref in parameters if not is_text(ref.component)])
         names: dict[LoraFormat, dict[str, ModuleRef]] = {form: {} for form in LoraFormat}
         for component, path in {(ref.component, ref.module): None for ref in parameters}:
             for form, name in spellings(component, path, blocks):
@@ -65,15 +65,14 @@ class LoraTargets:
             names=MappingProxyType({form: MappingProxyType(table) for form, table in names.items()}),
         )
 
+    @property
+    def denoiser(self) -> str:
+        """The component that steps run."""
+        return next(ref.component for ref in self.parameters if not is_text(ref.component))
+
     def find(self, name: str) -> tuple[ModuleRef, LoraFormat] | None:
         """Return the module of that name, and whose spelling it is; None: nobody's."""
         return next(((table[name], form) for form, table in self.names.items() if name in table), None)
-
-
-def components_of(unet: nn.Module, text_encoders: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return the modules that LoRAs change, by component."""
-    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(text_encoders)}
-    return {"unet": unet, **texts}
 
 
 def layers_of(components: Mapping[str, nn.Module]) -> Iterator[tuple[ModuleRef, nn.Module]]:

@@ -1,10 +1,14 @@
-"""What files of weights look like from outside: their names and the names of their tensors. Loads no library."""
+"""What a model's files look like from outside: their names, the names of their tensors, configurations. Loads no
+library."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
+from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.published.architectures import FamilyName
 
 SUFFIX = ".safetensors"
@@ -32,6 +36,19 @@ def is_pickle(name: str) -> bool:
 def stem_of(name: str) -> str | None:
     """Return a file's name without `SUFFIX`, in whatever case it is written; None: it has another."""
     return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a configuration says. Raises `ModelError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value
 
 
 def no_single_file(folder: Path) -> Path:

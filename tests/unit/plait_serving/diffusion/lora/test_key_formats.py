@@ -247,7 +247,7 @@ def test_a_bias_is_moved_exactly(tmp_path):
 def test_a_bias_is_no_input_of_a_step(tmp_path):
     """A file with biases is merged into the weights, though its factors alone would be inputs."""
     tensors = peft_tensors(factors({"lin": (10, 6)}))
-    store = FactorStore([AdaptedLayer(path="unet.lin", width_in=6, width_out=10)])
+    store = FactorStore("unet", [AdaptedLayer(path="unet.lin", width_in=6, width_out=10)])
     alone = parse("a", write(tmp_path / "a.safetensors", tensors), targets_of_two())
     biased = tensors | {"unet.lin.diff_b": torch.ones(10)}
     assert store.takes(alone)

@@ -96,9 +96,6 @@ def test_a_missing_part_is_named(folder, part):
 @pytest.mark.parametrize(
     ("file", "changes", "reason"),
     [
-        ("model_index.json", {"_class_name": "FluxPipeline"}, "FluxPipeline is not supported"),
-        ("model_index.json", {"_class_name": "StableDiffusion3Pipeline"}, "not supported"),
-        ("model_index.json", {"_class_name": None}, "names no pipeline"),
         ("model_index.json", {"requires_aesthetics_score": True}, "refiner"),
         ("unet/config.json", {"class_embed_type": "timestep"}, "class conditioning"),
         ("unet/config.json", {"num_class_embeds": 3}, "class conditioning"),
@@ -116,7 +113,7 @@ def test_a_missing_part_is_named(folder, part):
     ],
 )
 def test_what_can_not_run_is_refused_with_a_reason(folder, file, changes, reason):
-    """Features whose inputs nobody feeds, refiners and foreign pipelines: an error naming file and reason."""
+    """Features whose inputs nobody feeds, and refiners: an error naming file and reason."""
     edit(folder / file, **changes)
     with pytest.raises(ModelError, match=reason) as caught:
         load_bundle(folder)
