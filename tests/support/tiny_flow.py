@@ -14,8 +14,10 @@ from typing import Any
 
 import diffusers
 import torch
+import transformers
 from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxTransformer2DModel, SD3Transformer2DModel
 from PIL import Image
+from safetensors.torch import save_file
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T5EncoderModel, T5TokenizerFast
 
 from plait_kernels.executors.module_lock import MODULES
@@ -262,3 +264,38 @@ def _draws(pipe: Any, generators: list[torch.Generator], request: ImageRequest) 
         return (pipe._pack_latents(found[0], *shape),)
 
     pipe.scheduler.step = drawing
+
+
+# ---- LoRAs ----------------------------------------------------------------------------------------------------------
+
+
+def tiny_flow_lora(
+    path: Path, base: Path, *, rank: int = 4, seed: int = 2, strength: float = 0.3, text: bool = False, only: str = ""
+) -> Path:
+    """Writes a LoRA in PEFT's format of all linear layers of the transformer in ``base`` whose path holds ``only``;
+    with ``text``, of the first text encoder too."""
+    rng = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for part in ("transformer", "text_encoder")[: 2 if text else 1]:
+        for module, (rows, columns) in _linear_layers(base, part).items():
+            if part == "transformer" and only not in module:
+                continue
+            down = torch.randn(rank, columns, generator=rng) / columns**0.5
+            tensors[f"{part}.{module}.lora_A.weight"] = down
+            tensors[f"{part}.{module}.lora_B.weight"] = torch.randn(rows, rank, generator=rng) * strength / rank**0.5
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, path, metadata={"format": "pt"})
+    return path
+
+
+def _linear_layers(base: Path, part: str) -> dict[str, tuple[int, int]]:
+    """The paths and shapes of a part's linear layers: of CLIP, those of attention."""
+    index = json.loads((base / "model_index.json").read_text())
+    kind = getattr(diffusers, index[part][1], None) or getattr(transformers, index[part][1])
+    module = kind.from_pretrained(base / part, local_files_only=True)
+    wanted = ("q_proj", "k_proj", "v_proj", "out_proj") if part == "text_encoder" else ("",)
+    return {
+        name: tuple(layer.weight.shape)
+        for name, layer in module.named_modules()
+        if isinstance(layer, torch.nn.Linear) and name.endswith(wanted)
+    }

@@ -54,6 +54,7 @@ class FluxFamily(FlowFamily):
             steps=28 if takes_guidance else 4,
             guidance_scale=3.5 if takes_guidance else 0.0,
             edits=not reads_images,
+            rounds_up=True,
             reads_images=reads_images,
         )
         channels = 4 * int(outline.vae.config.latent_channels)
