@@ -169,7 +169,7 @@ def small_sizes(monkeypatch):
     from diffusers.pipelines.flux import pipeline_flux_kontext
 
     sizes = [(w // 160 * 8, h // 160 * 8) for w, h in flux.KONTEXT_SIZES]
-    assert pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS == list(flux.KONTEXT_SIZES)
+    assert list(flux.KONTEXT_SIZES) == pipeline_flux_kontext.PREFERRED_KONTEXT_RESOLUTIONS
     monkeypatch.setattr(flux, "KONTEXT_SIZES", sizes)
     monkeypatch.setattr(pipeline_flux_kontext, "PREFERRED_KONTEXT_RESOLUTIONS", sizes)
 

@@ -38,7 +38,9 @@ def tiny_t5_tokenizer(folder: Path) -> T5TokenizerFast:
     return tokenizer
 
 
-def tiny_sd3(folder: Path, *, seed: int = 0, t5: bool = True, dtype: torch.dtype = torch.float32, **transformer: Any) -> Path:
+def tiny_sd3(
+    folder: Path, *, seed: int = 0, t5: bool = True, dtype: torch.dtype = torch.float32, **transformer: Any
+) -> Path:
     """Writes a Stable Diffusion 3.5 folder. ``transformer`` overrides entries of that config."""
     config = {
         "sample_size": 16, "patch_size": 2, "in_channels": 16, "out_channels": 16, "num_layers": 2,
@@ -207,7 +209,9 @@ class FlowReference:
         wanted = {**_arguments(request), **extra}
         try:
             with torch.inference_mode():
-                return pipe(generator=generators, **{key: value for key, value in wanted.items() if key in takes}).images
+                return pipe(
+                    generator=generators, **{key: value for key, value in wanted.items() if key in takes}
+                ).images
         finally:
             pipe.scheduler = own
 

@@ -60,6 +60,7 @@ def _kind_of_unet(folder: Path) -> str:
 
 _UNET = FamilyRow(_unet, _kind_of_unet)
 
+
 def _sd3() -> type[Family]:
     from plait_serving.diffusion.families.sd3.family import Sd3Family
 
@@ -72,11 +73,22 @@ def _flux() -> type[Family]:
     return FluxFamily
 
 
-_FLUX = FamilyRow(_flux, lambda folder: "flux1")
-FAMILIES: dict[str, FamilyRow] = {"StableDiffusion3*": FamilyRow(_sd3, lambda folder: "sd3"), "FluxPipeline": _FLUX, "FluxKontextPipeline": _FLUX, "StableDiffusion*": _UNET, "LatentConsistencyModel*": _UNET}
+_SD3 = FamilyRow(_sd3, lambda _: "sd3")
+_FLUX = FamilyRow(_flux, lambda _: "flux1")
+
+FAMILIES: dict[str, FamilyRow] = {
+    "StableDiffusion3*": _SD3,
+    "StableDiffusion*": _UNET,
+    "LatentConsistencyModel*": _UNET,
+    "FluxPipeline": _FLUX,
+    "FluxImg2ImgPipeline": _FLUX,
+    "FluxInpaintPipeline": _FLUX,
+    "FluxKontext*": _FLUX,
+}
 """The families by the class of their pipelines in diffusers: patterns, of which the first that fits counts."""
 
 _LOOK_ALIKES: Mapping[str, str] = {
+    "StableDiffusion3ControlNet*": "a ControlNet of Stable Diffusion 3 in a pipeline; name the base model's own folder",
     "FluxFill*": "FLUX.1 Fill has inputs of its own for a mask and the masked image",
     "FluxControlNet*": "a ControlNet of FLUX.1 in a pipeline; name the base model's own folder",
     "FluxControl*": "FLUX.1 Canny and Depth have an input of their own for a control image",

@@ -35,7 +35,7 @@ class FlowBundle:
     an outline the modules have no weights."""
 
     folder: Path
-    modules: Mapping[str, nn.Module]
+    modules: Mapping[str, Any]
     tokenizers: Mapping[str, Any]
     schedules: Schedules
     dtype: torch.dtype
@@ -112,7 +112,8 @@ def load_bundle(
     tokenizers: Mapping[str, Any] | None = None,
 ) -> FlowBundle:
     """Load a folder's parts, of the classes `kinds`; a text encoder that `model_index.json` says is not there is left
-    out. `even`: of its schedule (`Schedules`). `outline` loads no weights. `tokenizers`: the folder's, if read before. Raises `ModelError`."""
+    out. `even`: of its schedule (`Schedules`). `outline` loads no weights. `tokenizers`: the folder's, if read before.
+    Raises `ModelError`."""
     index = read_json(folder / "model_index.json")
     found = {part: kind for part, kind in kinds.items() if (index.get(part) or [None])[0] is not None}
     for part in ("transformer", "vae", "scheduler", *found):
@@ -153,11 +154,15 @@ def _weights(folder: Path) -> WeightFiles:
     method = read_json(folder / "config.json").get("quantization_config")
     if method:
         name = method.get("quant_method", "") if isinstance(method, dict) else method
-        raise ModelError(f"{folder / 'config.json'}: weights quantized by {name} are not supported; F16, BF16 and F32 are")
+        raise ModelError(
+            f"{folder / 'config.json'}: weights quantized by {name} are not supported; F16, BF16 and F32 are"
+        )
     files = find_weights(folder)
     for name, (path, info) in files.tensors.items():
         if info.dtype.startswith("F8"):
-            raise ModelError(f"{path}: {name} is {info.dtype}: an fp8 checkpoint is not supported; F16, BF16 and F32 are")
+            raise ModelError(
+                f"{path}: {name} is {info.dtype}: an fp8 checkpoint is not supported; F16, BF16 and F32 are"
+            )
     return files
 
 
@@ -180,4 +185,3 @@ def check_widths(bundle: FlowBundle, *, channels: int, pooled: int, text: int | 
     for key, width in wanted.items():
         if width is not None and config[key] != width:
             raise ModelError(f"{path}: {key} is {config[key]}; the other parts of the model make {width}")
-

@@ -7,8 +7,9 @@ but for files that change what takes no factors (norms, convolutions, DoRA).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,30 @@ from plait_serving.diffusion.protocols import EncodedImage, Encoding, SafetyChec
 from plait_serving.diffusion.values import ImageRequest
 
 _COMPONENT = "transformer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """What a transformer reads in one call: `sample (R, c, h, w)`, `timesteps (R,)`, `text (R, L, C)`, and by name what
+    else the conditionings hold, `(R, ...)`. `scales`: each row's `guidance_scale`."""
+
+    sample: torch.Tensor
+    timesteps: torch.Tensor
+    text: torch.Tensor
+    added: Mapping[str, torch.Tensor]
+    scales: Sequence[float]
+
+    @classmethod
+    def of(cls, calls: Sequence[StepCall], layout: BatchLayout) -> Rows:
+        """Stack the calls of a batch."""
+        given = [call.conditioning for call in calls]
+        return cls(
+            sample=stack_samples(calls, layout),
+            timesteps=stack_timesteps(calls, layout),
+            text=stack_conditionings([each.text for each in given], layout),
+            added={name: stack_conditionings([each.added[name] for each in given], layout) for name in given[0].added},
+            scales=[calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])],
+        )
 
 
 class FlowDenoiser(ABC):
@@ -130,13 +155,8 @@ class FlowDenoiser(ABC):
         """Predict all rows of all requests in one call of the transformer."""
         layout = BatchLayout.of([call.conditioning for call in calls])
         (factors,) = self._factors.of([call.loras for call in calls], layout)
-        text = stack_conditionings([call.conditioning.text for call in calls], layout)
-        added = {
-            name: stack_conditionings([call.conditioning.added[name] for call in calls], layout)
-            for name in calls[0].conditioning.added
-        }
         with self._adding(factors):
-            output = self.run(stack_samples(calls, layout), stack_timesteps(calls, layout), text, added, layout, calls)
+            output = self.run(Rows.of(calls, layout))
         return guided_outputs(output, layout, [self.scale_of(call.request) for call in calls])
 
     @contextmanager
@@ -155,17 +175,8 @@ class FlowDenoiser(ABC):
         """Return what encodes the prompts, with the weights that the text encoders have at each call."""
 
     @abstractmethod
-    def run(
-        self,
-        sample: torch.Tensor,
-        timesteps: torch.Tensor,
-        text: torch.Tensor,
-        added: Mapping[str, torch.Tensor],
-        layout: BatchLayout,
-        calls: Sequence[StepCall],
-    ) -> torch.Tensor:
-        """Return the transformer's output `(R, c, h, w)` for rows: `sample (R, c, h, w)`, `timesteps (R,)`, `text (R,
-        L, C)`, and what else the conditioning holds."""
+    def run(self, rows: Rows) -> torch.Tensor:
+        """Return the transformer's output `(R, c, h, w)`."""
 
     @abstractmethod
     def scale_of(self, request: ImageRequest) -> float:

@@ -10,14 +10,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.flow.bundle import FlowBundle, load_bundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.schedules import check_start
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.memory import resolve_dtype
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
@@ -27,8 +25,8 @@ _NATIVE_LATENTS = 128
 
 
 class FlowFamily(Family):
-    """One model. Torch runs it: matrix products dominate a transformer, so an executor gains little, and its copy of the
-    weights would not fit."""
+    """One model. Torch runs it: matrix products dominate a transformer, so an executor gains little, and its copy of
+    the weights would not fit."""
 
     kinds: ClassVar[Mapping[str, Any]]
     """The classes of the parts that have weights, by folder."""

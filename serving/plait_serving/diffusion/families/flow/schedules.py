@@ -169,7 +169,8 @@ class FlowSampler:
     def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
         """Return the x0 estimate at step `step`, for previews. Changes no state and draws no noise."""
         level = self._scheduler.sigmas[self._first + step]
-        return (latents.float() - level * output.float()).to(latents.dtype)
+        original: torch.Tensor = latents.float() - level * output.float()
+        return original.to(latents.dtype)
 
 
 def check_start(kind: Scheduler) -> None:

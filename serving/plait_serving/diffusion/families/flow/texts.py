@@ -1,7 +1,7 @@
 """Text by CLIP and T5: token ids, one text encoder call at a time, and what calls returned lately.
 
-CLIP reads what fits into its 77 tokens, as in diffusers' pipelines; T5 reads all of a prompt, filled up to a length that
-is part of the image, since no mask hides the padding.
+CLIP reads what fits into its 77 tokens, as in diffusers' pipelines. T5 reads all of a prompt, filled up to a length
+that is part of the image, since no mask hides the padding.
 """
 
 from __future__ import annotations

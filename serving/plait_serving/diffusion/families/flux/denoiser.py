@@ -12,10 +12,9 @@ from PIL import Image
 from plait_serving.diffusion.edits import to_pixels
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.flow.bundle import FlowBundle
-from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
+from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
 from plait_serving.diffusion.families.flow.texts import Call, Outputs, TextEncoding, TextTokens
-from plait_serving.diffusion.families.rows import BatchLayout
-from plait_serving.diffusion.protocols import Conditioning, Encoding, StepCall
+from plait_serving.diffusion.protocols import Conditioning, Encoding
 from plait_serving.diffusion.values import ImageRequest, RgbImage
 
 CLIP, T5 = "text_encoder", "text_encoder_2"
@@ -63,31 +62,23 @@ class FluxDenoiser(FlowDenoiser):
         positions = positions_of(latents, which=1).to(latents)
         return {"reference": packed(latents), "reference_positions": positions[None]}
 
-    def run(
-        self,
-        sample: torch.Tensor,
-        timesteps: torch.Tensor,
-        text: torch.Tensor,
-        added: Mapping[str, torch.Tensor],
-        layout: BatchLayout,
-        calls: Sequence[StepCall],
-    ) -> torch.Tensor:
+    def run(self, rows: Rows) -> torch.Tensor:
         """Return the transformer's output `(R, c, h, w)`; timesteps and guidance are rounded as in diffusers."""
+        sample, added = rows.sample, rows.added
         tokens, positions = packed(sample), positions_of(sample, which=0).to(sample)
         count, guidance = tokens.shape[1], None
         if "reference" in added:
             tokens = torch.cat([tokens, added["reference"]], dim=1)
             positions = torch.cat([positions, added["reference_positions"][0]])
         if self.transformer.config.guidance_embeds:
-            scales = [calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])]
-            guidance = torch.tensor(scales, device=sample.device, dtype=torch.float32)
+            guidance = torch.tensor(rows.scales, device=sample.device, dtype=torch.float32)
         output: torch.Tensor = self.transformer(
             hidden_states=tokens,
-            timestep=timesteps.to(sample.dtype) / 1000,
+            timestep=rows.timesteps.to(sample.dtype) / 1000,
             guidance=guidance,
             pooled_projections=added["pooled"],
-            encoder_hidden_states=text,
-            txt_ids=text.new_zeros(text.shape[1], 3),
+            encoder_hidden_states=rows.text,
+            txt_ids=rows.text.new_zeros(rows.text.shape[1], 3),
             img_ids=positions,
             return_dict=False,
         )[0]

@@ -29,7 +29,10 @@ from plait_serving.diffusion.values import ImageRequest
 _TAKES = frozenset(("prompt_2", "max_sequence_length"))
 _GUIDED_TAKES = _TAKES | {"guidance_scale", "true_cfg_scale", "negative_prompt", "negative_prompt_2"}
 
-_LOOK_ALIKES = {6: "FLUX.1 Fill, which takes a mask and a masked image", 2: "FLUX.1 Canny or Depth, which take a control image"}
+_LOOK_ALIKES = {
+    6: "FLUX.1 Fill, which takes a mask and a masked image",
+    2: "FLUX.1 Canny or Depth, which take a control image",
+}
 """What a transformer is that takes so many times the channels."""
 
 
@@ -61,7 +64,9 @@ class FluxFamily(FlowFamily):
         look_alike = _LOOK_ALIKES.get(outline.config.in_channels // channels)
         if look_alike is not None:
             raise ModelError(f"{folder / 'transformer' / 'config.json'}: this is {look_alike}: not supported")
-        check_widths(outline, channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model)
+        check_widths(
+            outline, channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model
+        )
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""

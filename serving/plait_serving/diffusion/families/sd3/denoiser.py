@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
+from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
 from plait_serving.diffusion.families.flow.texts import Call, Outputs, TextEncoding, TextTokens
-from plait_serving.diffusion.families.rows import BatchLayout
-from plait_serving.diffusion.protocols import Conditioning, StepCall
+from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
 
 CLIPS = ("text_encoder", "text_encoder_2")
@@ -44,21 +43,13 @@ class Sd3Denoiser(FlowDenoiser):
         dtype = self.bundle.dtype
         return Conditioning(text=torch.cat(hidden).to(dtype), added={"pooled": torch.cat(pooled).to(dtype)}, n=n)
 
-    def run(
-        self,
-        sample: torch.Tensor,
-        timesteps: torch.Tensor,
-        text: torch.Tensor,
-        added: Mapping[str, torch.Tensor],
-        layout: BatchLayout,  # noqa: ARG002
-        calls: Sequence[StepCall],  # noqa: ARG002
-    ) -> torch.Tensor:
+    def run(self, rows: Rows) -> torch.Tensor:
         """Return the transformer's output `(R, c, h, w)`."""
         output: torch.Tensor = self.transformer(
-            hidden_states=sample,
-            timestep=timesteps,
-            encoder_hidden_states=text,
-            pooled_projections=added["pooled"],
+            hidden_states=rows.sample,
+            timestep=rows.timesteps,
+            encoder_hidden_states=rows.text,
+            pooled_projections=rows.added["pooled"],
             return_dict=False,
         )[0]
         return output

@@ -41,12 +41,21 @@ class Sd3Family(FlowFamily):
         self._clip_room = min(int(outline.tokenizers[part].model_max_length) for part in CLIPS)
         self._has_t5 = T5 in outline.modules
         self._max_edge = int(config.pos_embed_max_size) * outline.pixels_per_token
-        self.terms = RequestTerms(samplers=outline.schedules.choice, takes=_TAKES, steps=28, guidance_scale=7.0, rounds_up=True)
+        self.terms = RequestTerms(
+            samplers=outline.schedules.choice, takes=_TAKES, steps=28, guidance_scale=7.0, rounds_up=True
+        )
         clips: list[Any] = [outline.modules[part].config for part in CLIPS]
         text = outline.modules[T5].config.d_model if self._has_t5 else None
-        check_widths(outline, channels=outline.vae.config.latent_channels, pooled=sum(each.projection_dim for each in clips), text=text)
+        check_widths(
+            outline,
+            channels=outline.vae.config.latent_channels,
+            pooled=sum(each.projection_dim for each in clips),
+            text=text,
+        )
         if config.patch_size != 2:
-            raise ModelError(f"{folder / 'transformer' / 'config.json'}: patch_size = {config.patch_size} is not supported")
+            raise ModelError(
+                f"{folder / 'transformer' / 'config.json'}: patch_size = {config.patch_size} is not supported"
+            )
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""
