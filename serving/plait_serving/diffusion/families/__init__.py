@@ -40,6 +40,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+def _no_file(_: Collection[str]) -> str | None:
+    return None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyRow:
     """A family. `load` imports it, and the libraries that it needs.
@@ -53,8 +57,8 @@ class FamilyRow:
     load: Callable[[], type[Family]]
     denoiser: str
     kind: Callable[[Path], str]
-    kind_of_file: Callable[[Collection[str]], str | None]
-    convert: Callable[[Path, Header, Path | None, Path], None]
+    kind_of_file: Callable[[Collection[str]], str | None] = _no_file
+    convert: Callable[[Path, Header, Path | None, Path], None] | None = None
 
 
 def _unet() -> type[Family]:
@@ -71,12 +75,36 @@ def _convert_unet(path: Path, header: Header, config: Path | None, staged: Path)
 
 _UNET = FamilyRow(load=_unet, denoiser="unet", kind=unet.kind_of, kind_of_file=unet.kind_of_file, convert=_convert_unet)
 
-FAMILIES: dict[str, FamilyRow] = {"StableDiffusion*": _UNET, "LatentConsistencyModel*": _UNET}
+
+def _sd3() -> type[Family]:
+    from plait_serving.diffusion.families.sd3.family import Sd3Family
+
+    return Sd3Family
+
+
+def _flux() -> type[Family]:
+    from plait_serving.diffusion.families.flux.family import FluxFamily
+
+    return FluxFamily
+
+
+_SD3 = FamilyRow(load=_sd3, denoiser="transformer", kind=lambda _: "sd3")
+_FLUX = FamilyRow(load=_flux, denoiser="transformer", kind=lambda _: "flux1")
+
+FAMILIES: dict[str, FamilyRow] = {
+    "StableDiffusion3*": _SD3,
+    "FluxPipeline": _FLUX,
+    "FluxImg2ImgPipeline": _FLUX,
+    "FluxInpaintPipeline": _FLUX,
+    "FluxKontext*": _FLUX,
+    "StableDiffusion*": _UNET,
+    "LatentConsistencyModel*": _UNET,
+}
 """The families by the class of their pipelines in diffusers: patterns, of which the first that fits counts. Those whose
 files begin like others' come last."""
 
 _LOOK_ALIKES: Mapping[str, str] = {
-    "StableDiffusion3*": "of Stable Diffusion, 1.x, 2.x and XL are served",
+    "StableDiffusion3ControlNet*": "a ControlNet of Stable Diffusion 3 in a pipeline; name the base model's own folder",
     "FluxFill*": "FLUX.1 Fill has inputs of its own for a mask and the masked image",
     "FluxControlNet*": "a ControlNet of FLUX.1 in a pipeline; name the base model's own folder",
     "FluxControl*": "FLUX.1 Canny and Depth have an input of their own for a control image",

@@ -45,6 +45,7 @@ def converted(path: Path, *, config: Path | None, cache: Path) -> Path:
                 needed = sum(info.end - info.begin for info in header.tensors.values())
                 _log.info("%s: %s, converting %s", path, kind, gigabytes(needed))
                 with new_folder(folder, needed_bytes=needed) as staged, MODULES:
+                    assert row.convert is not None  # of whoever knows what the file is
                     row.convert(path, header, config, staged)
                 _log.info("%s: converted into %s in %.1f s", path, folder, time.perf_counter() - started_s)
     except OSError as error:
