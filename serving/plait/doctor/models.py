@@ -10,7 +10,7 @@ from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import ShardsSection
 
-_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
+_PARTS = ("unet", "transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
 """The folders of a diffusers model that hold weights."""
 
 
@@ -48,7 +48,10 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
         if not parts:
             detail = f"{folder}: no diffusers folder" + ("" if folder.is_dir() else " (there is no such folder)")
             yield finding(
-                "models", False, f"{name}: {detail}", f"{key} names folders with unet/, vae/ and text_encoder/"
+                "models",
+                False,
+                f"{name}: {detail}",
+                f"{key} names folders with unet/ or transformer/, vae/ and text_encoder/",
             )
         for part in parts:
             yield _weights(part)
