@@ -10,7 +10,7 @@ import yaml
 from plait.cli.main import main
 from plait_serving.diffusion.published import architectures
 from plait_serving.diffusion.published.architectures import FamilyName
-from support.scaled import scaled_down
+from plait_serving.diffusion.published.scaled import scaled_down
 
 
 @pytest.fixture(autouse=True)

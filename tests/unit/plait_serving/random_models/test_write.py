@@ -18,12 +18,12 @@ from plait_serving.diffusion.families.unet.bundle import load_bundle, load_contr
 from plait_serving.diffusion.families.unet.config import family_of
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_tokenizer
+from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
 from plait_serving.diffusion.sources import staging
 from plait_serving.random_models import tensor_file
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.write import write_model
-from support.scaled import IMAGE_SIZE, scaled_down
 
 BASES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 UNET = "unet/diffusion_pytorch_model.safetensors"
