@@ -60,11 +60,35 @@ def _kind_of_unet(folder: Path) -> str:
 
 _UNET = FamilyRow(_unet, _kind_of_unet)
 
-FAMILIES: dict[str, FamilyRow] = {"StableDiffusion*": _UNET, "LatentConsistencyModel*": _UNET}
+
+def _sd3() -> type[Family]:
+    from plait_serving.diffusion.families.sd3.family import Sd3Family
+
+    return Sd3Family
+
+
+def _flux() -> type[Family]:
+    from plait_serving.diffusion.families.flux.family import FluxFamily
+
+    return FluxFamily
+
+
+_SD3 = FamilyRow(_sd3, lambda _: "sd3")
+_FLUX = FamilyRow(_flux, lambda _: "flux1")
+
+FAMILIES: dict[str, FamilyRow] = {
+    "StableDiffusion3*": _SD3,
+    "StableDiffusion*": _UNET,
+    "LatentConsistencyModel*": _UNET,
+    "FluxPipeline": _FLUX,
+    "FluxImg2ImgPipeline": _FLUX,
+    "FluxInpaintPipeline": _FLUX,
+    "FluxKontext*": _FLUX,
+}
 """The families by the class of their pipelines in diffusers: patterns, of which the first that fits counts."""
 
 _LOOK_ALIKES: Mapping[str, str] = {
-    "StableDiffusion3*": "of Stable Diffusion, 1.x, 2.x and XL are served",
+    "StableDiffusion3ControlNet*": "a ControlNet of Stable Diffusion 3 in a pipeline; name the base model's own folder",
     "FluxFill*": "FLUX.1 Fill has inputs of its own for a mask and the masked image",
     "FluxControlNet*": "a ControlNet of FLUX.1 in a pipeline; name the base model's own folder",
     "FluxControl*": "FLUX.1 Canny and Depth have an input of their own for a control image",
