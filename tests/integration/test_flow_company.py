@@ -10,7 +10,7 @@ import pytest
 
 from plait_serving.diffusion.families.flux import denoiser as flux
 from plait_serving.diffusion.values import Edit, ImageRequest, LoraRef, Scheduler, Sigmas
-from support.closeness import IN_COMPANY, ulps
+from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import control_image
 from support.flow_rig import FlowRig, flow_rig
 from support.tiny import IMAGE_SIZE
@@ -93,6 +93,19 @@ def test_edits_share_calls_with_generations(flow_rig, model):
     assert max(rig.probe.batches) == len(requests)
     for one, latents in zip(requests, ours, strict=True):
         assert ulps(latents, rig.reference.latents(one)) <= IN_COMPANY
+
+
+@pytest.mark.parametrize("model", ["sd3", "dev"])
+def test_what_cannot_be_an_input_is_merged_beside_others(flow_rig, model):
+    """A DoRA has calls of its own, on weights that are the model's again for the others."""
+    rig = flow_rig(model)
+    sets = ((LoraRef(name="dora", scale=1.0),), SETS[1], ())
+    requests = [rig.ask(400 + i, loras=loras) for i, loras in enumerate(sets)]
+    ours = rig.probe.latents(*requests)
+    assert sorted(rig.probe.batches) == [1] * 4 + [2] * 4
+    for one, latents in zip(requests, ours, strict=True):
+        assert ulps(latents, rig.reference.latents(one)) <= IN_COMPANY
+    assert ulps(rig.probe.latents(requests[2])[0], rig.reference.latents(requests[2])) <= EQUAL
 
 
 def test_references_of_one_size_share_calls(flow_rig, monkeypatch):

@@ -71,7 +71,7 @@ class FlowRig:
 
 @pytest.fixture(scope="module")
 def flow_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """``flow_rig(name)``: the model with LoRAs "one", "two" (of other ranks and layers) and "text"."""
+    """``flow_rig(name)``: the model with LoRAs "one", "two" (of other ranks and layers), "text" and "dora"."""
     rigs: dict[str, FlowRig] = {}
 
     def rig_of(name: str, *, dtype: str = "float32") -> FlowRig:
@@ -96,4 +96,5 @@ def write_loras(folder: Path, loras: Path) -> Path:
     tiny_flow_lora(loras / "one.safetensors", folder, rank=3)
     tiny_flow_lora(loras / "two.safetensors", folder, rank=9, seed=7, only="attn")
     tiny_flow_lora(loras / "text.safetensors", folder, rank=2, seed=8, text=True, strength=0.8, only="attn")
+    tiny_flow_lora(loras / "dora.safetensors", folder, rank=2, seed=9, dora=True, only="attn")
     return loras

@@ -274,16 +274,28 @@ def _draws(pipe: Any, generators: list[torch.Generator], request: ImageRequest) 
 
 
 def tiny_flow_lora(
-    path: Path, base: Path, *, rank: int = 4, seed: int = 2, strength: float = 0.3, text: bool = False, only: str = ""
+    path: Path,
+    base: Path,
+    *,
+    rank: int = 4,
+    seed: int = 2,
+    strength: float = 0.3,
+    text: bool = False,
+    only: str = "",
+    dora: bool = False,
 ) -> Path:
     """Writes a LoRA in PEFT's format of all linear layers of the transformer in ``base`` whose path holds ``only``;
-    with ``text``, of the first text encoder too."""
+    with ``text``, of the first text encoder too. ``dora``: the rows of its weights have norms of their own."""
     rng = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
     for part in ("transformer", "text_encoder")[: 2 if text else 1]:
-        for module, (rows, columns) in _linear_layers(base, part).items():
+        for module, weight in _linear_layers(base, part).items():
             if part == "transformer" and only not in module:
                 continue
+            rows, columns = weight.shape
+            if dora:
+                norms = weight.norm(dim=1) * (0.8 + 0.4 * torch.rand(rows, generator=rng))
+                tensors[f"{part}.{module}.lora_magnitude_vector"] = norms
             down = torch.randn(rank, columns, generator=rng) / columns**0.5
             tensors[f"{part}.{module}.lora_A.weight"] = down
             tensors[f"{part}.{module}.lora_B.weight"] = torch.randn(rows, rank, generator=rng) * strength / rank**0.5
@@ -292,14 +304,14 @@ def tiny_flow_lora(
     return path
 
 
-def _linear_layers(base: Path, part: str) -> dict[str, tuple[int, int]]:
-    """The paths and shapes of a part's linear layers: of CLIP, those of attention."""
+def _linear_layers(base: Path, part: str) -> dict[str, torch.Tensor]:
+    """The paths and weights of a part's linear layers: of CLIP, those of attention."""
     index = json.loads((base / "model_index.json").read_text())
     kind = getattr(diffusers, index[part][1], None) or getattr(transformers, index[part][1])
     module = kind.from_pretrained(base / part, local_files_only=True)
     wanted = ("q_proj", "k_proj", "v_proj", "out_proj") if part == "text_encoder" else ("",)
     return {
-        name: tuple(layer.weight.shape)
+        name: layer.weight.detach()
         for name, layer in module.named_modules()
         if isinstance(layer, torch.nn.Linear) and name.endswith(wanted)
     }

@@ -226,7 +226,7 @@ class ImageRequest:
     true_cfg_scale: Annotated[
         float,
         RequestField(
-            type=between(1.0, MAX_SCALE),
+            type=between(1.0, 20.0),
             about="FLUX.1: guidance by a negative_prompt, for which the model runs twice a step; 1: none",
             infotext="True CFG scale",
             only_some=True,
