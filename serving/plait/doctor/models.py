@@ -10,9 +10,6 @@ from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import ShardsSection
 
-_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
-"""The folders of a diffusers model that hold weights."""
-
 
 def check_starter(folder: Path) -> list[CheckResult]:
     """Check the starter files against the SHA-256 sums in their manifest."""
@@ -44,18 +41,27 @@ def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
         if base.is_file:
             yield _single_file(folder, key)
             continue
-        parts = [folder / part for part in _PARTS if (folder / part).is_dir()]
-        if not parts:
-            detail = f"{folder}: no diffusers folder" + ("" if folder.is_dir() else " (there is no such folder)")
-            yield finding(
-                "models", False, f"{name}: {detail}", f"{key} names folders with unet/, vae/ and text_encoder/"
-            )
-        for part in parts:
-            yield _weights(part)
+        yield from _folder(name, folder, key)
     for section in (images.controlnets or {}).values():
         yield _weights(section.folder)
     if images.loras.folder is not None:
         yield from _loras(images.loras.folder)
+
+
+def _folder(name: str, folder: Path, key: str) -> Iterator[CheckResult]:
+    from plait_serving.diffusion.errors import ModelError
+    from plait_serving.diffusion.families import family_row
+
+    try:
+        denoiser = family_row(folder).denoiser
+    except ModelError as error:
+        detail = f"{folder}: no diffusers folder (there is no such folder)"
+        detail = error.message if folder.is_dir() else detail
+        yield finding("models", False, f"{name}: {detail}", f"{key} names diffusers folders, or whole checkpoints")
+        return
+    for part in (folder / denoiser, folder / "vae", *sorted(folder.glob("text_encoder*"))):
+        if part.is_dir():
+            yield _weights(part)
 
 
 def _twins(images: ImagesSection) -> Iterator[CheckResult]:
@@ -73,14 +79,16 @@ def _twins(images: ImagesSection) -> Iterator[CheckResult]:
 
 def _single_file(path: Path, key: str) -> CheckResult:
     from plait.offline.inventory import safetensors_header
-    from plait_serving.diffusion.sources.file_kinds import family_of_keys
+    from plait_serving.diffusion.errors import ModelError
+    from plait_serving.diffusion.families import row_of_file
 
-    family = family_of_keys(safetensors_header(path))
-    if family is None:
-        detail = "no checkpoint of Stable Diffusion 1.x, 2.x or XL" if path.is_file() else "there is no such file"
+    try:
+        kind, _ = row_of_file(safetensors_header(path))
+    except ModelError as error:
+        detail = error.message if path.is_file() else "there is no such file"
         return finding("models", False, f"{path}: {detail}", f"{key} names whole checkpoints, or diffusers folders")
     size = path.stat().st_size / 1e9
-    return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{path}: {family.value}, {size:.2f} GB")
+    return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{path}: {kind}, {size:.2f} GB")
 
 
 def _weights(folder: Path) -> CheckResult:

@@ -147,7 +147,7 @@ def test_cli_doctor_checks_checkpoints_in_one_file(config):
     config.write_text(f"images: {{models: {json.dumps(names)}}}\nrecommend: null\n")
     here = config.parent
     assert {it.detail for it in problems(config)} == {
-        f"{here / 'loras/noto.safetensors'}: no checkpoint of Stable Diffusion 1.x, 2.x or XL",
+        f"{here / 'loras/noto.safetensors'}: no whole checkpoint in the original layout of a family that is served",
         f"{here / 'gone.safetensors'}: there is no such file",
     }
 
