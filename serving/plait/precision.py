@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.offline.inventory import safetensors_header
+from plait.offline.inventory import tensors_of
 from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.knobs import Exact
@@ -62,10 +62,7 @@ def _unet_bytes(images: ImagesSection) -> int:
 def _bytes_of(base: BaseSource) -> int:
     folder = Path(base.folder)
     if base.is_file:
-        header = safetensors_header(folder)
-        return sum(
-            info["data_offsets"][1] - info["data_offsets"][0] for key, info in header.items() if key.startswith(UNET)
-        )
+        return sum(info.end - info.begin for key, info in tensors_of(folder).items() if key.startswith(UNET))
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.sources.hub import fetch_from_hub
 

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.container import TensorInfo, inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.sources.file_kinds import family_of_keys
+from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
 
-# The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
-HEADER_MAX_BYTES = 100 * 2**20
 _FAMILIES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 
 
@@ -50,18 +50,17 @@ def inventory(
 
 def _package(section: RankModelSection) -> str:
     """Return the format of a packaged model's folder."""
-    return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
+    return f"package {read_json(section.folder / 'package.json').get('format', '')}".strip()
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    more = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
     bases = [_base(name, base) for name, base in images.base_models.items()]
-    bases += [_found(name, each.folder) for name, each in more.items() if name not in images.base_models]
+    bases += [_found(name, folder) for name, folder in more_models(images).items()]
     controlnets = [
         ModelEntry(
             name=name,
             kind="controlnet",
-            family=family_of_config(_json(section.folder / "config.json")),
+            family=family_of_config(read_json(section.folder / "config.json")),
             folder=str(section.folder),
             format="diffusers",
         )
@@ -71,15 +70,26 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
     return [*bases, *controlnets, *_loras(images, families.pop() if len(families) == 1 else "unknown")]
 
 
+def more_models(images: ImagesSection) -> dict[str, Path]:
+    """Return what is served of `images.models_folder`, by name: a folder that has a name already is not, by another."""
+    named = {Path(base.folder).resolve() for base in images.base_models.values()}
+    more: dict[str, Path] = {}
+    found = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
+    for name, model in found.items():
+        if name not in images.base_models and model.folder not in (*named, *more.values()):
+            more[name] = model.folder
+    return more
+
+
 def _base(name: str, base: BaseSource) -> ModelEntry:
     if base.is_hub_id:
         where = f"{base.model}@{base.revision}"
         return ModelEntry(name=name, kind="base", family="unknown", folder=where, format="diffusers")
     if base.is_file:
-        found = family_of_keys(safetensors_header(Path(base.folder)))
+        found = family_of_keys(tensors_of(Path(base.folder)))
         family = "unknown" if found is None else _FAMILIES[found]
         return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="single file")
-    family = family_of_config(_json(Path(base.folder) / "unet" / "config.json"))
+    family = family_of_config(read_json(Path(base.folder) / "unet" / "config.json"))
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 
 
@@ -102,9 +112,7 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     folder = images.resolved_lora_folder()
     files = {} if folder is None else FolderSource(folder).files()
     return [
-        ModelEntry(
-            name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(safetensors_header(path))
-        )
+        ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(tensors_of(path)))
         for name, path in files.items()
     ]
 
@@ -117,19 +125,16 @@ def family_of_config(config: Mapping[str, Any]) -> str:
     return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """Return the names, shapes and types of a safetensors file's tensors; a file of another format has no tensors."""
+def tensors_of(path: Path) -> Mapping[str, TensorInfo]:
+    """Return the tensors of a safetensors file by name; a file that is damaged or of another format has none."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            raw = file.read(length) if length <= HEADER_MAX_BYTES else b""
-        header = json.loads(raw)
-    except (OSError, ValueError, struct.error, RecursionError):
+        return inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+    except LoraError:
         return {}
-    return header if isinstance(header, dict) else {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `PlaitError`, naming the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
