@@ -41,8 +41,8 @@ class ImplInfo:
 
     `dtypes` are those of the tensor that the operator writes; `devices` None: any. `needs` names modules that must be
     importable, `bounds` are of sizes, which the caller of `load` must then give. Among the implementations that fit,
-    the highest `rank` wins. What is `compiled` on the machine has a function `trial(device, dtype)` beside its entry, which runs it
-    once: it needs a compiler and headers that no import asks for, and a GPU that the compiler knows.
+    the highest `rank` wins. What is `compiled` on the machine has a function `trial(device, dtype)` beside its entry,
+    which runs it once: it needs a compiler and headers that no import asks for, and a GPU that the compiler knows.
     """
 
     op: str

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,7 +29,10 @@ from plait_deploy.placement.policies.baselines import FirstFitPolicy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import WHOLE, ClusterNode
 from plait_serving.deployments import ray_internals
-from plait_serving.diffusion.sources.file_kinds import SUFFIX, safetensors_header
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.container import inspect
+from plait_serving.diffusion.sources.file_kinds import SUFFIX
+from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import HnSection
 from plait_serving.sections import Section
@@ -150,13 +154,11 @@ def _wish(name: str, section: Any, weights_bytes: int, unset: float | None) -> _
 def _half_bytes(model: Path) -> int:
     """Return a model's weights in two bytes each, as far as its files say; files of another precision are the same
     weights."""
-    files = [model] if model.is_file() else [*model.rglob(f"*{SUFFIX}")]
-    weights = {
-        (path.parent, name): math.prod(info["shape"])
-        for path in files
-        for name, info in safetensors_header(path).items()
-        if name != "__metadata__"
-    }
+    weights: dict[tuple[Path, str], int] = {}
+    for path in [model] if model.is_file() else model.rglob(f"*{SUFFIX}"):
+        with suppress(LoraError):  # said where it is loaded
+            found = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+            weights |= {(path.parent, name): math.prod(info.shape) for name, info in found.items()}
     return 2 * sum(weights.values()) or _UNKNOWN_BYTES
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fakes.terms import ALL_TERMS
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
 from plait_serving.diffusion.models.model import Model
@@ -24,12 +25,8 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
-from plait_serving.diffusion.request_fields import request_fields
-from plait_serving.diffusion.request_terms import RequestSize, RequestTerms, RowKind, SamplerChoice
-from plait_serving.diffusion.values import ImageRequest, LoraSet, Scheduler, Tenant
-
-ALL_TERMS = RequestTerms(samplers=SamplerChoice(spaced=tuple(Scheduler)), takes=frozenset(request_fields(ImageRequest)))
-"""Of a model that has a use for every field."""
+from plait_serving.diffusion.request_terms import RequestSize, RequestTerms, RowKind
+from plait_serving.diffusion.values import ImageRequest, LoraSet, Tenant
 
 
 class EveryBatchPays(StepCosts):

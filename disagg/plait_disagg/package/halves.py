@@ -21,7 +21,7 @@ from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
 from plait_kernels.devices import is_gpu
-from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_kernels.executors.graphs import graph_memory
 
 RowsByTable: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By table: ids (k,) int64 and their rows (k, D) float32."""
@@ -115,7 +115,8 @@ class CompiledDense:
         self._prepares = prepares
         on_gpu = is_gpu(self._device)
         self.programs = DensePrograms(program, trust) if prepares and not on_gpu else None
-        self._graphs = DenseGraphs(program, self._device, CudaCapture(self._device)) if prepares and on_gpu else None
+        graphed = prepares and on_gpu
+        self._graphs = DenseGraphs(program, self._device, graph_memory(self._device)) if graphed else None
         self.crossing = tuple(port for port in program.program.inputs if port.name != USER_OF)
         self._needs_user_of = len(self.crossing) < len(program.program.inputs)
 

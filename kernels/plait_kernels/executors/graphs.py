@@ -109,9 +109,10 @@ class StaticBuffers:
             if name not in self._flat or self._flat[name].nbytes < spec.nbytes
         }
         if short:
-            self.memory.make_room(self, sum(short.values()) - sum(self._flat[it].nbytes for it in short & self._flat.keys()))
+            outgrown = [name for name in short if name in self._flat]
+            self.memory.make_room(self, sum(short.values()) - sum(self._flat[name].nbytes for name in outgrown))
             self.drop_graphs()
-            for name in short & self._flat.keys():
+            for name in outgrown:
                 del self._flat[name]
             for name, nbytes in short.items():
                 self._flat[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -350,6 +351,9 @@ class GraphProgram:
     def _recorded(self, specs: tuple[_Spec, ...]) -> _Graph:
         """Capture a shape. What its buffers hold meanwhile does not matter."""
         inputs = self._buffers.views(self._inputs(len(specs)), specs, self._device)
+        for value in inputs:
+            if not value.is_floating_point():  # of an index: it must not lead out of a table
+                value.zero_()
         found = [_Spec.of(output) for output in self._module(*inputs)]
         outputs = self._buffers.views(self._outputs(len(found)), found, self._device)
         inputs = self._buffers.views(self._inputs(len(specs)), specs, self._device)  # they may have moved

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
+from plait_serving.diffusion.errors import LoraError, ModelError
+from plait_serving.diffusion.families import family_row, kind_of_controlnet, row_of_file
+from plait_serving.diffusion.lora.container import TensorInfo, inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
-from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.sources.file_kinds import family_of_keys, safetensors_header
+from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
-
-_FAMILIES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,18 +48,17 @@ def inventory(
 
 def _package(section: RankModelSection) -> str:
     """Return the format of a packaged model's folder."""
-    return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
+    return f"package {read_json(section.folder / 'package.json').get('format', '')}".strip()
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    more = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
     bases = [_base(name, base) for name, base in images.base_models.items()]
-    bases += [_found(name, each.folder) for name, each in more.items() if name not in images.base_models]
+    bases += [_found(name, folder) for name, folder in more_models(images).items()]
     controlnets = [
         ModelEntry(
             name=name,
             kind="controlnet",
-            family=family_of_config(_json(section.folder / "config.json")),
+            family=_told(partial(kind_of_controlnet, section.folder)),
             folder=str(section.folder),
             format="diffusers",
         )
@@ -68,15 +68,27 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
     return [*bases, *controlnets, *_loras(images, families.pop() if len(families) == 1 else "unknown")]
 
 
+def more_models(images: ImagesSection) -> dict[str, Path]:
+    """Return what is served of `images.models_folder`, by name: a folder that has a name already is not, by another."""
+    named = {Path(base.folder).resolve() for base in images.base_models.values()}
+    more: dict[str, Path] = {}
+    found = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
+    for name, model in found.items():
+        if name not in images.base_models and model.folder not in (*named, *more.values()):
+            more[name] = model.folder
+    return more
+
+
 def _base(name: str, base: BaseSource) -> ModelEntry:
     if base.is_hub_id:
         where = f"{base.model}@{base.revision}"
         return ModelEntry(name=name, kind="base", family="unknown", folder=where, format="diffusers")
     if base.is_file:
-        found = family_of_keys(safetensors_header(Path(base.folder)))
-        family = "unknown" if found is None else _FAMILIES[found]
-        return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="single file")
-    family = family_of_config(_json(Path(base.folder) / "unet" / "config.json"))
+        return ModelEntry(
+            name=name, kind="base", family=_kind_of_file(Path(base.folder)), folder=base.folder, format="single file"
+        )
+    folder = Path(base.folder)
+    family = _told(lambda: family_row(folder).kind(folder))
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 
 
@@ -99,22 +111,35 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     folder = images.resolved_lora_folder()
     files = {} if folder is None else FolderSource(folder).files()
     return [
-        ModelEntry(
-            name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(safetensors_header(path))
-        )
+        ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(tensors_of(path)))
         for name, path in files.items()
     ]
 
 
-def family_of_config(config: Mapping[str, Any]) -> str:
-    """Mirror `plait_serving.diffusion.families.unet.config.family_of`, whose package needs torch; a test keeps the two
-    in agreement."""
-    if config.get("addition_embed_type") == "text_time":
-        return "sdxl"
-    return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
+def _kind_of_file(path: Path) -> str:
+    try:
+        return row_of_file(tensors_of(path))[0]
+    except ModelError:
+        return "unknown"
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _told(kind: Callable[[], str]) -> str:
+    try:
+        return kind()
+    except ModelError as error:
+        raise PlaitError(error.message) from error
+
+
+def tensors_of(path: Path) -> Mapping[str, TensorInfo]:
+    """Return the tensors of a safetensors file by name; a file that is damaged or of another format has none."""
+    try:
+        return inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+    except LoraError:
+        return {}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `PlaitError`, naming the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -129,7 +129,7 @@ class Engine:
         """
         now_s = self._clock()
         model = self._model_of(request)
-        request = request if request.model else replace(request, model=model.name)
+        request = model.family.terms.settled(request if request.model else replace(request, model=model.name))
         check_request(
             request,
             model.limits,

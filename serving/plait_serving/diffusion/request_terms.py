@@ -4,9 +4,9 @@ ingress."""
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from plait_serving.diffusion.values import Scheduler
+from plait_serving.diffusion.values import ImageRequest, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +25,8 @@ class RequestTerms:
 
     `takes`: of the fields that only some models have a use for (`RequestField.only_some`), those that mean something to
     this one, by the engine's names. `steps` and `guidance_scale`: of requests that give none. `edits`: it can start
-    from an image. `reads_images`: that of an edit without a mask is a reference, which it reads instead.
+    from an image. `rounds_up`: its edits do (`Edit`). `reads_images`: that of an edit without a mask is a reference,
+    which it reads instead.
     """
 
     samplers: SamplerChoice = field(default_factory=SamplerChoice)
@@ -33,7 +34,15 @@ class RequestTerms:
     steps: int = 20
     guidance_scale: float = 7.5
     edits: bool = True
+    rounds_up: bool = False
     reads_images: bool = False
+
+    def settled(self, request: ImageRequest) -> ImageRequest:
+        """Return a request whose edit runs as many steps as with this model."""
+        edit = request.edit
+        if edit is None or edit.rounds_up is self.rounds_up:
+            return request
+        return replace(request, edit=replace(edit, rounds_up=self.rounds_up))
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,7 +123,8 @@ class Edit:
 
     `mask`: pixels from 128 on are made anew, the others stay; None: all are. `strength`: the share of the steps that
     run, above 0 and at most 1. `overlay`: put the image's own pixels back where the mask is 0, and mix where it is
-    neither 0 nor 255: decoded latents are only nearly the image.
+    neither 0 nor 255: decoded latents are only nearly the image. `rounds_up`: a step of which `strength` covers a part
+    runs, as in diffusers' pipelines for transformers (`RequestTerms`); those for UNets leave it out.
     """
 
     image: RgbImage
@@ -140,9 +141,12 @@ class Edit:
         bool, RequestField(type=bool, about="put the image's own pixels back outside of the mask; unset: true")
     ] = True
 
+    rounds_up: bool = False
+
     def steps_of(self, steps: int) -> int:
-        """Return how many of a schedule's steps run, the last ones (diffusers' rule)."""
-        return min(int(steps * self.strength), steps)
+        """Return how many of a schedule's steps run, the last ones."""
+        share = min(steps * self.strength, steps)
+        return steps - int(steps - share) if self.rounds_up else int(share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +226,7 @@ class ImageRequest:
     true_cfg_scale: Annotated[
         float,
         RequestField(
-            type=between(1.0, MAX_SCALE),
+            type=between(1.0, 20.0),
             about="FLUX.1: guidance by a negative_prompt, for which the model runs twice a step; 1: none",
             infotext="True CFG scale",
             only_some=True,

@@ -40,7 +40,7 @@ _KEPT_BYTES = 256 << 20
 _V = TypeVar("_V")
 
 
-class _Kept(Generic[_V]):
+class Kept(Generic[_V]):
     """The latest values by key: so many at most, and so many bytes of all but the newest."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
@@ -63,15 +63,24 @@ class _Kept(Generic[_V]):
 class FactorStore:
     """Builds the factors of a batch and remembers the latest ones. Compute thread only."""
 
-    def __init__(self, component: str, *programs: Sequence[AdaptedLayer], kept_bytes: int = _KEPT_BYTES) -> None:
-        """Take each program's adapted layers, all of one component; their paths are those of `ModuleRef`s as text."""
+    def __init__(
+        self,
+        component: str,
+        *programs: Sequence[AdaptedLayer],
+        kept_bytes: int = _KEPT_BYTES,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Take each program's adapted layers, all of one component; their paths are those of `ModuleRef`s as text.
+        `dtype` and `device`: of the factors."""
+        self._dtype, self._device = dtype, device
         self._component = component
         self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
         self._layers = {layer.path: layer for layers in programs for layer in layers}
-        self._taken: _Kept[bool] = _Kept(_KEPT_FILES, kept_bytes)
+        self._taken: Kept[bool] = Kept(_KEPT_FILES, kept_bytes)
         self._widest: Ranks = {}
-        self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES, kept_bytes)
-        self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS, kept_bytes)
+        self._batches: Kept[PerProgram] = Kept(_KEPT_BATCHES, kept_bytes)
+        self._sets: Kept[Pairs] = Kept(_KEPT_SETS, kept_bytes)
 
     def takes(self, weights: LoadedLora) -> bool:
         """Return whether every layer of the component that a file changes is adapted, by factors that can be inputs."""
@@ -101,7 +110,7 @@ class FactorStore:
         by_path = {path: _stacked([pairs[key][path] for key in rows_of]) for path in ranks}
         parts = ({path: pair for path, pair in by_path.items() if path in own} for own in self._programs)
         factors = tuple(RowFactors(rows=layout.size, by_path=part) if part else None for part in parts)
-        return factors, 4 * len(rows_of) * self._numbers(ranks)
+        return factors, self._dtype.itemsize * len(rows_of) * self._numbers(ranks)
 
     def _wide(self, ranks: Ranks) -> Ranks:
         """Return ranks that hold these and those of earlier mixed batches, so that few shapes occur; just these where
@@ -119,8 +128,8 @@ class FactorStore:
 
         def make() -> tuple[Pairs, int]:
             terms = self._by_path(one)
-            pairs = {path: _pair(self._layers[path], terms.get(path, ()), rank) for path, rank in ranks.items()}
-            return pairs, 4 * self._numbers(ranks)
+            pairs = {path: self._pair(path, terms.get(path, ()), rank) for path, rank in ranks.items()}
+            return pairs, self._dtype.itemsize * self._numbers(ranks)
 
         return self._sets.get((_key(one), tuple(ranks.items())), make)
 
@@ -134,6 +143,10 @@ class FactorStore:
                     assert not isinstance(factor, DecomposedFactor)
                     terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
         return terms
+
+    def _pair(self, path: str, terms: Sequence[tuple[PlainFactor, float]], rank: int) -> Factors:
+        first, second = _pair(self._layers[path], terms, rank)
+        return first.to(self._device, self._dtype), second.to(self._device, self._dtype)
 
     def _ranks(self, one: LoadedSet) -> Ranks:
         return {path: sum(_rank(factor) for factor, _ in terms) for path, terms in self._by_path(one).items()}

@@ -21,8 +21,9 @@ from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef, live_parameter
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.sources.parts import copy_parts
 from plait_serving.diffusion.sources.resolve import resolve_source
-from plait_serving.diffusion.sources.staging import copy_parts, new_folder, require_new_folder
+from plait_serving.diffusion.sources.staging import new_folder, require_new_folder
 from plait_serving.diffusion.values import LoraRef
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 

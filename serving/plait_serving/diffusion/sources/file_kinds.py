@@ -4,13 +4,11 @@ library."""
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.published.architectures import FamilyName
 
 SUFFIX = ".safetensors"
 PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
@@ -18,17 +16,9 @@ SINGLE_CONTROLNET = (
     "a single file; ControlNets are read from diffusers folders: "
     "ControlNetModel.from_single_file(FILE).save_pretrained(FOLDER) of diffusers makes one"
 )
-HEADER_MAX_BYTES = 100 * 2**20
-"""The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no model's."""
+DENOISER = "model.diffusion_model."
+"""What the keys of the model that steps begin with in whole checkpoints in one file, whatever its family."""
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
-
-UNET, VAE = "model.diffusion_model.", "first_stage_model."
-_TEXTS: Mapping[str, FamilyName] = {
-    "conditioner.embedders.1.": FamilyName.SDXL,
-    "cond_stage_model.model.": FamilyName.SD21,
-    "cond_stage_model.transformer.": FamilyName.SD15,
-}
-"""What the keys of the text encoder that only one family has begin with."""
 
 
 def is_pickle(name: str) -> bool:
@@ -64,27 +54,3 @@ def no_single_file(folder: Path) -> Path:
 def is_controlnet(keys: Iterable[str]) -> bool:
     """Return whether tensors of these names are a ControlNet's, in the original layout or in that of diffusers."""
     return any("input_hint_block." in key or key.startswith("controlnet_") for key in keys)
-
-
-def family_of_keys(keys: Iterable[str]) -> FamilyName | None:
-    """Return the family of a whole checkpoint by the names of its tensors; None if it is none that plait reads."""
-    names = list(keys)
-
-    def has(prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in names)
-
-    if not (has(UNET) and has(VAE)):
-        return None
-    return next((family for prefix, family in _TEXTS.items() if has(prefix)), None)
-
-
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """Return the names, shapes and types of a safetensors file's tensors; a file of another format has no tensors."""
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            raw = file.read(length) if length <= HEADER_MAX_BYTES else b""
-        header = json.loads(raw)
-    except (OSError, ValueError, struct.error, RecursionError):
-        return {}
-    return header if isinstance(header, dict) else {}

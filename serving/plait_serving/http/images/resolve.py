@@ -350,6 +350,7 @@ class Upload:
             mask=None if mask is None else resize(mask, width=width, height=height),
             strength=float(strength),
             overlay=self.body.overlay is not False,
+            rounds_up=terms.rounds_up,
         )
         check_edit(edit, request.steps)
         return replace(request, edit=edit)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fakes.engine import ALL_TERMS
+from fakes.terms import ALL_TERMS
 from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.edits import EditSource, overlaid, to_pixels
 from plait_serving.diffusion.errors import RequestError

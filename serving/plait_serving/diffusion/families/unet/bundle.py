@@ -7,7 +7,7 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,8 +29,6 @@ from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, sch
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, read_json
-from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)
@@ -123,25 +121,21 @@ class Bundle:
 
 
 def load_bundle(
-    source: str | Path,
+    folder: Path,
     *,
-    revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     safety_checker: bool = True,
     mapped: Collection[str] = (),
     outline: bool = False,
     tokenizers: tuple[Any, ...] = (),
-    fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
-    """Load a folder, a checkpoint in one file, or a hub repository at a commit (`revision`: 40 hex digits). Raises
-    `ModelError`.
+    """Load a diffusers folder. Raises `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
     which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). `outline`
     loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
     """
-    folder = resolve_source(source, revision, fetch=fetch)
     index, unet_config, vae_config = _configs(folder)
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
@@ -210,20 +204,17 @@ def _outlines(kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, t
 
 
 def load_controlnet(
-    source: str | Path,
+    folder: Path,
     *,
     base: Mapping[str, Any] | None = None,
     vae_factor: int | None = None,
-    revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-    fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> nn.Module:
     """Load a ControlNet folder and check it against `base` (a UNet's configuration) and `vae_factor` if given.
 
     Raises `ModelError`.
     """
-    folder = resolve_source(source, revision, fetch=fetch)
     check_controlnet(folder, base=base, vae_factor=vae_factor)
     files, target = find_weights(folder), torch.device(device)
     check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)

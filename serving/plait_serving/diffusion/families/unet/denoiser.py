@@ -12,15 +12,14 @@ import torch
 
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors import PreparedProgram
-from plait_kernels.lora_merge import is_finite
 from plait_kernels.threads import one_thread
-from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
+from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.rows import (
     BatchLayout,
     guidance_embedding,
-    guide,
+    guided_outputs,
     stack_conditionings,
     stack_samples,
     stack_timesteps,
@@ -210,7 +209,13 @@ class UNetDenoiser:
         else:
             errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
         with self._threads(compiled):
-            return split_output(decode(), calls, layout, errors)
+            return guided_outputs(
+                decode(),
+                layout,
+                [call.request.guidance_scale for call in calls],
+                rescales=[call.request.guidance_rescale for call in calls],
+                errors=errors,
+            )
 
     def _encode(
         self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, compiled: CompiledHalves | None
@@ -313,22 +318,3 @@ def _apply_all(
 
 def _unfit() -> ModelError:
     return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
-
-
-def split_output(
-    output: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout, errors: Sequence[EngineError | None]
-) -> list[torch.Tensor | EngineError]:
-    """Return guided outputs per request; a request with an error or a non-finite row gets its error instead."""
-    # Nearly always all are; looking at that first takes a third of the time (`plait bench kernels`, guided-update).
-    finite = [True] * len(output) if is_finite(output) else output.isfinite().flatten(1).all(dim=1).tolist()
-    results: list[torch.Tensor | EngineError] = []
-    for k, call in enumerate(calls):
-        error = errors[k]
-        if error is not None:
-            results.append(error)
-        elif not all(all(finite[rows]) for rows in layout.rows(k)):
-            results.append(NumericalError("the model's output is NaN or infinite"))
-        else:
-            said = call.request
-            results.append(guide(output, layout, k, scale=said.guidance_scale, rescale=said.guidance_rescale))
-    return results

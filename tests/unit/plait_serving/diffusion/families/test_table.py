@@ -19,7 +19,7 @@ def folder_of(tmp_path: Path, pipeline: str | None) -> Path:
 @pytest.mark.parametrize(
     ("pipeline", "reason"),
     [
-        ("KandinskyPipeline", "KandinskyPipeline is not supported; StableDiffusion"),
+        ("KandinskyPipeline", "KandinskyPipeline is not supported; StableDiffusion3"),
         ("FluxFillPipeline", "FluxFillPipeline is not supported: FLUX.1 Fill"),
         ("FluxControlPipeline", "Canny and Depth"),
         ("FluxControlNetPipeline", "a ControlNet of FLUX.1"),
