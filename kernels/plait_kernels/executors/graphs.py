@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeAlias
@@ -111,22 +111,21 @@ class StaticBuffers:
         if short:
             outgrown = [name for name in short if name in self._flat]
             self.memory.make_room(self, sum(short.values()) - sum(self._flat[name].nbytes for name in outgrown))
-            self.drop_graphs()
+            self._drop_graphs(outgrown)
             for name in outgrown:
                 del self._flat[name]
             for name, nbytes in short.items():
                 self._flat[name] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return tuple(spec.view(self._flat[name]) for name, spec in zip(names, specs, strict=True))
 
-    def drop_graphs(self) -> None:
-        """Give up the graphs; their shapes are captured again when they recur."""
-        for program in self.programs:
-            program.drop_graphs()
-
     def clear(self) -> None:
-        """Give up everything."""
-        self.drop_graphs()
+        """Give up everything; shapes are captured again when they recur."""
+        self._drop_graphs(self._flat)
         self._flat.clear()
+
+    def _drop_graphs(self, names: Collection[str]) -> None:
+        for program in self.programs:
+            program.drop_graphs(names)
 
 
 class GraphMemory:
@@ -139,6 +138,7 @@ class GraphMemory:
         self.turns = count(1)
         self._budget_bytes = budget_bytes
         self._models: WeakSet[StaticBuffers] = WeakSet()
+        _ALL.add(self)
 
     def buffers(self) -> StaticBuffers:
         """Return the buffers of one more model."""
@@ -179,6 +179,7 @@ class GraphMemory:
         return (program for model in list(self._models) for program in list(model.programs))
 
 
+_ALL: WeakSet[GraphMemory] = WeakSet()
 _ON: dict[torch.device, GraphMemory] = {}
 
 
@@ -194,7 +195,7 @@ def graph_memory(device: torch.device) -> GraphMemory:
 
 def capture_waiting() -> bool:
     """Use a moment without work: capture a shape that has recurred; return whether there was one."""
-    return any(memory.capture_waiting() for memory in _ON.values())
+    return any(memory.capture_waiting() for memory in list(_ALL))
 
 
 def give_back(device: torch.device, *, graphs: bool) -> None:
@@ -219,6 +220,7 @@ def padded(rows: int) -> int:
 @dataclass(slots=True, eq=False)
 class _Graph:
     recording: Recording
+    names: frozenset[str]
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
 
@@ -249,8 +251,8 @@ class GraphProgram:
         buffers: StaticBuffers,
         *,
         name: str,
-        inputs: Slots = lambda many: [f"in.{i}" for i in range(many)],
-        outputs: Slots = lambda many: [f"out.{i}" for i in range(many)],
+        inputs: Slots = lambda many: [*map("in.{}".format, range(many))],
+        outputs: Slots = lambda many: [*map("out.{}".format, range(many))],
         pads: bool = False,
         patience: int = 1,
         kept: int = _KEPT,
@@ -313,10 +315,11 @@ class GraphProgram:
         """Drop all graphs: the parameters have moved."""
         self._shapes.clear()
 
-    def drop_graphs(self) -> None:
-        """Drop all graphs; their shapes have recurred already."""
+    def drop_graphs(self, names: Collection[str]) -> None:
+        """Drop the graphs that use one of these buffers."""
         for shape in self._shapes.values():
-            shape.graph = None
+            if shape.graph is not None and not shape.graph.names.isdisjoint(names):
+                shape.graph = None
 
     def capture_waiting(self) -> bool:
         """Capture a shape that has recurred, the latest first; return whether there was one."""
@@ -350,19 +353,20 @@ class GraphProgram:
 
     def _recorded(self, specs: tuple[_Spec, ...]) -> _Graph:
         """Capture a shape. What its buffers hold meanwhile does not matter."""
-        inputs = self._buffers.views(self._inputs(len(specs)), specs, self._device)
+        names = self._inputs(len(specs))
+        inputs = self._buffers.views(names, specs, self._device)
         for value in inputs:
             if not value.is_floating_point():  # of an index: it must not lead out of a table
                 value.zero_()
         found = [_Spec.of(output) for output in self._module(*inputs)]
-        outputs = self._buffers.views(self._outputs(len(found)), found, self._device)
-        inputs = self._buffers.views(self._inputs(len(specs)), specs, self._device)  # they may have moved
+        made = self._outputs(len(found))
+        outputs = self._buffers.views(made, found, self._device)
 
         def call() -> None:
             for own, value in zip(outputs, self._module(*inputs), strict=True):
                 own.copy_(value)
 
-        return _Graph(self._buffers.memory.capture(call), inputs, outputs)
+        return _Graph(self._buffers.memory.capture(call), frozenset((*names, *made)), inputs, outputs)
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:

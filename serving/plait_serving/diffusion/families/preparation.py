@@ -38,6 +38,9 @@ held, of which 2.2 GB were mapped files."""
 
 _LEFT_FREE_BYTES = 1 << 30
 """What copies of programs leave to everything else."""
+GRAPH_PATIENCE = 32
+"""Steps that a new shape makes without a graph, if there is never a moment without work: capturing takes as long as a
+dozen, and is worth a tenth of each."""
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 

@@ -11,13 +11,11 @@ from torch import nn
 from plait_kernels.executors import Computation, PreparedProgram, RowFactors
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram
 from plait_kernels.executors.torch_program import TorchProgram
+from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE
 from plait_serving.diffusion.families.unet.computations import DecoderHalf, EncoderHalf
 from plait_serving.diffusion.families.unet.halves import EncoderOutput
 
 _ENCODED = ("sample", "embedding", "text")
-_PATIENCE = 32
-"""Steps that a new shape makes without a graph, if there is never a moment without work: capturing takes as long as a
-dozen, and is worth a tenth of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -69,7 +67,7 @@ def graphed_halves(unet: Any, memory: GraphMemory) -> CompiledHalves:
         inputs=lambda _: _ENCODED,
         outputs=_between,
         pads=True,
-        patience=_PATIENCE,
+        patience=GRAPH_PATIENCE,
     )
     decoder = GraphProgram(
         DecoderHalf(unet).eval(),
@@ -77,7 +75,7 @@ def graphed_halves(unet: Any, memory: GraphMemory) -> CompiledHalves:
         name="the UNet's second half",
         inputs=lambda many: ("mid", *_ENCODED[1:], *_between(many - 2)[:-1]),
         pads=True,
-        patience=_PATIENCE,
+        patience=GRAPH_PATIENCE,
     )
     return CompiledHalves(encoder=encoder, decoder=decoder, live=True)
 

@@ -24,7 +24,7 @@ from plait_kernels.executors import Computation, PreparedProgram
 from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
 from plait_serving.diffusion.controlnet.rows import Constants, ControlRows, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
-from plait_serving.diffusion.families.preparation import Preparer, behind
+from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.unet.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
@@ -87,7 +87,7 @@ class ControlNetModelRunner:
     def graphed(self, memory: GraphMemory) -> GraphProgram:
         """Return a program of graphs over the model's own weights."""
         return GraphProgram(
-            ControlNetTrunk(self._headless).eval(), memory.buffers(), name="a ControlNet", pads=True, patience=_PATIENCE
+            ControlNetTrunk(self._headless).eval(), memory.buffers(), name="a ControlNet", pads=True, patience=GRAPH_PATIENCE
         )
 
     def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:
