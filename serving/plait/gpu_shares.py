@@ -44,8 +44,9 @@ _PROCESS_BYTES = 600_000_000
 """CUDA's context and its libraries, of each process."""
 _UNKNOWN_BYTES = 7_000_000_000
 """The weights of a base model that is not on this machine: those of SDXL."""
-_DENSE_BYTES = 500_000_000
-"""Those of a ranking model's dense half, at most; its tables stay with the CPU."""
+_DENSE, _DENSE_BYTES = "constants.safetensors", 500_000_000
+"""Where the weights of a ranking model's dense half are, and what they are taken for if they are elsewhere; its tables
+stay with the CPU."""
 _ADVICE = "; set num_gpus: 0 for what a CPU can do, run fewer replicas, or give each its part by num_gpus"
 _GIGABYTES = {
     "P4": 8, "K80": 12, "P100": 16, "T4": 16, "V100": 32, "A10G": 24, "L4": 24, "L40S": 48, "A100": 80, "H20": 141,
@@ -143,7 +144,8 @@ def _wishes(config: ServedConfig) -> Iterator[_Wish]:
     for name, model in config.ranking_models.items():
         for role, part in model.parts.items():
             if isinstance(part, HnSection):
-                yield _wish(worker_name(name, role), part, _DENSE_BYTES, None)
+                dense = _half_bytes(model.folder / _DENSE, unknown=_DENSE_BYTES)
+                yield _wish(worker_name(name, role), part, dense, None)
 
 
 def _wish(name: str, section: Any, weights_bytes: int, unset: float | None) -> _Wish:
@@ -151,7 +153,7 @@ def _wish(name: str, section: Any, weights_bytes: int, unset: float | None) -> _
     return _Wish(name=name, replicas=section.max_replicas, given=given, weights_bytes=weights_bytes)
 
 
-def _half_bytes(model: Path) -> int:
+def _half_bytes(model: Path, *, unknown: int = _UNKNOWN_BYTES) -> int:
     """Return a model's weights in two bytes each, as far as its files say; files of another precision are the same
     weights."""
     weights: dict[tuple[Path, str], int] = {}
@@ -159,7 +161,7 @@ def _half_bytes(model: Path) -> int:
         with suppress(LoraError):  # said where it is loaded
             found = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
             weights |= {(path.parent, name): math.prod(info.shape) for name, info in found.items()}
-    return 2 * sum(weights.values()) or _UNKNOWN_BYTES
+    return 2 * sum(weights.values()) or unknown
 
 
 def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:

@@ -1,0 +1,147 @@
+"""A ControlNet beside the UNet's first half: after it, on a second stream, and in a second process on the same GPU.
+
+Run as a program, the module is that process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from plait_bench.gpu.denoisers import GuidedInputs, GuidedUNet, drawn_module
+from plait_bench.gpu.rows import GpuRun
+from plait_fabric import connect, listen
+from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
+from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_kernels.executors.graphs import GraphMemory
+from plait_serving.diffusion.controlnet.local import LocalControlNetClient
+from plait_serving.diffusion.controlnet.placement import time_step_s
+from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.controlnet.service import ControlNetService
+from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
+from plait_serving.diffusion.protocols import Conditioning, ControlCall, ControlNetClient
+from plait_serving.diffusion.published.architectures import FamilyName
+
+_NAME = "drawn"
+
+
+def _runner(run: GpuRun, memory: GraphMemory) -> ControlNetModelRunner:
+    family = FamilyName.SDXL_CONTROLNET
+    runner = ControlNetModelRunner(drawn_module(run, family, ""), dtype=run.dtype)
+    runner.adopt(runner.graphed(memory), live=True)
+    return runner
+
+
+@torch.inference_mode()
+def controlnet(run: GpuRun) -> None:
+    """Measure a guided image's step until its second half could start, at each place."""
+    one = GuidedUNet.made(run, FamilyName.SDXL)
+    given = GuidedInputs.drawn(run, one.unet.config, 1)
+    one.warm(run, given)
+    beside = run.memory if not run.on_gpu else GraphMemory(CudaCapture(run.device), budget_bytes=16 << 30)
+    here = LocalControlNetClient(_NAME, _runner(run, beside))
+
+    def first_half() -> None:
+        one.first_half(given)
+
+    conditioning = Conditioning(text=given.text, added=given.added, n=1)
+    side = given.sample.shape[-1] * 8
+    image = np.zeros((side, side, 3), np.uint8)
+
+    def step_ms(client: ControlNetClient) -> float:
+        session = client.open(image=image, conditioning=conditioning, width=side, height=side)
+        timestep = torch.tensor(501, device=run.device)
+        call = ControlCall(session=session, sample=given.sample, timestep=timestep, scale=1.0, exact=False)
+        try:
+            return 1e3 * time_step_s(client, call, encoder=first_half)
+        finally:
+            client.close(session)
+
+    def capture() -> None:
+        while run.memory.capture_waiting() or beside.capture_waiting():
+            pass
+
+    for _ in range(2):
+        step_ms(here)
+    capture()
+    run.timed("controlnet", "alone", {"first half": first_half})
+    run.timed("controlnet", "on one stream", {"plait": lambda: step_ms(here)})
+    if run.on_gpu:
+        _second_stream(run, first_half, lambda: step_ms(here))
+    with _second_process(run) as there:
+        for _ in range(2):
+            step_ms(there)
+        time.sleep(0 if run.tiny else 5)  # it captures its graphs when it has nothing to do
+        run.timed("controlnet", "in a second process", {"plait": lambda: step_ms(there)})
+
+
+def _second_stream(run: GpuRun, first_half: object, step: object) -> None:
+    """Both at once, each with graphs of its own pool."""
+    assert callable(first_half)
+    assert callable(step)
+    stream = torch.cuda.Stream(run.device)  # type: ignore[no-untyped-call]
+
+    def both() -> None:
+        stream.wait_stream(torch.cuda.current_stream(run.device))
+        with torch.cuda.stream(stream):
+            step()
+        torch.cuda.current_stream(run.device).wait_stream(stream)
+
+    run.timed("controlnet", "on a second stream", {"plait": both})
+
+
+@contextmanager
+def _second_process(run: GpuRun) -> Iterator[RemoteControlNetClient]:
+    secret = secrets.token_bytes(32)
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"shm://{folder}/net"
+        command = [sys.executable, "-m", "plait_bench.gpu.controlnets", address, folder, str(int(run.tiny))]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(secret.hex() + "\n")
+            process.stdin.flush()
+            replica = Replica(
+                name=_NAME, host="here", addresses=(process.stdout.readline().strip(),), secret=secret, channels=0
+            )
+
+            def link(left_out: frozenset[str]) -> ReplicaLink:
+                return connect_to_one(
+                    [replica], left_out, host="here", dial=lambda at, key: connect(at, secret=key, timeout_s=30)
+                )
+
+            client = RemoteControlNetClient(_NAME, link)
+            try:
+                yield client
+            finally:
+                client.shutdown()
+                process.stdin.close()
+                process.wait()
+
+
+def main() -> None:
+    """Serve the ControlNet until standard input ends."""
+    address, folder, tiny = sys.argv[1:]
+    run = GpuRun(Path(folder) / "process", ends_s=0.0, tiny=tiny == "1")
+    listener = listen(address, secret=bytes.fromhex(sys.stdin.readline().strip()))
+    service = ControlNetService(_NAME, _runner(run, run.memory), [listener])
+    print(service.addresses[0], flush=True)
+    sys.stdin.read()
+    service.stop()
+
+
+if __name__ == "__main__":
+    main()
