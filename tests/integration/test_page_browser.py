@@ -16,6 +16,7 @@ import pytest
 from fakes.images import FAKE_CATALOG, FakeImageService
 from fakes.ranking import fake_rankers
 from plait_serving.diffusion.errors import Overloaded
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
@@ -437,6 +438,24 @@ def test_another_sampler_of_the_catalog_is_offered(window):
         assert page.run(VALUE, "#steps") == "9"
         assert page.run("return document.querySelector('#loras-part').hidden")
         assert page.run("return document.querySelector('#tab-rank').hidden")
+
+
+def test_what_a_model_has_no_use_for_is_not_in_the_form(window):
+    """No guidance and no negative prompt; an image that it reads has neither strength nor mask."""
+    terms = RequestTerms(guidance_scale=0.0, edits=False, reads_images=True)
+    model = replace(FAKE_CATALOG.model, terms=terms, default_guidance_scale=0.0)
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,))), ranking=False) as desk:
+        page, shown = desk.ready(), "return document.querySelector(args[0]).checkVisibility()"
+        assert [page.run(shown, part) for part in ("#guidance", "#more", "#source-part")] == [False, False, True]
+        desk.make("red apple")
+        assert "CFG" not in page.text("#details .facts")
+        page.click("[title^='Start an edit']")
+        page.wait("return document.querySelector('.source img') !== null")
+        assert not page.run(shown, "#strength")
+        assert not page.run(shown, "[title='Paint a mask']")
+        made = desk.make("frog face", 2)
+        assert (made.edit, made.reference.shape) == (None, (16, 16, 3))
+        assert not page.complaints()
 
 
 def test_a_page_of_another_port_changes_nothing(window):
