@@ -21,12 +21,14 @@ from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, models, operations
+from plait_serving.http.a1111 import routes as a1111
+from plait_serving.http.a1111.desk import Desk
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
-from plait_serving.http.edge.repeating import PACED_PATHS
+from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
 from plait_serving.http.images import control_map, results
@@ -35,7 +37,7 @@ from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
 from plait_serving.replica_metrics import ReplicaMetrics
-from plait_serving.spelling import choice_hint, fields_at, hint
+from plait_serving.spelling import choice_hint, fields_at, hint, plain
 
 if TYPE_CHECKING:
     from plait_serving.ranking.local import LocalRankingService  # which needs torch
@@ -87,10 +89,13 @@ def create_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None,
     nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None,
+    desk: Desk | None = None,
 ) -> FastAPI:
     """Return the application, with only the routes of what is given, and any additional `routers`. FastAPI's own
     documentation pages are off: they load scripts from a CDN; `page` has one that does not."""
-    context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes)
+    context = RouteContext(
+        images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes, desk=desk or Desk()
+    )
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
@@ -146,9 +151,12 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
         for router in (v2.router, recommend.router):
             app.include_router(router)
     if context.images is not None:
-        context.metrics.expect(PACED_PATHS)
+        context.metrics.expect(IMAGE_PATHS)
         for router in (images.router, control_map.router, results.router, models.image_router):
             app.include_router(router)
+        if context.settings.a1111_api:
+            for router in (a1111.making, a1111.router):
+                app.include_router(router)
     for router in (models.router, operations.router, page.router):
         app.include_router(router)
 
@@ -167,10 +175,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, BodyRefused):
         return wire_error(error.error).response(request.url.path)
     where = f"{request.method} {request.url.path}"
+    routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
+    taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
     message, code = {
         400: ("the body could not be read as JSON", "invalid_json"),
-        404: (f"there is no route {where}", "unknown_route"),
-        405: (f"{where} is not allowed", "method_not_allowed"),
+        404: (f"there is no route {where}{hint(request.url.path, routes)}", "unknown_route"),
+        405: (f"{where} is not allowed{taken}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "http_error"))
     api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
     return wire_error(api_error).response(request.url.path)
@@ -218,7 +228,7 @@ def validation_error(errors: Sequence[Any], *, body: type[BaseModel] = Generatio
             400, f"{param[:200]}: unknown field{_hint(path, body)}{more}", code="unknown_field", param=param
         )
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
-    message = _own_words(path, first) or f"{first['msg']}{choice_hint(first)}"
+    message = _own_words(path, first) or f"{plain(first['msg'])}{choice_hint(first)}".replace("a mapping", "an object")
     return ApiError(400, f"{param[:200]}: {message}{more}", code=code, param=param)
 
 

@@ -61,7 +61,7 @@ def test_a_tiny_model_has_the_published_parts(tmp_path, capsys):
     [
         (["sd99", "--out", "x"], 2, "'sd99' is not one of 'sd15', 'sd21'"),
         (["sd15", "--out", "x", "--dtype", "int8"], 2, "'int8' is not one of 'float16'"),
-        (["sd15", "--out", "x.safetensors", "--lora", "peft", "--rank", "0"], 2, "greater than or equal to 1"),
+        (["sd15", "--out", "x.safetensors", "--lora", "peft", "--rank", "0"], 2, "must be at least 1"),
         (["sd15", "--out", "x", "--rank", "4"], 2, "--rank: is for --lora only"),
         (["sd15", "--out", "x", "--lora", "kohya"], 2, "--out: x is no .safetensors file"),
         (["sd15-controlnet", "--out", "x.safetensors", "--lora", "kohya"], 2, "not for a ControlNet"),

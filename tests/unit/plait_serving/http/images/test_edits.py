@@ -15,7 +15,8 @@ from plait_serving.diffusion.values import LoraRef
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
-from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import b64, make_client, pixels, png
 
 URL = "/v1/images/edits"
@@ -184,7 +185,7 @@ def bmp():
     ("fields", "param", "message"),
     [
         ({"strength": 0}, "strength", "greater than 0"),
-        ({"strength": 1.1}, "strength", "less than or equal to 1"),
+        ({"strength": 1.1}, "strength", "must be at most 1"),
         ({"strength": 0.2}, "strength", "0.2 of 4 steps is not a whole step"),
         ({"image": None}, "image", "a file, or in JSON its base64"),
         ({"image": ""}, "image", "a file"),

@@ -15,8 +15,9 @@ from plait_serving.diffusion.request_terms import SamplerChoice
 from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.images.resolve import chosen_model, resolve
 from plait_serving.http.images.schemas import GenerationBody
-from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.service import AliasCard, LoraCard
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import make_client
 from support.names import NO_NAMES, ODD_NAMES
 
