@@ -96,6 +96,9 @@ class ServerSection(Section):
         tuple[Annotated[str, AfterValidator(_origin)], ...],
         Field(description="whose pages may send changes, as https://site.example, beside the server's own"),
     ] = ()
+    a1111_api: Annotated[
+        bool, Field(description="whether clients of A1111's API (stable-diffusion-webui) are answered below /sdapi/v1")
+    ] = False
     api_keys: tuple[ApiKeySection, ...] = ()
     tenants: dict[TenantName, TenantSection] = Field(
         default_factory=dict, description="shares and limits by tenant; without keys there is one, 'default'"

@@ -15,13 +15,15 @@ from plait.errors import PlaitError
 from plait.offline.inventory import tensors_of
 from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families import family_row
 from plait_serving.diffusion.knobs import Exact
-from plait_serving.diffusion.sources.file_kinds import UNET
+from plait_serving.diffusion.sources.file_kinds import DENOISER
 from plait_serving.images.config import BaseSource, ImagesSection
 
 _PAYS_FROM_BYTES = 250_000_000
-"""The UNet's files from which on bfloat16 is taken: Stable Diffusion 1.5's have 1.7 GB, and `plait bench images` has
-recorded 0.114 images/s there and 0.080 in float32 (`sd15-bf16-single`, `sd15-single`). The starter's have 12 MB."""
+"""Of the model that steps, from which on bfloat16 is taken: Stable Diffusion 1.5's UNet has 1.7 GB, and `plait bench
+images` has recorded 0.114 images/s there and 0.080 in float32 (`sd15-bf16-single`, `sd15-single`). The starter's has
+12 MB."""
 _GPUS = ("nvidia[0-9]*", "kfd", "dxg")
 """Device files of GPUs: NVIDIA's, AMD's, those of Windows' subsystem."""
 
@@ -44,7 +46,7 @@ def with_dtype(
     if images.dtype != "auto":
         return images
     # Whoever asks for diffusers' very bits means those of its own default.
-    gains = images.knobs.exact is not Exact.ALWAYS and native() and _unet_bytes(images) >= _PAYS_FROM_BYTES
+    gains = images.knobs.exact is not Exact.ALWAYS and native() and _largest_bytes(images) >= _PAYS_FROM_BYTES
     return images.model_copy(update={"dtype": "bfloat16" if gains else "float32"})
 
 
@@ -54,15 +56,16 @@ def _on_cpu(images: ImagesSection, devices: Path) -> bool:
     return images.num_gpus == 0 and not any(found for pattern in _GPUS for found in devices.glob(pattern))
 
 
-def _unet_bytes(images: ImagesSection) -> int:
-    """Return the size of the largest UNet's files; 0 if there are none, which is reported where they are loaded."""
+def _largest_bytes(images: ImagesSection) -> int:
+    """Return the size of the files of the largest model that steps; 0 if there are none, which is reported where they
+    are loaded."""
     return max(map(_bytes_of, images.base_models.values()))
 
 
 def _bytes_of(base: BaseSource) -> int:
     folder = Path(base.folder)
     if base.is_file:
-        return sum(info.end - info.begin for key, info in tensors_of(folder).items() if key.startswith(UNET))
+        return sum(info.end - info.begin for key, info in tensors_of(folder).items() if key.startswith(DENOISER))
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.sources.hub import fetch_from_hub
 
@@ -70,4 +73,8 @@ def _bytes_of(base: BaseSource) -> int:
             folder = fetch_from_hub(base.model, base.revision)
         except ModelError as error:
             raise PlaitError(error.message) from error
-    return sum(path.stat().st_size for path in (folder / "unet").glob("*.safetensors"))
+    try:
+        part = folder / family_row(folder).denoiser
+    except ModelError:
+        return 0
+    return sum(path.stat().st_size for path in part.glob("*.safetensors"))

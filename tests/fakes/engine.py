@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fakes.terms import ALL_TERMS
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.errors import EngineError, LoraError, NumericalError
 from plait_serving.diffusion.models.model import Model
@@ -24,7 +25,8 @@ from plait_serving.diffusion.protocols import (
 )
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
-from plait_serving.diffusion.values import ImageRequest, LoraSet, PromptSize, SamplerChoice, Tenant
+from plait_serving.diffusion.request_terms import RequestSize, RequestTerms, RowKind
+from plait_serving.diffusion.values import ImageRequest, LoraSet, Tenant
 
 
 class EveryBatchPays(StepCosts):
@@ -219,13 +221,28 @@ class FakeEncoding:
             return None
         request = self.request
         self.denoiser.encoded.append((request.prompt, self.denoiser.text_merger.current))
-        shape = (2 if request.uses_cfg else 1, 77 * _chunks(request), 1)
-        text = torch.full(shape, float(_TROUBLE.get(request.prompt, 0)))
-        return Conditioning(text=text, added={}, n=request.n, uses_cfg=request.uses_cfg)
+        size = size_of(request)
+        text = torch.full((size.row.branches, 77 * size.chunks, 1), float(_TROUBLE.get(request.prompt, 0)))
+        return Conditioning(text=text, added={}, n=request.n)
 
 
-def _chunks(request: ImageRequest) -> int:
-    return 1 + len(request.prompt.split()) // 10
+def size_of(request: ImageRequest) -> RequestSize:
+    """Count words, of which ten are a chunk, and two branches with guidance."""
+    words, negative = (len((text or "").split()) for text in (request.prompt, request.negative_prompt))
+    branches, chunks = 2 if request.guidance_scale > 1.0 else 1, 1 + words // 10
+    return RequestSize(
+        prompt_tokens=words,
+        negative_tokens=negative,
+        chunks=chunks,
+        shape=(request.width, request.height, branches),
+        row=RowKind(request.width * request.height, branches),
+    )
+
+
+def key_of(request: ImageRequest, loras: LoraSet = ()) -> GroupKey:
+    """Return the group of a request whose set is merged."""
+    size = size_of(request)
+    return GroupKey(size.shape, size.row, loras)
 
 
 class FakeDenoiser:
@@ -273,19 +290,13 @@ class FakeDenoiser:
         """Return whether all files are in `either_way`."""
         return bool(self.either_way) and self.either_way.issuperset(one.name for one in weights)
 
-    def measure(self, request: ImageRequest) -> PromptSize:
-        """Count words; a chunk is ten of them."""
-        words = len(request.prompt.split())
-        negative = len((request.negative_prompt or "").split())
-        return PromptSize(prompt_tokens=words, negative_tokens=negative, chunks=_chunks(request))
-
     def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> RequestSampler:
         """Return what `samplers` makes."""
         return self.samplers(request, seeds, self.latent_shape(request.width, request.height))
 
     def begin(self, request: ImageRequest) -> FakeEncoding:
         """Encode as `FakeEncoding` does."""
-        return FakeEncoding(self, request, calls_left=_chunks(request))
+        return FakeEncoding(self, request, calls_left=size_of(request).chunks)
 
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Add as the class docstring describes."""
@@ -328,11 +339,11 @@ class FakeFamily:
 
     denoiser: FakeDenoiser
     weights_bytes: int = 1
-    samplers: SamplerChoice = field(default_factory=SamplerChoice)
+    terms: RequestTerms = ALL_TERMS
 
-    def measure(self, request: ImageRequest) -> PromptSize:
-        """Return what the denoiser counts."""
-        return self.denoiser.measure(request)
+    def measure(self, request: ImageRequest) -> RequestSize:
+        """Count as `size_of` does."""
+        return size_of(request)
 
     def load(self) -> FakeDenoiser:
         """Return the denoiser."""

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Mapping
 
 import numpy as np
 
+from fakes.terms import ALL_TERMS
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.values import (
     Event,
@@ -33,6 +34,7 @@ FAKE_CATALOG = Catalog(
             default_width=16,
             default_height=16,
             default_steps=4,
+            terms=ALL_TERMS,
             limits=ImageLimits(
                 size_multiple=8,
                 min_edge_px=8,

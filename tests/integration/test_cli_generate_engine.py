@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from plait.cli.main import main
-from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
+from plait_serving.images.codec import DecodeLimits, decode_image
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import png
 from support.server import write_tiny_models
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.unet.samplers import SPACED as SPACING
 from plait_serving.diffusion.values import (
     ControlRef,
     Edit,
@@ -37,7 +38,7 @@ CONTROL = ControlRef(name="a", image=control_image(1, IMAGE_SIZE), scale=0.8, st
 LORA = LoraRef(name="one", scale=0.9)
 IMG2IMG = Edit(image=control_image(5, IMAGE_SIZE), strength=0.6)
 TWICE = [scheduler for scheduler in Scheduler if scheduler.calls_per_step == 2]
-SPACED = [(scheduler, sigmas) for scheduler in Scheduler if scheduler.takes_sigmas for sigmas in Sigmas]
+SPACED = [(scheduler, sigmas) for scheduler in SPACING for sigmas in Sigmas]
 RANDOM = [
     {"scheduler": Scheduler.DDPM}, {"scheduler": Scheduler.DPMPP_2M_SDE}, {"scheduler": Scheduler.DPMPP_SDE},
     {"scheduler": Scheduler.EULER_A}, {"scheduler": Scheduler.DDIM, "eta": 0.7},

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fakes.engine import fake_samplers
+from fakes.engine import fake_samplers, size_of
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import (
     JOIN_SHARE,
@@ -20,10 +20,11 @@ from plait_serving.diffusion.queue.policy import (
     overtaken_by,
 )
 from plait_serving.diffusion.queue.shares import TenantShares
+from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units, heads
 from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler, Tenant
 
-KEYS = [GroupKey(64, 64, True, (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
+KEYS = [GroupKey((64, 64), RowKind(64 * 64), (LoraRef(name=name),) if name else ()) for name in ("", "a", "b", "c")]
 COSTS = Costs(step_s=lambda key, rows: 0.01 + 0.002 * rows, switch_s=lambda key: 0.03 if key.loras else 0.0)
 
 cost_tables = st.lists(st.floats(0.01, 1.0), min_size=8, max_size=8)
@@ -244,7 +245,8 @@ def _job(order, tenant, edge, n, overtaken, has_begun, deadline_s, largest_batch
         scheduler=Scheduler.DDIM, tenant=Tenant(name=tenant),
     )  # fmt: skip
     spent = SpentSeconds(accepted_at_s=0.0)
-    job = ImageJob(request=asked, sink=lambda event: None, spent=spent, loras=None, deadline_at_s=deadline_s)
+    size = size_of(asked)
+    job = ImageJob(request=asked, size=size, sink=lambda event: None, spent=spent, loras=None, deadline_at_s=deadline_s)
     job.units = cut_into_units(job, largest_batch, itertools.count(10 * order))
     for unit in job.units:
         unit.overtaken = overtaken

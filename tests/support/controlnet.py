@@ -71,9 +71,7 @@ def make_ask(
         extra = {"text_embeds": torch.randn(branches, added, generator=generator), "time_ids": ids}
     return ControlCase(
         image=np.random.default_rng(seed).integers(0, 256, (40, 28, 3), dtype=np.uint8),
-        conditioning=Conditioning(
-            text=torch.randn(branches, 77, width, generator=generator), added=extra, n=n, uses_cfg=cfg
-        ),
+        conditioning=Conditioning(text=torch.randn(branches, 77, width, generator=generator), added=extra, n=n),
         sample=torch.randn(branches * n, 4, LATENT, LATENT, generator=generator),
         timestep=torch.tensor(step),
         scale=scale,

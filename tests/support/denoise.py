@@ -75,10 +75,10 @@ class DenoisingRequest:
         """Its part of the next denoiser call."""
         refs = zip(self.controls, self.request.controlnets, strict=True)
         return StepCall(
+            request=self.request,
             conditioning=self.conditioning,
             sample=self.sampler.scale_input(self.latents, self.step),
             timestep=self.sampler.timesteps[self.step],
-            guidance_scale=self.request.guidance_scale,
             controls=tuple(control for control, ref in refs if ref.acts_in(self.step, self.request.steps)),
         )
 

@@ -48,7 +48,8 @@ class Probe:
         self.decoded.clear()
         self.batches.clear()
         # They wait until the last one's LoRA files are loaded: a full batch ends the waiting.
-        knobs = {"batch_wait_ms": 5000.0 if len(requests) > 1 else 0.0, "largest_batch": sum(one.n for one in requests)}
+        rows = sum(one.n * self.engine.pool.first.family.measure(one).rows for one in requests)
+        knobs = {"batch_wait_ms": 5000.0 if len(requests) > 1 else 0.0, "largest_batch": rows}
         self.engine.reconfigure(self.engine.knobs.model_copy(update=knobs))
         ended: queue.Queue[tuple[str, Finished | Failed]] = queue.Queue()
 

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 IMAGE_SIZE = 32
-_WORDS = ("red", "green", "blue", "apple", "pear", "cat", "dog", "house", "tree", "face", "the", "and", "with", "photo")
+WORDS = ("red", "green", "blue", "apple", "pear", "cat", "dog", "house", "tree", "face", "the", "and", "with", "photo")
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
 
 
@@ -49,7 +49,7 @@ def tiny_tokenizer(folder: Path, *, pad_token: str = "<|endoftext|>") -> CLIPTok
     symbols = list(bytes_to_unicode().values())
     vocabulary = [*symbols, *(f"{symbol}</w>" for symbol in symbols)]
     merges: list[str] = []
-    for word in _WORDS:
+    for word in WORDS:
         left = word[0]
         for i, letter in enumerate(word[1:], start=1):
             right = f"{letter}</w>" if i == len(word) - 1 else letter
@@ -88,7 +88,7 @@ def tiny_sd(
     with seeded(seed):
         UNet2DConditionModel(**config).to(dtype).save_pretrained(folder / "unet")
         _vae(0.18215).to(dtype).save_pretrained(folder / "vae")
-        _text_model(CLIPTextModel, tokenizer).to(dtype).save_pretrained(folder / "text_encoder")
+        text_model(CLIPTextModel, tokenizer).to(dtype).save_pretrained(folder / "text_encoder")
     _scheduler(DDIMScheduler, clip_sample=False, set_alpha_to_one=False).save_pretrained(folder / "scheduler")
     parts = {
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -101,7 +101,7 @@ def tiny_sd(
     }
     if safety_checker:
         parts |= _safety_checker(folder, seed)
-    return _write_index(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
+    return write_index(folder, "StableDiffusionPipeline", parts, requires_safety_checker=safety_checker)
 
 
 def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
@@ -127,8 +127,8 @@ def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
     with seeded(seed):
         UNet2DConditionModel(**config).save_pretrained(folder / "unet")
         _vae(0.13025, force_upcast=True).save_pretrained(folder / "vae")
-        _text_model(CLIPTextModel, tokenizer).save_pretrained(folder / "text_encoder")
-        _text_model(CLIPTextModelWithProjection, tokenizer).save_pretrained(folder / "text_encoder_2")
+        text_model(CLIPTextModel, tokenizer).save_pretrained(folder / "text_encoder")
+        text_model(CLIPTextModelWithProjection, tokenizer).save_pretrained(folder / "text_encoder_2")
     _scheduler(EulerDiscreteScheduler, timestep_spacing="leading").save_pretrained(folder / "scheduler")
     parts = {
         "unet": ["diffusers", "UNet2DConditionModel"],
@@ -139,7 +139,7 @@ def tiny_sdxl(folder: Path, *, seed: int = 0, **unet: object) -> Path:
         "tokenizer": ["transformers", "CLIPTokenizer"],
         "tokenizer_2": ["transformers", "CLIPTokenizer"],
     }
-    return _write_index(folder, "StableDiffusionXLPipeline", parts, force_zeros_for_empty_prompt=True)
+    return write_index(folder, "StableDiffusionXLPipeline", parts, force_zeros_for_empty_prompt=True)
 
 
 def _vae(scaling_factor: float, *, force_upcast: bool = False) -> AutoencoderKL:
@@ -155,7 +155,8 @@ def _vae(scaling_factor: float, *, force_upcast: bool = False) -> AutoencoderKL:
     )
 
 
-def _text_model(kind: type[CLIPTextModel], tokenizer: CLIPTokenizer) -> CLIPTextModel:
+def text_model(kind: type[CLIPTextModel], tokenizer: CLIPTokenizer) -> CLIPTextModel:
+    """A tiny CLIP of that class."""
     config = CLIPTextConfig(
         hidden_size=32,
         intermediate_size=37,
@@ -190,7 +191,8 @@ def _safety_checker(folder: Path, seed: int) -> dict[str, list[str | None]]:
     }
 
 
-def _write_index(folder: Path, pipeline: str, parts: dict[str, list[str | None]], **extra: object) -> Path:
+def write_index(folder: Path, pipeline: str, parts: dict[str, list[str | None]], **extra: object) -> Path:
+    """Writes the file that names a folder's pipeline and parts."""
     import diffusers
 
     index = {"_class_name": pipeline, "_diffusers_version": diffusers.__version__, **extra, **parts}

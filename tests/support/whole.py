@@ -33,7 +33,7 @@ class WholeUNetDenoiser(UNetDenoiser):
 
     def _predict_one(self, call: StepCall) -> torch.Tensor:
         conditioning = call.conditioning
-        sample = torch.cat([call.sample] * 2) if conditioning.uses_cfg else call.sample
+        sample = torch.cat([call.sample] * 2) if conditioning.branches == 2 else call.sample
         text, added = conditioning.expand(conditioning.text), _expand(conditioning)
         down, mid = _local_residuals(call, sample)
         if call.extra is not None:
@@ -48,17 +48,18 @@ class WholeUNetDenoiser(UNetDenoiser):
             mid_block_additional_residual=mid,
             return_dict=False,
         )[0]
-        if not conditioning.uses_cfg:
+        if conditioning.branches == 1:
             return output
         unconditional, conditional = output.chunk(2)
-        guided = unconditional + call.guidance_scale * (conditional - unconditional)
-        return rescaled(guided, conditional, call.guidance_rescale) if call.guidance_rescale else guided
+        scale, rescale = call.request.guidance_scale, call.request.guidance_rescale
+        guided = unconditional + scale * (conditional - unconditional)
+        return rescaled(guided, conditional, rescale) if rescale else guided
 
     def _timestep_cond(self, call: StepCall) -> torch.Tensor | None:
         if not self.bundle.embeds_guidance:
             return None
         width = int(self.bundle.config["time_cond_proj_dim"])
-        scales = [call.guidance_scale] * call.conditioning.n
+        scales = [call.request.guidance_scale] * call.conditioning.n
         return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
 
 

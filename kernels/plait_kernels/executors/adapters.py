@@ -172,9 +172,9 @@ class _AdaptedLinear(_AdaptedLayer):
         if self._adds_nothing():
             return plain
         first, second = self._factors()
-        rows = x.unsqueeze(1) if x.ndim == 2 else x
         if not _is_tracing():
-            return _plus_product(plain.view(*rows.shape[:2], -1), rows @ _row(first), second).view_as(plain)
+            return plus_factors(plain, x, first, second)
+        rows = x.unsqueeze(1) if x.ndim == 2 else x
         added = rows @ first @ second
         return plain + (added.squeeze(1) if x.ndim == 2 else added)
 
@@ -217,6 +217,13 @@ class _AdaptedConvolution(_AdaptedLayer):
 
 def _is_tracing() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def plus_factors(plain: torch.Tensor, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return a linear layer's output `plain (R, ..., out)` for x `(R, S, in)` or `(R, in)` with `x @ A @ B` added: A
+    `(R | 1, in, r)`, B `(R | 1, r, out)`."""
+    rows = x.unsqueeze(1) if x.ndim == 2 else x
+    return _plus_product(plain.view(*rows.shape[:2], -1), rows @ _row(first), second).view_as(plain)
 
 
 def _row(factor: torch.Tensor) -> torch.Tensor:

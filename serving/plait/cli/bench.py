@@ -60,8 +60,9 @@ def bench(
         workloads=tuple(workload or ()), systems=tuple(system or ()), record=record,
         results=results, data=data, tables=tuple(table or ()),
     )  # fmt: skip
-    # Servers that a benchmark started must not outlive it, however it is asked to end.
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    # Servers that a benchmark started must not outlive it, however it is asked to end, in the background of a script
+    # too, where SIGINT is ignored.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with told(BenchError):
             document = measure(job, say=_say)

@@ -12,20 +12,20 @@ from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
 from plait.offline.inventory import more_models, read_json, tensors_of
 from plait_disagg.package.manifest import PackageError, read_manifest, sha256_of
-from plait_serving.diffusion.errors import EngineError, LoraError
+from plait_serving.diffusion.errors import EngineError, LoraError, ModelError
+from plait_serving.diffusion.families import family_row, row_of_file
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.listing import list_loras
 from plait_serving.diffusion.models.folder import INDEX, FolderOfModels
-from plait_serving.diffusion.sources.file_kinds import family_of_keys
 from plait_serving.diffusion.sources.names import shown
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import ShardsSection
 from plait_serving.spelling import hint
 
-_PARTS = ("unet", "vae", "text_encoder", "text_encoder_2")
-"""The folders of a diffusers model that hold weights."""
+_PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+"""The folders of a diffusers model that hold weights, beside the model that steps."""
 _SHOWN = 5
 """Of what is left out of a folder."""
 
@@ -95,8 +95,8 @@ def _base_model(base: BaseSource, key: str) -> Iterator[CheckResult]:
         yield _single_file(folder, key)
         return
     try:
-        index = read_json(folder / INDEX)
-    except PlaitError as error:
+        index, denoiser = read_json(folder / INDEX), family_row(folder).denoiser
+    except (PlaitError, ModelError) as error:
         files = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
         if not folder.is_dir():
             detail = _missing(folder)
@@ -105,11 +105,11 @@ def _base_model(base: BaseSource, key: str) -> Iterator[CheckResult]:
         else:
             state = f"has no {INDEX}" if any(folder.iterdir()) else "is empty"
             detail = f"{folder}: no diffusers folder: it {state}"
-        advice = f"name the file: {folder / files[0]}" if files else "a model's folder has model_index.json and unet/"
+        advice = f"name the file: {folder / files[0]}" if files else f"a model's folder has {INDEX} and its parts"
         yield finding("models", False, f"{key}: {detail}", advice)
         return
-    for part in _PARTS:
-        if (folder / part).is_dir() or index.get(part, [None])[0] is not None:
+    for part in (denoiser, *_PARTS):
+        if (folder / part).is_dir() or (index.get(part) or [None])[0] is not None:
             yield _weights(folder / part, key)
 
 
@@ -140,17 +140,19 @@ def _aliases(images: ImagesSection) -> Iterator[CheckResult]:
 
 
 def _single_file(path: Path, key: str) -> CheckResult:
+    kind, detail = "", "there is no such file"
     try:
         keys = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
-        family, detail = family_of_keys(keys), "no checkpoint of Stable Diffusion 1.x, 2.x or XL"
         if format_of_keys(keys) != "unknown":
             detail = "a LoRA; those belong into images.loras.folder"
-    except LoraError as error:
-        family, detail = None, error.message if path.is_file() else "there is no such file"
-    if family is None:
+        else:
+            kind, _ = row_of_file(keys)
+    except (LoraError, ModelError) as error:
+        detail = error.message if path.is_file() else detail
+    if not kind:
         return finding("models", False, f"{key}: {path}: {detail}", "name a whole checkpoint, or a diffusers folder")
     size = path.stat().st_size / 1e9
-    return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{path}: {family.value}, {size:.2f} GB")
+    return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{path}: {kind}, {size:.2f} GB")
 
 
 def _weights(folder: Path, key: str) -> CheckResult:

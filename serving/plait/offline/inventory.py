@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
-from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.errors import LoraError, ModelError
+from plait_serving.diffusion.families import family_row, kind_of_controlnet, row_of_file
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
-from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.sources.file_kinds import family_of_keys
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
-
-_FAMILIES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,7 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
         ModelEntry(
             name=name,
             kind="controlnet",
-            family=family_of_config(read_json(section.folder / "config.json")),
+            family=_told(partial(kind_of_controlnet, section.folder)),
             folder=str(section.folder),
             format="diffusers",
         )
@@ -86,10 +84,11 @@ def _base(name: str, base: BaseSource) -> ModelEntry:
         where = f"{base.model}@{base.revision}"
         return ModelEntry(name=name, kind="base", family="unknown", folder=where, format="diffusers")
     if base.is_file:
-        found = family_of_keys(tensors_of(Path(base.folder)))
-        family = "unknown" if found is None else _FAMILIES[found]
-        return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="single file")
-    family = family_of_config(read_json(Path(base.folder) / "unet" / "config.json"))
+        return ModelEntry(
+            name=name, kind="base", family=_kind_of_file(Path(base.folder)), folder=base.folder, format="single file"
+        )
+    folder = Path(base.folder)
+    family = _told(lambda: family_row(folder).kind(folder))
     return ModelEntry(name=name, kind="base", family=family, folder=base.folder, format="diffusers")
 
 
@@ -117,12 +116,18 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     ]
 
 
-def family_of_config(config: Mapping[str, Any]) -> str:
-    """Mirror `plait_serving.diffusion.families.unet.config.family_of`, whose package needs torch; a test keeps the two
-    in agreement."""
-    if config.get("addition_embed_type") == "text_time":
-        return "sdxl"
-    return "sd2" if config.get("cross_attention_dim") == 1024 else "sd1"
+def _kind_of_file(path: Path) -> str:
+    try:
+        return row_of_file(tensors_of(path))[0]
+    except ModelError:
+        return "unknown"
+
+
+def _told(kind: Callable[[], str]) -> str:
+    try:
+        return kind()
+    except ModelError as error:
+        raise PlaitError(error.message) from error
 
 
 def tensors_of(path: Path) -> Mapping[str, TensorInfo]:

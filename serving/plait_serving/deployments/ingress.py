@@ -17,7 +17,8 @@ from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.node_gauges import NodeGauges
 from plait_serving.deployments.process import configure_logging, shorten_gil_interval
 from plait_serving.deployments.ranking.package_source import RankModel
-from plait_serving.deployments.ray_internals import given_knobs
+from plait_serving.deployments.ray_internals import given_knobs, note, noted
+from plait_serving.http.a1111.desk import Desk, JobState
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge.repeating import without_repeated
 from plait_serving.imports import importing
@@ -67,6 +68,7 @@ class Ingress:
         self._direct = None if direct is None else DirectListener(direct)
         self._context: RouteContext | None = None
         self._ingresses = AllReplicas(make=_handle_of_this_deployment)
+        self._desk = SharedDesk(AllReplicas(make=_handle_of_this_deployment))
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:
         """Apply `user_config`; Serve calls this after the constructor and on every change."""
@@ -92,6 +94,10 @@ class Ingress:
         if self._context is None:
             return ReplicaMetrics(replica=this_process(), families=())
         return await own_metrics(self._context)
+
+    async def a1111_jobs(self, tenant: str, interrupts: bool) -> list[JobState]:  # Serve passes arguments by place
+        """Return what runs for a tenant that came through A1111's API here, and interrupt it if asked to."""
+        return self._desk.own_jobs(tenant, interrupts=interrupts)
 
     async def _neighbours(self) -> list[ReplicaMetrics]:
         """Return what the other replicas count."""
@@ -122,6 +128,7 @@ class Ingress:
                 lifespan=None if self._direct is None else self._answer_directly,
                 neighbours=self._neighbours,
                 nodes=self._nodes.families,
+                desk=self._desk,
             )
         self._context = app.state.context
         return self._answers.count(without_request_id(app))
@@ -137,6 +144,34 @@ def _handle_of_this_deployment() -> Any:
 
     here = serve.get_replica_context()
     return serve.get_deployment_handle(here.deployment, here.app_name)
+
+
+class SharedDesk(Desk):
+    """A desk of several ingresses: checkpoints are kept in this Ray, and all are asked what runs there."""
+
+    def __init__(self, ingresses: AllReplicas) -> None:
+        super().__init__()
+        self._ingresses = ingresses
+
+    async def checkpoint(self, tenant: str) -> str | None:
+        """Return the model that a tenant chose, at whichever ingress, or None."""
+        return await asyncio.to_thread(noted, _checkpoint_key(tenant)) or None
+
+    async def choose(self, tenant: str, model: str) -> None:
+        """Remember a tenant's model for all ingresses, as long as this Ray lasts."""
+        await asyncio.to_thread(note, _checkpoint_key(tenant), model.encode())
+
+    async def jobs(self, tenant: str, *, interrupts: bool = False) -> Sequence[JobState]:
+        """Return what runs for a tenant at all ingresses, and interrupt it if asked to."""
+        answers = await self._ingresses.call("a1111_jobs", tenant, interrupts)
+        told = [answer for answer in answers if isinstance(answer, list)]
+        return [job for answer in told for job in answer] if told else self.own_jobs(tenant, interrupts=interrupts)
+
+
+def _checkpoint_key(tenant: str) -> str:
+    from ray import serve
+
+    return f"plait-a1111:{serve.get_replica_context().app_name}:{tenant}"
 
 
 def _ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService | None:

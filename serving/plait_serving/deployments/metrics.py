@@ -44,8 +44,12 @@ class AllReplicas:
             self._asking = asyncio.create_task(self._ask())
         return await asyncio.shield(self._asking)
 
+    async def call(self, method: str, *arguments: Any) -> Sequence[Any]:
+        """Return what each replica's method returns, or raises; nothing if none answers."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._broadcast, method, *arguments)
+
     async def _ask(self) -> Sequence[ReplicaMetrics]:
-        answers = await asyncio.get_running_loop().run_in_executor(self._thread, self._broadcast)
+        answers = await self.call("metric_families")
         now_s = self._clock()
         fresh = {answer.replica: answer for answer in answers if isinstance(answer, ReplicaMetrics)}
         if not fresh:
@@ -57,15 +61,15 @@ class AllReplicas:
         self._last = {name: (answer, now_s) for name, answer in fresh.items()} | old
         return [*fresh.values(), *(_gauges(answer) for answer, _ in old.values())]
 
-    def _broadcast(self) -> Sequence[Any]:
+    def _broadcast(self, method: str, *arguments: Any) -> Sequence[Any]:
         try:
             if self._handle is None and self._make_handle is not None:
                 self._handle = self._make_handle()
             # Kept until the next time: an answer that is late must still find somebody (`ReplicaMetrics.__reduce__`).
-            self._response = self._handle.broadcast("metric_families")
+            self._response = self._handle.broadcast(method, *arguments)
             answers: Sequence[Any] = self._response.results(timeout_s=ANSWER_S, return_exceptions=True)
         except Exception as error:  # Ray's and Serve's errors have no common base
-            _log.info("no replica answers for its metrics: %s", error)
+            _log.info("no replica answers %s: %s", method, error)
             return ()
         return answers
 

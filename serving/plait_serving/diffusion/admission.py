@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.request_fields import request_fields
+from plait_serving.diffusion.request_terms import RequestSize, RequestTerms, SamplerChoice
 from plait_serving.diffusion.sources.names import is_name
 from plait_serving.diffusion.values import (
     MAX_IMAGES,
@@ -23,8 +24,6 @@ from plait_serving.diffusion.values import (
     ImageRequest,
     LoraPolicy,
     LoraRef,
-    PromptSize,
-    SamplerChoice,
     Scheduler,
     Sigmas,
 )
@@ -55,10 +54,10 @@ def check_request(
     *,
     loras: Container[str],
     controlnets: Container[str],
-    samplers: SamplerChoice,
+    terms: RequestTerms,
 ) -> None:
     """Raise `RequestError` or `NotFound`, naming the field, unless the request can run."""
-    check_numbers(request, limits, samplers)
+    check_numbers(request, limits, terms)
     if request.edit is not None:
         _check_arrays(request, request.edit)
         check_edit(request.edit, request.steps)
@@ -75,7 +74,7 @@ def check_request(
         _check_fields(control, f"controlnets.{i}.")
 
 
-def check_prompts(size: PromptSize, limits: ImageLimits) -> None:
+def check_prompts(size: RequestSize, limits: ImageLimits) -> None:
     """Raise `RequestError`, naming the field, if a prompt has more tokens than text encoders are to read."""
     for param, tokens in (("prompt", size.prompt_tokens), ("negative_prompt", size.negative_tokens)):
         if tokens > limits.max_prompt_tokens:
@@ -100,8 +99,9 @@ def check_size(width: int, height: int, limits: ImageLimits) -> None:
         raise RequestError(f"{width}x{height} is more than {limits.max_pixels} pixels", param="size")
 
 
-def check_numbers(request: ImageRequest, limits: ImageLimits, samplers: SamplerChoice) -> None:
-    """Raise `RequestError` for a number that is out of bounds, or a sampler's option that the model does not take."""
+def check_numbers(request: ImageRequest, limits: ImageLimits, terms: RequestTerms) -> None:
+    """Raise `RequestError` for a number that is out of bounds, or a field or sampler's option that the model does not
+    take."""
     check_size(request.width, request.height, limits)
     _check_fields(request)
     if request.n > limits.max_images:
@@ -114,7 +114,8 @@ def check_numbers(request: ImageRequest, limits: ImageLimits, samplers: SamplerC
         raise RequestError("deadline_ms must be positive", param="deadline_ms")
     if len(request.loras) > limits.max_loras:
         raise RequestError(f"at most {limits.max_loras} LoRAs", param="loras")
-    check_sampler(request.scheduler, request.sigmas, request.eta, samplers)
+    check_sampler(request.scheduler, request.sigmas, request.eta, terms.samplers)
+    check_takes(request, terms)
 
 
 def _check_fields(values: ImageRequest | Edit | LoraRef | ControlRef, where: str = "") -> None:
@@ -143,13 +144,27 @@ def check_sampler(scheduler: Scheduler, sigmas: Sigmas | None, eta: float, sampl
     does not have."""
     if scheduler not in samplers.among:
         raise RequestError(f"this model takes {', '.join(samplers.among)}, not {scheduler}", param="scheduler")
-    if sigmas is not None and not samplers.takes_sigmas:
-        raise RequestError("this model has a spacing of its own", param="sigmas")
-    if sigmas is not None and not scheduler.takes_sigmas:
-        names = ", ".join(other for other in Scheduler if other.takes_sigmas)
-        raise RequestError(f"{scheduler} has a spacing of its own; {names} take one", param="sigmas")
+    if sigmas is not None and scheduler not in samplers.spaced:
+        names = f"; {', '.join(samplers.spaced)} take one" if samplers.spaced else ""
+        raise RequestError(f"{scheduler} has a spacing of its own with this model{names}", param="sigmas")
     if eta and scheduler is not Scheduler.DDIM:
         raise RequestError(f"eta is the noise of ddim, not of {scheduler}", param="eta")
+
+
+def check_takes(request: ImageRequest, terms: RequestTerms) -> None:
+    """Raise `RequestError`, naming the field, for one that means nothing to the model."""
+    unset = {"guidance_scale": terms.guidance_scale}
+    for name, declared in request_fields(ImageRequest).items():
+        is_given = getattr(request, name) != unset.get(name, declared.default)
+        if declared.only_some and name not in terms.takes and is_given:
+            about = f" ({declared.about})" if declared.about else ""
+            raise RequestError(f"this model has no use for it{about}", param=declared.name)
+    if request.edit is not None and not terms.edits:
+        if terms.reads_images:
+            raise RequestError("this model reads the whole image, and starts from noise", param="mask")
+        raise RequestError("this model starts from no image", param="image")
+    if request.reference is not None and not terms.reads_images:
+        raise RequestError("this model reads no image", param="image")
 
 
 def _check_arrays(request: ImageRequest, edit: Edit) -> None:

@@ -19,7 +19,8 @@ from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.controlnet.movable_client import MovableControlNetClient
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError
-from plait_serving.diffusion.families import Family, open_family
+from plait_serving.diffusion.families import open_family
+from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.lora.source import LoraSource
@@ -84,9 +85,9 @@ def warm_up(engine: Engine) -> float:
         width=edge,
         height=edge,
         steps=1,
-        guidance_scale=5.0,
+        guidance_scale=model.family.terms.guidance_scale,
         seed=0,
-        scheduler=model.family.samplers.default,
+        scheduler=model.family.terms.samplers.default,
         tenant=Tenant(name=""),
     )
     engine.generate(request)

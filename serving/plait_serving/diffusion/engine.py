@@ -129,18 +129,18 @@ class Engine:
         """
         now_s = self._clock()
         model = self._model_of(request)
-        request = request if request.model else replace(request, model=model.name)
+        request = model.family.terms.settled(request if request.model else replace(request, model=model.name))
         check_request(
             request,
             model.limits,
             loras=model.loras,
             controlnets=model.controlnets,
-            samplers=model.family.samplers,
+            terms=model.family.terms,
         )
         self.pool.check(model)
         size = model.family.measure(request)
         check_prompts(size, model.limits)
-        alone_s = model.forecast.alone_s(request, size.chunks)
+        alone_s = model.forecast.alone_s(request, size)
         arrived_s = now_s - (request.tried_again_s or 0.0)
         deadline_at_s = None if request.deadline_s is None else arrived_s + request.deadline_s
         if deadline_at_s is not None and now_s + SURELY_LATE * alone_s > deadline_at_s:
@@ -149,12 +149,12 @@ class Engine:
             raise DeadlineMissed(f"{request.run_steps} steps take about {alone_s:.2f} s", param="deadline_ms")
         job = ImageJob(
             request=request,
+            size=size,
             sink=sink,
             spent=SpentSeconds(accepted_at_s=arrived_s),
             loras=None,
             deadline_at_s=deadline_at_s,
-            work_s=model.forecast.work_s(request, size.chunks),
-            chunks=size.chunks,
+            work_s=model.forecast.work_s(request, size),
         )
         bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
         with self._registry.admitted(job, bounds, lambda: _served(model, model.name)):

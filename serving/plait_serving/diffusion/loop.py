@@ -19,7 +19,6 @@ from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineErro
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.pool import ModelPool
-from plait_serving.diffusion.queue.forecast import StepKind
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.queue.shares import TenantShares, Turn
 from plait_serving.diffusion.queue.usage import UsageLedger
@@ -230,7 +229,7 @@ class DenoiseLoop:
         if len(tenants) == 1:
             return self._shares.turn(tenants)
         switch_s = max(costs.switch_s(candidate.key) for candidate in candidates)
-        longest_s = min(self._model(job).forecast.longest_s(job.request, job.chunks) for job in oldest.values())
+        longest_s = min(self._model(job).forecast.longest_s(job.request, job.size) for job in oldest.values())
         credit_s = _CREDIT * longest_s
         return self._shares.turn(tenants, slack_s=switch_s / _SWITCH_SHARE, credit_s=credit_s)
 
@@ -276,7 +275,7 @@ class DenoiseLoop:
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
             if stepper.settled and unit.job.request.tenant.counts:
-                model.forecast.charged_step(StepKind.of(unit.job.request), seconds / rows)
+                model.forecast.charged_step(unit.job.size, seconds / rows)
         took_part = {unit.job for unit in prepared}
         for job in self._jobs:
             job.runs = job in took_part
@@ -290,7 +289,8 @@ class DenoiseLoop:
         rows = sum(unit.rows for unit in batch)
         settled = self._stepper(key.model).settled
         expected_s = self._pool.of(key.model).costs.measured_s(key, rows) if settled else None
-        self.heartbeat.begin(f"a step of {rows} rows at {key.width}x{key.height}", expected_s)
+        request = batch[0].job.request
+        self.heartbeat.begin(f"a step of {rows} rows at {request.width}x{request.height}", expected_s)
 
     def _prepare(self, unit: Unit, until_s: float) -> bool:
         """Return whether the unit can take part now; if preparing fails, only its job fails."""
@@ -306,7 +306,7 @@ class DenoiseLoop:
         self._charge(job, job.spent.encode_s - spent_s)
         if ready and unit.step == 0 and job.request.tenant.counts:
             if not job.request.controlnets:
-                forecast.charged_encode(job.chunks, job.spent.encode_s - job.spent.source_s)
+                forecast.charged_encode(job.size.chunks, job.spent.encode_s - job.spent.source_s)
             if job.request.edit is not None and unit.first_image == 0:
                 forecast.charged_source(job.request.width * job.request.height, job.spent.source_s)
         return ready

@@ -1,7 +1,7 @@
 """The interfaces inside the engine, and what crosses them.
 
-Shapes: a request has n rows; with classifier-free guidance (CFG) a model call sees R = 2n rows of it, the n
-unconditional ones first, in diffusers' order; without CFG, R = n. L = 77 * prompt chunks, C = text width.
+Shapes: a request has n images; with classifier-free guidance (CFG) a model call sees R = 2n rows of it, the n
+unconditional ones first, in diffusers' order; without CFG, R = n. L = the text's length in tokens, C = its width.
 """
 
 from __future__ import annotations
@@ -22,20 +22,19 @@ from plait_serving.diffusion.values import ImageRequest, RgbImage
 class Conditioning:
     """The inputs of a request to every step, computed once.
 
-    `text` is `(2, L, C)` with CFG (unconditional row first) or `(1, L, C)`; `added` holds SDXL's `text_embeds (2|1,
-    P)` and `time_ids (2|1, 6)` or is empty. One row per branch: code that needs n rows of each branch expands them
-    (`repeat_interleave`), so a request for 8 images sends its text once.
+    `text` is `(2, L, C)` with CFG (unconditional row first) or `(1, L, C)`; `added`, by name, is what else the model
+    reads, `(2|1, ...)`: of SDXL `text_embeds (2|1, P)` and `time_ids (2|1, 6)`. One row per branch: code that needs n
+    rows of each branch expands them (`repeat_interleave`), so a request for 8 images sends its text once.
     """
 
     text: torch.Tensor
     added: Mapping[str, torch.Tensor]
     n: int
-    uses_cfg: bool
 
     @property
-    def length(self) -> int:
-        """L: requests of one length can share a denoiser call."""
-        return self.text.shape[1]
+    def branches(self) -> int:
+        """2 with CFG, else 1."""
+        return self.text.shape[0]
 
     def expand(self, value: torch.Tensor) -> torch.Tensor:
         """Expand `(2|1, ...)` to `(R, ...)`: every branch's row n times."""
@@ -46,7 +45,7 @@ class Conditioning:
 class EncodedImage:
     """What the VAE's encoder says of an image: its latents are normally distributed, each value on its own.
 
-    `mean` and `deviation` are `(1, c, h, w)`; the UNet's latents are `(z - centre) * factor`.
+    `mean` and `deviation` are `(1, c, h, w)`; the model's latents are `(z - centre) * factor`.
     """
 
     mean: torch.Tensor
@@ -103,7 +102,7 @@ class ControlCall:
 
 
 class PendingResiduals(Protocol):
-    """Answers in flight; they were requested before the UNet's encoder half started."""
+    """Answers in flight; they were requested before the model started."""
 
     def wait(self) -> list[Residuals | EngineError]:
         """Block until every call of the batch has its answer; return them in call order, an error for a call that
@@ -141,21 +140,21 @@ class ActiveControl:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepCall:
-    """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim.
+    """One request's part of a denoiser call. `sample (n, c, h, w)` is scaled; `timestep` is 0-dim. What the `request`
+    says of guidance is the family's to read.
 
     A LoRA set is either an input, `loras`: its files with their scales, or `merged` into the live weights. `extra (n,
     e, h, w)`: the channels that an inpainting UNet takes beside the sample.
     """
 
+    request: ImageRequest
     conditioning: Conditioning
     sample: torch.Tensor
     timestep: torch.Tensor
-    guidance_scale: float
     controls: tuple[ActiveControl, ...]
     loras: tuple[tuple[LoadedLora, float], ...] = ()
     merged: bool = False
     extra: torch.Tensor | None = None
-    guidance_rescale: float = 0.0
 
 
 class Denoiser(Protocol):
@@ -211,8 +210,8 @@ class Denoiser(Protocol):
         """Predict all in one call: guided model output `(n, c, h, w)` per request, or the error that affects only this
         request.
 
-        All calls agree in shape, CFG, text length and merged set. ControlNet questions leave before the encoder half
-        starts and are awaited right before the decoder half; several ControlNets are summed in list order.
+        All calls agree in their request's shape (`RequestSize`) and merged set. ControlNet questions leave before the
+        model starts and are awaited where it needs them; several ControlNets are summed in list order.
         Raises `torch.OutOfMemoryError` (or a `RuntimeError` naming memory) if the whole batch does not fit.
         """
 

@@ -8,7 +8,7 @@ control of the page.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 from functools import cache
@@ -105,7 +105,8 @@ class RequestField:
 
     `type`: pydantic's, of what clients send; it makes the engine's value of that. `name`: clients' name for it, if that
     is another. `infotext`: its key in the text of an image, unless it has its default or is nothing; `write`: how it is
-    written there. `echoed`: answers tell it. `control`: its label on the page, which draws what the type says.
+    written there. `only_some`: only some models have a use for it (`RequestTerms.takes`). `echoed`: answers tell it.
+    `control`: its label on the page, which draws what the type says.
     """
 
     type: Any
@@ -113,6 +114,7 @@ class RequestField:
     name: str = ""
     infotext: str | None = None
     write: Callable[[Any], str] = written
+    only_some: bool = False
     echoed: bool = False
     control: str | None = None
     default: Any = None
@@ -171,8 +173,16 @@ def echoed(values: Any) -> dict[str, Any]:
     return {each.name: getattr(values, name) for name, each in request_fields(type(values)).items() if each.echoed}
 
 
-def controls(of: type) -> tuple[Mapping[str, Any], ...]:
-    """Return what the page needs to draw, send and restore the fields that have a `control`."""
+def taken(of: type, takes: Collection[str]) -> Iterator[tuple[str, RequestField]]:
+    """Yield the fields that requests may have for a model that takes these of those that are `only_some` models'."""
+    for name, each in request_fields(of).items():
+        if not each.only_some or name in takes:
+            yield name, each
+
+
+def controls(of: type, takes: Collection[str]) -> tuple[Mapping[str, Any], ...]:
+    """Return what the page needs to draw, send and restore the fields that have a `control`, for a model that `takes`
+    these."""
     return tuple(
         {
             "name": each.name,
@@ -181,6 +191,6 @@ def controls(of: type) -> tuple[Mapping[str, Any], ...]:
             "default": each.default,
             "schema": TypeAdapter(each.wire_type).json_schema(),
         }
-        for each in request_fields(of).values()
+        for _, each in taken(of, takes)
         if each.control is not None
     )

@@ -6,7 +6,6 @@ Any error of one unit is returned for that unit; the others of the batch continu
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -104,7 +103,7 @@ class Stepper:
         started_s, merged_s, ready = self._clock(), 0.0, True
         request = unit.job.request
         if unit.sampler is None:
-            seeds = request.seeds[unit.first_image : unit.first_image + unit.rows]
+            seeds = request.seeds[unit.first_image : unit.first_image + unit.images]
             unit.sampler = self.denoiser.sampler(request, seeds)
         if unit.latents is None:
             ready = self._start(unit, unit.sampler, until_s)
@@ -121,13 +120,12 @@ class Stepper:
 
     def step(self, units: Sequence[Unit], wants_preview: Callable[[Unit], bool]) -> list[Outcome]:
         """Advance every unit by one step; return outcomes in unit order. Units must be prepared and share a group."""
-        outcomes: list[Outcome] = [None] * len(units)
-        for indices in _by_text_length(units):
-            with on_behalf_of(lambda: (unit.job.request.request_id for unit in units)):
-                outputs = self._predict([self._call(units[i]) for i in indices])
-            for i, output in zip(indices, outputs, strict=True):
-                outcomes[i] = output if isinstance(output, EngineError) else _advance(units[i], output, wants_preview)
-        return outcomes
+        with on_behalf_of(lambda: (unit.job.request.request_id for unit in units)):
+            outputs = self._predict([self._call(unit) for unit in units])
+        return [
+            output if isinstance(output, EngineError) else _advance(unit, output, wants_preview)
+            for unit, output in zip(units, outputs, strict=True)
+        ]
 
     def switch_s(self, target: LoraSet) -> float:
         """Return the seconds that making `target` live is expected to take."""
@@ -165,7 +163,7 @@ class Stepper:
             if not at_once and self._clock() >= until_s:
                 return False
         unit.encoding = None
-        unit.conditioning = replace(conditioning, n=unit.rows)
+        unit.conditioning = replace(conditioning, n=unit.images)
         self._open_controls(unit)
         return True
 
@@ -210,11 +208,10 @@ class Stepper:
         weights = _weights_of(unit)
         merged = bool(self.denoiser.merger.current)
         return StepCall(
+            request=request,
             conditioning=unit.conditioning,
             sample=unit.sampler.scale_input(unit.latents, unit.step),
             timestep=unit.sampler.timesteps[unit.step],
-            guidance_scale=request.guidance_scale,
-            guidance_rescale=request.guidance_rescale,
             controls=active,
             loras=() if merged else tuple((weights[lora.name], lora.scale) for lora in unit.loras),
             merged=merged,
@@ -279,12 +276,3 @@ def advance(
     if blend is not None:
         updated = blend.after(updated, step, sampler)
     return updated if is_finite(updated) else None
-
-
-def _by_text_length(units: Sequence[Unit]) -> list[list[int]]:
-    """Return the indices of units whose prompts have equally many chunks; nearly always one list."""
-    lengths: dict[int, list[int]] = defaultdict(list)
-    for i, unit in enumerate(units):
-        assert unit.conditioning is not None
-        lengths[unit.conditioning.length].append(i)
-    return list(lengths.values())

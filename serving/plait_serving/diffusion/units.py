@@ -17,6 +17,7 @@ from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.lora.cache import LoraLease
 from plait_serving.diffusion.protocols import ActiveControl, Conditioning, Encoding, RequestSampler
 from plait_serving.diffusion.queue.policy import Candidate, GroupKey
+from plait_serving.diffusion.request_terms import RequestSize
 from plait_serving.diffusion.values import Event, ImageRequest, LoraSet
 
 
@@ -54,17 +55,17 @@ class SpentSeconds:
 
 @dataclass(slots=True, eq=False)
 class ImageJob:
-    """One accepted request. `work_s`: the compute-seconds that it will be charged, by forecast; `chunks` of its prompts
-    are encoded. `source`: the image that it starts from, from its first step on. `runs`: it took part in the latest
-    step. `given_back_at`: how many calls its tenant had made when its LoRA set was last given back."""
+    """One accepted request, of a `size` that its family measured. `work_s`: the compute-seconds that it will be
+    charged, by forecast. `source`: the image that it starts from, from its first step on. `runs`: it took part in the
+    latest step. `given_back_at`: how many calls its tenant had made when its LoRA set was last given back."""
 
     request: ImageRequest
+    size: RequestSize
     sink: Callable[[Event], None]
     spent: SpentSeconds
     loras: Future[LoraLease] | None
     deadline_at_s: float | None
     work_s: float = 0.0
-    chunks: int = 1
     phase: RequestPhase = RequestPhase.ACTIVE
     cancelled: bool = False
     runs: bool = False
@@ -132,13 +133,14 @@ class ImageJob:
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Some images of a request that are denoised together. `kind`: equal for units between which, before their first
-    step, only their age decides. `sampler` and the rest are None until its first step; `encoding` is there while its
-    prompts are encoded."""
+    """Some images of a request that are denoised together, and the `rows` of a call that they are. `kind`: equal for
+    units between which, before their first step, only their age decides. `sampler` and the rest are None until its
+    first step; `encoding` is there while its prompts are encoded."""
 
     job: ImageJob
     order: int
     first_image: int
+    images: int
     rows: int
     kind: Hashable = None
     step: int = 0
@@ -184,8 +186,8 @@ class Unit:
     def candidate(self, merged: LoraSet, *, row_wise: bool = False, shared: LoraSet = ()) -> Candidate:
         """Return this unit as a candidate for the policy; `merged` is the set that its next step needs in the
         weights, `row_wise` whether its set is an input beside others, `shared` its set if it needs no merge alone."""
-        request = self.job.request
-        key = GroupKey(request.width, request.height, request.uses_cfg, merged, row_wise, shared, request.model)
+        request, size = self.job.request, self.job.size
+        key = GroupKey(size.shape, size.row, merged, row_wise, shared, request.model)
         return Candidate(
             order=self.order,
             key=key,
@@ -204,13 +206,15 @@ def _release(loras: Future[LoraLease]) -> None:
 
 
 def cut_into_units(job: ImageJob, largest_batch: int, orders: Iterator[int]) -> list[Unit]:
-    """Return units of at most `largest_batch` images, with the next orders."""
-    request = job.request
-    key = (request.tenant.name, request.model, request.width, request.height, request.uses_cfg, request.loras_at(0))
-    units = []
-    for start in range(0, request.n, largest_batch):
-        rows = min(largest_batch, request.n - start)
-        units.append(Unit(job=job, order=next(orders), first_image=start, rows=rows, kind=(*key, rows)))
+    """Return units of at most `largest_batch` rows, or of one image, with the next orders."""
+    request, size = job.request, job.size
+    key = (request.tenant.name, request.model, size.shape, request.loras_at(0))
+    at_once, units = max(1, largest_batch // size.rows), []
+    for start in range(0, request.n, at_once):
+        images = min(at_once, request.n - start)
+        rows = images * size.rows
+        unit = Unit(job=job, order=next(orders), first_image=start, images=images, rows=rows, kind=(*key, rows))
+        units.append(unit)
     return units
 
 

@@ -60,21 +60,6 @@ class Scheduler(StrEnum):
         """How many denoiser calls a step makes. The last one makes a single call."""
         return 2 if self in (Scheduler.HEUN, Scheduler.DPMPP_SDE) else 1
 
-    @property
-    def takes_sigmas(self) -> bool:
-        """Whether the spacing of its noise levels can be chosen (`Sigmas`)."""
-        return self not in (Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER_A, Scheduler.LCM)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplerChoice:
-    """Which samplers a model takes, and the one of requests that name none. `takes_sigmas`: whether a request may
-    choose the spacing of noise levels."""
-
-    among: tuple[Scheduler, ...] = tuple(Scheduler)
-    default: Scheduler = Scheduler.EULER
-    takes_sigmas: bool = True
-
 
 class Sigmas(StrEnum):
     """How a schedule's noise levels are spaced: NORMAL as the model's timesteps, or by one of the formulae that
@@ -138,7 +123,8 @@ class Edit:
 
     `mask`: pixels from 128 on are made anew, the others stay; None: all are. `strength`: the share of the steps that
     run, above 0 and at most 1. `overlay`: put the image's own pixels back where the mask is 0, and mix where it is
-    neither 0 nor 255: decoded latents are only nearly the image.
+    neither 0 nor 255: decoded latents are only nearly the image. `rounds_up`: a step of which `strength` covers a part
+    runs, as in diffusers' pipelines for transformers (`RequestTerms`); those for UNets leave it out.
     """
 
     image: RgbImage
@@ -155,9 +141,12 @@ class Edit:
         bool, RequestField(type=bool, about="put the image's own pixels back outside of the mask; unset: true")
     ] = True
 
+    rounds_up: bool = False
+
     def steps_of(self, steps: int) -> int:
-        """Return how many of a schedule's steps run, the last ones (diffusers' rule)."""
-        return min(int(steps * self.strength), steps)
+        """Return how many of a schedule's steps run, the last ones."""
+        share = min(steps * self.strength, steps)
+        return steps - int(steps - share) if self.rounds_up else int(share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +175,12 @@ class ImageRequest:
     guided output that is brought back to the deviation of the conditional one. `clip_skip`: the layers that the text
     encoders leave out at their end, for the prompt (`negative_clip_skip`: for the negative prompt).
 
-    For SDXL only: `prompt_2` and `negative_prompt_2` are what its second text encoder reads (None: what the first
-    does), and the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
+    `true_cfg_scale`: what FLUX.1 calls guidance by a negative prompt (its `guidance_scale` is an input of the model).
+    `max_sequence_length`: what T5's text is padded to, unmasked; None: the model's own. `reference`: an image of any
+    size that the model reads, as FLUX.1 Kontext does.
+
+    `prompt_2` and `negative_prompt_2`: what the second text encoder reads (None: what the first does). For SDXL only:
+    the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
     (None: the image's), and the `(left, top)` of a `crop`.
 
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
@@ -212,23 +205,35 @@ class ImageRequest:
         Sigmas | None,
         RequestField(
             type=choice(Sigmas),
-            about="how noise levels are spaced; unset: as the model says. Not for ddim, ddpm, euler_a, lcm",
+            about="how noise levels are spaced; unset: as the model says. Not with every sampler",
             echoed=True,
         ),
     ] = None
     eta: Annotated[float, RequestField(type=Fraction, about="noise of ddim", infotext="Eta DDIM", echoed=True)] = 0.0
     steps: Annotated[int, RequestField(type=whole(1), name="num_inference_steps", echoed=True)]
-    guidance_scale: Annotated[float, RequestField(type=between(0.0, MAX_SCALE), echoed=True)]
+    guidance_scale: Annotated[float, RequestField(type=between(0.0, MAX_SCALE), only_some=True, echoed=True)]
     guidance_rescale: Annotated[
         float,
         RequestField(
             type=Fraction,
             about="0.7 takes back the overexposure of high guidance_scale; 0 does nothing",
             infotext="CFG rescale",
+            only_some=True,
             echoed=True,
             control="CFG rescale",
         ),
     ] = 0.0
+    true_cfg_scale: Annotated[
+        float,
+        RequestField(
+            type=between(1.0, 20.0),
+            about="FLUX.1: guidance by a negative_prompt, for which the model runs twice a step; 1: none",
+            infotext="True CFG scale",
+            only_some=True,
+            echoed=True,
+            control="True CFG scale",
+        ),
+    ] = 1.0
     clip_skip: Annotated[
         int,
         RequestField(
@@ -237,40 +242,63 @@ class ImageRequest:
             "negative prompt too; A1111's `Clip skip` is one more",
             infotext="Clip skip",
             write=lambda layers: str(layers + 1),
+            only_some=True,
             echoed=True,
         ),
     ] = 0
-    negative_prompt: Annotated[str | None, RequestField(type=Text)] = None
+    max_sequence_length: Annotated[
+        int | None,
+        RequestField(
+            type=whole(1, 512),
+            about="SD3, FLUX.1: the tokens that T5's text is filled up to, which are part of the image; unset: the "
+            "model's own",
+            infotext="Max sequence length",
+            only_some=True,
+            echoed=True,
+        ),
+    ] = None
+    negative_prompt: Annotated[str | None, RequestField(type=Text, only_some=True)] = None
     prompt_syntax: Annotated[
         PromptSyntax,
         RequestField(
             type=choice(PromptSyntax),
             about="a1111: (word:1.2), ((word)), [word], BREAK and <lora:name:0.8> have a meaning",
             infotext="Prompt syntax",
+            only_some=True,
         ),
     ] = PromptSyntax.PLAIN
     prompt_2: Annotated[
         str | None,
-        RequestField(type=Text, about="SDXL: for the second text encoder; unset: prompt", infotext="Prompt 2"),
+        RequestField(
+            type=Text,
+            about="SDXL, SD3: for the second text encoder; FLUX.1: for T5; unset: prompt",
+            infotext="Prompt 2",
+            only_some=True,
+        ),
     ] = None
     negative_prompt_2: Annotated[
-        str | None, RequestField(type=Text, about="SDXL: as prompt_2", infotext="Negative prompt 2")
+        str | None,
+        RequestField(type=Text, about="SDXL, SD3, FLUX.1: as prompt_2", infotext="Negative prompt 2", only_some=True),
     ] = None
     original_size: Annotated[
         tuple[int, int] | None,
-        RequestField(type=PixelSize, about='SDXL: "WIDTHxHEIGHT"; unset: size', infotext="Original size"),
+        RequestField(
+            type=PixelSize, about='SDXL: "WIDTHxHEIGHT"; unset: size', infotext="Original size", only_some=True
+        ),
     ] = None
     target_size: Annotated[
         tuple[int, int] | None,
-        RequestField(type=PixelSize, about='SDXL: "WIDTHxHEIGHT"; unset: size', infotext="Target size"),
+        RequestField(type=PixelSize, about='SDXL: "WIDTHxHEIGHT"; or size', infotext="Target size", only_some=True),
     ] = None
     crop: Annotated[
-        tuple[int, int], RequestField(type=Corner, about="SDXL: [left, top]; unset: [0, 0]", infotext="Crop")
+        tuple[int, int],
+        RequestField(type=Corner, about="SDXL: [left, top]; unset: [0, 0]", infotext="Crop", only_some=True),
     ] = (0, 0)
     n: Annotated[int, RequestField(type=whole(1, MAX_IMAGES))] = 1
     loras: LoraSet = ()
     controlnets: tuple[ControlRef, ...] = ()
     edit: Edit | None = None
+    reference: RgbImage | None = None
     lora_policy: Annotated[LoraPolicy, RequestField(type=choice(LoraPolicy))] = LoraPolicy.EXACT
     lora_free_steps: Annotated[int, RequestField(type=whole(0), about="k of bounded_async")] = 0
     deadline_s: float | None = None
@@ -307,11 +335,6 @@ class ImageRequest:
         return self.run_steps if calls >= self.calls else calls // self.scheduler.calls_per_step
 
     @property
-    def uses_cfg(self) -> bool:
-        """Whether classifier-free guidance runs: iff guidance_scale > 1 (diffusers' rule)."""
-        return self.guidance_scale > 1.0
-
-    @property
     def negative_clip_skip(self) -> int:
         """The layers that the text encoders leave out for the negative prompt: none in diffusers, in A1111 as many as
         for the prompt."""
@@ -320,16 +343,6 @@ class ImageRequest:
     def loras_at(self, call: int) -> LoraSet:
         """Return the LoRA set whose weights denoiser call `call` (0-based) needs."""
         return () if call // self.scheduler.calls_per_step < self.lora_free_steps else self.loras
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSize:
-    """How long a request's prompts are: their words, without begin, end and padding, and the `chunks` of both that the
-    text encoders read."""
-
-    prompt_tokens: int
-    negative_tokens: int
-    chunks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

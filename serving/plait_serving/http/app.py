@@ -21,12 +21,14 @@ from plait_disagg.errors import RankError
 from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, models, operations
+from plait_serving.http.a1111 import routes as a1111
+from plait_serving.http.a1111.desk import Desk
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
 from plait_serving.http.edge.hosts import HostMiddleware
-from plait_serving.http.edge.repeating import PACED_PATHS
+from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
 from plait_serving.http.images import control_map, results
@@ -87,10 +89,13 @@ def create_app(
     lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]] | None = None,
     neighbours: Callable[[], Awaitable[Sequence[ReplicaMetrics]]] | None = None,
     nodes: Callable[[], Awaitable[Sequence[Metric]]] | None = None,
+    desk: Desk | None = None,
 ) -> FastAPI:
     """Return the application, with only the routes of what is given, and any additional `routers`. FastAPI's own
     documentation pages are off: they load scripts from a CDN; `page` has one that does not."""
-    context = RouteContext(images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes)
+    context = RouteContext(
+        images=images, settings=settings, ranking=ranking, neighbours=neighbours, nodes=nodes, desk=desk or Desk()
+    )
     return app_from_context(context, routers=routers, lifespan=lifespan)
 
 
@@ -146,9 +151,12 @@ def _add_routes(app: FastAPI, context: RouteContext) -> None:
         for router in (v2.router, recommend.router):
             app.include_router(router)
     if context.images is not None:
-        context.metrics.expect(PACED_PATHS)
+        context.metrics.expect(IMAGE_PATHS)
         for router in (images.router, control_map.router, results.router, models.image_router):
             app.include_router(router)
+        if context.settings.a1111_api:
+            for router in (a1111.making, a1111.router):
+                app.include_router(router)
     for router in (models.router, operations.router, page.router):
         app.include_router(router)
 

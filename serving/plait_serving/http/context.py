@@ -18,6 +18,7 @@ from starlette.requests import Request
 
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.health import Health
+from plait_serving.http.a1111.desk import Desk
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals
@@ -50,6 +51,7 @@ class HttpSettings:
     anyone: Principal = ANYONE
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    a1111_api: bool = False
     max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
     max_bodies_bytes: int = 512 * 2**20  # a tenant alone may have half of it
     # A parser holds the interpreter: 8 MiB of numbers (10,000 candidates with 100 features each) take it some 60 ms.
@@ -89,6 +91,7 @@ class RouteContext:
     workers: TurnThreads = field(init=False)
     refusals: RecentRefusals[Overloaded] = field(init=False)
     account: Account = field(default_factory=Account)
+    desk: Desk = field(default_factory=Desk)
 
     def __post_init__(self) -> None:
         threads = self.settings.codec_threads

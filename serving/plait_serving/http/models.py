@@ -14,9 +14,10 @@ from fastapi import APIRouter, Depends
 from plait_disagg.errors import RankError
 from plait_disagg.values import ModelCard
 from plait_serving.diffusion.errors import NotFound
-from plait_serving.diffusion.request_fields import controls
+from plait_serving.diffusion.request_fields import controls, request_fields, taken
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.names import composed
-from plait_serving.diffusion.values import ImageRequest
+from plait_serving.diffusion.values import Edit, ImageRequest
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.ranking.describe import metadata
@@ -50,13 +51,21 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         "default_num_inference_steps": card.default_steps,
         "default_guidance_scale": card.default_guidance_scale,
         "default_scheduler": card.default_scheduler.value,
-        "schedulers": [scheduler.value for scheduler in card.samplers.among],
-        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in card.samplers.among},
+        "schedulers": [scheduler.value for scheduler in card.terms.samplers.among],
+        "scheduler_names": {scheduler.value: SAMPLER_NAMES[scheduler] for scheduler in card.terms.samplers.among},
         "dtype": card.dtype,
         **({} if card.controlnets is None else {"controlnets": list(card.controlnets)}),
         "limits": asdict(card.limits),
-        "controls": controls(ImageRequest),
+        "fields": _fields(card.terms),
+        "controls": controls(ImageRequest, card.terms.takes),
     }
+
+
+def _fields(terms: RequestTerms) -> list[str]:
+    """Return which of the fields that mean something to some models only do so to this one."""
+    edits = ["image", "mask", *(each.name for each in request_fields(Edit).values())] if terms.edits else []
+    reads = ["image"] if terms.reads_images and not terms.edits else []
+    return [*(each.name for _, each in taken(ImageRequest, terms.takes) if each.only_some), *edits, *reads]
 
 
 def _loras(alias: AliasCard) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.http.context import ContextDep, RouteContext, installed_version
 from plait_serving.http.edge.auth import Principal, Role, principal
 from plait_serving.http.edge.errors import ApiError
-from plait_serving.http.edge.repeating import PACED_PATHS
+from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.replica_metrics import (
     IMAGE_COUNTS,
     REPLICA,
@@ -98,7 +98,7 @@ async def gather(context: RouteContext) -> Gathered:
     )
     is_up = {"ranking": of_workers is not None, "images": of_images is not None}
     is_up = {name: up for name, up in is_up.items() if name in context.workloads}
-    context.metrics.expect(PACED_PATHS, [card.name for card in catalog.models] if catalog else ())
+    context.metrics.expect(IMAGE_PATHS, [card.name for card in catalog.models] if catalog else ())
     up = family("plait_service_up", _UP, {(name,): int(up) for name, up in is_up.items()}, "service")
     own = replace(own, families=[*own.families, up])
     answers = [own, *(of_images or ()), *(of_workers or ()), *(others or ())]

@@ -16,7 +16,7 @@ from enum import StrEnum
 from typing import Literal, TypeAlias, TypeVar
 
 import numpy as np
-from PIL import Image, ImageOps, PngImagePlugin
+from PIL import Image, ImageFilter, ImageOps, PngImagePlugin
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.values import GreyImage, RgbImage
@@ -131,6 +131,17 @@ def image_size(raw: bytes, *, param: str, limits: DecodeLimits) -> tuple[int, in
     return _opened(raw, upright, param=param, limits=limits)
 
 
+def painted_mask(raw: bytes, *, inverted: bool, blur_px: float, param: str, limits: DecodeLimits) -> bytes:
+    """Return a mask of A1111's as a PNG of ours. There, too, white is made anew; of a mask with transparent pixels,
+    though, what is not transparent. `inverted`: the other way round; `blur_px`: the deviation of a Gaussian."""
+    rgb, clear = decode_layers(raw, param=param, limits=limits)
+    mask = Image.fromarray(rgb).convert("L") if clear is None else Image.fromarray(255 - clear)
+    mask = ImageOps.invert(mask) if inverted else mask
+    out = io.BytesIO()
+    mask.filter(ImageFilter.GaussianBlur(blur_px)).save(out, "PNG", compress_level=1)
+    return out.getvalue()
+
+
 def _opened(raw: bytes, use: Callable[[Image.Image, int], T], *, param: str, limits: DecodeLimits) -> T:
     """Return what `use` makes of the first frame and its orientation."""
     try:
@@ -209,15 +220,3 @@ def _exif_with_comment(text: str) -> bytes:
     exif = Image.Exif()
     exif[_EXIF_IFD] = {_USER_COMMENT: b"UNICODE\0" + text.encode("utf-16-be")}
     return exif.tobytes()
-
-
-def read_parameters(raw: bytes) -> str | None:
-    """Return the generation parameters that `encode_image` (or A1111) stored in an image, or None."""
-    with Image.open(io.BytesIO(raw), formats=INPUT_FORMATS) as pil_image:
-        text = pil_image.info.get("parameters")
-        if isinstance(text, str):
-            return text
-        comment = pil_image.getexif().get_ifd(_EXIF_IFD).get(_USER_COMMENT)
-    if isinstance(comment, bytes) and comment.startswith(b"UNICODE\0"):
-        return comment[8:].decode("utf-16-be")
-    return None

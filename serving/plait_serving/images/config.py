@@ -15,6 +15,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 
 from plait_serving.cores import CoreBudget
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.file_kinds import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
@@ -138,9 +139,12 @@ class LimitsSection(Section):
 class DefaultsSection(Section):
     """The values for fields that a request leaves out."""
 
-    steps: Annotated[int, Field(ge=1, le=1000)] = 20
+    steps: Annotated[
+        int | None, Field(ge=1, le=1000, description="unset: the model's own; 20 for Stable Diffusion 1, 2 and XL")
+    ] = None
     guidance_scale: Annotated[
-        float | None, Field(ge=0, le=100, description="unset: 7.5, diffusers' default; the starter model's own is 3")
+        float | None,
+        Field(ge=0, le=100, description="unset: the model's own, 7.5 for Stable Diffusion; the starter model's is 3"),
     ] = None
     scheduler: Annotated[
         Scheduler | None, Field(description="unset, and where a model does not take it: euler; an EDM model's own")
@@ -350,11 +354,11 @@ class ImagesSection(Replicated):
         """The name of the first model in requests."""
         return next(iter(self.base_models))
 
-    def guidance_of(self, name: str) -> float:
-        """Return the guidance scale of requests of a model that give none."""
-        if self.defaults.guidance_scale is not None:
+    def guidance_of(self, name: str, terms: RequestTerms) -> float:
+        """Return the guidance scale of requests of a model that give none: of one that takes none it is its own."""
+        if self.defaults.guidance_scale is not None and "guidance_scale" in terms.takes:
             return self.defaults.guidance_scale
-        return STARTER_GUIDANCE if name in self.starters else 7.5
+        return STARTER_GUIDANCE if name in self.starters else terms.guidance_scale
 
     def resolved_controlnets(self) -> dict[str, ControlNetSection]:
         """Return the ControlNets by name; if none are given for the starter model, those in the starter's folder."""

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, SamplerChoice, Scheduler
+from plait_serving.diffusion.request_terms import RequestTerms
+from plait_serving.diffusion.values import Event, ImageRequest, RgbImage, Scheduler
 from plait_serving.health import Health
 from plait_serving.replica_metrics import ReplicaMetrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModelCard:
-    """A base model and the defaults for fields that a request leaves out. `controlnets`: the names of those that it
-    takes; None: all."""
+    """A base model, what requests for it may say, and the defaults for fields that one leaves out. `controlnets`: the
+    names of those that it takes; None: all."""
 
     name: str
     family: str
@@ -28,7 +29,7 @@ class BaseModelCard:
     default_steps: int = 20
     default_guidance_scale: float = 7.5
     default_scheduler: Scheduler = Scheduler.EULER
-    samplers: SamplerChoice = field(default_factory=SamplerChoice)
+    terms: RequestTerms = field(default_factory=RequestTerms)
     dtype: str = "float32"
     controlnets: tuple[str, ...] | None = None
     limits: ImageLimits = field(default_factory=ImageLimits)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Literal
 
@@ -35,7 +35,8 @@ _NOTES = frozenset({b"eXIf", b"iTXt", b"EXIF", b"XMP ", b"\xe1"})
 """Where EXIF and XMP are; the first few, of the length that a JPEG's can have, are searched for the orientation."""
 _MAX_NOTES, _MAX_NOTE_BYTES = 4, 64 << 10
 _XMP = re.compile(rb"tiff:Orientation(?:=\"|>)([1-8])")
-_TIFF = re.compile(rb"II\*\0|MM\0\*")
+TIFF = re.compile(rb"II\*\0|MM\0\*")
+"""What EXIF begins with."""
 
 _MARKER = re.compile(rb"\xff([^\x00\xff\xd0-\xd7])", re.DOTALL)
 SEARCHED_BYTES = 64 << 10
@@ -47,7 +48,7 @@ _BARE = frozenset({_EOI, b"\xd8", b"\x01"})
 def trimmed(raw: bytes, *, param: str) -> tuple[bytes, int]:
     """Return a PNG, JPEG or WebP file with nothing in it but its first frame, any other as it is; and EXIF's number of
     its orientation, 1 to 8. Raises `RequestError` naming `param` for one of too many chunks or scans."""
-    walk = next((walk for magic, walk in _WALKS.items() if raw.startswith(magic)), None)
+    walk = _walk_of(raw)
     if walk is None:
         return raw, 1
     kept: list[bytes] = []
@@ -66,6 +67,16 @@ def trimmed(raw: bytes, *, param: str) -> tuple[bytes, int]:
     body = b"".join(kept)
     body = b"RIFF" + len(body).to_bytes(4, "little") + body if walk is _webp_chunks else body
     return body, next(filter(None, map(_orientation, notes)), 1)
+
+
+def chunks(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield what each part of a PNG, JPEG or WebP file is, and its bytes: the first `MAX_CHUNKS`."""
+    walk = _walk_of(raw)
+    return iter(()) if walk is None else islice(walk(raw), MAX_CHUNKS)
+
+
+def _walk_of(raw: bytes) -> Callable[[bytes], Iterator[tuple[bytes, bytes]]] | None:
+    return next((walk for magic, walk in _WALKS.items() if raw.startswith(magic)), None)
 
 
 def _png_chunks(raw: bytes) -> Iterator[tuple[bytes, bytes]]:
@@ -115,7 +126,7 @@ def _orientation(note: bytes) -> int | None:
     """Return what EXIF or XMP says; None if it says nothing. Pillow would remember a warning for each broken entry."""
     if (said := _XMP.search(note)) is not None:
         return int(said[1])
-    if (head := _TIFF.search(note, 0, 32)) is None:
+    if (head := TIFF.search(note, 0, 32)) is None:
         return None
     tiff = note[head.start() :]
     order: Literal["little", "big"] = "little" if head[0] == b"II*\0" else "big"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -49,6 +50,16 @@ def test_json_is_alone_on_stdout_and_in_the_file(measured, capsys, tmp_path):
     assert json.loads(stdout)["ratios"] == {"single:images_per_s:plait/diffusers": 2.0}
     assert stderr == "round 1\n"
     assert (measured[0].rounds, measured[0].quick) == (None, True)
+
+
+def test_sigterm_ends_a_measurement_where_sigint_is_ignored(monkeypatch):
+    """A shell ignores Ctrl-C for what it runs in the background: servers were left when such a run was ended."""
+    monkeypatch.setattr(job, "measure", lambda *_, **__: signal.raise_signal(signal.SIGTERM))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert main(["bench", "images"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_missed_promise_is_exit_code_99(monkeypatch, capsys):

@@ -35,6 +35,7 @@ from plait_autoconfig.jobs.measurer import Measured, MeasurementTask, Say, Tunin
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, FailureKind, Hardware, TrialOutcome
 from plait_kernels.cores import usable_cores
+from plait_serving.diffusion.request_terms import RequestTerms
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +193,7 @@ def _subject(spec: JobSpec, prepared: PreparedJob) -> TuningSubject:
     workload = {"offered_per_s": max(rates), "slo_ms": min(slos, default=0.0), "scenarios": float(len(rates))}
     if config.images is not None and spec.target.app == "images":
         service = f"images:{config.images.public_name}"
-        workload["default_steps"] = float(config.images.defaults.steps)
+        workload["default_steps"] = float(config.images.defaults.steps or RequestTerms().steps)
     else:
         service = "recommend:" + ",".join(sorted(config.ranking_models))
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

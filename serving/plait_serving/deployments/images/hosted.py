@@ -193,16 +193,18 @@ class HostedImages:
         )
 
     def _card(self, name: str, model: Model) -> BaseModelCard:
-        family, defaults, samplers = model.family, self._images.defaults, model.family.samplers
+        family, defaults, terms = model.family, self._images.defaults, model.family.terms
         return BaseModelCard(
             name=name,
             family=family.kind,
             default_width=family.width,
             default_height=family.height,
-            default_steps=defaults.steps,
-            default_guidance_scale=self._images.guidance_of(name),
-            default_scheduler=defaults.scheduler if defaults.scheduler in samplers.among else samplers.default,
-            samplers=samplers,
+            default_steps=terms.steps if defaults.steps is None else defaults.steps,
+            default_guidance_scale=self._images.guidance_of(name, terms),
+            default_scheduler=(
+                defaults.scheduler if defaults.scheduler in terms.samplers.among else terms.samplers.default
+            ),
+            terms=terms,
             dtype=str(family.dtype).removeprefix("torch."),
             controlnets=tuple(model.controlnets),
             limits=model.limits,

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,8 +41,10 @@ from plait_serving.diffusion.controlnet.wire import (
     welcome_payload,
 )
 from plait_serving.diffusion.errors import EngineError, ModelError
-from plait_serving.diffusion.families import ControlNetRunner
 from plait_serving.diffusion.protocols import Residuals
+
+if TYPE_CHECKING:
+    from plait_serving.diffusion.families import ControlNetRunner
 
 _log = logging.getLogger(__name__)
 

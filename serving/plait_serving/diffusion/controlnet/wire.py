@@ -121,7 +121,7 @@ def open_message(request: Open) -> tuple[Header, Tensors]:
         "width": request.width,
         "height": request.height,
         "n": conditioning.n,
-        "cfg": conditioning.uses_cfg,
+        "cfg": conditioning.branches == 2,
     }
     tensors = {"image": torch.from_numpy(np.array(request.image, order="C")), "text": conditioning.text}
     return header, tensors | {f"added.{name}": value for name, value in conditioning.added.items()}
@@ -196,8 +196,7 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
     added = {name.removeprefix("added."): value for name, value in tensors.items() if name.startswith("added.")}
     expected = {"image", "text"} | {f"added.{name}" for name in added}
     _expect(header, {"op", "session", "request", "width", "height", "n", "cfg"}, tensors, expected)
-    uses_cfg = fields.boolean(header, "cfg")
-    branches = 2 if uses_cfg else 1
+    branches = 2 if fields.boolean(header, "cfg") else 1
     image, encoded = tensors["image"], tensors["text"]
     if image.dtype != torch.uint8 or image.dim() != 3 or image.shape[2] != 3 or max(image.shape) > _MAX_SIDE:
         raise WireError(f"image must be uint8 (H, W, 3), not {image.dtype} {tuple(image.shape)}")
@@ -210,9 +209,7 @@ def _parse_open(header: Header, tensors: Tensors) -> Open:
         session=fields.integer(header, "session"),
         request=fields.text(header, "request", _MAX_ID_CHARS),
         image=image.numpy(),
-        conditioning=Conditioning(
-            text=encoded, added=added, n=fields.integer(header, "n", 1, _MAX_IMAGES), uses_cfg=uses_cfg
-        ),
+        conditioning=Conditioning(text=encoded, added=added, n=fields.integer(header, "n", 1, _MAX_IMAGES)),
         width=fields.integer(header, "width", 8, _MAX_SIDE),
         height=fields.integer(header, "height", 8, _MAX_SIDE),
     )

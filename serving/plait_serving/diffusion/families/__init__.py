@@ -2,30 +2,168 @@
 
 A family is a folder of this package: all that differs between architectures, and nothing else. It has
 
-- a class of what is known of one model without its weights (`Family`): its kind, sizes, samplers, what LoRAs may
-  change, how long prompts are, which ControlNets fit; `load` brings the weights into memory,
+- a `Family` (`family`): what is known of one model without its weights: its kind, sizes, what requests may say and come
+  to, what LoRAs may change, which ControlNets fit; `load` brings the weights into memory,
 - a `Denoiser` (`protocols.py`), which `load` returns: conditioning, latents, schedule, a step with its guidance,
   decoding, and the mergers of LoRA sets.
 
 What is in this folder beside them is shared by families: rows of a batch (`rows`), LoRA sets as inputs (`factors`),
-executors' programs (`preparation`) and the weights beside them (`resident_weights`).
+executors' programs (`preparation`) and the weights beside them (`resident_weights`). A family is imported when the
+first model of it is opened.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
-from plait_serving.diffusion.families.unet.family import UNetFamily
-from plait_serving.diffusion.settings import EngineSettings, Host
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.unet import config as unet
+from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_controlnet, read_json
 
-__all__ = ["ControlNetRunner", "Family", "load_controlnet", "open_family"]
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
-Family: TypeAlias = UNetFamily
-ControlNetRunner: TypeAlias = ControlNetModelRunner
+    from plait_serving.diffusion.families.family import Family
+    from plait_serving.diffusion.families.preparation import Preparer
+    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
+    from plait_serving.diffusion.lora.container import Header
+    from plait_serving.diffusion.settings import EngineSettings, Host
+
+    ControlNetRunner: TypeAlias = ControlNetModelRunner
+
+__all__ = [
+    "FAMILIES", "ControlNetRunner", "FamilyRow", "components", "family_row", "kind_of_controlnet", "load_controlnet",
+    "open_family", "row_of_file",
+]  # fmt: skip
+
+
+def _no_file(_: Collection[str]) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyRow:
+    """A family. `load` imports it, and the libraries that it needs.
+
+    Without them it is known where its weights are, `denoiser`: the folder of the model that steps, and of what `kind` a
+    model is, which is what LoRAs and ControlNets are made for: by its folder, or by the names of the tensors of a whole
+    checkpoint in one file. None: such a file is none of the family; `ModelError`: it looks like one. `convert` writes
+    the file, which has that header, as a folder, with the configurations of another one, if given.
+    """
+
+    load: Callable[[], type[Family]]
+    denoiser: str
+    kind: Callable[[Path], str]
+    kind_of_file: Callable[[Collection[str]], str | None] = _no_file
+    convert: Callable[[Path, Header, Path | None, Path], None] | None = None
+
+
+def _unet() -> type[Family]:
+    from plait_serving.diffusion.families.unet.family import UNetFamily
+
+    return UNetFamily
+
+
+def _convert_unet(path: Path, header: Header, config: Path | None, staged: Path) -> None:
+    from plait_serving.diffusion.families.unet.single_file import convert
+
+    convert(path, header, config, staged)
+
+
+_UNET = FamilyRow(load=_unet, denoiser="unet", kind=unet.kind_of, kind_of_file=unet.kind_of_file, convert=_convert_unet)
+
+
+def _sd3() -> type[Family]:
+    from plait_serving.diffusion.families.sd3.family import Sd3Family
+
+    return Sd3Family
+
+
+def _flux() -> type[Family]:
+    from plait_serving.diffusion.families.flux.family import FluxFamily
+
+    return FluxFamily
+
+
+_SD3 = FamilyRow(load=_sd3, denoiser="transformer", kind=lambda _: "sd3")
+_FLUX = FamilyRow(load=_flux, denoiser="transformer", kind=lambda _: "flux1")
+
+FAMILIES: dict[str, FamilyRow] = {
+    "StableDiffusion3*": _SD3,
+    "FluxPipeline": _FLUX,
+    "FluxImg2ImgPipeline": _FLUX,
+    "FluxInpaintPipeline": _FLUX,
+    "FluxKontext*": _FLUX,
+    "StableDiffusion*": _UNET,
+    "LatentConsistencyModel*": _UNET,
+}
+"""The families by the class of their pipelines in diffusers: patterns, of which the first that fits counts. Those whose
+files begin like others' come last."""
+
+_LOOK_ALIKES: Mapping[str, str] = {
+    "StableDiffusion3ControlNet*": "a ControlNet of Stable Diffusion 3 in a pipeline; name the base model's own folder",
+    "FluxFill*": "FLUX.1 Fill has inputs of its own for a mask and the masked image",
+    "FluxControlNet*": "a ControlNet of FLUX.1 in a pipeline; name the base model's own folder",
+    "FluxControl*": "FLUX.1 Canny and Depth have an input of their own for a control image",
+    "FluxPriorRedux*": "FLUX.1 Redux turns images into prompts; it is no base model",
+}
+"""Why pipelines are not served whose names or shapes are nearly those of a family."""
+
+
+def family_row(folder: Path) -> FamilyRow:
+    """Return the family of the model in a diffusers folder. Raises `ModelError`, naming the pipeline if none serves
+    it."""
+    path = folder / "model_index.json"
+    pipeline = read_json(path).get("_class_name")
+    if not isinstance(pipeline, str):
+        raise ModelError(f"{path}: it names no pipeline (_class_name)")
+    for pattern, why in _LOOK_ALIKES.items():
+        if fnmatchcase(pipeline, pattern):
+            raise ModelError(f"{path}: {pipeline} is not supported: {why}")
+    found = next((row for pattern, row in FAMILIES.items() if fnmatchcase(pipeline, pattern)), None)
+    if found is None:
+        raise ModelError(f"{path}: {pipeline} is not supported; {', '.join(FAMILIES)} are")
+    return found
+
+
+def row_of_file(keys: Collection[str]) -> tuple[str, FamilyRow]:
+    """Return the kind and the family of a whole checkpoint in one file with tensors of these names. Raises
+    `ModelError`, without naming the file."""
+    if is_controlnet(keys):
+        raise ModelError(f"a ControlNet, no base model, and {SINGLE_CONTROLNET}")
+    for row in dict.fromkeys(FAMILIES.values()):
+        kind = row.kind_of_file(keys)
+        if kind is not None:
+            return kind, row
+    raise ModelError("no whole checkpoint in the original layout of a family that is served")
 
 
 def open_family(folder: Path, settings: EngineSettings, host: Host) -> Family:
     """Return what is known of the model in a diffusers folder. Raises `ModelError`."""
-    return UNetFamily(folder, settings, host)
+    return family_row(folder).load()(folder, settings, host)
+
+
+def components(folder: Path) -> Mapping[str, nn.Module]:
+    """Return the modules of the model in a diffusers folder that LoRAs change, by component, without weights. Raises
+    `ModelError`."""
+    return family_row(folder).load().components(folder)
+
+
+def kind_of_controlnet(folder: Path) -> str:
+    """Return what base models a ControlNet's folder is for. Raises `ModelError`."""
+    return str(unet.family_of(read_json(folder / "config.json")))
+
+
+def load_controlnet(
+    folder: Path, *, dtype: torch.dtype, device: str, preparer: Preparer | None, graphs: bool
+) -> ControlNetRunner:
+    """Load a ControlNet from a diffusers folder, of whatever family it is. `preparer`: its program runs once it was
+    converted; `graphs`: it runs as CUDA graphs. Raises `ModelError`."""
+    from plait_serving.diffusion.families.unet import controlnet
+
+    return controlnet.load_controlnet(folder, dtype=dtype, device=device, preparer=preparer, graphs=graphs)

@@ -1,4 +1,4 @@
-"""LoRA sets as row-wise factors: what the rows of a batch add to the layers of the UNet.
+"""LoRA sets as row-wise factors: what the rows of a batch add to the layers of the model that steps.
 
 A set of several LoRAs is their factors side by side: A = [A1 | A2], B = [c1 B1; c2 B2] with c = scale * alpha / r.
 """
@@ -36,12 +36,11 @@ _MAX_EXCESS = 1.5  # how much more a mixed batch computes so that it has a shape
 _KEPT_BATCHES, _KEPT_SETS, _KEPT_FILES = 4, 64, 1024
 _KEPT_BYTES = 256 << 20
 """Of all batches, or sets, but the latest: sixteen images of sets of their own can hold more."""
-_COMPONENT = "unet"
 
 _V = TypeVar("_V")
 
 
-class _Kept(Generic[_V]):
+class Kept(Generic[_V]):
     """The latest values by key: so many at most, and so many bytes of all but the newest."""
 
     def __init__(self, max_count: int, max_bytes: int) -> None:
@@ -64,18 +63,28 @@ class _Kept(Generic[_V]):
 class FactorStore:
     """Builds the factors of a batch and remembers the latest ones. Compute thread only."""
 
-    def __init__(self, *programs: Sequence[AdaptedLayer], kept_bytes: int = _KEPT_BYTES) -> None:
-        """Take each program's adapted layers; their paths are those of `ModuleRef`s as text."""
+    def __init__(
+        self,
+        component: str,
+        *programs: Sequence[AdaptedLayer],
+        kept_bytes: int = _KEPT_BYTES,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Take each program's adapted layers, all of one component; their paths are those of `ModuleRef`s as text.
+        `dtype` and `device`: of the factors."""
+        self._dtype, self._device = dtype, device
+        self._component = component
         self._programs = [frozenset(layer.path for layer in layers) for layers in programs]
         self._layers = {layer.path: layer for layers in programs for layer in layers}
-        self._taken: _Kept[bool] = _Kept(_KEPT_FILES, kept_bytes)
+        self._taken: Kept[bool] = Kept(_KEPT_FILES, kept_bytes)
         self._widest: Ranks = {}
-        self._batches: _Kept[PerProgram] = _Kept(_KEPT_BATCHES, kept_bytes)
-        self._sets: _Kept[Pairs] = _Kept(_KEPT_SETS, kept_bytes)
+        self._batches: Kept[PerProgram] = Kept(_KEPT_BATCHES, kept_bytes)
+        self._sets: Kept[Pairs] = Kept(_KEPT_SETS, kept_bytes)
 
     def takes(self, weights: LoadedLora) -> bool:
-        """Return whether every UNet layer that a file changes is adapted, by factors that can be inputs."""
-        own = ((ref, factor) for ref, factor in weights.factors.items() if ref.component == _COMPONENT)
+        """Return whether every layer of the component that a file changes is adapted, by factors that can be inputs."""
+        own = ((ref, factor) for ref, factor in weights.factors.items() if ref.component == self._component)
         return self._taken.get(
             (weights.token,),
             lambda: (all(str(ref) in self._layers and factor.row_rank is not None for ref, factor in own), 0),
@@ -91,7 +100,7 @@ class FactorStore:
     def _build(self, sets: Sequence[LoadedSet], layout: BatchLayout) -> tuple[PerProgram, int]:
         """Return the factors of a batch, and their bytes."""
         distinct = list({_key(one): one for one in sets}.values())
-        ranks = _padded([_ranks(one) for one in distinct])
+        ranks = _padded([self._ranks(one) for one in distinct])
         if len(distinct) == 1:
             rows_of = [_key(sets[0])]
         else:
@@ -99,10 +108,9 @@ class FactorStore:
             rows_of = _by_row(sets, layout)
         pairs = {_key(one): self._pairs_of(one, ranks) for one in distinct}
         by_path = {path: _stacked([pairs[key][path] for key in rows_of]) for path in ranks}
-        rows = layout.images * layout.branches
         parts = ({path: pair for path, pair in by_path.items() if path in own} for own in self._programs)
-        factors = tuple(RowFactors(rows=rows, by_path=part) if part else None for part in parts)
-        return factors, 4 * len(rows_of) * self._numbers(ranks)
+        factors = tuple(RowFactors(rows=layout.size, by_path=part) if part else None for part in parts)
+        return factors, self._dtype.itemsize * len(rows_of) * self._numbers(ranks)
 
     def _wide(self, ranks: Ranks) -> Ranks:
         """Return ranks that hold these and those of earlier mixed batches, so that few shapes occur; just these where
@@ -119,23 +127,29 @@ class FactorStore:
         """Return a set's A `(in, r)` and B `(r, out)` of each layer; zeros where the set has nothing."""
 
         def make() -> tuple[Pairs, int]:
-            terms = _by_path(one)
-            pairs = {path: _pair(self._layers[path], terms.get(path, ()), rank) for path, rank in ranks.items()}
-            return pairs, 4 * self._numbers(ranks)
+            terms = self._by_path(one)
+            pairs = {path: self._pair(path, terms.get(path, ()), rank) for path, rank in ranks.items()}
+            return pairs, self._dtype.itemsize * self._numbers(ranks)
 
         return self._sets.get((_key(one), tuple(ranks.items())), make)
 
+    def _by_path(self, one: LoadedSet) -> Mapping[str, list[tuple[PlainFactor, float]]]:
+        terms: dict[str, list[tuple[PlainFactor, float]]] = {}
+        for weights, scale in one:
+            if scale == 0.0:
+                continue
+            for ref, factor in weights.factors.items():
+                if ref.component == self._component:
+                    assert not isinstance(factor, DecomposedFactor)
+                    terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
+        return terms
 
-def _by_path(one: LoadedSet) -> Mapping[str, list[tuple[PlainFactor, float]]]:
-    terms: dict[str, list[tuple[PlainFactor, float]]] = {}
-    for weights, scale in one:
-        if scale == 0.0:
-            continue
-        for ref, factor in weights.factors.items():
-            if ref.component == _COMPONENT:
-                assert not isinstance(factor, DecomposedFactor)
-                terms.setdefault(str(ref), []).append((factor, scale * factor.alpha / factor.rank))
-    return terms
+    def _pair(self, path: str, terms: Sequence[tuple[PlainFactor, float]], rank: int) -> Factors:
+        first, second = _pair(self._layers[path], terms, rank)
+        return first.to(self._device, self._dtype), second.to(self._device, self._dtype)
+
+    def _ranks(self, one: LoadedSet) -> Ranks:
+        return {path: sum(_rank(factor) for factor, _ in terms) for path, terms in self._by_path(one).items()}
 
 
 def _key(one: LoadedSet) -> SetKey:
@@ -145,11 +159,7 @@ def _key(one: LoadedSet) -> SetKey:
 def _by_row(sets: Sequence[LoadedSet], layout: BatchLayout) -> list[SetKey]:
     """Return each row's set."""
     keys = [_key(one) for one in sets]
-    return [key for key, count in zip(keys, layout.counts, strict=True) for _ in range(count)] * layout.branches
-
-
-def _ranks(one: LoadedSet) -> Ranks:
-    return {path: sum(_rank(factor) for factor, _ in terms) for path, terms in _by_path(one).items()}
+    return [keys[k] for k, _ in layout.blocks for _ in range(layout.counts[k])]
 
 
 def _rank(factor: PlainFactor) -> int:

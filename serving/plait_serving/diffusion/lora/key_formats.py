@@ -2,8 +2,10 @@
 
 diffusers, and PEFT with it, write the dotted path of the module. kohya's trainer writes it with underscores, or, for
 SDXL, with the block numbers of the original UNet. ComfyUI (`LoraSave`) and OneTrainer write the original UNet's dotted
-names and CLIP's, each under prefixes of its own, SimpleTuner what LyCORIS makes of diffusers' path. CLIP paths come
-with and without `text_model.` (transformers 5 dropped it from `CLIPTextModel`). No torch here.
+names and CLIP's, each under prefixes of its own, SimpleTuner what LyCORIS makes of diffusers' path. Of transformers
+(Stable Diffusion 3, FLUX.1) kohya and ComfyUI write the original names, ai-toolkit diffusers' or ComfyUI's, XLabs those
+of processors. CLIP paths come with and without `text_model.` (transformers 5 dropped it from `CLIPTextModel`). No torch
+here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class LoraFormat(Enum):
     COMFYUI = "comfyui"
     ONETRAINER = "onetrainer"
     SIMPLETUNER = "simpletuner"
+    XLABS = "xlabs"
 
     @property
     def title(self) -> str:
@@ -37,13 +40,15 @@ _TITLES: Mapping[LoraFormat, str] = MappingProxyType(
         LoraFormat.COMFYUI: "ComfyUI",
         LoraFormat.ONETRAINER: "OneTrainer",
         LoraFormat.SIMPLETUNER: "SimpleTuner (LyCORIS)",
+        LoraFormat.XLABS: "XLabs",
     }
 )
 
 # How keys begin that are not in diffusers' format, and what a file of another kind has in none.
 _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
     {
-        LoraFormat.KOHYA: re.compile(r"lora_(unet|te\d?)_"),
+        LoraFormat.XLABS: re.compile(r"(diffusion_model\.)?(double|single)_blocks\.\d+\.processor\."),
+        LoraFormat.KOHYA: re.compile(r"lora_(unet|transformer|te\d?)_"),
         LoraFormat.COMFYUI: re.compile(r"(diffusion_model|text_encoders)\."),
         LoraFormat.ONETRAINER: re.compile(
             r"(unet\.)?(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)\.\d|clip_[lgh]\."
@@ -51,7 +56,9 @@ _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
         LoraFormat.SIMPLETUNER: re.compile(r"lycoris_"),
     }
 )
-_ADDS = re.compile(r"[._]lora[._](A|B|down|up)(\.|$)|\.lora_linear_layer\.|\.(hada|lokr)_w|\.diff(_b)?$|\.[wb]_norm$")
+_ADDS = re.compile(
+    r"[._]lora\d?[._](A|B|down|up)(\.|$)|\.lora_linear_layer\.|\.(hada|lokr)_w|\.diff(_b)?$|\.[wb]_norm$"
+)
 
 _KOHYA_TEXT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"text_encoder": ("lora_te_", "lora_te1_"), "text_encoder_2": ("lora_te2_",)}
@@ -93,7 +100,7 @@ def format_of_keys(keys: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What the original's numbering needs from a UNet: resnets per down block, and which up blocks have attention."""
+    """What the original numbering of a UNet needs: resnets per down block, and which up blocks have attention."""
 
     resnets: int
     up_with_attention: frozenset[int]
@@ -108,9 +115,9 @@ class Blocks:
 
 
 def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
-    """Yield every name that files have for a module of a component: "unet", "text_encoder", "text_encoder_2"."""
-    if component == "unet":
-        yield from _of_unet(path, blocks)
+    """Yield every name that files have for a module of a component."""
+    if not is_text(component):
+        yield from _of_denoiser(component, path, blocks)
         return
     bare = path.removeprefix("text_model.")
     for either in (bare, f"text_model.{bare}"):
@@ -122,11 +129,30 @@ def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraF
             yield LoraFormat.ONETRAINER, f"{clip}.{either}"
 
 
-def _of_unet(path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
-    yield LoraFormat.PEFT, f"unet.{path}"
-    yield LoraFormat.PEFT, path  # `save_attn_procs` wrote UNet files without a prefix
-    yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"
+def original_spellings(name: str) -> Iterator[tuple[LoraFormat, str]]:
+    """Yield every name that files have for a layer of an original transformer (`published.original_names`)."""
+    if ".processor." in name:
+        yield LoraFormat.XLABS, name
+        yield LoraFormat.XLABS, f"diffusion_model.{name}"
+        return
+    yield LoraFormat.PEFT, name
+    yield LoraFormat.KOHYA, f"lora_unet_{_flat(name)}"
+    yield LoraFormat.COMFYUI, f"diffusion_model.{name}"
+
+
+def is_text(component: str) -> bool:
+    """Return whether a component is a text encoder, by its folder's name in diffusers, not the model that steps."""
+    return component.startswith("text_encoder")
+
+
+def _of_denoiser(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraFormat, str]]:
+    yield LoraFormat.PEFT, f"{component}.{path}"
+    yield LoraFormat.PEFT, path  # `save_attn_procs` wrote files without a prefix
+    yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"  # kohya's word for every model that steps
     yield LoraFormat.SIMPLETUNER, f"lycoris_{_flat(path)}"
+    if component != "unet":
+        yield LoraFormat.KOHYA, f"lora_{component}_{_flat(path)}"
+        yield LoraFormat.COMFYUI, f"diffusion_model.{path}"
     if original := _original(path, blocks):
         yield LoraFormat.KOHYA, f"lora_unet_{_flat(original)}"
         yield LoraFormat.COMFYUI, f"diffusion_model.{original}"

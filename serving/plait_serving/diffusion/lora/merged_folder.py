@@ -15,14 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.bundle import load_bundle
+from plait_serving.diffusion.families import components as components_in
 from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
-from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef, components_of, live_parameter
+from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef, live_parameter
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.sources.parts import copy_parts
 from plait_serving.diffusion.sources.resolve import resolve_source
-from plait_serving.diffusion.sources.staging import copy_parts, new_folder, require_new_folder
+from plait_serving.diffusion.sources.staging import new_folder, require_new_folder
 from plait_serving.diffusion.values import LoraRef
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
@@ -61,8 +62,7 @@ def write_merged(
     """
     require_new_folder(out)
     folder = resolve_source(source, revision)
-    outline = load_bundle(folder, safety_checker=False, outline=True)
-    components = components_of(outline.unet, outline.text_encoders)
+    components = components_in(folder)
     targets = LoraTargets.of(components)
     loaded = {lora.name: parse(lora.name, lora.path, targets) for lora in loras}
     touched = {ref.component for lora in loaded.values() for ref in lora.factors}

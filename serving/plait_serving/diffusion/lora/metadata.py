@@ -2,7 +2,7 @@
 
 diffusers' `save_lora_weights` writes them into a file's metadata (`lora_adapter_metadata`, a LoraConfig per part), each
 field with its component before it: `unet.lora_alpha`, `text_encoder.rank_pattern`, ... PEFT's `save_pretrained` writes
-an `adapter_config.json` beside the file, of a UNet.
+an `adapter_config.json` beside the file, of the model that steps.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ class AlphaRules:
     configs: Mapping[str, Mapping[str, Any]]
 
     @classmethod
-    def beside(cls, path: Path) -> AlphaRules | None:
-        """Read the configuration that PEFT wrote beside a UNet's adapter; None: there is none. Raises `LoraError`."""
+    def beside(cls, path: Path, component: str) -> AlphaRules | None:
+        """Read the configuration that PEFT wrote beside an adapter of a component; None: there is none. Raises
+        `LoraError`."""
         try:
             with (path.parent / CONFIG_FILE).open("rb") as file:
                 raw = file.read(_MAX_CONFIG_BYTES + 1)
@@ -54,7 +55,7 @@ class AlphaRules:
             )
         if config.get("bias", "none") != "none" or config.get("modules_to_save"):
             raise LoraError(f"its {CONFIG_FILE} has bias or modules_to_save, which are not read")
-        return cls._checked({"unet": config})
+        return cls._checked({component: config})
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> AlphaRules:

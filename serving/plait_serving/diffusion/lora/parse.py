@@ -16,16 +16,17 @@ from types import MappingProxyType
 
 from plait_serving.diffusion.errors import LoraError
 from plait_serving.diffusion.lora import container, reading
-from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat, is_text
 from plait_serving.diffusion.lora.keys import (
     TensorRole,
     adds,
     may_add_nothing,
     meaning,
     nearest_format,
+    other_model,
     reject_unsupported,
 )
-from plait_serving.diffusion.lora.kinds import AnyFactor
+from plait_serving.diffusion.lora.kinds import AnyFactor, section
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
@@ -53,7 +54,7 @@ class LoadedLora:
     @property
     def touches_text_encoder(self) -> bool:
         """Whether it changes the prompt's encoding."""
-        return any(ref.component != "unet" for ref in self.factors)
+        return any(is_text(ref.component) for ref in self.factors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +75,17 @@ class LoraPlan:
 def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_FILE_BYTES) -> LoadedLora:
     """Read a whole file. Raises `LoraError` with a message that starts with the LoRA's name."""
     try:
-        config = AlphaRules.beside(path) if path.name == ADAPTER_FILE else None
+        config = AlphaRules.beside(path, targets.denoiser) if path.name == ADAPTER_FILE else None
         plan(container.inspect(path, max_bytes=max_bytes), targets, config)
         header, data = container.read(path, max_bytes=max_bytes)
         agreed = plan(header, targets, config)  # again, of the very bytes that were read
         _check_adds_nothing(agreed, header, data, targets)
-        factors = {
-            ref: reading.factor(
-                ref, {role: container.tensor(header, data, key) for role, key in roles.items()}, agreed.rules
-            )
-            for ref, roles in agreed.parts.items()
-        }
+        factors: dict[ModuleRef, AnyFactor] = {}
+        for ref, roles in agreed.parts.items():
+            tensors = {role: container.tensor(header, data, key) for role, key in roles.items()}
+            whole = reading.factor(ref, tensors, agreed.rules)
+            rows = targets.joined.get(ref)
+            factors |= {ref: whole} if rows is None else {part: section(whole, mine) for part, mine in rows.items()}
     except LoraError as error:
         raise LoraError(f"LoRA {name!r}: {error.message}", param="loras") from error
     if agreed.embeddings:
@@ -98,8 +99,8 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     bundled = [key.split(".")[1] for key in header.tensors if key.startswith(_EMBEDDINGS)]
     if not keys:
         raise LoraError("the file is a textual inversion" if bundled else "the file holds no tensors")
-    reject_unsupported(keys, has_config=config is not None)
     found = {key: meaning(key, targets) for key in keys}
+    reject_unsupported(found, has_config=config is not None)
     unknown = {key: may_add_nothing(key) for key, what in found.items() if what is None}
     if len(unknown) == len(keys) or not all(unknown.values()):
         raise _unmatched([key for key, excused in unknown.items() if not excused] or unknown, keys, targets)
@@ -113,6 +114,7 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
         if what.role in roles:
             raise LoraError(f"{roles[what.role]} and {key} both mean {what.ref}")
         roles[what.role] = key
+    _check_apart(parts, targets)
     if len(formats) > 1:
         titles = sorted((form.title for form in formats), key=str.casefold)
         raise LoraError(f"the file mixes {' and '.join(titles)} keys")
@@ -128,6 +130,17 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     )
 
 
+def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:
+    """Raise `LoraError` if a file changes a module both as such and as a part of an original layer."""
+    seen: dict[ModuleRef, str] = {}
+    for ref, roles in parts.items():
+        key = next(iter(roles.values()))
+        for part in targets.joined.get(ref, (ref,)):
+            if part in seen:
+                raise LoraError(f"{seen[part]} and {key} both mean {part}")
+            seen[part] = key
+
+
 def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytearray, targets: LoraTargets) -> None:
     """Raise `LoraError` if a layer that this model lacks would be changed."""
     surplus = [key for key in agreed.beyond if adds(key) and bool(container.tensor(header, data, key).any())]
@@ -137,9 +150,11 @@ def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytear
 
 def _unmatched(unmatched: Iterable[str], keys: Collection[str], targets: LoraTargets) -> LoraError:
     unmatched = sorted(unmatched)
+    other = other_model(unmatched, targets)
+    layout = f"the nearest layout is that of {nearest_format(unmatched, targets).title}"
     return LoraError(
-        f"{len(unmatched)} of {len(keys)} keys match nothing in this model (the nearest layout is that of "
-        f"{nearest_format(unmatched, targets).title}): {listed(unmatched)}"
+        f"{len(unmatched)} of {len(keys)} keys match nothing in this model "
+        f"({layout if other is None else f'the file is for {other}'}): {listed(unmatched)}"
     )
 
 

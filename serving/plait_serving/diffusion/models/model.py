@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from plait_serving.diffusion.admission import ImageLimits
-from plait_serving.diffusion.families import Family
+from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.memory import available_bytes, gigabytes, pixels_that_fit
 from plait_serving.diffusion.protocols import ControlNetClient

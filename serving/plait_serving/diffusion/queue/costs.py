@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from plait_serving.diffusion.queue.policy import JOIN_SHARE, GroupKey
+from plait_serving.diffusion.request_terms import RowKind
 
 # A count follows a host that became slower within 24 calls, about a request; 3 % of noise leave it within 1 %.
 _KEPT_CALLS = 31
@@ -57,11 +58,11 @@ class _Way(Enum):
 
 
 class StepCosts:
-    """Seconds per denoiser call, by pixels, guidance, how LoRA sets act, and rows. Thread-safe."""
+    """Seconds per denoiser call, by the kind of its rows, how LoRA sets act, and rows. Thread-safe."""
 
     def __init__(self, first_guess_s: float = 0.05) -> None:
         self._first_guess_s = first_guess_s
-        self._kinds: OrderedDict[tuple[int, bool, _Way], _Kind] = OrderedDict()
+        self._kinds: OrderedDict[tuple[RowKind, _Way], _Kind] = OrderedDict()
         self._lock = threading.Lock()
 
     def record(self, key: GroupKey, rows: int, seconds: float) -> None:
@@ -98,8 +99,7 @@ class StepCosts:
             return min(own + hoped, default=guess_s / _HOPED_SHARE_OF_ANOTHER_WAY if key.row_wise else guess_s)
 
     def _ways(self, key: GroupKey) -> list[_Kind]:
-        pixels, uses_cfg, _ = _kind(key)
-        kinds = [self._kinds.get((pixels, uses_cfg, way)) for way in _Way]
+        kinds = [self._kinds.get((key.row, way)) for way in _Way]
         return [kind for kind in kinds if kind is not None]
 
 
@@ -179,13 +179,13 @@ def _estimate_s(known: dict[int, float], rows: int) -> float:
     return known[b] + another_row_s * (rows - b)
 
 
-def _kind(key: GroupKey) -> tuple[int, bool, _Way]:
-    """Return what calls of equal costs share: pixels, guidance, and how LoRA sets act. What has to be merged runs on
-    torch."""
+def _kind(key: GroupKey) -> tuple[RowKind, _Way]:
+    """Return what calls of equal costs share: the kind of their rows, and how LoRA sets act. What has to be merged runs
+    on torch."""
     if key.loras:
         way = _Way.MERGED
     elif key.row_wise:
         way = _Way.ROW_WISE
     else:
         way = _Way.SHARED if key.shared else _Way.PLAIN
-    return key.width * key.height, key.uses_cfg, way
+    return key.row, way

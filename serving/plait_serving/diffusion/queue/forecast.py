@@ -9,9 +9,9 @@ Two questions with two answers:
 - `alone_s`: the least time that it can take, on its own and with nothing else to do (`costs`): a deadline before that
   cannot be met.
 
-What was never measured is scaled from the nearest that was: steps by pixels, guidance and ControlNets, decodes by
-pixels. Up only by the square root of that: a small call is mostly the cost of any call, and a request that is refused
-for a guess is never measured. Nothing measured: 0.
+What was never measured is scaled from the nearest that was: steps by the work of their rows (`RowKind`) and
+ControlNets, decodes by pixels. Up only by the square root of that: a small call is mostly the cost of any call, and a
+request that is refused for a guess is never measured. Nothing measured: 0.
 """
 
 from __future__ import annotations
@@ -27,35 +27,31 @@ from typing import Generic, TypeVar
 
 from plait_serving.diffusion.queue.costs import MAX_KINDS, StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
+from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.values import ImageRequest
 
 _KEPT = 31
 """The newest charges of a kind; their median is the forecast, so one slow step in two does not move it."""
-_CONTROL_WORK = 0.4
-"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
-Diffusion 1.5."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What decides how long a row's step takes: pixels, guidance, and the number of ControlNets."""
+    """What decides how long a row's step takes: its kind, and what ControlNets add to its work, as a share."""
 
-    pixels: int
-    uses_cfg: bool
-    controls: int
+    row: RowKind
+    controls: float
 
     @property
     def work(self) -> float:
-        """Its work relative to others, roughly: convolutions are proportional to pixels, guidance doubles the rows."""
-        return self.pixels * (2.0 if self.uses_cfg else 1.0) * (1.0 + _CONTROL_WORK * self.controls)
+        """Its work relative to others, roughly."""
+        return self.row.work * (1.0 + self.controls)
 
     @classmethod
-    def of(cls, request: ImageRequest) -> StepKind:
+    def of(cls, size: RequestSize) -> StepKind:
         """Return the kind of most of a request's steps."""
-        controls = sum(control.end - control.start for control in request.controlnets)
-        return cls(request.width * request.height, request.uses_cfg, round(controls))
+        return cls(size.row, size.controls)
 
 
 class WorkForecast:
@@ -67,10 +63,10 @@ class WorkForecast:
         self._steps: _Charges[StepKind] = _Charges(lambda kind: kind.work)
         self._decodes, self._encodes, self._sources = (_Charges[int](float) for _ in range(3))
 
-    def charged_step(self, kind: StepKind, row_s: float) -> None:
-        """Record that a step charged `row_s` seconds for each row."""
+    def charged_step(self, size: RequestSize, row_s: float) -> None:
+        """Record that a step charged `row_s` seconds for each row of such a request."""
         with self._lock:
-            self._steps.add(kind, row_s)
+            self._steps.add(StepKind.of(size), row_s)
 
     def charged_encode(self, chunks: int, seconds: float) -> None:
         """Record that prompts of `chunks` chunks were encoded in `seconds`."""
@@ -87,22 +83,20 @@ class WorkForecast:
         with self._lock:
             self._decodes.add(pixels, image_s)
 
-    def work_s(self, request: ImageRequest, chunks: int) -> float:
-        """Return the compute-seconds that a request will be charged; `chunks` of its prompts are encoded."""
-        kind = StepKind.of(request)
+    def work_s(self, request: ImageRequest, size: RequestSize) -> float:
+        """Return the compute-seconds that a request will be charged."""
         with self._lock:
-            row_s = self._steps.expected(kind)
-        return request.calls * request.n * row_s + self._ends_s(request, chunks)
+            row_s = self._steps.expected(StepKind.of(size))
+        return request.calls * request.n * size.rows * row_s + self._ends_s(request, size)
 
-    def alone_s(self, request: ImageRequest, chunks: int) -> float:
+    def alone_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the least seconds from its first step to its images; 0 before anything like it was measured."""
-        key = GroupKey(request.width, request.height, request.uses_cfg, request.loras)
-        step_s = self._costs.shortest_s(key, request.n)
-        return request.calls * step_s + self._ends_s(request, chunks) if step_s else 0.0
+        step_s = self._costs.shortest_s(GroupKey(size.shape, size.row, request.loras), request.n * size.rows)
+        return request.calls * step_s + self._ends_s(request, size) if step_s else 0.0
 
-    def longest_s(self, request: ImageRequest, chunks: int) -> float:
+    def longest_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the compute-seconds that a request will be charged at most: as those before it, or alone."""
-        return max(self.work_s(request, chunks), self.alone_s(request, chunks))
+        return max(self.work_s(request, size), self.alone_s(request, size))
 
     def decode_s(self, request: ImageRequest) -> float:
         """Return the seconds that decoding its images takes."""
@@ -110,11 +104,11 @@ class WorkForecast:
         with self._lock:
             return request.n * self._decodes.expected(pixels)
 
-    def _ends_s(self, request: ImageRequest, chunks: int) -> float:
+    def _ends_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the seconds before the first step and after the last."""
         pixels = request.width * request.height
         with self._lock:
-            encode_s = chunks * self._encodes.expected(1)
+            encode_s = size.chunks * self._encodes.expected(1)
             if request.edit is not None:
                 encode_s += self._sources.expected(pixels)
         return encode_s + self.decode_s(request)

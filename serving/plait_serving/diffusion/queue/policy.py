@@ -1,6 +1,6 @@
 """Which group runs the next step: the core decision of the server, as a pure function.
 
-A group is what can share one denoiser call: equal base model, shape, guidance on or off, and LoRA set to merge. An
+A group is what can share one denoiser call: equal base model, shape, as its family has it, and LoRA set to merge. An
 executor that takes sets as inputs has nothing to merge, so all sets can share its calls; those whose rows have one set
 may be faster. A unit that could go both ways is a candidate twice, of two groups. Between steps the compute thread
 calls `choose` for the units to run next. The trade-offs:
@@ -23,16 +23,18 @@ calls `choose` for the units to run next. The trade-offs:
   for: where several tenants come, a call takes at most `1 - GUEST_SHARE` of what its oldest request would take alone
   (of one step: `1 + GUEST_SHARE`, or nothing could be shared).
 
-Symbols: rows = images of a unit; step_s = seconds one denoiser call takes; switch_s = seconds a merge takes.
+Symbols: rows of a unit, one or more for each image; step_s = seconds one denoiser call takes; switch_s = seconds a
+merge takes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.values import LoraSet
 
 JOIN_SHARE = 0.05
@@ -50,15 +52,15 @@ they delay its first request by one request of its kind at most; rows that are n
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What units must agree in to share a denoiser call. `loras` is the set that must be merged into the weights.
+    """What units must agree in to share a denoiser call: `shape` and `row` are their `RequestSize`'s, `loras` is the
+    set that must be merged into the weights.
 
     `row_wise`: rows of several sets, each an input of the call, which may be slower than a call for one set. `shared`:
     the one set that all rows have and that needs no merge.
     """
 
-    width: int
-    height: int
-    uses_cfg: bool
+    shape: Hashable
+    row: RowKind
     loras: LoraSet
     row_wise: bool = False
     shared: LoraSet = ()

@@ -1,11 +1,14 @@
-"""What files of weights look like from outside: their names and the names of their tensors. Loads no library."""
+"""What a model's files look like from outside: their names, the names of their tensors, configurations. Loads no
+library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.errors import ModelError
 
 SUFFIX = ".safetensors"
 PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
@@ -13,15 +16,9 @@ SINGLE_CONTROLNET = (
     "a single file; ControlNets are read from diffusers folders: "
     "ControlNetModel.from_single_file(FILE).save_pretrained(FOLDER) of diffusers makes one"
 )
+DENOISER = "model.diffusion_model."
+"""What the keys of the model that steps begin with in whole checkpoints in one file, whatever its family."""
 _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
-
-UNET, VAE = "model.diffusion_model.", "first_stage_model."
-_TEXTS: Mapping[str, FamilyName] = {
-    "conditioner.embedders.1.": FamilyName.SDXL,
-    "cond_stage_model.model.": FamilyName.SD21,
-    "cond_stage_model.transformer.": FamilyName.SD15,
-}
-"""What the keys of the text encoder that only one family has begin with."""
 
 
 def is_pickle(name: str) -> bool:
@@ -34,6 +31,19 @@ def stem_of(name: str) -> str | None:
     return name[: -len(SUFFIX)] if name.lower().endswith(SUFFIX) else None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Return what a configuration says. Raises `ModelError`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: missing") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: not a JSON object")
+    return value
+
+
 def no_single_file(folder: Path) -> Path:
     """Return a ControlNet's folder. Raises ValueError for a name that single files have."""
     if (is_pickle(folder.name) or stem_of(folder.name) is not None) and not folder.is_dir():
@@ -44,15 +54,3 @@ def no_single_file(folder: Path) -> Path:
 def is_controlnet(keys: Iterable[str]) -> bool:
     """Return whether tensors of these names are a ControlNet's, in the original layout or in that of diffusers."""
     return any("input_hint_block." in key or key.startswith("controlnet_") for key in keys)
-
-
-def family_of_keys(keys: Iterable[str]) -> FamilyName | None:
-    """Return the family of a whole checkpoint by the names of its tensors; None if it is none that plait reads."""
-    names = list(keys)
-
-    def has(prefix: str) -> bool:
-        return any(name.startswith(prefix) for name in names)
-
-    if not (has(UNET) and has(VAE)):
-        return None
-    return next((family for prefix, family in _TEXTS.items() if has(prefix)), None)

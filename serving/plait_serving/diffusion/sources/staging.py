@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
 
 _GIB = 1 << 30
-_INDEX = "model_index.json"
-_PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*")
 
 
 def require_new_folder(folder: Path) -> None:
@@ -71,14 +68,6 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def copy_parts(folder: Path, staged: Path, *, but: Collection[str]) -> None:
-    """Copy a model's index and the parts that it names, except `but`. Pickles stay behind."""
-    shutil.copyfile(folder / _INDEX, staged / _INDEX)
-    for part in json.loads((folder / _INDEX).read_text(encoding="utf-8")):
-        if (folder / part).is_dir() and part not in but:
-            shutil.copytree(folder / part, staged / part, ignore=shutil.ignore_patterns(*_PICKLES))
 
 
 def _staged(path: Path, needed_bytes: int) -> Path:

@@ -3,10 +3,14 @@
 Without configured keys, every caller is the tenant "default", with the role admin where only this machine reaches the
 server (127.0.0.1, the default), and as a user anywhere else. Keys are kept as sha256 digests, so neither a
 configuration dump nor a core file reveals them.
+
+Clients of A1111's API know nothing but HTTP Basic: below its paths, and only there, the password may be the key. A
+browser adds such a password by itself, so it is no proof that a page may ask (`hosts.py`), and no answer invites one.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -17,7 +21,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.errors import A1111, ApiError
 
 
 class Role(StrEnum):
@@ -68,19 +72,38 @@ def _digest(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def authenticate(header: str | None, keys: Sequence[ApiKey], *, anyone: Principal = ANYONE) -> Principal:
+def authenticate(
+    header: str | None, keys: Sequence[ApiKey], *, anyone: Principal = ANYONE, basic: bool = False
+) -> Principal:
     """Return the principal of an `Authorization` header: `anyone` if there are no keys. Compares every key, each in
-    constant time. Raises a 401 `ApiError`."""
+    constant time. `basic`: the key may be the password of HTTP Basic, with any name. Raises a 401 `ApiError`."""
     if not keys:
         return anyone
     scheme, _, secret = (header or "").partition(" ")
-    if scheme.lower() != "bearer" or not secret.strip():
-        raise _unauthorized("send an API key: Authorization: Bearer KEY", "missing_api_key")
+    if basic and scheme.lower() == "basic":
+        secret = _password(secret)
+    elif scheme.lower() != "bearer":
+        secret = ""
+    if not secret.strip():
+        or_basic = ", or HTTP Basic with the key as the password" if basic else ""
+        raise _unauthorized(
+            f"send an API key: Authorization: Bearer KEY{or_basic}", "missing_api_key", invites=not basic
+        )
     digest = _digest(secret.strip())
     found = [key.principal for key in keys if hmac.compare_digest(key.sha256, digest)]
     if not found:
-        raise _unauthorized("the API key is not valid", "invalid_api_key")
+        raise _unauthorized("the API key is not valid", "invalid_api_key", invites=not basic)
     return found[0]
+
+
+def _password(encoded: str) -> str:
+    """Return the password of HTTP Basic's credentials, or all of them if they have no name."""
+    try:
+        text = base64.b64decode(encoded.strip(), validate=True).decode("utf-8", "surrogateescape")
+    except ValueError:
+        return ""
+    name, colon, password = text.partition(":")
+    return password if colon else name
 
 
 def has_valid_key(header: str | None, keys: Sequence[ApiKey]) -> bool:
@@ -91,8 +114,9 @@ def has_valid_key(header: str | None, keys: Sequence[ApiKey]) -> bool:
         return False
 
 
-def _unauthorized(message: str, code: str) -> ApiError:
-    return ApiError(401, message, code=code, kind="authentication_error", headers={"www-authenticate": "Bearer"})
+def _unauthorized(message: str, code: str, *, invites: bool) -> ApiError:
+    headers = {"www-authenticate": "Bearer"} if invites else {}
+    return ApiError(401, message, code=code, kind="authentication_error", headers=headers)
 
 
 class AuthMiddleware:
@@ -106,8 +130,9 @@ class AuthMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI call. Raises a 401 `ApiError`."""
         if scope["type"] == "http" and not is_open(scope["path"]):
-            header = Headers(scope=scope).get("authorization")
-            scope.setdefault("state", {})["principal"] = authenticate(header, self._keys, anyone=self._anyone)
+            header, basic = Headers(scope=scope).get("authorization"), scope["path"].startswith(A1111)
+            found = authenticate(header, self._keys, anyone=self._anyone, basic=basic)
+            scope.setdefault("state", {})["principal"] = found
         await self._app(scope, receive, send)
 
 

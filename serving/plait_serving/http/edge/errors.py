@@ -1,5 +1,6 @@
 """Every error that leaves the server, in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`. Paths below
-`/v2` use the form of the Open Inference Protocol instead: `{"error": "message"}`.
+`/v2` use the form of the Open Inference Protocol instead: `{"error": "message"}`; those below `/sdapi` A1111's, whose
+clients read `detail`.
 
 Two tables map the errors of the engine and of ranking to HTTP responses. The `openai` client retries 408, 409, 429
 and 5xx twice by itself, waiting `retry-after` seconds (honoured up to 120; above that it gives up), unless
@@ -136,6 +137,8 @@ RANK_ANSWERS: tuple[tuple[type[rank.RankError], str, ErrorReply], ...] = (
 
 V2 = "/v2"
 """The prefix of paths that follow the Open Inference Protocol."""
+A1111 = "/sdapi/"
+"""What the paths of A1111's API begin with."""
 
 _NOT_FOUND_CODES = {
     "model": "model_not_found", "loras": "lora_not_found", "controlnets": "controlnet_not_found",
@@ -162,8 +165,12 @@ class ErrorPayload:
 
     def response(self, path: str) -> Response:
         """Return the whole HTTP response to a request for `path`, which decides the form."""
-        is_v2 = path == V2 or path.startswith(V2 + "/")
-        body = json.dumps({"error": self.message}).encode("ascii") if is_v2 else self.body
+        body = self.body
+        if path == V2 or path.startswith(V2 + "/"):
+            body = json.dumps({"error": self.message}).encode("ascii")
+        elif path.startswith(A1111):
+            said = {"error": self.code, "detail": self.message, "body": "", "errors": self.message}
+            body = json.dumps(said).encode("ascii")
         return Response(body, status_code=self.status, headers=dict(self.headers), media_type="application/json")
 
 

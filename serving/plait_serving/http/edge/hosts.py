@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait_serving.http.edge.auth import ApiKey, has_valid_key
-from plait_serving.http.edge.errors import ApiError
+from plait_serving.http.edge.errors import A1111, ApiError
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The host names of a server that listens on loopback only."""
@@ -53,7 +53,8 @@ def _parts(origin: str) -> tuple[str, str, str]:
 class HostMiddleware:
     """Refuses, with 403, requests for other names; no `hosts` means that any name is accepted.
 
-    So it refuses changes by pages of other origins, of other ports too, where hosts are given or keys are not. The
+    So it refuses changes by pages of other origins, of other ports too, where hosts are given or keys are not, and
+    where a browser may add a password by itself (`auth.py`). The
     server's own origin is what the request's Host header says, which differs from where it listens behind a tunnel or
     a forwarded port, with the request's scheme, or https, of which a proxy before it relieves it. `origins`: others
     that are accepted. No page can send a key without asking first, so a request with a valid one is from none.
@@ -75,8 +76,8 @@ class HostMiddleware:
             if self._hosts and (not names or names - self._hosts):  # of two, a proxy before us may have read the other
                 message = "this server does not answer to that host name: it is not among server.allowed_hosts"
                 raise ApiError(403, message, code="host_not_allowed", kind="permission_error")
-            checks_pages = scope["method"] not in _READING and (self._hosts or not self._keys)
-            if checks_pages and self._is_of_another_page(scope, headers):
+            any_page = self._keys and not self._hosts and not scope["path"].startswith(A1111)
+            if scope["method"] not in _READING and not any_page and self._is_of_another_page(scope, headers):
                 message = "this server takes no requests from pages of other origins: see server.allowed_origins"
                 raise ApiError(403, message, code="origin_not_allowed", kind="permission_error")
         await self._app(scope, receive, send)

@@ -31,7 +31,8 @@ _ID = b"x-request-id"
 _DECIDE = frozenset({b"authorization", b"host", b"origin", b"sec-fetch-site"})
 """The headers that decide whose a request is and whether it is heard: who sends others may be answered otherwise."""
 
-PACED_PATHS = frozenset({"/v1/images/generations", "/v1/images/edits"})
+IMAGE_PATHS = frozenset({"/v1/images/generations", "/v1/images/edits"})
+PACED_PATHS = IMAGE_PATHS | {"/sdapi/v1/txt2img", "/sdapi/v1/img2img"}
 """Whose requests take so long that nobody notices a pace."""
 
 _AT_ONCE = 32

@@ -9,10 +9,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from plait_serving.diffusion.admission import ImageLimits, check_edit, check_numbers, check_policy, check_spans
+from plait_serving.diffusion.admission import (
+    ImageLimits,
+    check_edit,
+    check_numbers,
+    check_policy,
+    check_spans,
+    check_takes,
+)
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.prompt_syntax import hint_of, parse, take_loras
 from plait_serving.diffusion.request_fields import given
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import (
     MAX_SCALE,
@@ -84,11 +92,13 @@ def resolve(
         tenant=tenant_of(tenant, allowed),
         model=model.name,
     )
-    check_numbers(request, limits, model.samplers)
+    check_numbers(request, limits, model.terms)
     _check_allowed(request, allowed)
     _check_stream(request)
     _check_controlnets(body, catalog, model, preprocessors)
-    request = replace(request, edit=None if upload is None else upload.edit(request))
+    if upload is not None:
+        request = upload.put_into(request, model.terms)
+        check_takes(request, model.terms)
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC and "lora_free_steps" not in given(body, ImageRequest):
         request = replace(request, lora_free_steps=request.run_steps // LORA_FREE_SHARE)
     check_policy(request)
@@ -141,13 +151,17 @@ def _check_stream(request: ImageRequest) -> None:
 
 
 def _size(body: GenerationBody, upload: Upload | None, model: BaseModelCard) -> tuple[int, int]:
-    """Return the output's size: an edit without one has its image's, rounded down."""
+    """Return the output's size: an edit without one has its image's, rounded down; of a model that reads the image, in
+    its shape and of the model's own area."""
     if body.size is not None:
         return body.size
     if upload is None:
         return model.default_width, model.default_height
-    limits = model.limits
-    width, height = (edge - edge % limits.size_multiple for edge in (upload.width, upload.height))
+    limits, scale = model.limits, 1.0
+    if model.terms.reads_images:
+        scale = math.sqrt(model.default_width * model.default_height / (upload.width * upload.height))
+    edges = (round(scale * edge) for edge in (upload.width, upload.height))
+    width, height = (edge - edge % limits.size_multiple for edge in edges)
     if min(width, height) < limits.min_edge_px or max(width, height) > limits.max_edge_px:
         raise RequestError(
             f"the image is {upload.width}x{upload.height}, edges go from {limits.min_edge_px} to {limits.max_edge_px} "
@@ -319,10 +333,15 @@ class Upload:
     width: int
     height: int
 
-    def edit(self, request: ImageRequest) -> Edit:
-        """Decode image and mask, stretched to the output's size. Raises `RequestError` naming the field."""
+    def put_into(self, request: ImageRequest, terms: RequestTerms) -> ImageRequest:
+        """Return a request with the image decoded: as its edit, image and mask stretched to the output's size, or as
+        its reference. Raises `RequestError` naming the field."""
         width, height = request.width, request.height
         image, mask = self._layers()
+        if mask is None and terms.reads_images:
+            if self.body.strength is not None:
+                raise RequestError("this model reads the image, and starts from noise", param="strength")
+            return replace(request, reference=image)
         strength = self.body.strength
         if strength is None:
             strength = IMG2IMG_STRENGTH if mask is None else 1.0
@@ -331,9 +350,10 @@ class Upload:
             mask=None if mask is None else resize(mask, width=width, height=height),
             strength=float(strength),
             overlay=self.body.overlay is not False,
+            rounds_up=terms.rounds_up,
         )
         check_edit(edit, request.steps)
-        return edit
+        return replace(request, edit=edit)
 
     def _layers(self) -> tuple[RgbImage, GreyImage | None]:
         image, clear = decode_layers(self.raw, param="image", limits=self.limits)

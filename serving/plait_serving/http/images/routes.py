@@ -142,8 +142,13 @@ async def edit(request: Request, context: ContextDep) -> Response:
 async def _respond(body: GenerationBody, request: Request, context: RouteContext) -> Response:
     work = _open_stream if body.stream else _generate
     ends_s = None if body.deadline_ms is None else context.monotonic_s() + body.deadline_ms / 1000.0
+    return await while_wanted(_in_time(work(body, request, context, ends_s), ends_s, context), request, context)
+
+
+async def while_wanted(work: Coroutine[Any, Any, Response], request: Request, context: RouteContext) -> Response:
+    """Run what makes images until its client leaves, and count an end without any."""
     try:
-        return await until_disconnect(request.receive, _in_time(work(body, request, context, ends_s), ends_s, context))
+        return await until_disconnect(request.receive, work)
     except (ClientDisconnected, asyncio.CancelledError):
         context.metrics.cancelled.inc()
         raise
@@ -171,32 +176,39 @@ async def _generate(
     context: RouteContext,
     ends_s: float | None,  # noqa: ARG001
 ) -> Response:
-    job = await _resolve(body, request, context)
+    job = await resolved(body, request, context)
     keep = await keeper(body, request, context)
-    feed = EventFeed(context.image_service.generate(job.request))
-    with context.metrics.in_flight.track_inprogress():
-        try:
-            result = await _result(feed)
-        finally:
-            await feed.aclose()
-    context.metrics.observe_images(len(result.images), result.timings)
+    result = await result_of(job.request, context)
     encode = partial(job.response_json, result, created=int(context.now_s()), keep=keep)
     content = await context.workers.run(job.request.tenant.name, encode)
     return Response(content, media_type="application/json")
 
 
-async def _result(feed: EventFeed) -> ImageResult:
-    while True:
-        event = await feed.next()
-        if isinstance(event, Finished):
-            return event.result
-        if isinstance(event, Failed):
-            raise event.error
+def _unheard(progress: Progress) -> None:
+    pass
+
+
+async def result_of(
+    request: ImageRequest, context: RouteContext, told: Callable[[Progress], None] = _unheard
+) -> ImageResult:
+    """Return what the service makes of a request, whose progress is `told`. Raises the request's error."""
+    feed = EventFeed(context.image_service.generate(request))
+    with context.metrics.in_flight.track_inprogress():
+        try:
+            while not isinstance(event := await feed.next(), Finished):
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Progress):
+                    told(event)
+        finally:
+            await feed.aclose()
+    context.metrics.observe_images(len(event.result.images), event.result.timings)
+    return event.result
 
 
 async def _open_stream(body: GenerationBody, request: Request, context: RouteContext, ends_s: float | None) -> Response:
     """Wait briefly for the first event, so that a refusal still gets a proper status, then start the stream."""
-    job = await _resolve(body, request, context)
+    job = await resolved(body, request, context)
     await keeper(body, request, context)  # refuses URLs, which a stream has no place for
     feed = EventFeed(context.image_service.generate(job.request))
     try:
@@ -249,7 +261,8 @@ async def _going_on(event: Progress | Preview | None, job: ImageReply, context: 
     return await context.workers.run(job.request.tenant.name, encode)
 
 
-async def _resolve(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
+async def resolved(body: GenerationBody, request: Request, context: RouteContext) -> ImageReply:
+    """Return an accepted request, with no defaults left open. Raises `RequestError`, `NotFound` or `Overloaded`."""
     try:
         return await _resolve_by(await context.image_service.catalog(), body, request, context)
     except NotFound:  # what came a moment ago
@@ -272,15 +285,16 @@ async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, 
         allowed=context.limits_of(tenant),
     )
     if body.controlnets or isinstance(body, EditBody):
-        resolved = await context.decoders.run(tenant, work)
+        accepted = await context.decoders.run(tenant, work)
     else:  # marks may take some 10 ms to read
-        resolved = await context.workers.run(tenant, work) if body.prompt_syntax == "a1111" else work()
-    model = catalog.base(resolved.model) or catalog.model
+        accepted = await context.workers.run(tenant, work) if body.prompt_syntax == "a1111" else work()
+    model = catalog.base(accepted.model) or catalog.model
     request.scope["state"][MODEL] = model.name
-    return ImageReply(body=body, request=resolved, model=model, http_id=state.request_id)
+    return ImageReply(body=body, request=accepted, model=model, http_id=state.request_id)
 
 
-def _base64(encoded: bytes) -> str:
+def base64_of(encoded: bytes) -> str:
+    """Return bytes as text for JSON."""
     return base64.b64encode(encoded).decode("ascii")
 
 
@@ -308,7 +322,7 @@ class ImageReply:
         return sse.event(
             sse.PARTIAL if self.request.edit is None else sse.EDIT_PARTIAL,
             {
-                "b64_json": _base64(self._encode(preview.image, None)),
+                "b64_json": base64_of(self.encoded(preview.image, None)),
                 "partial_image_index": preview.index,
                 **self._event_fields(created),
             },
@@ -321,13 +335,23 @@ class ImageReply:
         return sse.event(sse.COMPLETED if self.request.edit is None else sse.EDIT_COMPLETED, {**image, **fields})
 
     def _shown(self, image: RgbImage, index: int, keep: Keep | None) -> dict[str, str]:
-        encoded = self._encode(image, index)
-        return {"b64_json": _base64(encoded)} if keep is None else {"url": keep(encoded, self._body.format)}
+        encoded = self.encoded(image, index)
+        return {"b64_json": base64_of(encoded)} if keep is None else {"url": keep(encoded, self._body.format)}
 
-    def _encode(self, image: RgbImage, index: int | None) -> bytes:
-        text = None if index is None else infotext(self.request, model=self._model.name, index=index)
+    def encoded(self, image: RgbImage, index: int | None) -> bytes:
+        """Return an image as a file; with the text of image `index` in it, if that is given."""
+        text = None if index is None else self.text(index)
         quality = 100 if self._body.output_compression is None else self._body.output_compression
         return encode_image(image, self._body.format, quality=quality, parameters=text)
+
+    def text(self, index: int) -> str:
+        """Return the parameters of an image, as A1111 writes them."""
+        return infotext(self.request, model=self.model_name, index=index)
+
+    @property
+    def model_name(self) -> str:
+        """The base model."""
+        return self._model.name
 
     def _event_fields(self, created: int) -> dict[str, object]:
         """Return what OpenAI's events always carry."""
@@ -343,7 +367,7 @@ class ImageReply:
         """Return what is needed to make the same images again, and where the time went."""
         request, timings = self.request, result.timings
         return {
-            "model": self._model.name,
+            "model": self.model_name,
             "dtype": self._model.dtype,
             "size": f"{request.width}x{request.height}",
             "output_format": self._body.format.value,

@@ -57,6 +57,9 @@ export class Form {
     this.steps.bound({ max: Math.min(limits.max_steps, 100) });
     this.steps.write(model.default_num_inference_steps);
     this.guidance.write(model.default_guidance_scale);
+    this.guidance.element.hidden = !takes(model, "guidance_scale");
+    byId("negative").parentElement.hidden = !takes(model, "negative_prompt");
+    byId("source-part").hidden = !takes(model, "image");
     this.fields.know(model.controls ?? []);
     byId("size").value = model.default_size;
     byId("sizes").replaceChildren(...sizesOf(model).map((value) => h("option", { value })));
@@ -79,7 +82,7 @@ export class Form {
     const given = byId("seed").value;
     const seed = given === "" || Number(given) < 0 ? randomSeed() : Number(given);
     const count = Number(byId("n").value);
-    const source = this.source.read();
+    const source = takes(this.model, "image") ? this.source.read() : null;
     const path = source ? "v1/images/edits" : "v1/images/generations";
     return Array.from({ length: count }, (_, i) => ({ path, body: this.body(seed + i, source) }));
   }
@@ -87,10 +90,12 @@ export class Form {
   body(seed, source) {
     const steps = this.steps.read();
     const [loras, controlnets] = [this.loras.read(), this.controls.read()];
-    const negative = byId("negative").value;
+    const model = this.model;
+    const negative = takes(model, "negative_prompt") ? byId("negative").value : "";
+    const guidance = takes(model, "guidance_scale") ? { guidance_scale: this.guidance.read() } : {};
     return {
-      model: this.model.id, prompt: byId("prompt").value, ...(negative ? { negative_prompt: negative } : {}),
-      size: byId("size").value.trim(), num_inference_steps: steps, guidance_scale: this.guidance.read(),
+      model: model.id, prompt: byId("prompt").value, ...(negative ? { negative_prompt: negative } : {}),
+      size: byId("size").value.trim(), num_inference_steps: steps, ...guidance,
       scheduler: byId("scheduler").value, seed,
       ...this.fields.read(), ...(loras.length ? { loras } : {}), ...(controlnets.length ? { controlnets } : {}), ...source,
       stream: true, partial_images: Math.max(0, Math.min(PREVIEWS, steps - 1)),
@@ -136,6 +141,11 @@ export class Form {
     const kept = sessionStorage.getItem(DRAFT);
     if (kept !== null) await this.write(JSON.parse(kept));
   }
+}
+
+/** Whether a field means something to a model. */
+function takes({ fields }, name) {
+  return fields?.includes(name) ?? true;
 }
 
 function randomSeed() {

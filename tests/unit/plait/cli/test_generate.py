@@ -19,8 +19,9 @@ from plait.cli.main import main
 from plait.offline.images import OrderError, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
 from plait_serving.diffusion.values import LoraRef, Scheduler
-from plait_serving.images.codec import DecodeLimits, decode_image, read_parameters
+from plait_serving.images.codec import DecodeLimits, decode_image
 from plait_serving.images.config import STARTER_FOLDER
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import png
 
 

@@ -113,7 +113,8 @@ FILES: list[tuple[str, str]] = [
 
 FOLDER = {
     "folder/there": "x", "empty/": "", "loras/": "", "single/v1.safetensors": "version https://git-lfs.github.com/spec",
-    "damaged/model_index.json": "{", "unwhole/model_index.json": '{"vae": ["diffusers", "AutoencoderKL"]}',
+    "damaged/model_index.json": "{", "unwhole/model_index.json":
+        '{"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}',
 }  # fmt: skip
 """Where commands are given; what ends in a slash is a directory."""
 

@@ -22,6 +22,7 @@ def write_safetensors(path, names):
 def config(tmp_path):
     """A plait.yaml with a base, a ControlNet, two LoRAs and a recommender, all of them only headers."""
     (tmp_path / "base" / "unet").mkdir(parents=True)
+    (tmp_path / "base" / "model_index.json").write_text('{"_class_name": "StableDiffusionXLPipeline"}')
     (tmp_path / "base" / "unet" / "config.json").write_text('{"addition_embed_type": "text_time"}')
     (tmp_path / "depth").mkdir()
     (tmp_path / "depth" / "config.json").write_text('{"cross_attention_dim": 1024}')
@@ -108,7 +109,7 @@ def test_what_lies_in_a_folder_of_models_is_listed_in_order(config, tmp_path, ca
     """After the configuration's own, by name; a broken one is called that, and keeps no other from being listed."""
     for name in ("d", "b", "a", "c"):
         (tmp_path / "more" / name / "unet").mkdir(parents=True)
-        (tmp_path / "more" / name / "model_index.json").write_text("{}")
+        (tmp_path / "more" / name / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
         (tmp_path / "more" / name / "unet" / "config.json").write_text("{" if name == "b" else "{}")
     settings = yaml.safe_load(config.read_text())
     settings["images"]["models_folder"] = "more"
@@ -153,18 +154,6 @@ def test_a_file_that_is_no_safetensors_has_no_tensors(tmp_path, raw):
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw)
     assert tensors_of(path) == {}
-
-
-def test_families_are_told_as_the_engine_tells_them():
-    """The list's own rule, which needs no torch, agrees with the engine's."""
-    from plait.offline.inventory import family_of_config
-    from plait_serving.diffusion.families.unet.config import family_of
-
-    for config in (
-        {}, {"cross_attention_dim": 768}, {"cross_attention_dim": 1024}, {"cross_attention_dim": 2048},
-        {"addition_embed_type": "text_time", "cross_attention_dim": 2048}, {"addition_embed_type": None},
-    ):  # fmt: skip
-        assert family_of_config(config) == family_of(config).value
 
 
 def test_all_base_models_are_listed_by_their_names(config, tmp_path, capsys):

@@ -60,7 +60,7 @@ def test_a_folder_of_pickles_is_found(doctor, tmp_path):
     unet = tmp_path / "base" / "unet"
     unet.mkdir(parents=True)
     (unet / "diffusion_pytorch_model.bin").write_bytes(b"")
-    (unet.parent / "model_index.json").write_text("{}")
+    (unet.parent / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
     path = tmp_path / "plait.yaml"
     path.write_text("images: {model: ./base}\nrecommend: null\n")
     code, (found,) = doctor(str(path))

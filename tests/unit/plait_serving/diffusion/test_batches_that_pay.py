@@ -15,8 +15,9 @@ import pytest
 
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
+from plait_serving.diffusion.request_terms import RowKind
 
-KEY = GroupKey(256, 256, True, ())
+KEY = GroupKey((256, 256), RowKind(256 * 256), ())
 LIMITS = BatchLimits(largest_batch=16, overtake_limit=64)
 STEPS = 20
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.terms import ALL_TERMS
 from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.edits import EditSource, overlaid, to_pixels
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.values import Edit, ImageRequest, LoraPolicy, SamplerChoice, Scheduler
+from plait_serving.diffusion.values import Edit, ImageRequest, LoraPolicy, Scheduler
 
 MASK = np.array([[0, 255, 51]], np.uint8)
 EDIT = Edit(image=np.full((1, 3, 3), 100, np.uint8), mask=MASK)
@@ -82,9 +83,9 @@ def test_no_more_is_encoded_than_is_needed(edit, inpaints, images):
 )
 def test_the_engine_refuses_what_cannot_be_an_edit(changes, param):
     """Whoever asks: arrays of another size or type, no step that runs, LoRAs that would never act."""
-    check_request(asked(), ImageLimits(), loras=(), controlnets=(), samplers=SamplerChoice())
+    check_request(asked(), ImageLimits(), loras=(), controlnets=(), terms=ALL_TERMS)
     with pytest.raises(RequestError) as caught:
-        check_request(asked(**changes), ImageLimits(), loras=(), controlnets=(), samplers=SamplerChoice())
+        check_request(asked(**changes), ImageLimits(), loras=(), controlnets=(), terms=ALL_TERMS)
     assert caught.value.param == param
 
 

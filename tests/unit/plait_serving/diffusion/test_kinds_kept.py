@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.engine import key_of, size_of
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.lora.parse import LoadedLora, LoraFormat
@@ -26,8 +27,8 @@ def of_size(width: int, height: int) -> ImageRequest:
     return request(width=width, height=height)
 
 
-def key_of(width: int, height: int) -> GroupKey:
-    return GroupKey(width, height, uses_cfg=True, loras=())
+def group_of(width: int, height: int) -> GroupKey:
+    return key_of(of_size(width, height))
 
 
 @pytest.mark.parametrize("what", ["steps", "decodes", "sources"])
@@ -40,12 +41,12 @@ def test_of_three_thousand_sizes_a_thousand_are_kept(what: str) -> None:
         for each in (one, asked[0]):  # which is used all the time
             pixels = each.width * each.height
             if what == "steps":
-                forecast.charged_step(StepKind.of(each), 1.0)
+                forecast.charged_step(size_of(each), 1.0)
             elif what == "decodes":
                 forecast.charged_decode(pixels, 1.0)
             else:
                 forecast.charged_source(pixels, 1.0)
-    told_s = [forecast.work_s(one, 1) for one in asked]
+    told_s = [forecast.work_s(one, size_of(one)) for one in asked]
     assert [i for i, seconds in enumerate(told_s) if seconds == 1.0] == [0, *range(2 * KEPT + 1, 3 * KEPT)]
     assert min(told_s) > 0.0
 
@@ -56,8 +57,8 @@ def test_of_three_thousand_kinds_of_groups_a_thousand_costs_are_kept() -> None:
     for width in range(8, 8 * (3 * KEPT + 1), 8):
         for each in (width, 8):
             for _ in range(3):
-                costs.record(key_of(each, 8), 1, 1.0)
-    known = [width for width in range(8, 8 * (3 * KEPT + 1), 8) if costs.measured_s(key_of(width, 8), 1) is not None]
+                costs.record(group_of(each, 8), 1, 1.0)
+    known = [width for width in range(8, 8 * (3 * KEPT + 1), 8) if costs.measured_s(group_of(width, 8), 1) is not None]
     assert known == [8, *range(8 * (2 * KEPT + 2), 8 * (3 * KEPT + 1), 8)]
 
 
@@ -68,14 +69,14 @@ def test_a_forecast_looks_at_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     forecast = WorkForecast(StepCosts())
     asked = [request(width=8 * (i + 1), height=8, steps=1) for i in range(3_000)]
     for one in asked:
-        forecast.charged_step(StepKind.of(one), 1.0)
+        forecast.charged_step(size_of(one), 1.0)
     looked_at.clear()
-    assert forecast.work_s(asked[-1], 1) == 1.0
+    assert forecast.work_s(asked[-1], size_of(asked[-1])) == 1.0
     assert looked_at == []
-    assert forecast.work_s(asked[4], 1) == 5 / 1_977
+    assert forecast.work_s(asked[4], size_of(asked[4])) == 5 / 1_977
     assert len(looked_at) <= 2 * math.log2(KEPT)
     looked_at.clear()
-    forecast.charged_step(StepKind.of(asked[3]), 1.0)
+    forecast.charged_step(size_of(asked[3]), 1.0)
     assert len(looked_at) <= 3 * math.log2(KEPT)
 
 
@@ -105,8 +106,8 @@ def test_what_waits_is_looked_at_by_its_own_kind(rig: Callable[..., Rig], monkey
     (model,) = built.engine.pool.models.values()
     for width, height in SIZES:
         for _ in range(3):
-            model.costs.record(key_of(width, height), 1, 1e-9)
-        model.forecast.charged_step(StepKind.of(of_size(width, height)), 1e-9)
+            model.costs.record(group_of(width, height), 1, 1e-9)
+        model.forecast.charged_step(size_of(of_size(width, height)), 1e-9)
         model.forecast.charged_decode(width * height, 1e-9)
     looked_at, work = [], StepKind.work.fget
     monkeypatch.setattr(StepKind, "work", property(lambda kind: looked_at.append(kind) or work(kind)))
@@ -146,7 +147,7 @@ def test_files_that_were_loaded_are_not_remembered_for_ever() -> None:
     def file() -> LoadedLora:
         return LoadedLora(name="a", format=LoraFormat.PEFT, factors={Layer(): None}, nbytes=0)
 
-    store, first = FactorStore(), file()
+    store, first = FactorStore("unet"), file()
     for one in (first, first, *(file() for _ in range(KEPT)), first):
         assert not store.takes(one)
     assert looks == KEPT + 2

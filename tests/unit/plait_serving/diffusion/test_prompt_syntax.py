@@ -17,6 +17,7 @@ import torch
 from diffusers import StableDiffusionXLPipeline
 
 from plait_serving.diffusion import prompt_syntax
+from plait_serving.diffusion.admission import check_takes
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
@@ -24,6 +25,7 @@ from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens, wo
 from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_loras
 from plait_serving.diffusion.values import PromptSyntax
 from support.denoise import make_request
+from support.families import opened
 
 
 class Counted:
@@ -461,7 +463,7 @@ def test_second_prompts_and_sizes_are_diffusers(tiny_sdxl_folder, negative):
 )
 def test_other_families_have_no_second_prompts_or_sizes(tiny_sd_folder, fields):
     """They are refused by name, not dropped."""
-    encoder = PromptEncoder(load_bundle(tiny_sd_folder))
+    terms = opened(tiny_sd_folder).terms
     with pytest.raises(RequestError, match="SDXL") as caught:
-        encoder.size(make_request(**fields))
+        check_takes(make_request(**fields), terms)
     assert caught.value.param in fields

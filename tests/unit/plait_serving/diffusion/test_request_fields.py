@@ -55,7 +55,7 @@ def test_answers_and_the_page_have_those_that_say_so() -> None:
     """With what the page needs to draw one."""
     assert list(create_model("Answer", **echoed_fields(Asked)).model_fields) == ["kind"]
     assert echoed(Asked(steps=1, kind=Scheduler.LCM)) == {"kind": "lcm"}
-    (control,) = controls(Asked)
+    (control,) = controls(Asked, ())
     assert (control["name"], control["label"], control["infotext"], control["default"]) == (
         "share",
         "Share",

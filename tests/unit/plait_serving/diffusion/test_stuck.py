@@ -16,6 +16,7 @@ from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import GroupKey
+from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Scheduler
 
 WAIT_S = 60.0
@@ -136,7 +137,7 @@ def test_a_decode_thread_that_hangs_is_noticed() -> None:
 
 def test_only_measured_row_counts_have_a_measured_time() -> None:
     """Another count of rows is another shape to a compiler, so an estimate would be no measure."""
-    costs, key = StepCosts(), GroupKey(64, 64, True, ())
+    costs, key = StepCosts(), GroupKey((64, 64), RowKind(64 * 64), ())
     assert costs.measured_s(key, 2) is None
     for _ in range(3):
         costs.record(key, 2, 0.5)

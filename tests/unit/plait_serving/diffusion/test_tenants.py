@@ -9,10 +9,11 @@ import pytest
 
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded, RequestError
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
+from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.values import Failed, Finished, LoraRef, Progress, Tenant
 from support.engine import WAIT_S, Gate, request, rigs
 
-PLAIN = GroupKey(16, 16, True, ())
+PLAIN = GroupKey((16, 16), RowKind(16 * 16), ())
 LIMITS = BatchLimits(largest_batch=8, overtake_limit=2)
 FLOOD, OTHER = Tenant(name="flood"), Tenant(name="other")
 
@@ -79,7 +80,7 @@ def test_guests_stay_out_where_rows_cost_as_much_as_calls():
 
 def test_only_the_tenant_whose_turn_it_is_can_be_overtaken():
     """A flood that waits for its turn is not owed steps for it."""
-    other_key = GroupKey(32, 32, True, ())
+    other_key = GroupKey((32, 32), RowKind(32 * 32), ())
     units = [unit(0, "flood", overtaken=99), unit(1, "other", other_key), unit(2, "other")]
     batch = choose(units, costs=costs(float), limits=LIMITS, now_s=0.0, turn="other")
     assert {one.tenant for one in batch} == {"other"}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from fakes.engine import FakeProvider
+from fakes.engine import FakeProvider, size_of
 from plait_serving.diffusion.errors import DeadlineMissed, Overloaded
 from plait_serving.diffusion.units import ImageJob, SpentSeconds, cut_into_units, heads
 from plait_serving.diffusion.values import Event, LoraRef, Progress, Scheduler, Tenant
@@ -98,7 +98,9 @@ def test_the_trial_ends_with_a_step_of_the_sampler() -> None:
     asked = request(n=3, scheduler=Scheduler.HEUN, tried_again_s=0.0)
     jobs = []
     for order, one in ((10, request()), (0, asked)):
-        job = ImageJob(request=one, sink=lambda _: None, spent=SpentSeconds(0.0), loras=None, deadline_at_s=None)
+        job = ImageJob(
+            request=one, size=size_of(one), sink=lambda _: None, spent=SpentSeconds(0.0), loras=None, deadline_at_s=None
+        )
         job.units = cut_into_units(job, 2, itertools.count(order))
         jobs.append(job)
     tried = jobs[1].units

@@ -6,17 +6,13 @@ from unittest.mock import Mock
 
 from plait_serving.diffusion.assemble import warm_up
 from plait_serving.diffusion.errors import ControlNetUnavailable
-from plait_serving.diffusion.families import open_family
 from plait_serving.diffusion.families.unet.bundle import load_bundle
-from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.settings import EngineSettings, Host
+from support.families import opened
 
 
 def engine(folder, generate, controlnets):
     """An engine that hands its requests to `generate`."""
-    host = Host(knobs=EngineKnobs, room_bytes=lambda: 0, is_idle=lambda: True, between_steps=Mock())
-    family = open_family(folder, EngineSettings(model=folder), host)
-    return Mock(generate=generate, pool=Mock(first=Mock(family=family, controlnets=controlnets)))
+    return Mock(generate=generate, pool=Mock(first=Mock(family=opened(folder), controlnets=controlnets)))
 
 
 def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):
@@ -29,7 +25,7 @@ def test_a_warm_up_runs_each_code_path_once_as_small_as_can_be(tiny_sd_folder):
     edge = bundle.vae_factor * 2 ** (len(bundle.config["block_out_channels"]) - 1)
     edge = max(edge, bundle.size_multiple)
     assert {(request.width, request.height, request.steps) for request in requests} == {(edge, edge, 1)}
-    assert {request.uses_cfg for request in requests} == {True}
+    assert {size.row.branches for size in map(it.pool.first.family.measure, requests)} == {2}
 
 
 def test_a_controlnet_that_is_not_up_yet_does_not_stop_the_warm_up(tiny_sd_folder):

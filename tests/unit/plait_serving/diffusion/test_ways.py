@@ -10,9 +10,10 @@ import pytest
 
 from plait_serving.diffusion.queue.costs import StepCosts
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose
+from plait_serving.diffusion.request_terms import RowKind
 from plait_serving.diffusion.values import LoraRef, LoraSet
 
-MERGED = GroupKey(64, 64, True, (LoraRef(name="a"),))
+MERGED = GroupKey((64, 64), RowKind(64 * 64), (LoraRef(name="a"),))
 ROW_WISE = replace(MERGED, loras=(), row_wise=True)
 STEPS = 20
 

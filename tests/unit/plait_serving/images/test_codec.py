@@ -25,9 +25,9 @@ from plait_serving.images.codec import (
     decode_mask,
     encode_image,
     image_size,
-    read_parameters,
     resize,
 )
+from plait_serving.images.stored_text import read_parameters
 
 LIMITS = DecodeLimits(max_bytes=100_000, max_pixels=64 * 64, max_edge_px=128)
 

@@ -6,9 +6,8 @@ weights, a UNet feature that has no input, a refiner) is a `ModelError` that nam
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,12 +28,13 @@ from plait_serving.diffusion.families.unet.config import (
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
-from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET
-from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, read_json
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
 _log = logging.getLogger(__name__)
+
+DENOISER = "unet"
+"""The component that steps run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -121,25 +121,21 @@ class Bundle:
 
 
 def load_bundle(
-    source: str | Path,
+    folder: Path,
     *,
-    revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     safety_checker: bool = True,
     mapped: Collection[str] = (),
     outline: bool = False,
     tokenizers: tuple[Any, ...] = (),
-    fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> Bundle:
-    """Load a folder, a checkpoint in one file, or a hub repository at a commit (`revision`: 40 hex digits). Raises
-    `ModelError`.
+    """Load a diffusers folder. Raises `ModelError`.
 
     float16 files are upcast when `dtype` is float32. `safety_checker=False` leaves out a folder's checker. `mapped`:
     which of "unet" and "vae" stay as the files hold them, as an executor has taken over (`resident_weights`). `outline`
     loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
     """
-    folder = resolve_source(source, revision, fetch=fetch)
     index, unet_config, vae_config = _configs(folder)
     family = family_of(unet_config)
     vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
@@ -181,11 +177,17 @@ def load_bundle(
     )
 
 
+def components_of(bundle: Bundle) -> dict[str, nn.Module]:
+    """Return the modules that LoRAs change, by component."""
+    texts = {f"text_encoder{'' if i == 0 else f'_{i + 1}'}": part for i, part in enumerate(bundle.text_encoders)}
+    return {DENOISER: bundle.unet, **texts}
+
+
 def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return the configurations of the pipeline, the UNet and the VAE, checked."""
-    index = _read_json(folder / "model_index.json")
+    index = read_json(folder / "model_index.json")
     _check_pipeline(folder, index)
-    unet, vae = _read_json(folder / "unet" / "config.json"), _read_json(folder / "vae" / "config.json")
+    unet, vae = read_json(folder / "unet" / "config.json"), read_json(folder / "vae" / "config.json")
     check_vae_config(vae, family_of(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
@@ -202,20 +204,17 @@ def _outlines(kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, t
 
 
 def load_controlnet(
-    source: str | Path,
+    folder: Path,
     *,
     base: Mapping[str, Any] | None = None,
     vae_factor: int | None = None,
-    revision: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
-    fetch: Callable[[str, str], Path] = fetch_from_hub,
 ) -> nn.Module:
     """Load a ControlNet folder and check it against `base` (a UNet's configuration) and `vae_factor` if given.
 
     Raises `ModelError`.
     """
-    folder = resolve_source(source, revision, fetch=fetch)
     check_controlnet(folder, base=base, vae_factor=vae_factor)
     files, target = find_weights(folder), torch.device(device)
     check_memory(str(folder), MemoryNeed.of([(files, dtype)]), target)
@@ -228,7 +227,7 @@ def check_controlnet(folder: Path, *, base: Mapping[str, Any] | None = None, vae
         raise ModelError(f"{folder}: {SINGLE_CONTROLNET}")
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder")
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     check_controlnet_config(config, folder / "config.json", base=base, vae_factor=vae_factor)
 
 
@@ -254,11 +253,6 @@ def _map(kind: Any, folder: Path) -> nn.Module:
 
 def _check_pipeline(folder: Path, index: Mapping[str, Any]) -> None:
     path = folder / "model_index.json"
-    kind = index.get("_class_name")
-    if not isinstance(kind, str):
-        raise ModelError(f"{path}: it names no pipeline (_class_name)")
-    if not kind.startswith(("StableDiffusion", "LatentConsistencyModel")) or kind.startswith("StableDiffusion3"):
-        raise ModelError(f"{path}: {kind} is not supported; Stable Diffusion 1.x, 2.x and XL are")
     if index.get("requires_aesthetics_score"):
         raise ModelError(f"{path}: an SDXL refiner is not supported as a base model")
     for part in ("unet", "vae", "scheduler", "text_encoder", "tokenizer"):
@@ -291,7 +285,7 @@ def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
         for part in (encoder.replace("text_encoder", "tokenizer"), encoder):
             if not (folder / part).is_dir():
                 raise ModelError(f"{folder / part}: missing")
-        _read_json(folder / encoder / "config.json")
+        read_json(folder / encoder / "config.json")
     return kinds
 
 
@@ -326,7 +320,7 @@ def _checker_kind() -> Any:
 
 
 def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> SchedulerConfig:
-    written = _read_json(folder / "scheduler" / "scheduler_config.json")
+    written = read_json(folder / "scheduler" / "scheduler_config.json")
     return scheduler_config(folder, written, index.get("scheduler"), family)
 
 
@@ -342,18 +336,3 @@ def _native_size(unet_config: Mapping[str, Any], factor: int) -> tuple[int, int]
     size = unet_config.get("sample_size") or 64
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return height * factor, width * factor
-
-
-# ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: missing") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not readable: {error}") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: not a JSON object")
-    return value

@@ -1,13 +1,16 @@
-"""What a model's configuration says of it: its family, and whether plait can run it."""
+"""What a model's configuration, or the names in its file, say of it: its family, and whether plait can run it. Loads no
+library."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
 
 
 class Family(StrEnum):
@@ -24,6 +27,53 @@ def family_of(unet_config: Mapping[str, Any]) -> Family:
         return Family.SDXL
     # SD 2.x's text encoder is OpenCLIP ViT-H, 1024 wide; SD 1.x's CLIP ViT-L is 768.
     return Family.SD2 if unet_config.get("cross_attention_dim") == 1024 else Family.SD1
+
+
+def kind_of(folder: Path) -> str:
+    """Return the family of a diffusers folder's UNet. Raises `ModelError`."""
+    return str(family_of(read_json(folder / "unet" / "config.json")))
+
+
+# ---- checkpoints in one file, in the original layout ----------------------------------------------------------------
+
+VAE = "first_stage_model."
+_TEXTS: Mapping[str, tuple[FamilyName, Family]] = {
+    "conditioner.embedders.1.": (FamilyName.SDXL, Family.SDXL),
+    "cond_stage_model.model.": (FamilyName.SD21, Family.SD2),
+    "cond_stage_model.transformer.": (FamilyName.SD15, Family.SD1),
+}
+"""What the keys of the text encoder that only one family has begin with."""
+
+
+def architecture_of(keys: Collection[str]) -> FamilyName | None:
+    """Return the published architecture of a whole checkpoint with tensors of these names; None: it is none."""
+    return None if (found := _text_of(keys)) is None else _TEXTS[found][0]
+
+
+def kind_of_file(keys: Collection[str]) -> str | None:
+    """Return the family of a whole checkpoint with tensors of these names; None: it is of no UNet. Raises `ModelError`,
+    without naming the file, for one that is not whole."""
+    if _has(keys, "conditioner.embedders.0.model."):
+        raise ModelError("an SDXL refiner is not supported as a base model")
+    text = _text_of(keys)
+    if text is not None:
+        return str(_TEXTS[text][1])
+    parts = {"UNet": DENOISER, "VAE": VAE}
+    lacks = [name for name, prefix in parts.items() if not _has(keys, prefix)]
+    if len(lacks) == len(parts):
+        return None
+    what = " and ".join(lacks) or "text encoder"
+    raise ModelError(f"holds no {what}; only whole checkpoints are read, with UNet, VAE and text encoders")
+
+
+def _text_of(keys: Collection[str]) -> str | None:
+    if not (_has(keys, DENOISER) and _has(keys, VAE)):
+        return None
+    return next((prefix for prefix in _TEXTS if _has(keys, prefix)), None)
+
+
+def _has(keys: Collection[str], prefix: str) -> bool:
+    return any(key.startswith(prefix) for key in keys)
 
 
 # ---- checks on configurations ---------------------------------------------------------------------------------------

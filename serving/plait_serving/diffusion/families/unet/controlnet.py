@@ -121,7 +121,6 @@ class ControlNetModelRunner:
             text=conditioning.text.to(device=self.device, dtype=self.dtype),
             added={name: value.to(device=self.device) for name, value in conditioning.added.items()},
             n=conditioning.n,
-            uses_cfg=conditioning.uses_cfg,
         )
         return Constants(embedding=self.embed(image, width, height), conditioning=there)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -10,21 +11,20 @@ from typing import Any, cast
 import torch
 
 from plait_kernels.executors import PreparedProgram
-from plait_kernels.lora_merge import is_finite
 from plait_kernels.threads import one_thread
-from plait_serving.diffusion.errors import EngineError, ModelError, NumericalError
+from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.rows import (
     BatchLayout,
     guidance_embedding,
-    guide,
+    guided_outputs,
     stack_conditionings,
     stack_samples,
     stack_timesteps,
     with_extra,
 )
-from plait_serving.diffusion.families.unet.bundle import Bundle, map_unet, map_vae
+from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle, components_of, map_unet, map_vae
 from plait_serving.diffusion.families.unet.compiled import CompiledHalves
 from plait_serving.diffusion.families.unet.controls import ControlQuestions
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
@@ -42,7 +42,6 @@ from plait_serving.diffusion.families.unet.vae import decode_latents, encode_ima
 from plait_serving.diffusion.knobs import Exact
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
-from plait_serving.diffusion.lora.targets import components_of
 from plait_serving.diffusion.protocols import Conditioning, EncodedImage, Encoding, Residuals, StepCall
 from plait_serving.diffusion.values import ImageRequest
 
@@ -89,21 +88,21 @@ class UNetDenoiser:
             mapped=lambda: map_vae(folder / "vae"),
             resident="vae" not in mapped,
         )
-        texts = components_of(bundle.unet, bundle.text_encoders)
-        self.merger = Merger({"unet": texts.pop("unet")}, before_write=self._weights.take)
+        texts = components_of(bundle)
+        self.merger = Merger({DENOISER: texts.pop(DENOISER)}, before_write=self._weights.take)
         self.text_merger = text_merger = Merger(texts)
         self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.version, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
         self._row_wise: CompiledHalves | None = None
         self._ran: CompiledHalves | None = None  # what the last `predict` ran on; None: torch
-        self._factors = FactorStore()
+        self._factors = FactorStore(DENOISER)
         self._vae: PreparedProgram | None = None
 
     def adopt(self, halves: CompiledHalves) -> None:
         """Run steps through prepared programs from the next one on."""
         self._halves, self._row_wise = halves, None
-        self._factors = FactorStore(halves.encoder.layers, halves.decoder.layers)
+        self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
 
     def take_over(self, halves: CompiledHalves) -> None:
         """Run steps through programs from the next one on, and give back the memory of the UNet's weights. Between two
@@ -116,7 +115,7 @@ class UNetDenoiser:
         """Offer these programs for calls whose LoRA sets are inputs; torch runs all others. Before the engine
         starts."""
         self._row_wise = halves
-        self._factors = FactorStore(halves.encoder.layers, halves.decoder.layers)
+        self._factors = FactorStore(DENOISER, halves.encoder.layers, halves.decoder.layers)
 
     def adopt_vae(self, vae: PreparedProgram) -> None:
         """Decode through a prepared program from now on."""
@@ -179,6 +178,16 @@ class UNetDenoiser:
 
     @torch.inference_mode()
     def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """Predict those of one text length in one call: nearly always all."""
+        lengths: dict[int, list[int]] = defaultdict(list)
+        for i, call in enumerate(calls):
+            lengths[call.conditioning.text.shape[1]].append(i)
+        outputs: dict[int, torch.Tensor | EngineError] = {}
+        for alike in lengths.values():
+            outputs |= zip(alike, self._predict([calls[i] for i in alike]), strict=True)
+        return [outputs[i] for i in range(len(calls))]
+
+    def _predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
         """Predict in two halves: ControlNets compute beside the encoder half, their residuals are added before the
         decoder half."""
         # Sets that are inputs were chosen by `takes` or `may_take`: they are not in the weights, whatever `exact` says
@@ -199,7 +208,13 @@ class UNetDenoiser:
         else:
             errors = [_apply(half, layout, k, answer) for k, answer in enumerate(questions.answers())]
         with self._threads(compiled):
-            return split_output(decode(), calls, layout, errors)
+            return guided_outputs(
+                decode(),
+                layout,
+                [call.request.guidance_scale for call in calls],
+                rescales=[call.request.guidance_rescale for call in calls],
+                errors=errors,
+            )
 
     def _encode(
         self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, compiled: CompiledHalves | None
@@ -266,7 +281,7 @@ class UNetDenoiser:
     def _guidance(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor | None:
         if not self.bundle.embeds_guidance:
             return None
-        scales = [call.guidance_scale for call, count in zip(calls, layout.counts, strict=True) for _ in range(count)]
+        scales = [calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])]
         width = int(self.bundle.config["time_cond_proj_dim"])
         return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
 
@@ -277,7 +292,7 @@ def _apply(
     """Add request k's residuals to its rows; return its error if there is one."""
     if answer is None or isinstance(answer, EngineError):
         return answer
-    if not half.fits(answer, layout.counts[k] * layout.branches):
+    if not half.fits(answer, layout.counts[k] * layout.branches[k]):
         return _unfit()
     half.add(layout.rows(k), answer)
     return None
@@ -292,7 +307,7 @@ def _apply_all(
         if isinstance(part, EngineError):
             return part
         assert part is not None
-        if not half.fits(part, layout.counts[k] * layout.branches):
+        if not half.fits(part, layout.counts[k] * layout.branches[k]):
             return _unfit()
         found.append(part)
     if found:
@@ -302,21 +317,3 @@ def _apply_all(
 
 def _unfit() -> ModelError:
     return ModelError("a ControlNet's residuals do not have the shapes of this UNet's skips")
-
-
-def split_output(
-    output: torch.Tensor, calls: Sequence[StepCall], layout: BatchLayout, errors: Sequence[EngineError | None]
-) -> list[torch.Tensor | EngineError]:
-    """Return guided outputs per request; a request with an error or a non-finite row gets its error instead."""
-    # Nearly always all are; looking at that first takes a third of the time (`plait bench kernels`, guided-update).
-    finite = [True] * len(output) if is_finite(output) else output.isfinite().flatten(1).all(dim=1).tolist()
-    results: list[torch.Tensor | EngineError] = []
-    for k, call in enumerate(calls):
-        error = errors[k]
-        if error is not None:
-            results.append(error)
-        elif not all(all(finite[rows]) for rows in layout.rows(k)):
-            results.append(NumericalError("the model's output is NaN or infinite"))
-        else:
-            results.append(guide(output, layout, k, call))
-    return results

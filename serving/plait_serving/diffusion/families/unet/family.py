@@ -3,57 +3,42 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
-from plait_serving.diffusion.emulation import warn_of_emulation
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.preparation import auditor_for, preparer_for, uses_graphs
-from plait_serving.diffusion.families.unet.bundle import Bundle, check_controlnet, load_bundle
+from plait_serving.diffusion.families.family import Family
+from plait_serving.diffusion.families.preparation import uses_graphs
+from plait_serving.diffusion.families.unet.bundle import Bundle, check_controlnet, components_of, load_bundle
 from plait_serving.diffusion.families.unet.compiled import graphed_halves, row_wise_halves
+from plait_serving.diffusion.families.unet.config import Family as Kind
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.programs import UNetPrograms
 from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
 from plait_serving.diffusion.families.unet.samplers import samplers_of
-from plait_serving.diffusion.lora.targets import LoraTargets, components_of
-from plait_serving.diffusion.memory import resolve_device, resolve_dtype
+from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
+from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
-from plait_serving.diffusion.values import ImageRequest, PromptSize, Scheduler
+from plait_serving.diffusion.values import ImageRequest, Scheduler
 
 
-class UNetFamily:
-    """One model. `kind` is what LoRAs and ControlNets are made for; sizes are in pixels: the model's own, what edges
-    must be multiples of, and the smallest edge that all its levels halve evenly. `prepared`: what runs on prepared
-    programs now, "unet", "vae" and names of ControlNets."""
+class UNetFamily(Family):
+    """Stable Diffusion 1.x, 2.x and XL."""
 
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
         """Read a folder's configurations and tokenizers. Raises `ModelError`."""
-        self.folder = folder
-        self._settings, self._host = settings, host
-        device = resolve_device(settings.device)
-        self.device, self.dtype = torch.device(device), resolve_dtype(settings.dtype, device)
-        if device == "cpu" and self.dtype is torch.bfloat16:
-            warn_of_emulation()
-        self.prepared: set[str] = set()
-        self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=host.is_idle)
-        self._preparer = preparer_for(
-            settings.executor,
-            device=device,
-            dtype=self.dtype,
-            threads=lambda: host.knobs().threads,
-            cache=settings.prepared_folder,
-            auditor=self.auditor,
-            room_bytes=host.room_bytes,
-        )
+        super().__init__(folder, settings, host)
         self._outline = self._bundle(outline=True)
         self._tokens = PromptTokens(self._outline.tokenizers, max_words=settings.limits.max_prompt_tokens)
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
@@ -65,13 +50,18 @@ class UNetFamily:
         self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
         self.weights_bytes = self._outline.weights_bytes
         self.decoding_bytes_per_pixel = self._outline.decoding_bytes_per_pixel
-        self.samplers = samplers_of(self._outline.scheduler_config)
-        self.lora_targets = LoraTargets.of(components_of(self._outline.unet, self._outline.text_encoders))
+        self.terms = RequestTerms(samplers=samplers_of(self._outline.scheduler_config), takes=_takes(self._outline))
+        self.lora_targets = LoraTargets.of(components_of(self._outline))
 
-    def measure(self, request: ImageRequest) -> PromptSize:
-        """Return how long a request's prompts are. Thread-safe. Raises `RequestError` for what the model has no use
-        for."""
-        return self._prompts.size(request)
+    @staticmethod
+    def components(folder: Path) -> Mapping[str, nn.Module]:
+        """Return the modules of a folder that LoRAs change, by component, without weights. Raises `ModelError`."""
+        return components_of(load_bundle(folder, safety_checker=False, outline=True))
+
+    def measure(self, request: ImageRequest) -> RequestSize:
+        """Return what a request comes to. Thread-safe. Raises `RequestError`."""
+        active = sum(control.end - control.start for control in request.controlnets)
+        return replace(self._prompts.size(request), controls=_CONTROL_WORK * round(active))
 
     def read(self) -> None:
         """Bring the weights into memory for the next `load`. Raises `ModelError`."""
@@ -82,25 +72,25 @@ class UNetFamily:
         what the model computes. Raises `ModelError`."""
         programs, bundle = self._read_ahead or self._read()
         self._read_ahead = None
-        executor = self._settings.executor
+        executor = self.settings.executor
         denoiser = UNetDenoiser(
-            bundle, exact=lambda: self._host.knobs().exact, mapped=programs.mapped, tokens=self._tokens
+            bundle, exact=lambda: self.host.knobs().exact, mapped=programs.mapped, tokens=self._tokens
         )
         programs.adopt(denoiser, self.prepared)
         if uses_graphs(executor, bundle.device):
             denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
-        elif self._preparer is None and bundle.device.type == "cpu" and bundle.dtype is torch.float32:
+        elif self.preparer is None and bundle.device.type == "cpu" and bundle.dtype is torch.float32:
             denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
-        if self._settings.converts:
-            self._stop_converting = programs.convert_behind(self._host.between_steps, denoiser, self.prepared)
+        if self.settings.converts:
+            self._stop_converting = programs.convert_behind(self.host.between_steps, denoiser, self.prepared)
         self._denoiser = weakref.ref(denoiser)
         return denoiser
 
     def leave(self) -> None:
-        """Let go of what belongs to the weights, which leave; what is not converted yet is not begun."""
+        """Let go of what belongs to the weights; what is not converted yet is not begun."""
         self._stop_converting()
         self.prepared -= {"unet", "vae"}
-        self.auditor.forget()
+        super().leave()
 
     def why_unfit(self, folder: Path) -> str | None:
         """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
@@ -118,9 +108,9 @@ class UNetFamily:
             vae_factor=self._outline.vae_factor,
             dtype=self.dtype,
             device=str(self.device),
-            preparer=self._preparer,
+            preparer=self.preparer,
             adopted=partial(self.prepared.add, name),
-            graphs=uses_graphs(self._settings.executor, self.device),
+            graphs=uses_graphs(self.settings.executor, self.device),
         )
 
     def step_times(self, local: ControlNetClient, remote: ControlNetClient) -> StepTimes:
@@ -131,7 +121,7 @@ class UNetFamily:
         return measure(lambda size: _times_at(size, local, remote, denoiser), sizes)
 
     def _read(self) -> tuple[UNetPrograms, Bundle]:
-        programs = UNetPrograms(self._preparer, self.folder)
+        programs = UNetPrograms(self.preparer, self.folder)
         return programs, self._bundle(mapped=programs.mapped)
 
     def _bundle(self, *, mapped: frozenset[str] = frozenset(), outline: bool = False) -> Bundle:
@@ -139,11 +129,24 @@ class UNetFamily:
             self.folder,
             dtype=self.dtype,
             device=str(self.device),
-            safety_checker=self._settings.safety_checker,
+            safety_checker=self.settings.safety_checker,
             mapped=mapped,
             outline=outline,
             tokenizers=() if outline else self._outline.tokenizers,
         )
+
+
+_CONTROL_WORK = 0.4
+"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
+Diffusion 1.5."""
+_TAKES = frozenset(
+    ("guidance_scale", "guidance_rescale", "negative_prompt", "prompt_syntax", "clip_skip")
+)  # fmt: skip
+_XL_TAKES = frozenset(("prompt_2", "negative_prompt_2", "original_size", "target_size", "crop"))
+
+
+def _takes(outline: Bundle) -> frozenset[str]:
+    return _TAKES | _XL_TAKES if outline.family is Kind.SDXL else _TAKES
 
 
 def _times_at(
@@ -159,7 +162,7 @@ def _times_at(
     timestep = torch.tensor(500, device=bundle.device)
     extra = sample.new_zeros(1, bundle.extra_channels, *sample.shape[2:]) if bundle.inpaints else None
     step = StepCall(
-        conditioning=conditioning, sample=sample, timestep=timestep, guidance_scale=5.0, controls=(), extra=extra
+        request=request, conditioning=conditioning, sample=sample, timestep=timestep, controls=(), extra=extra
     )
 
     def step_s(client: ControlNetClient) -> float:

@@ -22,7 +22,8 @@ from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.families.unet.config import Family
 from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
-from plait_serving.diffusion.values import ImageRequest, PromptSize
+from plait_serving.diffusion.request_terms import RequestSize
+from plait_serving.diffusion.values import ImageRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,24 +65,22 @@ class PromptEncoder:
             if conditioning is not None:
                 return conditioning
 
-    def size(self, request: ImageRequest) -> PromptSize:
-        """Return how long a request's prompts are. Thread-safe. Raises `RequestError` if the text encoders have too few
-        layers for its `clip_skip`."""
-        if not self._is_xl:
-            for param in ("prompt_2", "negative_prompt_2", "original_size", "target_size"):
-                if getattr(request, param) is not None:
-                    raise RequestError("only SDXL models have a use for it", param=param)
-            if request.crop != (0, 0):
-                raise RequestError("only SDXL models have a use for it", param="crop")
+    def size(self, request: ImageRequest) -> RequestSize:
+        """Return what a request comes to. Thread-safe. Raises `RequestError` if the text encoders have too few layers
+        for its `clip_skip`."""
         layers = min(int(cast("Any", encoder).config.num_hidden_layers) for encoder in self._bundle.text_encoders)
         layers -= self._is_xl  # SDXL reads the layer before the last even without
         if request.clip_skip > layers:
             raise RequestError(f"this model's text encoders can leave out at most {layers} layers", param="clip_skip")
-        return self.tokens.size(request)
+        return self.tokens.size(request, self._branches(request))
+
+    def _branches(self, request: ImageRequest) -> int:
+        """Return 2 if classifier-free guidance runs: above 1 (diffusers' rule), unless it is an input of the UNet."""
+        return 2 if request.guidance_scale > 1.0 and not self._bundle.embeds_guidance else 1
 
     def begin(self, request: ImageRequest) -> PromptEncoding:
         """Return what encodes a request's prompts, a call at a time."""
-        uses_cfg = request.uses_cfg and not self._bundle.embeds_guidance
+        uses_cfg = self._branches(request) == 2
         prompt, negative = self.tokens.pair(request)
         # diffusers' rule where no negative prompt was given: the empty one is encoded like any other.
         absent = request.negative_prompt is None
@@ -147,7 +146,6 @@ class PromptEncoder:
             text=torch.cat([text.hidden for text in texts]).to(dtype),
             added=self._added(texts, request) if self._is_xl else {},
             n=request.n,
-            uses_cfg=len(texts) == 2,
         )
 
     def _added(self, encoded: Sequence[EncodedText], request: ImageRequest) -> dict[str, torch.Tensor]:

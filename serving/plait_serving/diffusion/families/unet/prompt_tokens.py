@@ -14,7 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt_syntax import Span, parse
-from plait_serving.diffusion.values import ImageRequest, PromptSize, PromptSyntax
+from plait_serving.diffusion.request_terms import RequestSize, RowKind
+from plait_serving.diffusion.values import ImageRequest, PromptSyntax
 
 
 class Chunk(NamedTuple):
@@ -71,14 +72,18 @@ class PromptTokens:
                     self._known.popitem(last=False)
         return found
 
-    def size(self, request: ImageRequest) -> PromptSize:
-        """Return how long a request's prompts are."""
+    def size(self, request: ImageRequest, branches: int) -> RequestSize:
+        """Return what a request comes to; the negative prompt is read if there are 2 `branches`."""
         prompt, negative = self.pair(request)
-        read = (prompt, negative) if request.uses_cfg else (prompt,)
-        return PromptSize(
+        read = (prompt, negative) if branches == 2 else (prompt,)
+        count = max(len(chunks) for tokens in read for chunks in tokens.chunks)
+        width, height = request.width, request.height
+        return RequestSize(
             prompt_tokens=prompt.words,
             negative_tokens=negative.words,
-            chunks=len(read) * max(len(chunks) for tokens in read for chunks in tokens.chunks),
+            chunks=len(read) * count,
+            shape=(width, height, branches),
+            row=RowKind(width * height, branches),
         )
 
     def pair(self, request: ImageRequest) -> tuple[Tokens, Tokens]:

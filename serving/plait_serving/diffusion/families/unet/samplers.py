@@ -31,7 +31,8 @@ from diffusers.utils.torch_utils import randn_tensor
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, SchedulerConfig
-from plait_serving.diffusion.values import ImageRequest, SamplerChoice, Scheduler, Sigmas
+from plait_serving.diffusion.request_terms import SamplerChoice
+from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
 
 # A folder made with the SDE or the DEIS variant names its algorithm; ours is the one the request asked for.
 _2M = {"algorithm_type": "dpmsolver++", "solver_order": 2}
@@ -62,6 +63,9 @@ _SPACINGS = {
     Sigmas.EXPONENTIAL: "use_exponential_sigmas",
     Sigmas.BETA: "use_beta_sigmas",
 }
+SPACED = tuple(kind for kind in Scheduler if kind not in (
+    Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER_A, Scheduler.LCM))  # fmt: skip
+"""Those whose spacing of noise levels may be chosen, for models whose noise schedule is made of betas."""
 _GENERATES = (Scheduler.DDIM, Scheduler.DDPM, Scheduler.EULER, Scheduler.EULER_A, Scheduler.DPMPP_2M,
               Scheduler.DPMPP_2M_SDE, Scheduler.LCM)  # fmt: skip
 """Those whose `step` takes generators, whether or not it draws."""
@@ -210,10 +214,10 @@ def samplers_of(config: SchedulerConfig) -> SamplerChoice:
     """Return what a model of that scheduler takes. Requests that name no sampler get an EDM model's own."""
     classes = _classes(config)
     if classes is _OF_BETAS:
-        return SamplerChoice()
+        return SamplerChoice(spaced=SPACED)
     own = [kind for kind, (scheduler_class, _) in classes.items() if scheduler_class.__name__ == config.own_class]
     is_random = config.written.get("algorithm_type") == _2M_SDE["algorithm_type"]
-    return SamplerChoice(among=tuple(classes), default=own[-1] if is_random else own[0], takes_sigmas=False)
+    return SamplerChoice(among=tuple(classes), default=own[-1] if is_random else own[0])
 
 
 def _classes(config: SchedulerConfig) -> _Classes:

@@ -33,7 +33,7 @@ SAMPLE = torch.ones(2, 4, 2, 2)
 
 
 def _open(**added: torch.Tensor) -> tuple[wire.Header, dict[str, torch.Tensor]]:
-    conditioning = Conditioning(text=TEXT, added=added, n=1, uses_cfg=True)
+    conditioning = Conditioning(text=TEXT, added=added, n=1)
     header, tensors = wire.open_message(Open(session=3, image=IMAGE, conditioning=conditioning, width=32, height=16))
     return header, dict(tensors)
 
@@ -61,7 +61,7 @@ def test_requests_arrive_as_sent() -> None:
     assert np.array_equal(opened.image, IMAGE)
     assert torch.equal(opened.conditioning.text, TEXT)
     assert set(opened.conditioning.added) == {"text_embeds", "time_ids"}
-    assert (opened.conditioning.n, opened.conditioning.uses_cfg) == (1, True)
+    assert (opened.conditioning.n, opened.conditioning.branches) == (1, 2)
     step = parse_request(*_step())
     assert isinstance(step, Step)
     assert [(call.session, call.timestep, call.scale) for call in step.calls] == [(3, 981.0, 0.1), (4, 1.0, -1.0)]

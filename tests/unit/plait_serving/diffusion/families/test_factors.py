@@ -42,7 +42,7 @@ def lora(name: str, **changed: AnyFactor) -> LoadedLora:
 def layout(*counts: int, cfg: bool = True) -> BatchLayout:
     """Of requests for that many images each."""
     text = torch.zeros(2 if cfg else 1, 77, 4)
-    return BatchLayout.of([Conditioning(text=text, added={}, n=n, uses_cfg=cfg) for n in counts])
+    return BatchLayout.of([Conditioning(text=text, added={}, n=n) for n in counts])
 
 
 def delta(one: Factor, scale: float) -> torch.Tensor:
@@ -58,7 +58,7 @@ ONE, TWO = lora("one", down=DOWN_A, text=UP), lora("two", down=DOWN_B, up=UP)
 @pytest.fixture
 def store() -> FactorStore:
     """Over two programs."""
-    return FactorStore(FIRST, SECOND)
+    return FactorStore("unet", FIRST, SECOND)
 
 
 def test_a_file_is_taken_if_all_its_unet_layers_are_adapted(store):
@@ -66,7 +66,7 @@ def test_a_file_is_taken_if_all_its_unet_layers_are_adapted(store):
     assert store.takes(ONE)
     assert store.takes(lora("text only", text=UP))
     assert not store.takes(lora("conv", down=DOWN_A, conv1=UP))
-    assert not FactorStore().takes(ONE)
+    assert not FactorStore("unet").takes(ONE)
 
 
 def test_rows_of_a_batch_add_their_own_sets(store):
@@ -156,7 +156,7 @@ def test_the_same_batch_gets_the_same_object(store):
 
 def test_a_large_batch_is_not_kept_beside_others():
     """It stays while it is the latest; the next that is built drops it, and none that is small."""
-    store = FactorStore(FIRST, SECOND, kept_bytes=10_000)
+    store = FactorStore("unet", FIRST, SECOND, kept_bytes=10_000)
     small, large = [((ONE, 1.0),), ((TWO, 1.0),)], [((ONE, 1.0),), ((ONE, 0.5),)]
     kept, big = store.of(small, layout(1, 1))[0], store.of(large, layout(1, 40))[0]
     assert store.of(large, layout(1, 40))[0] is big

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from plait_serving.diffusion.errors import ControlNetUnavailable, ModelError, NumericalError
-from plait_serving.diffusion.families.rows import BatchLayout
+from plait_serving.diffusion.families.rows import BatchLayout, stack_conditionings
 from plait_serving.diffusion.families.unet import denoiser as unet
 from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
@@ -141,9 +141,9 @@ def test_new_weights_are_used_at_once(bundle, denoiser):
     assert torch.equal(denoiser.predict(calls)[0], before)
 
 
-def conditioning(value: float, n: int = 1, length: int = 77) -> Conditioning:
+def conditioning(value: float, n: int = 1, length: int = 77, branches: int = 2) -> Conditioning:
     """A constant text of the tiny model's width."""
-    return Conditioning(text=torch.full((2, length, 32), value), added={}, n=n, uses_cfg=True)
+    return Conditioning(text=torch.full((branches, length, 32), value), added={}, n=n)
 
 
 def test_layout_places_every_row_once():
@@ -151,6 +151,18 @@ def test_layout_places_every_row_once():
     layout = BatchLayout.of([conditioning(0.0, n=2), conditioning(1.0), conditioning(2.0, n=3)])
     rows = [range(part.start, part.stop) for k in range(3) for part in layout.rows(k)]
     assert [list(part) for part in rows] == [[0, 1], [6, 7], [2], [8], [3, 4, 5], [9, 10, 11]]
+
+
+def test_rows_with_and_without_guidance_mix():
+    """Those without have no unconditional rows; what is stacked is stacked in the same order."""
+    conditionings = [conditioning(0.0, n=2, branches=1), conditioning(1.0), conditioning(2.0, branches=1)]
+    layout = BatchLayout.of(conditionings)
+    assert layout.size == 5
+    assert [[list(range(part.start, part.stop)) for part in layout.rows(k)] for k in range(3)] == [
+        [[1, 2]], [[0], [3]], [[4]],
+    ]  # fmt: skip
+    stacked = stack_conditionings([each.text for each in conditionings], layout)
+    assert stacked[:, 0, 0].tolist() == [1.0, 0.0, 0.0, 1.0, 2.0]
 
 
 def test_parameter_version_counts_writes(bundle):

@@ -23,10 +23,10 @@ from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
+from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.values import LoraRef
 from support.ldm import original_names
 from support.loras import TwoLayers, factors, lycoris_tensors, peft_tensors, shapes_of, snapshot, write
-from support.scaled import scaled_down
 
 torch.set_num_threads(1)
 
@@ -247,7 +247,7 @@ def test_a_bias_is_moved_exactly(tmp_path):
 def test_a_bias_is_no_input_of_a_step(tmp_path):
     """A file with biases is merged into the weights, though its factors alone would be inputs."""
     tensors = peft_tensors(factors({"lin": (10, 6)}))
-    store = FactorStore([AdaptedLayer(path="unet.lin", width_in=6, width_out=10)])
+    store = FactorStore("unet", [AdaptedLayer(path="unet.lin", width_in=6, width_out=10)])
     alone = parse("a", write(tmp_path / "a.safetensors", tensors), targets_of_two())
     biased = tensors | {"unet.lin.diff_b": torch.ones(10)}
     assert store.takes(alone)

@@ -12,19 +12,20 @@ import torch
 from diffusers import EDMDPMSolverMultistepScheduler, EDMEulerScheduler, StableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
+from plait_serving.diffusion import sources
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families import row_of_file
+from plait_serving.diffusion.families.unet import single_file
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.sources import single_file
-from plait_serving.diffusion.sources.file_kinds import family_of_keys
+from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 from support.ldm import write_ldm
-from support.scaled import scaled_down
 from support.tiny import tiny_lora, tiny_sd
 
 FAMILIES = (FamilyName.SD15, FamilyName.SD21, FamilyName.SDXL)
@@ -103,7 +104,7 @@ def test_it_is_converted_once_and_again_when_it_changed(folders, tmp_path, monke
     path.write_bytes((folders / "sd15.safetensors").read_bytes())
     first = resolve_source(path, cache=tmp_path)
     with monkeypatch.context() as patched:
-        patched.setattr(single_file, "new_folder", None)
+        patched.setattr(sources.single_file, "new_folder", None)
         assert resolve_source(str(path), cache=tmp_path) == first
     path.write_bytes((folders / "sd21.safetensors").read_bytes())
     second = resolve_source(path, cache=tmp_path)
@@ -264,7 +265,7 @@ def test_what_is_no_checkpoint_is_refused(folders, tmp_path):
     for name, says in {
         "old.ckpt": "a pickle, which can run code",
         "disguised.safetensors": "a pickle, which can run code",
-        "lora.safetensors": "no Stable Diffusion 1.x, 2.x or XL checkpoint in the original layout",
+        "lora.safetensors": "no whole checkpoint in the original layout",
         "refiner.safetensors": "an SDXL refiner is not supported",
         "absent.safetensors": "No such file",
         "more.safetensors": "of the UNet's .* weights, 1 have no place",
@@ -275,6 +276,7 @@ def test_what_is_no_checkpoint_is_refused(folders, tmp_path):
 
 def test_the_family_is_told_by_names_alone(folders):
     """As `plait models list` and `plait doctor` do it."""
-    for family in FAMILIES:
-        assert family_of_keys(load_file(folders / f"{family}.safetensors")) is family
-    assert family_of_keys(["model.diffusion_model.x", "first_stage_model.y"]) is None
+    kinds = [row_of_file(load_file(folders / f"{family}.safetensors"))[0] for family in FAMILIES]
+    assert kinds == ["sd1", "sd2", "sdxl"]
+    with pytest.raises(ModelError, match="holds no text encoder"):
+        row_of_file(["model.diffusion_model.x", "first_stage_model.y"])

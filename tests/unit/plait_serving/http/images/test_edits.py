@@ -15,7 +15,8 @@ from plait_serving.diffusion.values import LoraRef
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
-from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.codec import DecodeLimits
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import b64, make_client, pixels, png
 
 URL = "/v1/images/edits"

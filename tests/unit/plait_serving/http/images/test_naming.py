@@ -11,11 +11,13 @@ import pytest
 
 from fakes.images import FAKE_CATALOG, FakeImageService
 from plait_serving.diffusion.errors import NotFound, RequestError
-from plait_serving.diffusion.values import SamplerChoice, Scheduler
+from plait_serving.diffusion.request_terms import SamplerChoice
+from plait_serving.diffusion.values import Scheduler
 from plait_serving.http.images.resolve import chosen_model, resolve
 from plait_serving.http.images.schemas import GenerationBody
-from plait_serving.images.codec import DecodeLimits, read_parameters
+from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.service import AliasCard, LoraCard
+from plait_serving.images.stored_text import read_parameters
 from support.http_app import make_client
 from support.names import NO_NAMES, ODD_NAMES
 
@@ -176,8 +178,8 @@ def test_more_parts_than_a_set_may_have_are_not_taken_apart():
 
 def test_a_sampler_or_a_spacing_that_the_model_does_not_take_is_refused():
     """By the name of the field, before anything is decoded or sent to an engine."""
-    takes = SamplerChoice(among=(Scheduler.EULER, Scheduler.DPMPP_2M), takes_sigmas=False)
-    catalog = replace(CATALOG, models=(replace(LARGE, samplers=takes),))
+    terms = replace(LARGE.terms, samplers=SamplerChoice(among=(Scheduler.EULER, Scheduler.DPMPP_2M)))
+    catalog = replace(CATALOG, models=(replace(LARGE, terms=terms),))
     for fields, param in (({"scheduler": "heun"}, "scheduler"), ({"sigmas": "karras"}, "sigmas")):
         body = GenerationBody.model_validate({"prompt": "x", **fields})
         with pytest.raises(RequestError) as refused:

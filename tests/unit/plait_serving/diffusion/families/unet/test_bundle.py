@@ -22,6 +22,7 @@ from plait_serving.diffusion.families.unet.bundle import check_controlnet, load_
 from plait_serving.diffusion.families.unet.config import Family, check_controlnet_config
 from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
+from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import Scheduler
 from support.denoise import make_request
 from support.tiny import tiny_sd
@@ -96,9 +97,6 @@ def test_a_missing_part_is_named(folder, part):
 @pytest.mark.parametrize(
     ("file", "changes", "reason"),
     [
-        ("model_index.json", {"_class_name": "FluxPipeline"}, "FluxPipeline is not supported"),
-        ("model_index.json", {"_class_name": "StableDiffusion3Pipeline"}, "not supported"),
-        ("model_index.json", {"_class_name": None}, "names no pipeline"),
         ("model_index.json", {"requires_aesthetics_score": True}, "refiner"),
         ("unet/config.json", {"class_embed_type": "timestep"}, "class conditioning"),
         ("unet/config.json", {"num_class_embeds": 3}, "class conditioning"),
@@ -116,7 +114,7 @@ def test_a_missing_part_is_named(folder, part):
     ],
 )
 def test_what_can_not_run_is_refused_with_a_reason(folder, file, changes, reason):
-    """Features whose inputs nobody feeds, refiners and foreign pipelines: an error naming file and reason."""
+    """Features whose inputs nobody feeds, and refiners: an error naming file and reason."""
     edit(folder / file, **changes)
     with pytest.raises(ModelError, match=reason) as caught:
         load_bundle(folder)
@@ -149,22 +147,22 @@ def test_missing_unknown_and_corrupt_weights_are_refused(folder):
 def test_a_source_that_is_no_folder():
     """A path must exist; a hub id needs a commit, not a branch."""
     with pytest.raises(ModelError, match="no such folder"):
-        load_bundle("/nowhere/at/all")
+        resolve_source("/nowhere/at/all")
     with pytest.raises(ModelError, match="needs a revision"):
-        load_bundle("someone/something")
+        resolve_source("someone/something")
     with pytest.raises(ModelError, match="not a commit"):
         fetch_from_hub("someone/something", "main")
 
 
 def test_a_hub_id_is_fetched_at_its_revision(tiny_sd_folder):
-    """The fetcher gets id and commit; what it returns is loaded."""
+    """The fetcher gets id and commit; what it returns is taken."""
     asked = []
 
     def fetch(repository: str, revision: str) -> Path:
         asked.append((repository, revision))
         return tiny_sd_folder
 
-    assert load_bundle("someone/something", revision="a" * 40, fetch=fetch).family is Family.SD1
+    assert resolve_source("someone/something", "a" * 40, fetch=fetch) == tiny_sd_folder
     assert asked == [("someone/something", "a" * 40)]
 
 
@@ -254,10 +252,10 @@ def test_a_controlnet_in_one_file_is_called_that(tmp_path, tiny_sd_controlnets):
     with pytest.raises(ModelError, match=r"canny\.safetensors: a single file; .*from_single_file"):
         check_controlnet(path)
     with pytest.raises(ModelError, match=r"a ControlNet, no base model"):
-        load_bundle(path)
+        resolve_source(path)
     save_file({"control_model.input_hint_block.0.weight": torch.zeros(1)}, path)
     with pytest.raises(ModelError, match=r"a ControlNet, no base model"):
-        load_bundle(path)
+        resolve_source(path)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def test_a_prepared_step_and_decode_have_the_cores_to_themselves(tiny_sd_folder)
         request = make_request()
         latents = torch.zeros(1, *denoiser.latent_shape(request.width, request.height))
         call = StepCall(
-            conditioning=denoiser.prepare(request), sample=latents, timestep=torch.tensor(1), guidance_scale=3.0,
+            request=request, conditioning=denoiser.prepare(request), sample=latents, timestep=torch.tensor(1),
             controls=(), loras=(), merged=False,
         )  # fmt: skip
         with pytest.raises(Seen):

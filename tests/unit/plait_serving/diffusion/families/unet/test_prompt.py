@@ -49,7 +49,7 @@ def test_prompts_that_fit_have_diffusers_bits(case, prompt, negative):
     ours = encoder.prepare(make_request(prompt=prompt, negative_prompt=negative))
     text, pooled = reference(pipeline, prompt, negative)
     assert torch.equal(ours.text, text)
-    assert ours.uses_cfg
+    assert ours.branches == 2
     if pooled is not None:
         assert torch.equal(ours.added["text_embeds"], pooled)
 
@@ -75,7 +75,7 @@ def test_without_guidance_only_the_prompt_is_encoded(case):
     """At guidance scale 1 the text has one row, as diffusers runs."""
     _, encoder, pipeline = case
     ours = encoder.prepare(make_request(prompt="a cat", guidance_scale=1.0, n=3))
-    assert not ours.uses_cfg
+    assert ours.branches == 1
     assert torch.equal(ours.text, reference(pipeline, "a cat", None)[0][1:])
     assert ours.expand(ours.text).shape[0] == 3
 
@@ -174,10 +174,10 @@ def test_prompts_are_measured_in_words(case):
     """Begin, end and padding do not count; an end token inside a prompt is a word of it."""
     bundle, encoder, _ = case
     end = bundle.tokenizers[0].eos_token
-    size = encoder.tokens.size(make_request(prompt=LONG, negative_prompt=f"dog {end} dog"))
+    size = encoder.size(make_request(prompt=LONG, negative_prompt=f"dog {end} dog"))
     dogs = len(word_ids(bundle.tokenizers[0], [f"dog {end} dog"])[0])
     assert (size.prompt_tokens, size.negative_tokens, size.chunks) == (80, dogs, 4)
-    assert encoder.tokens.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
+    assert encoder.size(make_request(prompt=LONG, guidance_scale=1.0)).chunks == 2
 
 
 def test_sdxl_sizes_are_the_requests(tiny_sdxl_folder):

@@ -11,7 +11,7 @@ import torch
 from diffusers.utils.torch_utils import randn_tensor
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.unet.samplers import Sampler, samplers_of
+from plait_serving.diffusion.families.unet.samplers import SPACED, Sampler, samplers_of
 from plait_serving.diffusion.families.unet.scheduler import EDM, READ, SchedulerConfig
 from plait_serving.diffusion.values import Edit, Scheduler, Sigmas
 from support.denoise import make_request
@@ -182,13 +182,13 @@ def test_whatever_a_folder_may_say_a_sampler_ends_or_refuses(kind, tiny_sd_folde
 )
 def test_a_model_that_a_sampler_can_not_step_with_is_refused(kind, key, value, config):
     """A `RequestError` that names the sampler and the key, where diffusers would raise or divide by zero."""
-    for sigmas in (None, *Sigmas) if kind.takes_sigmas else (None,):
+    for sigmas in (None, *Sigmas) if kind in SPACED else (None,):
         with pytest.raises(RequestError, match=f"{kind} cannot step with this model's {key}: {value}") as caught:
             make(kind, {**config, key: value}, sigmas=sigmas)
         assert caught.value.param == "scheduler"
 
 
-@pytest.mark.parametrize("kind", [kind for kind in Scheduler if kind.takes_sigmas])
+@pytest.mark.parametrize("kind", SPACED)
 def test_a_folder_with_two_spacings_needs_a_request_with_one(kind, config):
     """diffusers raises for two."""
     both = {**config, "use_karras_sigmas": True, "use_exponential_sigmas": True}

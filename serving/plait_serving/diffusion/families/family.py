@@ -1,0 +1,97 @@
+"""What every family says of a model without its weights, and what brings those into memory."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from plait_serving.diffusion.emulation import warn_of_emulation
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
+from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.memory import resolve_device, resolve_dtype
+from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
+from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
+from plait_serving.diffusion.settings import EngineSettings, Host
+from plait_serving.diffusion.values import ImageRequest
+
+if TYPE_CHECKING:
+    from plait_serving.diffusion.controlnet.placement import StepTimes
+    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
+
+
+class Family(ABC):
+    """One model. A family sets what is only declared here, from the folder's configurations and tokenizers.
+
+    `kind` is what LoRAs and ControlNets are made for; sizes are in pixels: the model's own, what edges must be
+    multiples of, and the smallest edge that all its levels halve evenly. `terms`: what requests may say. `prepared`:
+    what runs on prepared programs now, its parts and the names of ControlNets; `preparer` makes those, None: torch runs
+    all.
+    """
+
+    kind: str
+    width: int
+    height: int
+    size_multiple: int
+    min_whole_edge: int
+    weights_bytes: int
+    decoding_bytes_per_pixel: int
+    terms: RequestTerms
+    lora_targets: LoraTargets
+
+    def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
+        """Take a model's folder. A family's own reads it. Raises `ModelError`."""
+        self.folder, self.settings, self.host = folder, settings, host
+        device = resolve_device(settings.device)
+        self.device, self.dtype = torch.device(device), resolve_dtype(settings.dtype, device)
+        if device == "cpu" and self.dtype is torch.bfloat16:
+            warn_of_emulation()
+        self.prepared: set[str] = set()
+        self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=host.is_idle)
+        self.preparer = preparer_for(
+            settings.executor,
+            device=device,
+            dtype=self.dtype,
+            threads=lambda: host.knobs().threads,
+            cache=settings.prepared_folder,
+            auditor=self.auditor,
+            room_bytes=host.room_bytes,
+        )
+
+    @staticmethod
+    @abstractmethod
+    def components(folder: Path) -> Mapping[str, nn.Module]:
+        """Return the modules of a folder that LoRAs change, by component, without weights. Raises `ModelError`."""
+
+    @abstractmethod
+    def measure(self, request: ImageRequest) -> RequestSize:
+        """Return what a request comes to. Thread-safe. Raises `RequestError` for values that the model cannot take, or
+        that mean nothing together."""
+
+    def read(self) -> None:  # noqa: B027  # one whose files are read as they are used has nothing to do
+        """Bring the weights into memory for the next `load`, if that can be said apart. Raises `ModelError`."""
+
+    @abstractmethod
+    def load(self) -> Denoiser:
+        """Bring the weights into memory. Raises `ModelError`."""
+
+    def leave(self) -> None:
+        """Let go of what belongs to the weights, which leave."""
+        self.auditor.forget()
+
+    def why_unfit(self, folder: Path) -> str | None:  # noqa: ARG002  # none fits
+        """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
+        return f"{self.kind} models take no ControlNets"
+
+    def controlnet(self, name: str, folder: Path) -> ControlNetModelRunner:
+        """Load a ControlNet to run in this process. Raises `ModelError`."""
+        raise ModelError(f"ControlNet {name}: {self.why_unfit(folder)}")
+
+    def step_times(self, local: ControlNetClient, remote: ControlNetClient) -> StepTimes:  # noqa: ARG002
+        """Time one guided image's step with a ControlNet at both places; the model is in memory."""
+        raise ModelError(f"{self.kind} models take no ControlNets")

@@ -1,0 +1,189 @@
+"""A transformer that denoises behind the `Denoiser` protocol: requests stacked by rows, LoRA sets as inputs.
+
+Torch runs diffusers' own module. A LoRA set is an input of a step: nothing is merged, so no second weights are kept,
+but for files that change what takes no factors (norms, convolutions, DoRA).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
+from plait_kernels.executors.adapters import plus_factors
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.families.factors import FactorStore
+from plait_serving.diffusion.families.flow.bundle import FlowBundle
+from plait_serving.diffusion.families.flow.schedules import FlowSampler
+from plait_serving.diffusion.families.flow.texts import TextEncoders, TextTokens
+from plait_serving.diffusion.families.rows import (
+    BatchLayout,
+    guided_outputs,
+    stack_conditionings,
+    stack_samples,
+    stack_timesteps,
+)
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora
+from plait_serving.diffusion.protocols import EncodedImage, Encoding, SafetyChecker, StepCall
+from plait_serving.diffusion.values import ImageRequest
+
+_COMPONENT = "transformer"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """What a transformer reads in one call: `sample (R, c, h, w)`, `timesteps (R,)`, `text (R, L, C)`, and by name what
+    else the conditionings hold, `(R, ...)`. `scales`: each row's `guidance_scale`."""
+
+    sample: torch.Tensor
+    timesteps: torch.Tensor
+    text: torch.Tensor
+    added: Mapping[str, torch.Tensor]
+    scales: Sequence[float]
+
+    @classmethod
+    def of(cls, calls: Sequence[StepCall], layout: BatchLayout) -> Rows:
+        """Stack the calls of a batch."""
+        given = [call.conditioning for call in calls]
+        return cls(
+            sample=stack_samples(calls, layout),
+            timesteps=stack_timesteps(calls, layout),
+            text=stack_conditionings([each.text for each in given], layout),
+            added={name: stack_conditionings([each.added[name] for each in given], layout) for name in given[0].added},
+            scales=[calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])],
+        )
+
+
+class FlowDenoiser(ABC):
+    """A `Denoiser` for a bundle. Compute thread only, except `finish`, which touches nothing but the VAE's decoder.
+
+    A family says how texts become conditioning (`begin`), how rows run through the transformer (`run`), and the scale
+    of a guidance by two rows (`scale_of`).
+    """
+
+    def __init__(self, bundle: FlowBundle, tokens: TextTokens) -> None:
+        """Take the bundle, and the tokens of its tokenizers."""
+        self.bundle, self.tokens = bundle, tokens
+        self.transformer: Any = bundle.modules[_COMPONENT]
+        self.merger = Merger({_COMPONENT: bundle.modules[_COMPONENT]})
+        self.text_merger = text_merger = Merger(bundle.clips)
+        self.texts = TextEncoders(bundle.modules, device=bundle.device, version=lambda: text_merger.version)
+        self._layers = {
+            f"{_COMPONENT}.{path}": module
+            for path, module in bundle.modules[_COMPONENT].named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        adapted = [
+            AdaptedLayer(path=path, width_in=layer.in_features, width_out=layer.out_features)
+            for path, layer in self._layers.items()
+        ]
+        self._factors = FactorStore(_COMPONENT, adapted, dtype=bundle.dtype, device=bundle.device)
+
+    @property
+    def settled(self) -> bool:
+        """Always: nothing is compiled."""
+        return True
+
+    @property
+    def safety(self) -> SafetyChecker | None:
+        """None: these models have none."""
+        return None
+
+    @property
+    def inpaints(self) -> bool:
+        """Whether every call needs a mask: no."""
+        return False
+
+    def takes(self, weights: Sequence[LoadedLora]) -> bool:
+        """Return whether LoRA files can be inputs of a step; otherwise they are merged into the weights."""
+        return all(map(self._factors.takes, weights))
+
+    def may_take(self, weights: Sequence[LoadedLora]) -> bool:  # noqa: ARG002
+        """Return False: what can be an input is one."""
+        return False
+
+    def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
+        """Return `(c, h, w)` of one image's latents."""
+        return self.bundle.latent_shape(width, height)
+
+    def sampler(self, request: ImageRequest, seeds: Sequence[int]) -> FlowSampler:
+        """Return the sampler of a request's images with these seeds. Raises `RequestError`."""
+        bundle, size = self.bundle, (request.width, request.height)
+        scheduler = bundle.schedules.make(
+            request.scheduler,
+            steps=request.steps,
+            tokens=bundle.tokens(*size),
+            sigmas=request.sigmas,
+            device=bundle.device,
+        )
+        return FlowSampler(
+            scheduler,
+            seeds=seeds,
+            shape=bundle.latent_shape(*size),
+            first_step=request.first_step,
+            dtype=bundle.dtype,
+            device=bundle.device,
+        )
+
+    @torch.inference_mode()
+    def encode(self, pixels: torch.Tensor) -> EncodedImage:
+        """Encode one image, `float32 (1, 3, H, W)` in [-1, 1]."""
+        found, config = self.bundle.encode(pixels), self.bundle.vae.config
+        return EncodedImage(
+            mean=found.mean,
+            deviation=found.std,
+            centre=float(config.shift_factor),
+            factor=float(config.scaling_factor),
+            dtype=self.bundle.dtype,
+        )
+
+    @torch.inference_mode()
+    def finish(self, latents: torch.Tensor) -> torch.Tensor:
+        """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
+        return self.bundle.decode(latents)
+
+    @torch.inference_mode()
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """Predict all rows of all requests in one call of the transformer."""
+        layout = BatchLayout.of([call.conditioning for call in calls])
+        (factors,) = self._factors.of([call.loras for call in calls], layout)
+        with self._adding(factors):
+            output = self.run(Rows.of(calls, layout))
+        return guided_outputs(output, layout, [self.scale_of(call.request) for call in calls])
+
+    @contextmanager
+    def _adding(self, factors: RowFactors | None) -> Iterator[None]:
+        """Have the transformer's layers add the rows' factors."""
+        by_path: Mapping[str, Factors] = {} if factors is None else factors.by_path
+        hooks = [self._layers[path].register_forward_hook(partial(_add, pair)) for path, pair in by_path.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @abstractmethod
+    def begin(self, request: ImageRequest) -> Encoding:
+        """Return what encodes the prompts, with the weights that the text encoders have at each call."""
+
+    @abstractmethod
+    def run(self, rows: Rows) -> torch.Tensor:
+        """Return the transformer's output `(R, c, h, w)`."""
+
+    @abstractmethod
+    def scale_of(self, request: ImageRequest) -> float:
+        """Return by how much a request with two rows an image is guided."""
+
+
+def _add(pair: Factors, module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+    """Add the factors' product: a forward hook of a linear layer."""
+    del module
+    return plus_factors(output, inputs[0], *pair)

@@ -1,0 +1,180 @@
+"""Schedules of flow models, and a request's sampler. All scheduler calls are made here.
+
+Schedulers are called exactly like diffusers' pipelines do, so that the latents are the same. Legend: s a noise level, 1
+to 0; latents are `(1 - s) * image + s * noise`, and the model predicts `noise - image`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import torch
+from diffusers import (
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FlowMatchHeunDiscreteScheduler,
+    UniPCMultistepScheduler,
+)
+from diffusers.utils.torch_utils import randn_tensor
+
+from plait_serving.diffusion.errors import ModelError, RequestError
+from plait_serving.diffusion.request_terms import SamplerChoice
+from plait_serving.diffusion.values import Scheduler, Sigmas
+
+Config: TypeAlias = Mapping[str, Any]
+
+_FLOW = {"use_flow_sigmas": True, "prediction_type": "flow_prediction"}
+_CLASSES: Mapping[Scheduler, tuple[type[Any], Config]] = {
+    Scheduler.EULER: (FlowMatchEulerDiscreteScheduler, {"stochastic_sampling": False}),
+    Scheduler.EULER_A: (FlowMatchEulerDiscreteScheduler, {"stochastic_sampling": True}),
+    Scheduler.HEUN: (FlowMatchHeunDiscreteScheduler, {}),
+    Scheduler.DPMPP_2M: (DPMSolverMultistepScheduler, _FLOW),
+    Scheduler.UNIPC: (UniPCMultistepScheduler, _FLOW),
+}
+_SPACED = (Scheduler.EULER, Scheduler.EULER_A)
+_STARTS_FROM_IMAGES = (*_SPACED, Scheduler.HEUN)
+_SPACINGS = {
+    Sigmas.KARRAS: "use_karras_sigmas",
+    Sigmas.EXPONENTIAL: "use_exponential_sigmas",
+    Sigmas.BETA: "use_beta_sigmas",
+}
+_SEED_LIMIT = 2**64  # seeds are taken modulo this, as torch's generators do for negative numbers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules:
+    """What a folder's scheduler makes of requests. `even`: FLUX.1's noise levels lie evenly from 1 to 1 / steps, before
+    they are shifted; those of SD3 between bounds that the scheduler has shifted already, and it shifts them again."""
+
+    config: Config
+    even: bool
+
+    @classmethod
+    def of(cls, written: Config, path: object, *, even: bool) -> Schedules:
+        """Take what a folder's file says. Raises `ModelError`, naming the file, for a scheduler of another kind."""
+        kind = written.get("_class_name")
+        if kind != FlowMatchEulerDiscreteScheduler.__name__:
+            raise ModelError(f"{path}: {kind} is not supported; FlowMatchEulerDiscreteScheduler is")
+        for key in ("invert_sigmas", "shift_terminal"):
+            if written.get(key):
+                raise ModelError(f"{path}: {key} = {written[key]!r} is not supported")
+        return cls(config=dict(FlowMatchEulerDiscreteScheduler.from_config(dict(written)).config), even=even)
+
+    @property
+    def choice(self) -> SamplerChoice:
+        """What requests may choose among: all that can be made as the pipelines would."""
+        among = tuple(kind for kind in _CLASSES if self._can(kind))
+        default = Scheduler.EULER_A if self.config["stochastic_sampling"] else Scheduler.EULER
+        return SamplerChoice(among=among, default=default, spaced=_SPACED)
+
+    def _can(self, kind: Scheduler) -> bool:
+        try:
+            self.make(kind, steps=4, tokens=256)
+        except RequestError:
+            return False
+        return True
+
+    def make(
+        self,
+        kind: Scheduler,
+        *,
+        steps: int,
+        tokens: int,
+        sigmas: Sigmas | None = None,
+        device: torch.device | str = "cpu",
+    ) -> Any:
+        """Return a scheduler object for so many steps of images of so many tokens. Raises `RequestError`."""
+        made_of, changes = _CLASSES[kind]
+        known = inspect.signature(made_of.__init__).parameters
+        config = {key: value for key, value in self.config.items() if key in known}
+        spacing = {} if sigmas is None else {key: sigmas is each for each, key in _SPACINGS.items()}
+        shift = {"flow_shift": self.config["shift"]} if changes is _FLOW else {}
+        given: dict[str, Any] = {"num_inference_steps": steps}
+        if self.even and kind in _SPACED:
+            given = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+        if self.even or self.config["use_dynamic_shifting"]:
+            given["mu"] = self._mu(tokens)
+        try:
+            scheduler = made_of.from_config({**config, **spacing, **changes, **shift})
+            scheduler.set_timesteps(device=device, **given)
+        except (ValueError, TypeError, AssertionError, RuntimeError) as error:
+            raise RequestError(f"{kind} cannot take {steps} steps of this model: {error}", param="scheduler") from error
+        return scheduler
+
+    def _mu(self, tokens: int) -> float:
+        """Return the shift of an image of so many tokens: on a line through two lengths, in diffusers' order."""
+        low, high = self.config["base_image_seq_len"], self.config["max_image_seq_len"]
+        slope = (self.config["max_shift"] - self.config["base_shift"]) / (high - low)
+        return float(tokens * slope + (self.config["base_shift"] - slope * low))
+
+
+class FlowSampler:
+    """A `RequestSampler`. Steps must be taken in order; the object belongs to one request.
+
+    A step here is one denoiser call: with Heun, a schedule of N steps has 2 N - 1 of them.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        *,
+        seeds: Sequence[int],
+        shape: tuple[int, int, int],
+        first_step: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Take the scheduler object; `shape` is one image's `(c, h, w)`. The schedule's steps before `first_step` are
+        left out."""
+        self._scheduler = scheduler
+        self._first = first_step * int(scheduler.order)
+        scheduler.set_begin_index(self._first)
+        self._generators = [torch.Generator("cpu").manual_seed(seed % _SEED_LIMIT) for seed in seeds]
+        self._shape = (len(seeds), *shape)
+        self._dtype, self._device = dtype, torch.device(device)
+        is_random = scheduler.config.get("stochastic_sampling")
+        self._extra: dict[str, Any] = {"generator": self._generators} if is_random else {}
+
+    @property
+    def timesteps(self) -> torch.Tensor:
+        """`(N,)`: entry i is what step i feeds to the model, 1000 to 0."""
+        return cast("torch.Tensor", self._scheduler.timesteps[self._first :])
+
+    def draw(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return standard normal `(n, c, h, w)`; image i is drawn from its own generator, which moves on."""
+        noise = randn_tensor(self._shape, generator=self._generators, device=self._device, dtype=dtype or self._dtype)
+        return cast("torch.Tensor", noise)
+
+    def init_latents(self, noise: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `(n, c, h, w)` noise, drawn or given."""
+        return self.draw() if noise is None else noise
+
+    def add_noise(self, latents: torch.Tensor, noise: torch.Tensor, step: int) -> torch.Tensor:
+        """Return clean `latents` as noisy as before step `step`: the first one, or the one that is taken next."""
+        return cast("torch.Tensor", self._scheduler.scale_noise(latents, self.timesteps[step : step + 1], noise))
+
+    def scale_input(self, latents: torch.Tensor, step: int) -> torch.Tensor:  # noqa: ARG002  # of no step
+        """Return the model's input for `latents`: they are never scaled."""
+        return latents
+
+    def step(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """Return the latents after step `step`, given the guided model output, in its dtype."""
+        taken = self._scheduler.step(output, self.timesteps[step], latents, **self._extra, return_dict=False)
+        return cast("torch.Tensor", taken[0])
+
+    def predicted_original(self, output: torch.Tensor, step: int, latents: torch.Tensor) -> torch.Tensor:
+        """Return the x0 estimate at step `step`, for previews. Changes no state and draws no noise."""
+        level = self._scheduler.sigmas[self._first + step]
+        original: torch.Tensor = latents.float() - level * output.float()
+        return original.to(latents.dtype)
+
+
+def check_start(kind: Scheduler) -> None:
+    """Raise `RequestError` for a sampler that cannot start from an image."""
+    if kind not in _STARTS_FROM_IMAGES:
+        names = ", ".join(_STARTS_FROM_IMAGES)
+        raise RequestError(f"{kind} cannot start from an image; {names} can", param="scheduler")

@@ -1,0 +1,147 @@
+"""Text by CLIP and T5: token ids, one text encoder call at a time, and what calls returned lately.
+
+CLIP reads what fits into its 77 tokens, as in diffusers' pipelines. T5 reads all of a prompt, filled up to a length
+that is part of the image, since no mask hides the padding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.factors import Kept
+from plait_serving.diffusion.protocols import Conditioning
+
+_REMEMBERED = 256
+"""Texts whose words are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
+_KEPT_CALLS, _KEPT_BYTES = 128, 64 << 20
+"""Of text encoder calls: 512 tokens of T5-XXL are 8 MiB. Negative prompts and retries recur."""
+
+
+class Call(NamedTuple):
+    """One text encoder call: the part of the model, what it reads, and the layers that it leaves out (`clip_skip`)."""
+
+    part: str
+    ids: tuple[int, ...]
+    skip: int = 0
+
+
+class EncodedText(NamedTuple):
+    """`hidden (1, L, C)`, and of CLIP `pooled (1, P)`."""
+
+    hidden: torch.Tensor
+    pooled: torch.Tensor | None
+
+
+Outputs: TypeAlias = Mapping[Call, EncodedText]
+
+
+class TextTokens:
+    """The words of texts, for each of a model's tokenizers, by part. Thread-safe: requests are measured on the threads
+    of their callers, and a tokenizer takes one call at a time."""
+
+    def __init__(self, tokenizers: Mapping[str, Any]) -> None:
+        self._tokenizers = tokenizers
+        self._lock, self._one_call = threading.Lock(), threading.Lock()
+        self._known: OrderedDict[tuple[str, str], tuple[int, ...]] = OrderedDict()
+
+    def words(self, part: str, text: str) -> tuple[int, ...]:
+        """Return the ids of a text's words, without begin, end and padding."""
+        key = (part, text)
+        with self._lock:
+            found = self._known.get(key)
+        if found is None:
+            with self._one_call:
+                tokenizer = self._tokenizers[part]
+                found = tuple(tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids)
+        with self._lock:
+            self._known[key] = found
+            self._known.move_to_end(key)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        return found
+
+    def clip(self, part: str, text: str, skip: int = 0) -> Call:
+        """Return the call by which CLIP reads the beginning of a text."""
+        tokenizer = self._tokenizers[part]
+        length = int(tokenizer.model_max_length)
+        ids = (tokenizer.bos_token_id, *self.words(part, text)[: length - 2], tokenizer.eos_token_id)
+        return Call(part, (*ids, *[tokenizer.pad_token_id] * (length - len(ids))), skip)
+
+    def t5(self, part: str, text: str, length: int) -> Call:
+        """Return the call by which T5 reads a text that fits into so many tokens."""
+        tokenizer = self._tokenizers[part]
+        ids = (*self.words(part, text)[: length - 1], tokenizer.eos_token_id)
+        return Call(part, (*ids, *[tokenizer.pad_token_id] * (length - len(ids))))
+
+    def check_fits(self, part: str, text: str, room: int, *, param: str, hint: str) -> int:
+        """Return how many words a text has. Raises `RequestError`, naming `param`, for more than there is room."""
+        words = len(self.words(part, text))
+        if words > room:
+            raise RequestError(f"{words} tokens; this model reads {room} of them: {hint}", param=param)
+        return words
+
+
+class TextEncoders:
+    """Makes text encoder calls with the current weights, and remembers the latest ones. Compute thread only."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], *, device: torch.device, version: Callable[[], int]) -> None:
+        """`version` must change whenever weights are written to."""
+        self._modules = modules
+        self._device = device
+        self._version = version
+        self._kept: Kept[EncodedText] = Kept(_KEPT_CALLS, _KEPT_BYTES)
+
+    def run(self, call: Call) -> EncodedText:
+        """Make a call, or remember its result."""
+
+        def make() -> tuple[EncodedText, int]:
+            found = self._encode(call)
+            return found, sum(part.nbytes for part in found if part is not None)
+
+        return self._kept.get((self._version(), call), make)
+
+    @torch.inference_mode()
+    def _encode(self, call: Call) -> EncodedText:
+        """Encode one row, as diffusers does."""
+        module: Any = self._modules[call.part]
+        ids = torch.tensor([call.ids], device=self._device)
+        if module.config.model_type == "t5":
+            return EncodedText(module(ids, output_hidden_states=False)[0].to(module.dtype), None)
+        output = module(ids, output_hidden_states=True)
+        pooled = output.pooler_output if hasattr(output, "pooler_output") else output.text_embeds
+        return EncodedText(output.hidden_states[-(call.skip + 2)], pooled)
+
+
+class TextEncoding:
+    """A request's calls on their way through the text encoders. Compute thread only."""
+
+    def __init__(
+        self,
+        calls: Iterable[Call],
+        *,
+        run: Callable[[Call], EncodedText],
+        finish: Callable[[Outputs], Conditioning],
+    ) -> None:
+        """`finish` makes the conditioning of what the calls returned."""
+        self._left = deque(dict.fromkeys(calls))
+        self._run, self._finish = run, finish
+        self._done: dict[Call, EncodedText] = {}
+
+    @property
+    def calls_left(self) -> int:
+        """How many text encoder calls are left to make."""
+        return len(self._left)
+
+    def advance(self) -> Conditioning | None:
+        """Make one text encoder call; return the conditioning if it was the last."""
+        if self._left:
+            call = self._left.popleft()
+            self._done[call] = self._run(call)
+        return None if self._left else self._finish(self._done)

@@ -1,0 +1,179 @@
+"""FLUX.1 behind the `Denoiser` protocol: the text of CLIP and T5, packed latents with positions, and a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from PIL import Image
+
+from plait_serving.diffusion.edits import to_pixels
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.flow.bundle import FlowBundle
+from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
+from plait_serving.diffusion.families.flow.texts import Call, Outputs, TextEncoding, TextTokens
+from plait_serving.diffusion.protocols import Conditioning, Encoding
+from plait_serving.diffusion.values import ImageRequest, RgbImage
+
+CLIP, T5 = "text_encoder", "text_encoder_2"
+_PATCH = 2
+
+KONTEXT_SIZES = (
+    (672, 1568), (688, 1504), (720, 1456), (752, 1392), (800, 1328), (832, 1248), (880, 1184), (944, 1104),
+    (1024, 1024), (1104, 944), (1184, 880), (1248, 832), (1328, 800), (1392, 752), (1456, 720), (1504, 688),
+    (1568, 672),
+)  # fmt: skip
+"""The sizes `(width, height)` of the images that FLUX.1 Kontext was trained on."""
+
+
+class FluxDenoiser(FlowDenoiser):
+    """One model: dev, schnell or Kontext."""
+
+    def begin(self, request: ImageRequest) -> Encoding:
+        """Return what encodes the prompts, the negative one first if the request has true CFG, and a reference."""
+        texts = calls_of(self.tokens, request, length_of(request, self.bundle))
+        encoding = TextEncoding(
+            [call for text in texts for call in text],
+            run=self.texts.run,
+            finish=lambda outputs: self._conditioning(texts, outputs, request.n),
+        )
+        if request.reference is None:
+            return encoding
+        reference = request.reference
+        return ReferenceEncoding(encoding, lambda: self._reference(reference))
+
+    @torch.inference_mode()
+    def _conditioning(self, texts: Sequence[Sequence[Call]], outputs: Outputs, n: int) -> Conditioning:
+        pooled = [outputs[clip].pooled for clip, _ in texts]
+        return Conditioning(
+            text=torch.cat([outputs[long].hidden for _, long in texts]).to(self.bundle.dtype),
+            added={"pooled": torch.cat([each for each in pooled if each is not None]).to(self.bundle.dtype)},
+            n=n,
+        )
+
+    @torch.inference_mode()
+    def _reference(self, image: RgbImage) -> dict[str, torch.Tensor]:
+        """Return the tokens `(1, T, C)` of an image of any size, and their positions `(1, T, 3)`."""
+        bundle, config = self.bundle, self.bundle.vae.config
+        latents = bundle.encode(to_pixels(snapped(image, bundle))).mode()
+        latents = (latents - config.shift_factor) * config.scaling_factor
+        positions = positions_of(latents, which=1).to(latents)
+        return {"reference": packed(latents), "reference_positions": positions[None]}
+
+    def run(self, rows: Rows) -> torch.Tensor:
+        """Return the transformer's output `(R, c, h, w)`; timesteps and guidance are rounded as in diffusers."""
+        sample, added = rows.sample, rows.added
+        tokens, positions = packed(sample), positions_of(sample, which=0).to(sample)
+        count, guidance = tokens.shape[1], None
+        if "reference" in added:
+            tokens = torch.cat([tokens, added["reference"]], dim=1)
+            positions = torch.cat([positions, added["reference_positions"][0]])
+        if self.transformer.config.guidance_embeds:
+            guidance = torch.tensor(rows.scales, device=sample.device, dtype=torch.float32)
+        output: torch.Tensor = self.transformer(
+            hidden_states=tokens,
+            timestep=rows.timesteps.to(sample.dtype) / 1000,
+            guidance=guidance,
+            pooled_projections=added["pooled"],
+            encoder_hidden_states=rows.text,
+            txt_ids=rows.text.new_zeros(rows.text.shape[1], 3),
+            img_ids=positions,
+            return_dict=False,
+        )[0]
+        return unpacked(output[:, :count], like=sample)
+
+    def scale_of(self, request: ImageRequest) -> float:
+        """Return the request's `true_cfg_scale`: its `guidance_scale` is an input."""
+        return request.true_cfg_scale
+
+
+class ReferenceEncoding:
+    """An `Encoding` with one more call, the first: of the VAE, for a reference image."""
+
+    def __init__(self, texts: TextEncoding, encode: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._texts, self._encode = texts, encode
+        self._found: Mapping[str, torch.Tensor] | None = None
+
+    @property
+    def calls_left(self) -> int:
+        """How many calls are left to make."""
+        return self._texts.calls_left + (self._found is None)
+
+    def advance(self) -> Conditioning | None:
+        """Make one call; return the conditioning if it was the last."""
+        if self._found is None:
+            self._found = self._encode()
+            return None
+        text = self._texts.advance()
+        if text is None:
+            return None
+        found = {name: value.expand(text.branches, -1, -1) for name, value in self._found.items()}
+        return replace(text, added={**text.added, **found})
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def is_guided(request: ImageRequest) -> bool:
+    """Return whether the transformer runs on two rows an image: diffusers' rule for its true CFG."""
+    return request.true_cfg_scale > 1.0 and request.negative_prompt is not None
+
+
+def longest(bundle: FlowBundle) -> int:
+    """Return the longest text that a model was made for: schnell, which has no guidance, for 256 tokens."""
+    return 512 if bundle.config.guidance_embeds else 256
+
+
+def length_of(request: ImageRequest, bundle: FlowBundle) -> int:
+    """Return what T5's text is filled up to."""
+    return longest(bundle) if request.max_sequence_length is None else request.max_sequence_length
+
+
+def calls_of(tokens: TextTokens, request: ImageRequest, length: int) -> list[list[Call]]:
+    """Return the text encoder calls of a request's texts, the negative one first: CLIP's, then T5's."""
+    negative = request.negative_prompt or ""
+    texts = [(negative, request.negative_prompt_2 or negative)] if is_guided(request) else []
+    texts += [(request.prompt, request.prompt_2 or request.prompt)]
+    return [[tokens.clip(CLIP, first), tokens.t5(T5, second, length)] for first, second in texts]
+
+
+# ---- latents --------------------------------------------------------------------------------------------------------
+
+
+def packed(latents: torch.Tensor) -> torch.Tensor:
+    """Return `(n, c, h, w)` as tokens `(n, h/2 * w/2, 4 c)`: a token is two by two latents, channel by channel."""
+    n, c, h, w = latents.shape
+    patches = latents.reshape(n, c, h // _PATCH, _PATCH, w // _PATCH, _PATCH).permute(0, 2, 4, 1, 3, 5)
+    return patches.reshape(n, (h // _PATCH) * (w // _PATCH), c * _PATCH * _PATCH)
+
+
+def unpacked(tokens: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
+    """Return tokens as latents of a shape `(n, c, h, w)`: `packed` undone."""
+    n, c, h, w = like.shape
+    patches = tokens.reshape(n, h // _PATCH, w // _PATCH, c, _PATCH, _PATCH).permute(0, 3, 1, 4, 2, 5)
+    return patches.reshape(n, c, h, w)
+
+
+def positions_of(latents: torch.Tensor, *, which: int) -> torch.Tensor:
+    """Return `float32 (tokens, 3)`: the number of the image (1: a reference), the row and the column of each token."""
+    h, w = latents.shape[2] // _PATCH, latents.shape[3] // _PATCH
+    rows, columns = torch.meshgrid(torch.arange(h), torch.arange(w), indexing="ij")
+    return torch.stack([torch.full_like(rows, which), rows, columns], dim=-1).reshape(h * w, 3).float()
+
+
+def snapped(image: RgbImage, bundle: FlowBundle) -> RgbImage:
+    """Return a reference at its `snapped_size`, resampled as diffusers does it."""
+    return np.asarray(Image.fromarray(image).resize(snapped_size(image, bundle), Image.Resampling.LANCZOS))
+
+
+def snapped_size(image: RgbImage, bundle: FlowBundle) -> tuple[int, int]:
+    """Return `(width, height)` of a reference as the model reads it, in pixels: of those that it was trained on the one
+    whose aspect ratio is nearest. Raises `RequestError` for one that is smaller than a token."""
+    multiple = bundle.pixels_per_token
+    height, width = (edge // multiple * multiple for edge in image.shape[:2])
+    if not height or not width:
+        raise RequestError(f"both edges must have at least {multiple} pixels", param="image")
+    _, width, height = min((abs(width / height - w / h), w, h) for w, h in KONTEXT_SIZES)
+    return width // multiple * multiple, height // multiple * multiple

@@ -1,0 +1,96 @@
+"""What is known of a FLUX.1 folder without its weights: dev, schnell or Kontext."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from diffusers import AutoencoderKL, FluxTransformer2DModel
+from transformers import CLIPTextModel, T5EncoderModel
+
+from plait_serving.diffusion.errors import ModelError, RequestError
+from plait_serving.diffusion.families.flow.bundle import check_widths
+from plait_serving.diffusion.families.flow.family import FlowFamily
+from plait_serving.diffusion.families.flux.denoiser import (
+    CLIP,
+    T5,
+    FluxDenoiser,
+    is_guided,
+    length_of,
+    longest,
+    snapped_size,
+)
+from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
+from plait_serving.diffusion.settings import EngineSettings, Host
+from plait_serving.diffusion.sources.file_kinds import read_json
+from plait_serving.diffusion.values import ImageRequest
+
+_TAKES = frozenset(("prompt_2", "max_sequence_length"))
+_GUIDED_TAKES = _TAKES | {"guidance_scale", "true_cfg_scale", "negative_prompt", "negative_prompt_2"}
+
+_LOOK_ALIKES = {
+    6: "FLUX.1 Fill, which takes a mask and a masked image",
+    2: "FLUX.1 Canny or Depth, which take a control image",
+}
+"""What a transformer is that takes so many times the channels."""
+
+
+class FluxFamily(FlowFamily):
+    """FLUX.1: dev and Kontext, which take guidance as an input, and schnell, which takes none."""
+
+    kinds: ClassVar[Mapping[str, Any]] = {
+        "transformer": FluxTransformer2DModel, "vae": AutoencoderKL, CLIP: CLIPTextModel, T5: T5EncoderModel,
+    }  # fmt: skip
+    even = True
+
+    def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
+        """Read a folder's configurations and tokenizers. Raises `ModelError`."""
+        super().__init__(folder, settings, host)
+        outline, modules = self.outline, self.outline.modules
+        self.kind = "flux1"
+        reads_images = str(read_json(folder / "model_index.json")["_class_name"]).startswith("FluxKontext")
+        takes_guidance = bool(outline.config.guidance_embeds)
+        self.terms = RequestTerms(
+            samplers=outline.schedules.choice,
+            takes=_GUIDED_TAKES if takes_guidance else _TAKES,
+            steps=28 if takes_guidance else 4,
+            guidance_scale=3.5 if takes_guidance else 0.0,
+            edits=not reads_images,
+            rounds_up=True,
+            reads_images=reads_images,
+        )
+        channels = 4 * int(outline.vae.config.latent_channels)
+        look_alike = _LOOK_ALIKES.get(outline.config.in_channels // channels)
+        if look_alike is not None:
+            raise ModelError(f"{folder / 'transformer' / 'config.json'}: this is {look_alike}: not supported")
+        check_widths(
+            outline, channels=channels, pooled=modules[CLIP].config.hidden_size, text=modules[T5].config.d_model
+        )
+
+    def measure(self, request: ImageRequest) -> RequestSize:
+        """Return what a request comes to. Thread-safe. Raises `RequestError`."""
+        guided, length, most = is_guided(request), length_of(request, self.outline), longest(self.outline)
+        if length > most:
+            raise RequestError(f"this model reads at most {most} tokens", param="max_sequence_length")
+        if not guided and request.negative_prompt:
+            raise RequestError("it takes effect with a true_cfg_scale above 1", param="negative_prompt")
+        if not guided and request.true_cfg_scale > 1.0:
+            raise RequestError("it takes effect with a negative_prompt", param="true_cfg_scale")
+        negative = request.negative_prompt_2 or request.negative_prompt or ""
+        texts = {"prompt" if request.prompt_2 is None else "prompt_2": request.prompt_2 or request.prompt}
+        texts |= {"negative_prompt": negative} if guided else {}
+        return self.size_of(
+            request,
+            texts,
+            reader=T5,
+            room=length - 1,
+            hint=f"max_sequence_length gives room for up to {most}",
+            length=length,
+            is_guided=guided,
+            reference=None if request.reference is None else snapped_size(request.reference, self.outline),
+        )
+
+    def load(self) -> FluxDenoiser:
+        """Bring the weights into memory. Raises `ModelError`."""
+        return FluxDenoiser(self.bundle(), self.tokens)

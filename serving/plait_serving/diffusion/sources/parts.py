@@ -1,0 +1,65 @@
+"""The parts of a model's folder: copied, or written from what a checkpoint in one file holds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.published.configs import published_name
+from plait_serving.diffusion.sources.file_kinds import SUFFIX
+
+INDEX = "model_index.json"
+_PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*")
+
+
+def copy_parts(folder: Path, staged: Path, *, but: Collection[str]) -> None:
+    """Copy a model's index and the parts that it names, except `but`. Pickles stay behind."""
+    shutil.copyfile(folder / INDEX, staged / INDEX)
+    for part in json.loads((folder / INDEX).read_text(encoding="utf-8")):
+        if (folder / part).is_dir() and part not in but:
+            shutil.copytree(folder / part, staged / part, ignore=shutil.ignore_patterns(*_PICKLES))
+
+
+def copy_configs(config: Path, staged: Path, parts: Collection[str]) -> None:
+    """Copy a diffusers folder without the weights of `parts`. Raises `ModelError` if it is none."""
+    if not (config / INDEX).is_file():
+        raise ModelError(
+            f"{config / INDEX}: missing: a checkpoint's config is a diffusers folder, with configurations and "
+            "tokenizers; its weights are not needed"
+        )
+    copy_parts(config, staged, but=parts)
+    for part in parts:
+        if (config / part).is_dir():
+            (staged / part).mkdir()
+            shutil.copyfile(config / part / "config.json", staged / part / "config.json")
+
+
+def write_part(path: Path, place: Path, module: nn.Module, found: Mapping[str, torch.Tensor]) -> None:
+    """Write a part's weights, found in the file `path`. Raises `ModelError` if one is missing, of another shape, or has
+    no place."""
+    is_text = place.name.startswith("text_encoder")
+    if is_text:
+        found = {published_name(key): tensor for key, tensor in found.items()}
+    wanted = {published_name(key) if is_text else key: tensor.shape for key, tensor in module.state_dict().items()}
+    missing = sorted(wanted.keys() - found.keys())
+    # Text encoders carry what no pipeline has a use for: position ids, a projection, a last layer.
+    extra = [] if is_text else sorted(found.keys() - wanted.keys())
+    strange = sorted(key for key, shape in wanted.items() if key in found and found[key].shape != shape)
+    for keys, what in ((missing, "lacks"), (strange, "has another shape of"), (extra, "has unknown")):
+        if keys:
+            raise ModelError(f"{path}: {place.name} {what} {len(keys)} weights, for example {', '.join(keys[:3])}")
+    name = "model" if is_text else "diffusion_pytorch_model"
+    weights = {key: found[key].contiguous() for key in wanted}
+    save_file(weights, place / f"{name}{SUFFIX}", metadata={"format": "pt"})
+
+
+def beside_file(path: Path) -> Path:
+    """Return where a checkpoint's own configuration would be, as A1111 has it."""
+    return path.with_suffix(".yaml")

@@ -1,0 +1,171 @@
+"""What Stable Diffusion 3 and FLUX.1 say of requests and folders before any weights are in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from plait_serving.diffusion.admission import ImageLimits, check_numbers, check_takes
+from plait_serving.diffusion.errors import ModelError, RequestError
+from plait_serving.diffusion.families.family import Family
+from plait_serving.diffusion.values import Edit, PromptSyntax, Scheduler, Sigmas
+from support.denoise import make_request
+from support.families import opened
+from support.tiny_flow import tiny_flux, tiny_sd3
+
+MAKE: dict[str, Callable[[Path], Path]] = {
+    "sd3": tiny_sd3,
+    "dev": tiny_flux,
+    "schnell": lambda folder: tiny_flux(folder, guidance=False),
+    "kontext": lambda folder: tiny_flux(folder, kontext=True),
+}
+
+
+@pytest.fixture(scope="module")
+def family_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    """``family_of(name)``: what is known of a tiny model."""
+    found: dict[str, Family] = {}
+
+    def get(name: str) -> Family:
+        if name not in found:
+            found[name] = opened(MAKE[name](tmp_path_factory.mktemp("models") / name))
+        return found[name]
+
+    return get
+
+
+def asked(family: Family, **more: Any):
+    """A request that the model takes, but for ``more``."""
+    defaults = {"guidance_scale": family.terms.guidance_scale, "scheduler": Scheduler.EULER}
+    return make_request(**{**defaults, **more})
+
+
+def refused(family: Family, **more: Any) -> str:
+    """The field by which a request is refused, by its terms or when it is measured."""
+    request = asked(family, **more)
+    with pytest.raises(RequestError) as caught:
+        check_numbers(request, ImageLimits(), family.terms)
+        family.measure(request)
+    return str(caught.value.param)
+
+
+IMAGE = np.zeros((32, 32, 3), np.uint8)
+
+
+@pytest.mark.parametrize(("model", "more", "field"), [
+    ("schnell", {"negative_prompt": "blue"}, "negative_prompt"),
+    ("schnell", {"guidance_scale": 3.5}, "guidance_scale"),
+    ("schnell", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
+    ("schnell", {"max_sequence_length": 257}, "max_sequence_length"),
+    ("schnell", {"scheduler": Scheduler.DPMPP_2M}, "scheduler"),
+    ("dev", {"negative_prompt": "blue"}, "negative_prompt"),
+    ("dev", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
+    ("dev", {"guidance_rescale": 0.7}, "guidance_rescale"),
+    ("dev", {"clip_skip": 1}, "clip_skip"),
+    ("dev", {"scheduler": Scheduler.HEUN}, "scheduler"),
+    ("dev", {"scheduler": Scheduler.DDIM}, "scheduler"),
+    ("dev", {"scheduler": Scheduler.UNIPC, "sigmas": Sigmas.KARRAS}, "sigmas"),
+    ("dev", {"prompt_syntax": PromptSyntax.A1111}, "prompt_syntax"),
+    ("dev", {"crop": (1, 1)}, "crop"),
+    ("dev", {"reference": IMAGE}, "image"),
+    ("kontext", {"edit": Edit(image=IMAGE)}, "image"),
+    ("kontext", {"reference": IMAGE[:3]}, "image"),
+    ("sd3", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
+    ("sd3", {"clip_skip": 3}, "clip_skip"),
+    ("sd3", {"width": 132}, "size"),
+    ("sd3", {"edit": Edit(image=IMAGE), "scheduler": Scheduler.UNIPC}, "scheduler"),
+    ("sd3", {"prompt": "red " * 300}, "prompt"),
+    ("sd3", {"negative_prompt": "red " * 300}, "negative_prompt"),
+    ("dev", {"prompt_2": "red " * 600}, "prompt_2"),
+])  # fmt: skip
+def test_what_means_nothing_to_a_model_is_refused_by_field(family_of, model, more, field):
+    """Fields, samplers and sizes of other models, and values that mean nothing together."""
+    assert refused(family_of(model), **more) == field
+
+
+def test_what_a_request_comes_to(family_of):
+    """Rows, tokens, and what it must agree in with others to share a call: not in guidance."""
+    sd3, dev = family_of("sd3"), family_of("dev")
+    guided, plain = (sd3.measure(asked(sd3, guidance_scale=scale, max_sequence_length=20)) for scale in (5.0, 1.0))
+    assert (guided.rows, plain.rows) == (2, 1)
+    assert (guided.shape, guided.row) == (plain.shape, plain.row)
+    assert guided.row.size == 64 + 77 + 20
+    true_cfg = dev.measure(asked(dev, true_cfg_scale=2.0, negative_prompt="blue", max_sequence_length=20))
+    distilled = dev.measure(asked(dev, prompt="a red cat", max_sequence_length=20))
+    assert (true_cfg.rows, distilled.rows) == (2, 1)
+    assert (true_cfg.shape, true_cfg.row) == (distilled.shape, distilled.row)
+    assert distilled.prompt_tokens == len(["▁", "a", "▁red", "▁cat"])
+    longer = dev.measure(asked(dev, max_sequence_length=21))
+    assert longer.shape != distilled.shape
+
+
+def test_the_terms_are_those_of_the_models_pipelines(family_of):
+    """Steps, guidance, images, and what LoRAs and ControlNets are made for."""
+    terms = {name: family_of(name).terms for name in MAKE}
+    assert [(each.steps, each.guidance_scale) for each in terms.values()] == [(28, 7.0), (28, 3.5), (4, 0.0), (28, 3.5)]
+    assert [name for name, each in terms.items() if each.reads_images] == ["kontext"]
+    assert [family_of(name).kind for name in MAKE] == ["sd3", "flux1", "flux1", "flux1"]
+    assert {(family_of(name).width, family_of(name).size_multiple) for name in MAKE} == {(32, 4), (256, 4)}
+    with pytest.raises(ModelError, match="flux1 models take no ControlNets"):
+        family_of("dev").controlnet("edges", Path("folder"))
+
+
+@pytest.mark.parametrize(("edge", "length"), [(128, 512), (32, 1)])
+def test_bounds_are_taken(family_of, edge, length):
+    """The largest image and the longest text, and the least."""
+    family = family_of("sd3")
+    request = asked(family, width=edge, height=edge, max_sequence_length=length, prompt="")
+    check_takes(request, family.terms)
+    assert family.measure(request).row.size == (edge // 4) ** 2 + 77 + length
+
+
+def config(folder: Path, part: str, **changes: Any) -> None:
+    """Changes a part's configuration."""
+    path = folder / part / ("scheduler_config.json" if part == "scheduler" else "config.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(("changes", "why"), [
+    ({"transformer": {"in_channels": 384}}, "FLUX.1 Fill"),
+    ({"transformer": {"in_channels": 128}}, "FLUX.1 Canny or Depth"),
+    ({"transformer": {"quantization_config": {"quant_method": "bitsandbytes"}}}, "quantized by bitsandbytes"),
+    ({"text_encoder_2": {"quantization_config": {"quant_method": "gguf"}}}, "quantized by gguf"),
+    ({"transformer": {"joint_attention_dim": 48}}, "joint_attention_dim is 48; .* make 32"),
+    ({"scheduler": {"_class_name": "EulerDiscreteScheduler"}}, "FlowMatchEulerDiscreteScheduler is"),
+    ({"scheduler": {"shift_terminal": 0.02}}, "shift_terminal = 0.02"),
+])  # fmt: skip
+def test_what_only_looks_alike_is_refused_by_name(tmp_path, changes, why):
+    """Inputs of other kinds, quantized weights, parts of another model: each with its file."""
+    folder = tiny_flux(tmp_path / "model")
+    for part, values in changes.items():
+        config(folder, part, **values)
+    with pytest.raises(ModelError, match=why) as caught:
+        opened(folder)
+    assert next(iter(changes)) in caught.value.message
+
+
+def test_an_fp8_checkpoint_is_refused_by_name(tmp_path):
+    """Weights that torch would widen are not what their model computes with."""
+    folder = tiny_flux(tmp_path / "model")
+    path = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(path)
+    tensors["proj_out.weight"] = tensors["proj_out.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, path)
+    with pytest.raises(ModelError, match=r"proj_out\.weight is F8_E4M3: an fp8 checkpoint"):
+        opened(folder)
+
+
+@pytest.mark.parametrize("part", ["text_encoder_2", "tokenizer_2", "vae"])
+def test_a_missing_part_is_named(tmp_path, part):
+    """A folder that was copied in part."""
+    folder = tiny_flux(tmp_path / "model")
+    (folder / part).rename(tmp_path / "aside")
+    with pytest.raises(ModelError, match=rf"{part}: missing"):
+        opened(folder)

@@ -1,0 +1,54 @@
+"""Token ids are those of the tokenizers' own calls, as diffusers makes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.flow.texts import TextEncoders, TextTokens
+from support.tiny import text_model, tiny_tokenizer
+from support.tiny_flow import tiny_t5_tokenizer
+
+TEXTS = ["", "a red cat", "the house and a tree, with " * 30, "ünïcode ☃ photo", "  two  spaces "]
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory):
+    """A CLIP tokenizer with padding of its own and one of T5."""
+    folder = tmp_path_factory.mktemp("tokenizers")
+    return {"clip": tiny_tokenizer(folder / "clip", pad_token="!"), "t5": tiny_t5_tokenizer(folder / "t5")}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_ids_are_the_tokenizers_own(tokenizers, text):
+    """Begin, end and padding; CLIP's are cut off at 77, T5's fill up the length that is asked for."""
+    tokens = TextTokens(tokenizers)
+    clip = tokenizers["clip"](text, padding="max_length", max_length=77, truncation=True).input_ids
+    assert list(tokens.clip("clip", text).ids) == clip
+    for length in (8, 64, 256):
+        t5 = tokenizers["t5"](text, padding="max_length", max_length=length, truncation=True).input_ids
+        assert list(tokens.t5("t5", text, length).ids) == t5
+
+
+def test_a_text_without_room_is_refused_by_its_field(tokenizers):
+    """With the number of its words, and what gives more room."""
+    tokens = TextTokens(tokenizers)
+    assert tokens.check_fits("clip", "a red cat", 3, param="prompt", hint="less") == 3
+    with pytest.raises(RequestError, match="3 tokens; this model reads 2 of them: less") as caught:
+        tokens.check_fits("clip", "a red cat", 2, param="negative_prompt", hint="less")
+    assert caught.value.param == "negative_prompt"
+
+
+def test_calls_are_remembered_until_the_weights_change(tokenizers):
+    """A negative prompt recurs; a LoRA set that is merged makes another text of it."""
+    from transformers import CLIPTextModel
+
+    module, versions = text_model(CLIPTextModel, tokenizers["clip"]).eval(), [0]
+    encoders = TextEncoders({"clip": module}, device=torch.device("cpu"), version=lambda: versions[0])
+    call = TextTokens(tokenizers).clip("clip", "a red cat")
+    first = encoders.run(call)
+    assert encoders.run(call) is first
+    assert encoders.run(call._replace(skip=1)).hidden.ne(first.hidden).any()
+    versions[0] += 1
+    assert encoders.run(call) is not first
