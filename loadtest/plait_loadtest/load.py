@@ -226,7 +226,8 @@ def _sentence(error: ValidationError) -> str:
         ),
         "union_tag_not_found": lambda: f"{field}.{_tag(field)} must be given",
     }
-    message = first["msg"][0].lower() + first["msg"][1:]
+    message = first["msg"].replace("Input should", "must").replace("valid tuple", "list")
+    message = message[0].lower() + message[1:]
     return rules.get(first["type"], lambda: f"{field}: {message}, not {given}")()
 
 

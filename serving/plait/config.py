@@ -7,6 +7,8 @@ to that file. The error for an unknown key or a bad value names its path.
 from __future__ import annotations
 
 import ipaddress
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -20,15 +22,22 @@ from plait_loadtest import strict_yaml
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankingSection, RankModelSection
 from plait_serving.sections import FolderPath, Section
-from plait_serving.spelling import choice_hint, fields_at, hint
+from plait_serving.spelling import choice_hint, fields_at, hint, told_once
 
 TenantName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
+
+
+def _sha256(text: str) -> str:
+    """Check a key's sum. Raises ValueError that says how to make one."""
+    if re.fullmatch("[0-9a-f]{64}", text) is None:
+        raise ValueError("must be the key's SHA-256, 64 hexadecimal digits: printf %s KEY | sha256sum")
+    return text
 
 
 class ApiKeySection(Section):
     """A key that requests may carry as `Authorization: Bearer`. Only its SHA-256 is stored."""
 
-    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    sha256: Annotated[str, AfterValidator(_sha256)]
     tenant: TenantName = "default"
     role: Literal["user", "admin"] = "user"
 
@@ -53,8 +62,14 @@ def _host_name(text: str) -> str:
     return text
 
 
-_ORIGIN = r"^[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?$"
-"""`https://studio.example`, `http://localhost:3000`, `app://desk`: as browsers send it, without a path."""
+_ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+def _origin(text: str) -> str:
+    """Check an origin. Raises ValueError that says what one looks like."""
+    if _ORIGIN.fullmatch(text) is None:
+        raise ValueError("must be as browsers send it, without a path: https://studio.example, http://localhost:3000")
+    return text
 
 
 class ServerSection(Section):
@@ -78,7 +93,7 @@ class ServerSection(Section):
         ),
     ] = None
     allowed_origins: Annotated[
-        tuple[Annotated[str, Field(pattern=_ORIGIN)], ...],
+        tuple[Annotated[str, AfterValidator(_origin)], ...],
         Field(description="whose pages may send changes, as https://site.example, beside the server's own"),
     ] = ()
     a1111_api: Annotated[
@@ -251,7 +266,7 @@ def parse_config(data: Mapping[str, Any], *, source: str, folder: Path) -> Plait
     try:
         return PlaitConfig.model_validate(data, context={"folder": folder})
     except ValidationError as error:
-        raise ConfigError(source, [_problem(dict(item)) for item in error.errors()]) from error
+        raise ConfigError(source, [_problem(*it) for it in told_once(error.errors(), data)]) from error
 
 
 def _outdated(data: Mapping[str, Any]) -> str | None:
@@ -307,12 +322,23 @@ def _override(data: dict[str, Any], text: str) -> None:
         raise ConfigError("--set", [f"{dotted}: the value is not YAML"]) from error
 
 
-def _problem(item: Mapping[str, Any]) -> str:
-    """Format one of pydantic's error records as `images.knobs.largest_batch: input should be ... (got 0)`."""
-    where = ".".join(str(part) for part in item["loc"]) or "(top level)"
+def _problem(place: Sequence[str], item: Mapping[str, Any]) -> str:
+    """Format one of pydantic's error records as `images.knobs.largest_batch: must be ... (got 0)`."""
+    where, got = ".".join(place) or "(top level)", item.get("input")
     if item["type"] == "extra_forbidden":
-        return f"{where}: unknown key{hint(str(item['loc'][-1]), fields_at(PlaitConfig, item['loc']))}"
-    said = str(item["msg"]).removeprefix("Value error, ")
-    got = item.get("input")
-    shown = f" (got {got!r})" if isinstance(got, str | int | float | bool) or got is None else ""
-    return f"{where}: {said[:1].lower()}{said[1:]}{shown}{choice_hint(item)}"
+        return f"{where}: unknown key{hint(place[-1], fields_at(PlaitConfig, item['loc']))}"
+    is_shown = (isinstance(got, str | int | float | bool) or got is None) and "api_keys" not in place
+    spelled = json.dumps(got) if got is None or isinstance(got, bool) else repr(got)
+    shown = f" (got {spelled})" if is_shown else ""
+    return f"{where}: {item['msg']}{_keys_hint(item)}{shown}{choice_hint(item)}"
+
+
+def _keys_hint(item: Mapping[str, Any]) -> str:
+    """Return what to write where a section belongs."""
+    if item["type"] != "model_type":
+        return ""
+    keys = fields_at(PlaitConfig, (*item["loc"], ""))
+    key = next((key for key in ("folder", "model") if key in keys), None)
+    if key is not None and isinstance(item["input"], str):
+        return f": {{{key}: {item['input']}}}"
+    return f" with {', '.join(keys[:4])}{', ...' if len(keys) > 4 else ''}"

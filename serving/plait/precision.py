@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.offline.inventory import safetensors_header
+from plait.offline.inventory import tensors_of
 from plait_kernels.cores import has_bfloat16
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families import family_row
@@ -65,9 +65,7 @@ def _largest_bytes(images: ImagesSection) -> int:
 def _bytes_of(base: BaseSource) -> int:
     folder = Path(base.folder)
     if base.is_file:
-        header = safetensors_header(folder)
-        places = (info["data_offsets"] for key, info in header.items() if key.startswith(DENOISER))
-        return sum(end - begin for begin, end in places)
+        return sum(info.end - info.begin for key, info in tensors_of(folder).items() if key.startswith(DENOISER))
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.sources.hub import fetch_from_hub
 

@@ -45,7 +45,7 @@ def test_a_job_process_ends_with_whoever_started_it_and_goes_on_later(tmp_path):
     slow.stop()
     until(lambda: slow.wait(0.1) is not None)
     before = finished(store)
-    assert read_state(store).phase == "searching"
+    assert read_state(store).phase == "waiting"
     assert (tmp_path / "progress.json").is_file()
     quick = JobProcesses(environ=os.environ, source=fake_source()).start(tmp_path, live=False)
     until(lambda: quick.wait(0.1) is not None)

@@ -91,7 +91,7 @@ def _absolute(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 def _sentence(first: Mapping[str, Any], location: _Location) -> str:
     field = ".".join(map(str, location)) or "the job"
-    message = str(first["msg"]).removeprefix("Value error, ")
+    message = str(first["msg"]).removeprefix("Value error, ").replace("Input should", "must")
     if first["type"] == "missing":
         return f"{field} must be given"
     if first["type"] == "extra_forbidden":

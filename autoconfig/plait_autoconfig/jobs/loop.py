@@ -31,7 +31,7 @@ from plait_autoconfig.jobs.past_runs import began_at, past_runs, remember
 from plait_autoconfig.jobs.plan import Done, NoReference, RunMeasurement, RunSearch, Step, next_step
 from plait_autoconfig.jobs.presence import LEASE_S
 from plait_autoconfig.jobs.proposals import Proposals
-from plait_autoconfig.jobs.records import Claim, Record, config_key, lost_as_crash, trials_of
+from plait_autoconfig.jobs.records import GONE, Claim, Record, config_key, given_up, lost_as_crash, trials_of
 from plait_autoconfig.jobs.reporting import outlook_of, read_state, used_seconds
 from plait_autoconfig.jobs.runner import ChildRunner, Runner
 from plait_autoconfig.jobs.spec import JobSpec
@@ -44,7 +44,6 @@ from plait_autoconfig.values import Config, cells_of, pooled
 MAX_LOST = 2
 """The number of worker deaths that a configuration may cause; after one more it is itself taken to be the reason."""
 
-_GONE = "its worker was gone"
 _WAIT_S = 0.2
 _FRESH_SEEDS = {MeasurementKind.CONFIRM: 1000, MeasurementKind.CHECK: 2000}  # arrivals that the search did not meet
 
@@ -227,8 +226,8 @@ class _JobWorker:
         present = self._store.workers(now_s=self._now()) if running else ()
         orphans = [record for record in running if record.claim.worker not in present]
         for record in orphans:
-            lost = replace(record, lost=_GONE)
-            times = sum(each.lost == _GONE and each.key == record.key for each in records)
+            lost = given_up(record)
+            times = sum(each.lost == GONE and each.key == record.key for each in records)
             if self._store.end(lost_as_crash(lost) if times >= MAX_LOST else lost):
                 self._say("trial_lost", lost.lost, record.number)
         return self._store.records() if orphans else records

@@ -134,6 +134,14 @@ def fresh_trials(records: Iterable[Record]) -> tuple[Trial, ...]:
     return trials_of(record for record in records if record.kind is MeasurementKind.CONFIRM)
 
 
+GONE = "its worker was gone"
+
+
+def given_up(record: Record) -> Record:
+    """Return a measurement of a worker that is not alive any more as a lost one, if it was not over."""
+    return replace(record, lost=GONE) if record.status == "running" else record
+
+
 def lost_as_crash(record: Record) -> Record:
     """Return a lost measurement as a crashed one: for a configuration that killed its worker repeatedly."""
     outcome = TrialOutcome.failed(FailureKind.CRASH, f"the tuner itself died while measuring it: {record.lost}")

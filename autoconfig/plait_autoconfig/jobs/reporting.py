@@ -13,7 +13,7 @@ from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcom
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
 from plait_autoconfig.jobs.promised_rate import holds
-from plait_autoconfig.jobs.records import JobFacts, Record, config_key, fresh_trials, trials_of
+from plait_autoconfig.jobs.records import JobFacts, Record, config_key, fresh_trials, given_up, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
 from plait_autoconfig.jobs.stopping import NoImprovement
@@ -33,14 +33,16 @@ def state_of(
     records: Sequence[Record],
     facts: JobFacts | None = None,
     *,
-    workers: tuple[str, ...] = (),
+    workers: tuple[str, ...] | None = None,
     now_s: float = 0.0,
 ) -> JobState:
-    """Return the state that follows from the records."""
+    """Return the state that follows from the records. `workers`: those that are alive, if that is known."""
     facts = facts or JobFacts()
+    if workers is not None:
+        records = tuple(each if each.claim.worker in workers else given_up(each) for each in records)
     used_s = used_seconds(records, now_s=now_s)
     outlook = outlook_of(spec, records, used_s=used_s, exhausted=facts.exhausted)
-    phase, reason = _phase(spec, records, outlook, facts)
+    phase, reason = _phase(spec, records, outlook, facts, is_alone=workers == ())
     trials = [
         *trials_of(record for record in records if record.kind in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
     ]
@@ -59,7 +61,7 @@ def state_of(
         remaining=_remaining(spec, records, used_s),
         drift=_drift(records),
         warnings=(*facts.warnings, *drift_warnings(records, spec.goal.metrics, spec.reference)),
-        workers=workers,
+        workers=workers or (),
         cells=len(cells),
         exhaustive=spec.space.exhaustive,
         tried=len({config_key(trial.config) for trial in trials}),
@@ -94,7 +96,9 @@ def state_to_json(state: JobState) -> dict[str, Any]:
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def _phase(spec: JobSpec, records: Sequence[Record], outlook: Outlook, facts: JobFacts) -> tuple[Phase, str]:
+def _phase(
+    spec: JobSpec, records: Sequence[Record], outlook: Outlook, facts: JobFacts, *, is_alone: bool
+) -> tuple[Phase, str]:
     step = next_step(spec, records, outlook)
     if isinstance(step, Done):
         return "finished", step.why
@@ -106,6 +110,8 @@ def _phase(spec: JobSpec, records: Sequence[Record], outlook: Outlook, facts: Jo
         return "cancelled", "it was cancelled"
     if facts.failure:
         return "failed", facts.failure
+    if is_alone:
+        return "waiting", "nobody works on it" + ("; run it again to continue" if records else "")
     why = why_over(spec, [record for record in records if record.status != "lost"], outlook)
     return ("confirming", why) if why else ("searching", "")
 

@@ -14,8 +14,8 @@ from plait_autoconfig.jobs.records import Status
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.values import Config, TrialOutcome
 
-Phase: TypeAlias = Literal["searching", "confirming", "finished", "failed", "cancelled"]
-"""`searching` and `confirming` mean that work is left, whether or not a worker is busy with it (`JobState.workers`)."""
+Phase: TypeAlias = Literal["searching", "confirming", "waiting", "finished", "failed", "cancelled"]
+"""`waiting`: work is left, and nobody does it: the job was not begun yet, or its worker was stopped or killed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,8 +32,8 @@ _RECORD = TypeAdapter(Record)
 
 
 def copy_study(storage: str | BaseStorage, spec: JobSpec, folder: Path, records: Sequence[Record]) -> None:
-    """Add the measurements that are over to the job's study in a storage (or a database by URL), where Optuna's tools
-    can show them; those that it has already are left as they are. Raises `JobBroken`."""
+    """Add the measurements that are over and compare configurations to the job's study in a storage (or a database by
+    URL), where Optuna's tools can show them; those that it has already are left as they are. Raises `JobBroken`."""
     with _translated(folder), quiet():
         directions = ["maximize" if goal.direction == "max" else "minimize" for goal in spec.goal.goals]
         study = optuna.create_study(
@@ -42,7 +42,8 @@ def copy_study(storage: str | BaseStorage, spec: JobSpec, folder: Path, records:
         finished = [each.user_attrs for each in study.trials if each.state.is_finished()]
         known = {attributes[_CLAIM]["nonce"] for attributes in finished if _CLAIM in attributes}
         for record in records:
-            if record.status != "running" and record.claim.nonce not in known:
+            # What compares nothing has no value, and would be shown as a failure.
+            if record.status != "running" and record.kind.compares and record.claim.nonce not in known:
                 study.add_trial(_trial(spec, record))
 
 
@@ -59,7 +60,7 @@ def _trial(spec: JobSpec, record: Record) -> FrozenTrial:
         params = dict(spec.space.check(record.config))
     except OutsideSpace:
         distributions = {}
-    losses = None if record.outcome is None or not record.kind.compares else spec.goal.losses(record.outcome)
+    losses = None if record.outcome is None else spec.goal.losses(record.outcome)
     ran: dict[str, Any] = {"state": TrialState.FAIL}
     if losses is not None and record.outcome is not None:
         values = [record.outcome.metrics[goal.metric] for goal in spec.goal.goals]

@@ -63,7 +63,12 @@ def _verdict(state: JobState) -> tuple[str, str]:
         return "none", "Nothing keeps the limits"
     if state.phase == "finished" and state.answers:
         return _answered(state)
-    running = {"searching": "Searching", "confirming": "Confirming the best", "cancelled": "Cancelled"}
+    running = {
+        "searching": "Searching",
+        "confirming": "Confirming the best",
+        "waiting": "Not finished" if state.rows else "Not begun",
+        "cancelled": "Cancelled",
+    }
     words = running.get(state.phase, "Nothing to recommend")
     goal = state.spec.goal.goals[0]
     gain = state.best.gain.get(goal.metric) if state.best is not None else None

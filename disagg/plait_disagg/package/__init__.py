@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait_disagg.package.items import Items, StoredItems
 from plait_disagg.package.manifest import Manifest, PackageError, read_manifest
-from plait_disagg.package.read import Package, open_package
 
 if TYPE_CHECKING:
+    from plait_disagg.package.items import Items, StoredItems
+    from plait_disagg.package.read import Package, open_package
     from plait_disagg.package.write import PackageOptions, write_package
 
 __all__ = [
@@ -31,10 +32,14 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """Import the modules that trace models only when one is packaged: a worker starts faster without them."""
-    if name in ("PackageOptions", "write_package"):
-        from plait_disagg.package import write
+_LATER = {
+    "Items": "items", "StoredItems": "items", "Package": "read", "open_package": "read",
+    "PackageOptions": "write", "write_package": "write",
+}  # fmt: skip
 
-        return getattr(write, name)
+
+def __getattr__(name: str) -> Any:
+    """Import what needs torch, and what traces models, only when it is asked for: a manifest is read without them."""
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -54,7 +54,9 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="print files, seeds and timings as JSON")] = False,
 ) -> None:
     """Make images in this process and print the file names; progress goes to stderr."""
-    from plait.offline.images import OrderError, parse_order, run_order
+    from plait.cli.serve import check_folders
+    from plait.config import ServedConfig
+    from plait.offline.images import OrderError, check_order, parse_order, run_order
     from plait_serving.starter.preprocess import PREPROCESSORS
 
     fields = {
@@ -63,10 +65,12 @@ def generate(
     }  # fmt: skip
     edits = {"image": image, "mask": mask, "strength": strength}
     images, fields["model"] = _images(model, config)
+    check_folders(ServedConfig(images=images, recommend=None), source=str(config or "the configuration"))
     try:
         order = parse_order(
             fields, edits, output=output, loras=lora or [], controlnets=controlnet or [], preprocess=preprocess
         )
+        check_order(order, images)
         with open_service(images) as service:
             print("drawing ...", file=sys.stderr, flush=True)
             written = run_order(order, service, preprocessors=PREPROCESSORS, say=_say)

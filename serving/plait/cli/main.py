@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import Any, cast
 
 COMMANDS = {
     "serve": "run the server (local Ray, or attach to one)",
@@ -51,12 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     """Run a sub-command; a user-facing error becomes one sentence and exit code 1."""
+    from typer import BadParameter, TyperException
+
     from plait.errors import PlaitError
     from plait_serving.diffusion.errors import EngineError
 
     try:
         module = importlib.import_module(f"plait.cli.{name}")
-        module.app(args=arguments, prog_name=f"plait {name}")
+        code = module.app(args=arguments, prog_name=f"plait {name}", standalone_mode=False)
+        return code if isinstance(code, int) else EXIT_OK
     except SystemExit as end:
         return _exit_code(end)
     except KeyboardInterrupt:
@@ -69,7 +73,13 @@ def _run(name: str, arguments: list[str]) -> int:
     except (PlaitError, EngineError) as error:
         print(f"plait {name}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    return EXIT_OK
+    except TyperException as error:
+        if isinstance(error, BadParameter):
+            from plait_serving.spelling import plain
+
+            error.message = plain(error.message)
+        cast("Any", error).show()  # all that a command line raises have it
+        return error.exit_code
 
 
 def _exit_code(end: SystemExit) -> int:

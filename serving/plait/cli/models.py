@@ -27,10 +27,12 @@ def random_model(
     dtype: Annotated[DtypeName, typer.Option(help="how weights are stored")] = DtypeName.FLOAT16,
     lora: Annotated[LoraSpelling | None, typer.Option(help="write a LoRA with these layers and names")] = None,
     rank: Annotated[int | None, typer.Option(min=1, max=4096, help=f"the LoRA's; {USUAL_RANK} if left out")] = None,
+    tiny: Annotated[bool, typer.Option("--tiny", help="the same blocks, but few and narrow: a few megabytes")] = False,
+    no_t5: Annotated[bool, typer.Option("--no-t5", help="leave out the largest encoder of sd3.5, as one may")] = False,
 ) -> None:
     """Write a published architecture with random weights: what it costs to serve can be measured, its images are noise.
 
-    The folder is a diffusers folder with a tokenizer. ControlNets guide the base of their name: sd15 or sdxl.
+    The folder is a diffusers folder with its tokenizers. ControlNets guide the base of their name: sd15 or sdxl.
     """
     if lora is None and rank is not None:
         raise typer.BadParameter("is for --lora only", param_hint="--rank")
@@ -42,10 +44,13 @@ def random_model(
     print("loading the model classes ...", file=sys.stderr, flush=True)
     from plait.errors import told
     from plait_serving.diffusion.published.architectures import ARCHITECTURES
+    from plait_serving.diffusion.published.scaled import scaled_down
     from plait_serving.random_models.loras import write_lora
     from plait_serving.random_models.write import write_model
 
-    architecture, report = ARCHITECTURES[family], _progress()
+    architecture, report = scaled_down(family) if tiny else ARCHITECTURES[family], _progress()
+    if no_t5:
+        architecture = architecture.without_t5()
     with told(file=out):
         if lora is None:
             write_model(architecture, out, seed=seed, dtype=dtype, report=report)

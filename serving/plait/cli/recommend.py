@@ -25,9 +25,15 @@ def recommend(
     """Rank candidates for a user with a packaged model in this process; print the best first, with their scores."""
     body = {"user": _json(user, "--user"), "candidates": _candidates(candidates), "top_k": top_k}
     from plait.cli.models import table
+    from plait.errors import told
+    from plait_disagg.package.manifest import PackageError, read_manifest
+
+    folder = folder or _starter()
+    with told(PackageError):
+        read_manifest(folder)  # before torch is loaded
     from plait.offline.ranking import recommend as ask
 
-    answer = ask(folder or _starter(), body)
+    answer = ask(folder, body)
     if as_json:
         print(json.dumps(answer, indent=1))
         return

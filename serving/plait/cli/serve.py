@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from plait.config import PlaitConfig
+    from plait.config import PlaitConfig, ServedConfig
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -53,7 +54,24 @@ def serve(  # noqa: PLR0917  # typer declares options as parameters
     if show_deployments:
         print(_deployments(loaded, as_json=as_json))
         return
+    if loaded.ray.is_local:  # else folders are those of other machines
+        check_folders(loaded, source=str(config or "the configuration"))
     raise typer.Exit(_serve(loaded))
+
+
+def check_folders(config: ServedConfig, *, source: str) -> None:
+    """Look into the folders that a configuration names, before anything is loaded, and print what will be left out.
+    Raises `ConfigError` for what nothing could be served with."""
+    from plait.doctor import models
+    from plait.doctor.findings import CheckStatus
+    from plait.errors import ConfigError
+
+    found = list(models.check_folders(config))
+    if problems := [f"{it.detail}; {it.advice}" for it in found if it.verdict is CheckStatus.FAIL]:
+        raise ConfigError(source, problems)
+    for it in found:
+        if it.verdict is CheckStatus.WARN:
+            print(f"plait: WARNING: {it.detail}; {it.advice}", file=sys.stderr)
 
 
 def _serve(config: PlaitConfig) -> int:

@@ -159,7 +159,7 @@ def _answer(state: JobState) -> str:
 
 
 def _exit_code(state: JobState) -> int:
-    if state.phase in ("searching", "confirming", "cancelled"):
+    if state.phase in ("searching", "confirming", "waiting", "cancelled"):
         return EXIT_INTERRUPTED
     if state.phase == "failed":
         return EXIT_NONE if state.binding else EXIT_FAILED

@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
-from plait.config import PlaitConfig
+from plait.config import PlaitConfig, ServedConfig
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
-from plait_serving.images.config import ImagesSection
+from plait.errors import PlaitError
+from plait.offline.inventory import more_models, read_json, tensors_of
+from plait_disagg.package.manifest import PackageError, read_manifest, sha256_of
+from plait_serving.diffusion.errors import EngineError, LoraError, ModelError
+from plait_serving.diffusion.families import family_row, row_of_file
+from plait_serving.diffusion.lora.container import inspect
+from plait_serving.diffusion.lora.key_formats import format_of_keys
+from plait_serving.diffusion.lora.listing import list_loras
+from plait_serving.diffusion.models.folder import INDEX, FolderOfModels
+from plait_serving.diffusion.sources.names import shown
+from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
+from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import ShardsSection
+from plait_serving.spelling import hint
+
+_PARTS = ("vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+"""The folders of a diffusers model that hold weights, beside the model that steps."""
+_SHOWN = 5
+"""Of what is left out of a folder."""
 
 
 def check_starter(folder: Path) -> list[CheckResult]:
@@ -24,129 +43,181 @@ def check_starter(folder: Path) -> list[CheckResult]:
 
 
 def check_models(config: PlaitConfig) -> list[CheckResult]:
-    """Check every folder that a configuration names; nothing is loaded. A hub id is checked when it is fetched."""
-    return [*_image_models(config), *_packages(config)]
-
-
-def _image_models(config: PlaitConfig) -> Iterator[CheckResult]:
+    """Check every folder that a configuration names; no weights are loaded. A hub id is checked when it is fetched."""
     images = config.images
-    if images is None:
+    return [
+        *check_folders(config),
+        *([] if images is None or images.loras.folder is None else _loras(images.loras.folder)),
+        *([] if images is None or images.models_folder is None else _left_out(images.models_folder)),
+        *_packages(config),
+    ]
+
+
+def check_folders(config: ServedConfig) -> Iterator[CheckResult]:
+    """Check what directories and the headers of weights tell, in a fraction of a second and without torch. A failure is
+    something that a server would end by, a warning something that it would leave out."""
+    images = config.images
+    if images is not None:
+        yield from _twins(images)
+        for number, (name, base) in enumerate(images.base_models.items()):
+            key = "images.model" if images.models is None else f"images.models.{name}"
+            for found in () if base.is_starter or base.is_hub_id else _base_model(base, key):
+                yield found if number == 0 else _as_warning(found)
+        for name, section in (images.controlnets or {}).items():
+            yield _weights(section.folder, f"images.controlnets.{name}.folder")
+        for key, folder in (("loras.folder", images.loras.folder), ("models_folder", images.models_folder)):
+            if folder is not None and not folder.is_dir():
+                yield finding("models", False, f"images.{key}: {_missing(folder)}", "make it, or correct the key")
+        for name, folder in more_models(images).items():
+            yield from map(_as_warning, _base_model(BaseSource(model=str(folder)), f"images.models_folder, {name}"))
+        yield from _aliases(images)
+    for name, ranking in ({} if config.recommend is None else config.recommend.models or {}).items():
+        try:
+            read_manifest(ranking.folder)
+        except PackageError as error:
+            detail = str(error) if ranking.folder.is_dir() else _missing(ranking.folder)
+            advice = "make one with plait models package"
+            yield finding("models", False, f"recommend.models.{name}.folder: {detail}", advice)
+
+
+def _missing(folder: Path) -> str:
+    beside = [path.name for path in folder.parent.glob("*")]
+    return f"{folder}: there is no such folder{hint(folder.name, beside)}"
+
+
+def _as_warning(found: CheckResult) -> CheckResult:
+    return replace(found, verdict=CheckStatus.WARN) if found.verdict is CheckStatus.FAIL else found
+
+
+def _base_model(base: BaseSource, key: str) -> Iterator[CheckResult]:
+    folder = Path(base.model)
+    if base.is_file:
+        yield _single_file(folder, key)
         return
-    key = "images.model" if images.models is None else "images.models"
-    yield from _twins(images)
-    for name, base in images.base_models.items():
-        if base.is_starter or base.is_hub_id:
-            continue
-        folder = Path(base.model)
-        if base.is_file:
-            yield _single_file(folder, key)
-            continue
-        yield from _folder(name, folder, key)
-    for section in (images.controlnets or {}).values():
-        yield _weights(section.folder)
-    if images.loras.folder is not None:
-        yield from _loras(images.loras.folder)
-
-
-def _folder(name: str, folder: Path, key: str) -> Iterator[CheckResult]:
-    from plait_serving.diffusion.errors import ModelError
-    from plait_serving.diffusion.families import family_row
-
     try:
-        denoiser = family_row(folder).denoiser
-    except ModelError as error:
-        detail = f"{folder}: no diffusers folder (there is no such folder)"
-        detail = error.message if folder.is_dir() else detail
-        yield finding("models", False, f"{name}: {detail}", f"{key} names diffusers folders, or whole checkpoints")
+        index, denoiser = read_json(folder / INDEX), family_row(folder).denoiser
+    except (PlaitError, ModelError) as error:
+        files = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
+        if not folder.is_dir():
+            detail = _missing(folder)
+        elif (folder / INDEX).exists():
+            detail = str(error)
+        else:
+            state = f"has no {INDEX}" if any(folder.iterdir()) else "is empty"
+            detail = f"{folder}: no diffusers folder: it {state}"
+        advice = f"name the file: {folder / files[0]}" if files else f"a model's folder has {INDEX} and its parts"
+        yield finding("models", False, f"{key}: {detail}", advice)
         return
-    for part in (folder / denoiser, folder / "vae", *sorted(folder.glob("text_encoder*"))):
-        if part.is_dir():
-            yield _weights(part)
+    for part in (denoiser, *_PARTS):
+        if (folder / part).is_dir() or (index.get(part) or [None])[0] is not None:
+            yield _weights(folder / part, key)
 
 
 def _twins(images: ImagesSection) -> Iterator[CheckResult]:
     """A folder under two names is served under the first."""
     names: dict[str, str] = {}
-    for name, base in images.base_models.items():
+    more = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
+    bases = {**{name: BaseSource(model=str(found.folder)) for name, found in more.items()}, **images.base_models}
+    for name, base in sorted(bases.items(), key=lambda it: it[0] not in images.base_models):
         where = base.folder if base.is_hub_id else str(Path(base.folder).resolve())
         first = names.setdefault(f"{where}@{base.revision}", name)
         if first != name:
-            detail = f"{name} and {first} are both {where}"
-            yield finding(
-                "models", False, detail, "leave one out; another name for a model belongs into images.aliases"
-            )
+            yield warning(
+                "models", False, f"{name} and {first} are both {where}",
+                "leave one out; another name for a model belongs into images.aliases",
+            )  # fmt: skip
+
+
+def _aliases(images: ImagesSection) -> Iterator[CheckResult]:
+    """What an alias names may come later."""
+    folder, store = images.resolved_lora_folder(), images.loras.store
+    names = list_loras(folder).files if folder is not None else {} if store is None else store.entries
+    for name, alias in images.aliases.items():
+        for lora in alias.loras:
+            detail = f"images.aliases.{name}.loras: there is no LoRA {lora!r}{hint(lora, names)}"
+            if lora not in names:
+                yield warning("models", False, detail, "requests for the alias are refused until there is")
 
 
 def _single_file(path: Path, key: str) -> CheckResult:
-    from plait.offline.inventory import safetensors_header
-    from plait_serving.diffusion.errors import ModelError
-    from plait_serving.diffusion.families import row_of_file
-
+    kind, detail = "", "there is no such file"
     try:
-        kind, _ = row_of_file(safetensors_header(path))
-    except ModelError as error:
-        detail = error.message if path.is_file() else "there is no such file"
-        return finding("models", False, f"{path}: {detail}", f"{key} names whole checkpoints, or diffusers folders")
+        keys = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+        if format_of_keys(keys) != "unknown":
+            detail = "a LoRA; those belong into images.loras.folder"
+        else:
+            kind, _ = row_of_file(keys)
+    except (LoraError, ModelError) as error:
+        detail = error.message if path.is_file() else detail
+    if not kind:
+        return finding("models", False, f"{key}: {path}: {detail}", "name a whole checkpoint, or a diffusers folder")
     size = path.stat().st_size / 1e9
     return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{path}: {kind}, {size:.2f} GB")
 
 
-def _weights(folder: Path) -> CheckResult:
+def _weights(folder: Path, key: str) -> CheckResult:
     """Weights must be safetensors: a pickle runs code when it is loaded."""
-    from plait_serving.diffusion.errors import EngineError
-    from plait_serving.diffusion.weight_files import find_weights
-
     try:
         found = find_weights(folder)
-    except (EngineError, OSError) as error:
+        read_json(folder / "config.json")
+    except (EngineError, PlaitError, OSError) as error:
+        if not folder.is_dir():
+            return finding("models", False, f"{key}: {_missing(folder)}", "correct the key, or copy the folder again")
         advice = "convert it with diffusers' save_pretrained(safe_serialization=True), or copy the folder again"
-        return finding("models", False, str(error), advice)
+        return finding("models", False, f"{key}: {error}", advice)
     size = sum(path.stat().st_size for path in found.files) / 1e9
     return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{folder}: safetensors, {size:.2f} GB")
 
 
 def _loras(folder: Path) -> Iterator[CheckResult]:
-    from plait.offline.inventory import safetensors_header
-    from plait_serving.diffusion.lora.key_formats import format_of_keys
-    from plait_serving.diffusion.lora.listing import list_loras
-    from plait_serving.diffusion.sources.names import shown
-
-    if not folder.is_dir():
-        yield finding("models", False, f"{folder}: there is no such folder", "correct images.loras.folder")
-        return
-    files = list_loras(folder).files
-    unknown = [path for path in files.values() if format_of_keys(safetensors_header(path)) == "unknown"]
+    listing = list_loras(folder)
+    unknown = [path for path in listing.files.values() if format_of_keys(tensors_of(path)) == "unknown"]
     bad = [shown(path.relative_to(folder.resolve())) for path in unknown]
-    detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else f"{folder}: {len(files)} LoRAs"
+    count = f"{folder}: {len(listing.files)} LoRAs"
+    detail = f"{', '.join(bad)} in {folder}: no LoRA that plait reads" if bad else count
     yield finding("models", not bad, detail, "remove it, or save it as PEFT or kohya safetensors")
+    yield from _told(folder, listing.left_out)
+
+
+def _left_out(folder: Path) -> Iterator[CheckResult]:
+    found = FolderOfModels(folder)
+    yield CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{folder}: {len(found.list())} models")
+    yield from _told(folder, found.left_out)
+
+
+def _told(folder: Path, left_out: Mapping[str, str]) -> Iterator[CheckResult]:
+    """Say what a folder holds that is not served, and why."""
+    if left_out:
+        shown_ones = "; ".join(f"{shown(path)} ({why})" for path, why in islice(sorted(left_out.items()), _SHOWN))
+        more = f"; and {len(left_out) - _SHOWN} more" if len(left_out) > _SHOWN else ""
+        yield warning("models", False, f"not served of {folder}: {shown_ones}{more}", "rename, convert or remove them")
 
 
 def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
-    from plait_disagg.package.manifest import PackageError, read_manifest, sha256_of
-
     if config.recommend is None or config.recommend.models is None:
         return
     for name, section in config.recommend.models.items():
         try:
             manifest = read_manifest(section.folder)
-            changed = [
-                file
-                for file, sum_ in manifest.files.items()
-                if not (section.folder / file).is_file() or sha256_of(section.folder / file) != sum_
-            ]
-        except (PackageError, OSError) as error:
-            yield finding("models", False, f"{name}: {error}", "package it (plait models package)")
-            continue
+        except PackageError:
+            continue  # `check_folders` says so
+        changed = [file for file, sum_ in manifest.files.items() if not _is(section.folder / file, sum_)]
         state = f"{', '.join(changed[:3])} missing or changed" if changed else f"{section.folder}, intact"
         yield finding("models", not changed, f"{name}: {state}", "copy the folder again, or package the model again")
         if not changed and (shards := section.cn.shard_section) is not None and section.mode == "split":
             yield _shards(name, section.folder, shards)
 
 
+def _is(path: Path, sha256: str) -> bool:
+    try:
+        return sha256_of(path) == sha256
+    except OSError:
+        return False
+
+
 def _shards(name: str, folder: Path, section: ShardsSection) -> CheckResult:
     """The tables must fit into the shards, and each shard into a machine like this one."""
     from plait.doctor.machine import available_memory_bytes
-    from plait_disagg.package.manifest import PackageError
     from plait_disagg.package.read import open_package
     from plait_disagg.package.sharding import Sharding, plan_of
 

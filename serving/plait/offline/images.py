@@ -10,17 +10,20 @@ import base64
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from plait_serving.diffusion.admission import ImageLimits
+from plait.offline.inventory import more_models
+from plait_serving.diffusion.admission import ImageLimits, check_size
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
+from plait_serving.diffusion.lora.listing import list_loras
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import EditBody, GenerationBody
@@ -29,7 +32,7 @@ from plait_serving.images.config import ImagesSection
 from plait_serving.images.infotext import infotext
 from plait_serving.images.service import ImageService, Preprocessors, random_seed
 from plait_serving.imports import importing
-from plait_serving.spelling import choice_hint
+from plait_serving.spelling import choice_hint, hint, plain
 
 SUFFIXES: Mapping[str, OutputFormat] = {
     ".png": OutputFormat.PNG,
@@ -38,6 +41,8 @@ SUFFIXES: Mapping[str, OutputFormat] = {
     ".webp": OutputFormat.WEBP,
 }
 """The format by suffix of the output's name."""
+
+_SHOWN = 10  # of the names that there are
 
 Say = Callable[[str, float], None]
 """Receives what is happening and which share of it is done, 0 to 1."""
@@ -123,12 +128,36 @@ def parse_order(
     except ValidationError as error:
         first = error.errors()[0]
         raise OrderError(
-            f"{option_of('.'.join(map(str, first['loc'])))}: {first['msg']}{choice_hint(first)}"
+            f"{option_of('.'.join(map(str, first['loc'])))}: {plain(first['msg'])}{choice_hint(first)}"
         ) from error
     max_steps = ImageLimits().max_steps
     if (checked.num_inference_steps or 1) > max_steps:
         raise OrderError(f"--steps: at most {max_steps} steps")
     return ImageOrder(body=checked, output=output, output_format=output_format)
+
+
+def check_order(order: ImageOrder, images: ImagesSection) -> None:
+    """Check what the configuration alone tells: names and the size. Raises `OrderError`."""
+    folder, store = images.resolved_lora_folder(), images.loras.store
+    loras = list_loras(folder).files if folder is not None else {} if store is None else store.entries
+    models = (*images.base_models, *images.aliases, *more_models(images))
+    body, one = order.body, order.body.model
+    named: list[tuple[str, str, Sequence[str], Iterable[str]]] = [
+        ("LoRA", "--lora", [it.name for it in body.loras or ()], loras),
+        ("ControlNet", "--controlnet", [it.name for it in body.controlnets or ()], images.resolved_controlnets()),
+        ("model", "--model", [] if one is None or "+" in one else [one], models),
+    ]
+    for kind, option, names, known in named:
+        for name in names:
+            if name not in known:
+                near = hint(name, known) or f"; there is {', '.join(islice(known, _SHOWN)) or 'none'}"
+                raise OrderError(f"{option}: there is no {kind} {name!r}{near}")
+    if body.size is not None:
+        limits = ImageLimits(max_edge_px=images.limits.max_edge_px, max_pixels=images.limits.max_pixels)
+        try:
+            check_size(*body.size, limits)
+        except RequestError as error:
+            raise OrderError(f"--size: {error.message}") from error
 
 
 def _edit(edits: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from plait.errors import PlaitError
-from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.families import family_row, kind_of_controlnet, row_of_file
+from plait_serving.diffusion.lora.container import TensorInfo, inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
+from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import RankModelSection
-
-# The header of a LoRA with a few thousand tensors is some 300 KB; anything near this is no LoRA.
-HEADER_MAX_BYTES = 100 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +48,12 @@ def inventory(
 
 def _package(section: RankModelSection) -> str:
     """Return the format of a packaged model's folder."""
-    return f"package {_json(section.folder / 'package.json').get('format', '')}".strip()
+    return f"package {read_json(section.folder / 'package.json').get('format', '')}".strip()
 
 
 def _of_images(images: ImagesSection) -> list[ModelEntry]:
-    more = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
     bases = [_base(name, base) for name, base in images.base_models.items()]
-    bases += [_found(name, each.folder) for name, each in more.items() if name not in images.base_models]
+    bases += [_found(name, folder) for name, folder in more_models(images).items()]
     controlnets = [
         ModelEntry(
             name=name,
@@ -69,6 +66,17 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
     ]
     families = {base.family for base in bases}
     return [*bases, *controlnets, *_loras(images, families.pop() if len(families) == 1 else "unknown")]
+
+
+def more_models(images: ImagesSection) -> dict[str, Path]:
+    """Return what is served of `images.models_folder`, by name: a folder that has a name already is not, by another."""
+    named = {Path(base.folder).resolve() for base in images.base_models.values()}
+    more: dict[str, Path] = {}
+    found = {} if images.models_folder is None else FolderOfModels(images.models_folder).list()
+    for name, model in found.items():
+        if name not in images.base_models and model.folder not in (*named, *more.values()):
+            more[name] = model.folder
+    return more
 
 
 def _base(name: str, base: BaseSource) -> ModelEntry:
@@ -103,16 +111,14 @@ def _loras(images: ImagesSection, family: str) -> list[ModelEntry]:
     folder = images.resolved_lora_folder()
     files = {} if folder is None else FolderSource(folder).files()
     return [
-        ModelEntry(
-            name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(safetensors_header(path))
-        )
+        ModelEntry(name=name, kind="lora", family=family, folder=str(path), format=format_of_keys(tensors_of(path)))
         for name, path in files.items()
     ]
 
 
 def _kind_of_file(path: Path) -> str:
     try:
-        return row_of_file(safetensors_header(path))[0]
+        return row_of_file(tensors_of(path))[0]
     except ModelError:
         return "unknown"
 
@@ -124,19 +130,16 @@ def _told(kind: Callable[[], str]) -> str:
         raise PlaitError(error.message) from error
 
 
-def safetensors_header(path: Path) -> dict[str, Any]:
-    """Return the names, shapes and types of a safetensors file's tensors; a file of another format has no tensors."""
+def tensors_of(path: Path) -> Mapping[str, TensorInfo]:
+    """Return the tensors of a safetensors file by name; a file that is damaged or of another format has none."""
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            raw = file.read(length) if length <= HEADER_MAX_BYTES else b""
-        header = json.loads(raw)
-    except (OSError, ValueError, struct.error, RecursionError):
+        return inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+    except LoraError:
         return {}
-    return header if isinstance(header, dict) else {}
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises `PlaitError`, naming the file."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -217,9 +217,10 @@ class Cluster:
             return DeploymentState(running=False, failure="the application was deleted")
         waiting = tuple(sorted(name for name, it in app.deployments.items() if it.status != "HEALTHY"))
         if app.status in ("DEPLOY_FAILED", "UNHEALTHY", "NOT_STARTED"):
-            messages = [it.message for it in app.deployments.values() if it.message] or [app.message]
-            failed = app.status == "DEPLOY_FAILED"
-            return DeploymentState(running=False, waiting_for=waiting, failure=_reason(messages[0]) if failed else None)
+            told = {name: it.message for name, it in app.deployments.items() if it.status == "DEPLOY_FAILED"}
+            failures = [f"{name}: {_reason(message)}" for name, message in told.items()] or [_reason(app.message)]
+            failure = "; ".join(failures) if app.status == "DEPLOY_FAILED" else None
+            return DeploymentState(running=False, waiting_for=waiting, failure=failure)
         stuck = [name for name, it in app.deployments.items() if _NO_ROOM in it.message]
         no_room = tuple(sorted(name for name in stuck if app.deployments[name].replica_states.get("RUNNING")))
         return DeploymentState(running=app.status == "RUNNING", waiting_for=waiting, no_room=no_room)

@@ -27,6 +27,7 @@ from plait_serving.diffusion.values import (
     Scheduler,
     Sigmas,
 )
+from plait_serving.spelling import plain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +88,21 @@ def _check_name(name: str, param: str, kind: str, known: Container[str], *, is_w
         raise NotFound(f"there is no {kind} named {name!r}", param=param)
 
 
-def check_numbers(request: ImageRequest, limits: ImageLimits, terms: RequestTerms) -> None:
-    """Raise `RequestError` for a number that is out of bounds, or a field or sampler's option that the model does not
-    take."""
-    edges, multiple = (request.width, request.height), limits.size_multiple
+def check_size(width: int, height: int, limits: ImageLimits) -> None:
+    """Raise `RequestError` for a size that is out of bounds, or no multiple of what the model takes."""
+    edges, multiple = (width, height), limits.size_multiple
     if any(edge % multiple for edge in edges):
         raise RequestError(f"both edges must be multiples of {multiple} pixels", param="size")
     if min(edges) < limits.min_edge_px or max(edges) > limits.max_edge_px:
         raise RequestError(f"edges go from {limits.min_edge_px} to {limits.max_edge_px} pixels", param="size")
-    if request.width * request.height > limits.max_pixels:
-        raise RequestError(f"{request.width}x{request.height} is more than {limits.max_pixels} pixels", param="size")
+    if width * height > limits.max_pixels:
+        raise RequestError(f"{width}x{height} is more than {limits.max_pixels} pixels", param="size")
+
+
+def check_numbers(request: ImageRequest, limits: ImageLimits, terms: RequestTerms) -> None:
+    """Raise `RequestError` for a number that is out of bounds, or a field or sampler's option that the model does not
+    take."""
+    check_size(request.width, request.height, limits)
     _check_fields(request)
     if request.n > limits.max_images:
         raise RequestError(f"at most {limits.max_images} images", param="n")
@@ -120,7 +126,7 @@ def _check_fields(values: ImageRequest | Edit | LoraRef | ControlRef, where: str
             try:
                 declared.check(value)
             except ValidationError as error:
-                message = f"{declared.name}: {error.errors()[0]['msg']}"
+                message = f"{declared.name}: {plain(error.errors()[0]['msg'])}"
                 raise RequestError(message, param=where + declared.name) from error
 
 
@@ -154,6 +160,8 @@ def check_takes(request: ImageRequest, terms: RequestTerms) -> None:
             about = f" ({declared.about})" if declared.about else ""
             raise RequestError(f"this model has no use for it{about}", param=declared.name)
     if request.edit is not None and not terms.edits:
+        if terms.reads_images:
+            raise RequestError("this model reads the whole image, and starts from noise", param="mask")
         raise RequestError("this model starts from no image", param="image")
     if request.reference is not None and not terms.reads_images:
         raise RequestError("this model reads no image", param="image")

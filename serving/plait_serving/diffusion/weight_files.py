@@ -11,16 +11,17 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
 
+if TYPE_CHECKING:
+    import torch
+
 _STEMS = ("diffusion_pytorch_model", "model")
 _SHARD = re.compile(r"-\d+-of-\d+$")
 _FLOATS: Mapping[str, int] = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1}
-_STORED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 MAX_FILE_BYTES = 1 << 40
 
 
@@ -41,8 +42,11 @@ class WeightFiles:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The dtype of all tensors; float32 if they differ."""
+        import torch
+
         found = {info.dtype for _, info in self.tensors.values()}
-        return _STORED.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
+        stored = {"F16": torch.float16, "BF16": torch.bfloat16}
+        return stored.get(found.pop(), torch.float32) if len(found) == 1 else torch.float32
 
     def nbytes_as(self, dtype: torch.dtype) -> int:
         """Return the size of the tensors in memory once the floating-point ones have been cast to `dtype`."""

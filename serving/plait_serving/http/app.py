@@ -37,7 +37,7 @@ from plait_serving.http.images.schemas import EditBody, GenerationBody
 from plait_serving.http.page import routes as page
 from plait_serving.images.service import ImageService
 from plait_serving.replica_metrics import ReplicaMetrics
-from plait_serving.spelling import choice_hint, fields_at, hint
+from plait_serving.spelling import choice_hint, fields_at, hint, plain
 
 if TYPE_CHECKING:
     from plait_serving.ranking.local import LocalRankingService  # which needs torch
@@ -175,10 +175,12 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if isinstance(error, BodyRefused):
         return wire_error(error.error).response(request.url.path)
     where = f"{request.method} {request.url.path}"
+    routes = request.app.openapi()["paths"] if error.status_code in (404, 405) else {}
+    taken = f"; it takes {', '.join(routes[request.url.path]).upper()}" if request.url.path in routes else ""
     message, code = {
         400: ("the body could not be read as JSON", "invalid_json"),
-        404: (f"there is no route {where}", "unknown_route"),
-        405: (f"{where} is not allowed", "method_not_allowed"),
+        404: (f"there is no route {where}{hint(request.url.path, routes)}", "unknown_route"),
+        405: (f"{where} is not allowed{taken}", "method_not_allowed"),
     }.get(error.status_code, (str(error.detail), "http_error"))
     api_error = ApiError(error.status_code, message, code=code, headers=error.headers)
     return wire_error(api_error).response(request.url.path)
@@ -226,7 +228,7 @@ def validation_error(errors: Sequence[Any], *, body: type[BaseModel] = Generatio
             400, f"{param[:200]}: unknown field{_hint(path, body)}{more}", code="unknown_field", param=param
         )
     code = "missing_field" if first["type"] == "missing" else "invalid_value"
-    message = _own_words(path, first) or f"{first['msg']}{choice_hint(first)}"
+    message = _own_words(path, first) or f"{plain(first['msg'])}{choice_hint(first)}".replace("a mapping", "an object")
     return ApiError(400, f"{param[:200]}: {message}{more}", code=code, param=param)
 
 

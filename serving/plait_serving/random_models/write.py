@@ -46,14 +46,16 @@ def write_model(architecture: Architecture, folder: Path, *, seed: int, dtype: D
             write_tensors(file, tensors, seed=seed, dtype=dtype, metadata=_METADATA, wrote=wrote)
 
 
-# As CLIP's own initialisation has them.
-_EMBEDDINGS = {"token_embedding": 0.02, "position_embedding": 0.01}
+# As CLIP's and T5's own initialisations have them; sines and cosines as large on average.
+_EMBEDDINGS = {"token_embedding": 0.02, "position_embedding": 0.01, "shared": 1.0, "pos_embed": 0.71}
 
 _GAINS: tuple[tuple[re.Pattern[str], float], ...] = (
     # Zero in a new ControlNet. Trained ones are small beside what they are added to; zeros would hide every mistake.
     (re.compile(r"^controlnet_(down_blocks\.\d+|mid_block)\.weight$"), 0.1),
     # Between SiLUs without a norm: the second moment of silu(x) is .355 for a standard normal x, and 1.68^2 * .355 = 1.
     (re.compile(r"^controlnet_cond_embedding\.(blocks\.\d+|conv_out)\.weight$"), 1.68),
+    # T5 does not divide the products of queries and keys by the root of a head's width; its queries are smaller by it.
+    (re.compile(r"\.SelfAttention\.q\.weight$"), 0.125),
 )
 
 
@@ -65,8 +67,12 @@ def drawn_weights(part: ModelPart, module: nn.Module) -> list[DrawnTensor]:
     maximum.
     """
     made: list[DrawnTensor] = []
-    for name, value in module.state_dict().items():
-        key = published_name(name) if part.library == "transformers" else name
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) in seen:  # T5's encoder has its embedding twice, files once
+            continue
+        seen.add(id(value))
+        key = published_name(name) if part.class_name.startswith("CLIP") else name
         mean, std = _distribution(key, tuple(value.shape))
         label = f"{part.folder or part.class_name}.{key}"
         made.append(DrawnTensor(key=key, label=label, shape=tuple(value.shape), mean=mean, std=std))

@@ -14,21 +14,22 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from types import MappingProxyType
-
-import torch
+from typing import TYPE_CHECKING
 
 from plait_fabric.bounded import load_json, product
 from plait_serving.diffusion.errors import LoraError
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_HEADER_BYTES = 16 << 20
 """The SDXL LoRA with the most keys that we know of has 1972 tensors, some 300 KB of header."""
 
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-)
-"""The permitted dtypes of a LoRA's tensors; alphas are sometimes stored as integers, see `ALPHA_DTYPES`."""
+DTYPES: Mapping[str, str] = MappingProxyType({"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"})
+"""The permitted dtypes of a LoRA's tensors, in torch's words: headers are read without it. Alphas are sometimes stored
+as integers, see `ALPHA_DTYPES`."""
 
-ALPHA_DTYPES: Mapping[str, torch.dtype] = MappingProxyType({**DTYPES, "I64": torch.int64, "I32": torch.int32})
+ALPHA_DTYPES: Mapping[str, str] = MappingProxyType({**DTYPES, "I64": "int64", "I32": "int32"})
 
 _ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -93,10 +94,12 @@ def read(path: Path, *, max_bytes: int) -> tuple[Header, bytearray]:
 
 def tensor(header: Header, data: bytearray, key: str) -> torch.Tensor:
     """Return a view of `data`. Raises `LoraError` for a dtype that is not a float (or an alpha's integer)."""
+    import torch
+
     info = header.tensors[key]
-    dtype = ALPHA_DTYPES.get(info.dtype)
-    if dtype is None:
+    if info.dtype not in ALPHA_DTYPES:
         raise LoraError(f"{key} is {info.dtype}; LoRA weights must be F16, BF16, F32 or F64")
+    dtype = getattr(torch, ALPHA_DTYPES[info.dtype])
     if info.begin == info.end:
         return torch.empty(info.shape, dtype=dtype)
     aligned = info.begin % dtype.itemsize == 0

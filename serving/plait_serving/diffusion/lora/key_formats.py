@@ -2,8 +2,10 @@
 
 diffusers, and PEFT with it, write the dotted path of the module. kohya's trainer writes it with underscores, or, for
 SDXL, with the block numbers of the original UNet. ComfyUI (`LoraSave`) and OneTrainer write the original UNet's dotted
-names and CLIP's, each under prefixes of its own, SimpleTuner what LyCORIS makes of diffusers' path. CLIP paths come
-with and without `text_model.` (transformers 5 dropped it from `CLIPTextModel`). No torch here.
+names and CLIP's, each under prefixes of its own, SimpleTuner what LyCORIS makes of diffusers' path. Of transformers
+(Stable Diffusion 3, FLUX.1) kohya and ComfyUI write the original names, ai-toolkit diffusers' or ComfyUI's, XLabs those
+of processors. CLIP paths come with and without `text_model.` (transformers 5 dropped it from `CLIPTextModel`). No torch
+here.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ class LoraFormat(Enum):
     COMFYUI = "comfyui"
     ONETRAINER = "onetrainer"
     SIMPLETUNER = "simpletuner"
+    XLABS = "xlabs"
 
     @property
     def title(self) -> str:
@@ -37,13 +40,15 @@ _TITLES: Mapping[LoraFormat, str] = MappingProxyType(
         LoraFormat.COMFYUI: "ComfyUI",
         LoraFormat.ONETRAINER: "OneTrainer",
         LoraFormat.SIMPLETUNER: "SimpleTuner (LyCORIS)",
+        LoraFormat.XLABS: "XLabs",
     }
 )
 
 # How keys begin that are not in diffusers' format, and what a file of another kind has in none.
 _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
     {
-        LoraFormat.KOHYA: re.compile(r"lora_(unet|te\d?)_"),
+        LoraFormat.XLABS: re.compile(r"(diffusion_model\.)?(double|single)_blocks\.\d+\.processor\."),
+        LoraFormat.KOHYA: re.compile(r"lora_(unet|transformer|te\d?)_"),
         LoraFormat.COMFYUI: re.compile(r"(diffusion_model|text_encoders)\."),
         LoraFormat.ONETRAINER: re.compile(
             r"(unet\.)?(input_blocks|middle_block|output_blocks|time_embed|label_emb|out)\.\d|clip_[lgh]\."
@@ -51,7 +56,9 @@ _STARTS: Mapping[LoraFormat, re.Pattern[str]] = MappingProxyType(
         LoraFormat.SIMPLETUNER: re.compile(r"lycoris_"),
     }
 )
-_ADDS = re.compile(r"[._]lora[._](A|B|down|up)(\.|$)|\.lora_linear_layer\.|\.(hada|lokr)_w|\.diff(_b)?$|\.[wb]_norm$")
+_ADDS = re.compile(
+    r"[._]lora\d?[._](A|B|down|up)(\.|$)|\.lora_linear_layer\.|\.(hada|lokr)_w|\.diff(_b)?$|\.[wb]_norm$"
+)
 
 _KOHYA_TEXT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"text_encoder": ("lora_te_", "lora_te1_"), "text_encoder_2": ("lora_te2_",)}
@@ -122,6 +129,17 @@ def spellings(component: str, path: str, blocks: Blocks) -> Iterator[tuple[LoraF
             yield LoraFormat.ONETRAINER, f"{clip}.{either}"
 
 
+def original_spellings(name: str) -> Iterator[tuple[LoraFormat, str]]:
+    """Yield every name that files have for a layer of an original transformer (`published.original_names`)."""
+    if ".processor." in name:
+        yield LoraFormat.XLABS, name
+        yield LoraFormat.XLABS, f"diffusion_model.{name}"
+        return
+    yield LoraFormat.PEFT, name
+    yield LoraFormat.KOHYA, f"lora_unet_{_flat(name)}"
+    yield LoraFormat.COMFYUI, f"diffusion_model.{name}"
+
+
 def is_text(component: str) -> bool:
     """Return whether a component is a text encoder, by its folder's name in diffusers, not the model that steps."""
     return component.startswith("text_encoder")
@@ -132,6 +150,9 @@ def _of_denoiser(component: str, path: str, blocks: Blocks) -> Iterator[tuple[Lo
     yield LoraFormat.PEFT, path  # `save_attn_procs` wrote files without a prefix
     yield LoraFormat.KOHYA, f"lora_unet_{_flat(path)}"  # kohya's word for every model that steps
     yield LoraFormat.SIMPLETUNER, f"lycoris_{_flat(path)}"
+    if component != "unet":
+        yield LoraFormat.KOHYA, f"lora_{component}_{_flat(path)}"
+        yield LoraFormat.COMFYUI, f"diffusion_model.{path}"
     if original := _original(path, blocks):
         yield LoraFormat.KOHYA, f"lora_unet_{_flat(original)}"
         yield LoraFormat.COMFYUI, f"diffusion_model.{original}"

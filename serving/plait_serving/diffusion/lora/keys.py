@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from itertools import islice
@@ -55,6 +55,10 @@ class KeyMeaning:
 _UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
+        (
+            r"(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$",
+            "a control LoRA (FLUX.1 Canny or Depth), which replaces norms and widens the model's input",
+        ),
         (r"\.lora_mid\.", "LoCon with a Tucker core (LyCORIS)"),
         (r"\.on_input$", "IA3 (LyCORIS)"),
         (r"\.oft_|\.boft_|\.oft_blocks", "OFT/BOFT"),
@@ -63,11 +67,22 @@ _UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\.lora_(B|up)(\.[^.]+)?\.bias$|\.lora\.up\.bias$", "a LoRA with biases"),
         (r"^emb_params$", "a textual inversion"),
         (r"^lora_controlnet$", "Control-LoRA"),
-        (
-            r"^(lora_|lycoris_)?transformer[._]|double_blocks|joint_blocks",
-            "a LoRA for a transformer model (Flux, SD3 or alike)",
-        ),
         (r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.", "a whole model"),
+        (r"^(lora_te\d|text_encoder_[23])[._]encoder[._]block[._]", "a LoRA with a part for T5, which stays as it is"),
+    )
+)
+
+# Whose names they are, of files for other models.
+_OTHERS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), name)
+    for pattern, name in (
+        (r"(down|up|input|output|mid|middle)_blocks?[._]", "Stable Diffusion 1, 2 or XL"),
+        (r"to_qkv_mlp_proj|(double|single)_stream_modulation", "FLUX.2"),
+        (r"(double|single)_blocks[._]|single_transformer_blocks[._]", "FLUX.1"),
+        (r"joint_blocks[._]|transformer_blocks[._]\d+[._]attn2[._]", "Stable Diffusion 3"),
+        (r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)", "Qwen-Image"),
+        (r"(^|[._])layers[._]\d+[._](attention|feed_forward|adaLN_modulation)[._]", "Z-Image"),
+        (r"transformer_blocks[._]\d+[._](attn|ff|ff_context|norm1|norm1_context)[._]", "a transformer like FLUX.1"),
     )
 )
 
@@ -91,8 +106,8 @@ _ROLES: tuple[tuple[str, TensorRole], ...] = (
     (".lora_linear_layer.up.weight", TensorRole.UP),
     (".lora.down.weight", TensorRole.DOWN),
     (".lora.up.weight", TensorRole.UP),
-    ("_lora.down.weight", TensorRole.DOWN),
-    ("_lora.up.weight", TensorRole.UP),
+    (".down.weight", TensorRole.DOWN),
+    (".up.weight", TensorRole.UP),
     (".alpha", TensorRole.ALPHA),
     (".diff", TensorRole.DIFFERENCE),
     (".w_norm", TensorRole.DIFFERENCE),
@@ -109,12 +124,24 @@ _OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 def reject_unsupported(found: Mapping[str, KeyMeaning | None], *, has_config: bool) -> None:
     """Raise `LoraError`, naming the kind, if the file is of a kind that is not read: by keys that mean nothing.
     `has_config`: it is an adapter of PEFT's with its configuration."""
-    for key, what in found.items():
-        if key.startswith(_PEFT_START) and not has_config:
-            raise LoraError(_BARE.format(key=key))
-        for pattern, name in _UNSUPPORTED if what is None else ():
-            if pattern.search(key):
-                raise LoraError(f"the file is {name} (key {key!r}); LoRA, LoHa, LoKr and DoRA are read")
+    bare = next((key for key in found if key.startswith(_PEFT_START)), None)
+    if bare is not None and not has_config:
+        raise LoraError(_BARE.format(key=bare))
+    unknown = [key for key, what in found.items() if what is None and not may_add_nothing(key)]
+    for pattern, name in _UNSUPPORTED:
+        example = next(filter(pattern.search, unknown), None)
+        if example is not None:
+            raise LoraError(f"the file is {name} (key {example!r}); LoRA, LoHa, LoKr and DoRA are read")
+
+
+def other_model(keys: Iterable[str], targets: LoraTargets) -> str | None:
+    """Return which other model keys that match nothing are made for, as far as their names tell."""
+    own = {name for names in targets.names.values() for name in names}
+    keys = list(keys)
+    for pattern, model in _OTHERS:
+        if any(map(pattern.search, keys)) and not any(map(pattern.search, own)):
+            return model
+    return None
 
 
 def meaning(key: str, targets: LoraTargets) -> KeyMeaning | None:
@@ -167,9 +194,10 @@ def _parts(key: str) -> tuple[str, TensorRole | None]:
 
 def _find(stem: str, targets: LoraTargets) -> tuple[ModuleRef, LoraFormat] | None:
     """Return the module that a name means, also as `unet....attn1.processor.to_q` and in other old spellings."""
+    for spelling in (stem, stem.replace(".processor.", ".")):
+        if found := targets.find(spelling):
+            return found
     stem = stem.replace(".processor.", ".")
-    if found := targets.find(stem):
-        return found
     parent, _, leaf = stem.rpartition(".")
     leaf = leaf.removesuffix("_lora")
     for table in (_OLD_UNET, _OLD_CLIP):

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 
+from plait_serving.diffusion.errors import LoraError
+
 MAX_ROW_RANK = 64
 """A LoHa or LoKr is an input of a step only up to this rank; beyond, its factors compute as much as the layer."""
+
+
+Rows: TypeAlias = tuple[tuple[int, int], ...]
+"""Rows of a weight, one range below the other: each from its first to before its second number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -158,7 +164,49 @@ class KroneckerFactor(_OfTwoMatrices):
         return torch.kron(self.first.made(like), self.second.made(like).contiguous())
 
 
-PlainFactor: TypeAlias = Factor | HadamardFactor | KroneckerFactor
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SectionFactor:
+    """Some rows of what a LoHa or LoKr adds to a larger weight: one cannot cut its matrices wherever one likes."""
+
+    whole: HadamardFactor | KroneckerFactor
+    rows: Rows
+
+    @property
+    def alpha(self) -> float:
+        """Of the whole."""
+        return self.whole.alpha
+
+    @property
+    def rank(self) -> int:
+        """Of the whole."""
+        return self.whole.rank
+
+    @property
+    def bound(self) -> float:
+        """Of the whole."""
+        return self.whole.bound
+
+    @property
+    def row_rank(self) -> int | None:
+        """Of the whole."""
+        return self.whole.row_rank
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(o, D) of the section."""
+        return sum(end - start for start, end in self.rows), self.whole.shape[1]
+
+    def pair(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return down `(r, D)` and up `(o, r)` in float32 whose product it is."""
+        down, up = self.whole.pair()
+        return down, _section(up, self.rows)
+
+    def product(self, like: torch.Tensor) -> torch.Tensor:
+        """Return the product `(o, D)`."""
+        return _section(self.whole.product(like), self.rows)
+
+
+PlainFactor: TypeAlias = Factor | HadamardFactor | KroneckerFactor | SectionFactor
 """What adds `c * product` to a weight, whatever else is added."""
 
 
@@ -212,6 +260,33 @@ class DecomposedFactor:
 
 
 AnyFactor: TypeAlias = PlainFactor | DecomposedFactor
+
+
+def section(factor: AnyFactor, rows: Rows) -> AnyFactor:
+    """Return what a factor adds to these rows of its weight. Raises `LoraError` for a DoRA whose norms span all rows.
+
+    Of a LoRA it has the ranks that these rows use: what a trainer split is one layer in its file, where each part has
+    ranks of its own.
+    """
+    if isinstance(factor, DecomposedFactor):
+        if factor.by_input:
+            raise LoraError("a DoRA with a norm for each input, of a layer that is several here, is not read")
+        inner = section(factor.inner, rows)
+        assert not isinstance(inner, DecomposedFactor)
+        return replace(factor, inner=inner, magnitude=_section(factor.magnitude, rows))
+    if not isinstance(factor, Factor):
+        assert not isinstance(factor, SectionFactor)
+        return SectionFactor(whole=factor, rows=rows)
+    up, down = _section(factor.up, rows), factor.down
+    used = up.any(dim=0)
+    if used.any() and not used.all():
+        up, down = up[:, used], down[used]
+    return replace(factor, up=up, down=down, alpha=factor.alpha * len(down) / factor.rank)
+
+
+def _section(matrix: torch.Tensor, rows: Rows) -> torch.Tensor:
+    return torch.cat([matrix[start:end] for start, end in rows]) if len(rows) > 1 else matrix[slice(*rows[0])]
+
 
 _SINGLE = torch.empty(0)
 

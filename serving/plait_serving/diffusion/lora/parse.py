@@ -23,9 +23,10 @@ from plait_serving.diffusion.lora.keys import (
     may_add_nothing,
     meaning,
     nearest_format,
+    other_model,
     reject_unsupported,
 )
-from plait_serving.diffusion.lora.kinds import AnyFactor
+from plait_serving.diffusion.lora.kinds import AnyFactor, section
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE
 from plait_serving.diffusion.lora.metadata import AlphaRules
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
@@ -79,12 +80,12 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
         header, data = container.read(path, max_bytes=max_bytes)
         agreed = plan(header, targets, config)  # again, of the very bytes that were read
         _check_adds_nothing(agreed, header, data, targets)
-        factors = {
-            ref: reading.factor(
-                ref, {role: container.tensor(header, data, key) for role, key in roles.items()}, agreed.rules
-            )
-            for ref, roles in agreed.parts.items()
-        }
+        factors: dict[ModuleRef, AnyFactor] = {}
+        for ref, roles in agreed.parts.items():
+            tensors = {role: container.tensor(header, data, key) for role, key in roles.items()}
+            whole = reading.factor(ref, tensors, agreed.rules)
+            rows = targets.joined.get(ref)
+            factors |= {ref: whole} if rows is None else {part: section(whole, mine) for part, mine in rows.items()}
     except LoraError as error:
         raise LoraError(f"LoRA {name!r}: {error.message}", param="loras") from error
     if agreed.embeddings:
@@ -113,6 +114,7 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
         if what.role in roles:
             raise LoraError(f"{roles[what.role]} and {key} both mean {what.ref}")
         roles[what.role] = key
+    _check_apart(parts, targets)
     if len(formats) > 1:
         titles = sorted((form.title for form in formats), key=str.casefold)
         raise LoraError(f"the file mixes {' and '.join(titles)} keys")
@@ -128,6 +130,17 @@ def plan(header: container.Header, targets: LoraTargets, config: AlphaRules | No
     )
 
 
+def _check_apart(parts: Mapping[ModuleRef, Mapping[TensorRole, str]], targets: LoraTargets) -> None:
+    """Raise `LoraError` if a file changes a module both as such and as a part of an original layer."""
+    seen: dict[ModuleRef, str] = {}
+    for ref, roles in parts.items():
+        key = next(iter(roles.values()))
+        for part in targets.joined.get(ref, (ref,)):
+            if part in seen:
+                raise LoraError(f"{seen[part]} and {key} both mean {part}")
+            seen[part] = key
+
+
 def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytearray, targets: LoraTargets) -> None:
     """Raise `LoraError` if a layer that this model lacks would be changed."""
     surplus = [key for key in agreed.beyond if adds(key) and bool(container.tensor(header, data, key).any())]
@@ -137,9 +150,11 @@ def _check_adds_nothing(agreed: LoraPlan, header: container.Header, data: bytear
 
 def _unmatched(unmatched: Iterable[str], keys: Collection[str], targets: LoraTargets) -> LoraError:
     unmatched = sorted(unmatched)
+    other = other_model(unmatched, targets)
+    layout = f"the nearest layout is that of {nearest_format(unmatched, targets).title}"
     return LoraError(
-        f"{len(unmatched)} of {len(keys)} keys match nothing in this model (the nearest layout is that of "
-        f"{nearest_format(unmatched, targets).title}): {listed(unmatched)}"
+        f"{len(unmatched)} of {len(keys)} keys match nothing in this model "
+        f"({layout if other is None else f'the file is for {other}'}): {listed(unmatched)}"
     )
 
 

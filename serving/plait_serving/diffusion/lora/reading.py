@@ -30,6 +30,8 @@ Keys = Mapping[TensorRole, str]
 Tensors = Mapping[TensorRole, torch.Tensor]
 
 _MAX_RANK = 4096
+_WIDTHS = {1536: "Stable Diffusion 3 Medium or 3.5 Medium", 2432: "Stable Diffusion 3.5 Large", 3072: "FLUX.1"}
+_INPUTS = {2: "FLUX.1 Canny or Depth, a control LoRA", 6: "FLUX.1 Fill"}  # by times the channels of FLUX.1
 
 
 class _Names(NamedTuple):
@@ -108,7 +110,18 @@ def _check_lora(ref: ModuleRef, keys: Keys, header: container.Header, base: tupl
     fits_down = down.shape[1:] == base[1:] or (math.prod(kernel) == 1 and _without_ones(down.shape) == (rank, base[1]))
     fits_up = _without_ones(up.shape) == (base[0], rank)
     if rank < 1 or rank > _MAX_RANK or not fits_down or not fits_up:
-        raise LoraError(f"{ref}: factors {down.shape} and {up.shape} do not make a weight of {base}")
+        of = _made_for(ref, down.shape, base)
+        other = "" if of is None else f"; the file is for {of}"
+        raise LoraError(f"{ref}: factors {down.shape} and {up.shape} do not make a weight of {base}{other}")
+
+
+def _made_for(ref: ModuleRef, down: tuple[int, ...], base: tuple[int, ...]) -> str | None:
+    """Return the model for which a factor of that shape was made, where names are the same and widths tell."""
+    if len(down) != 2 or len(base) != 2:
+        return None
+    if ref.module == "x_embedder":
+        return _INPUTS.get(down[1] // base[1])
+    return _WIDTHS.get(down[1]) if base[1] in _WIDTHS and down[1] != base[1] else None
 
 
 def _lora(ref: ModuleRef, tensors: Tensors, rules: AlphaRules) -> Factor:

@@ -6,7 +6,8 @@ is looked up: what is not in the tables matches nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -14,7 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, is_text, spellings
+from plait_serving.diffusion.lora.key_formats import Blocks, LoraFormat, is_text, original_spellings, spellings
+from plait_serving.diffusion.lora.kinds import Rows
+from plait_serving.diffusion.published.original_names import original_layers
 
 _LAYERS = (nn.Linear, nn.Conv2d, nn.Embedding, nn.GroupNorm, nn.LayerNorm)
 
@@ -38,12 +41,14 @@ class LoraTargets:
     `(o, i, kh, kw)`. `parameters` are of all that a difference of the same shape may be added to: these, biases `(o,)`,
     and the weights of norms.
 
-    `names` maps each format's spellings (with their component's prefix) to the modules.
+    `names` maps each format's spellings (with their component's prefix) to the modules. Some of these are layers of the
+    original model that are several here: `joined` has, for each of their weights and biases, the parts with their rows.
     """
 
     shapes: Mapping[ModuleRef, tuple[int, ...]]
     parameters: Mapping[ModuleRef, tuple[int, ...]]
     names: Mapping[LoraFormat, Mapping[str, ModuleRef]]
+    joined: Mapping[ModuleRef, Mapping[ModuleRef, Rows]]
 
     @classmethod
     def of(cls, components: Mapping[str, nn.Module]) -> LoraTargets:
@@ -59,10 +64,27 @@ class LoraTargets:
         for component, path in {(ref.component, ref.module): None for ref in parameters}:
             for form, name in spellings(component, path, blocks):
                 names[form][name] = ModuleRef(component, path)
+        joined: dict[ModuleRef, Mapping[ModuleRef, Rows]] = {}
+        steps = next((component for component in components if not is_text(component)), "")
+        for layer in original_layers([ref.module for ref in parameters if ref.component == steps]):
+            mine = ModuleRef(steps, layer.modules[0])
+            if len(layer.modules) > 1 or layer.halves_swapped:
+                mine = ModuleRef(steps, layer.name)
+                for parameter in ("weight", "bias"):
+                    parts = [ModuleRef(steps, module, parameter) for module in layer.modules]
+                    if all(part in parameters for part in parts):
+                        whole = mine._replace(parameter=parameter)
+                        joined[whole] = _rows(parts, parameters, halves_swapped=layer.halves_swapped)
+                        rows = sum(parameters[part][0] for part in parts)
+                        parameters[whole] = (rows, *parameters[parts[0]][1:])
+                shapes[mine] = parameters[mine]
+            for form, name in original_spellings(layer.name):
+                names[form].setdefault(name, mine)
         return cls(
             shapes=MappingProxyType(shapes),
             parameters=MappingProxyType(parameters),
             names=MappingProxyType({form: MappingProxyType(table) for form, table in names.items()}),
+            joined=MappingProxyType(joined),
         )
 
     @property
@@ -73,6 +95,17 @@ class LoraTargets:
     def find(self, name: str) -> tuple[ModuleRef, LoraFormat] | None:
         """Return the module of that name, and whose spelling it is; None: nobody's."""
         return next(((table[name], form) for form, table in self.names.items() if name in table), None)
+
+
+def _rows(
+    parts: Sequence[ModuleRef], parameters: Mapping[ModuleRef, tuple[int, ...]], *, halves_swapped: bool
+) -> Mapping[ModuleRef, Rows]:
+    """Return which rows of the layer that is made of `parts` each of them has."""
+    ends = list(itertools.accumulate(parameters[part][0] for part in parts))
+    if halves_swapped:
+        half = ends[0] // 2
+        return {parts[0]: ((half, ends[0]), (0, half))}
+    return {part: ((start, end),) for part, start, end in zip(parts, [0, *ends], ends, strict=False)}
 
 
 def layers_of(components: Mapping[str, nn.Module]) -> Iterator[tuple[ModuleRef, nn.Module]]:

@@ -15,7 +15,8 @@ from plait_serving.diffusion.sources.names import NOWHERE, OUT, LeftOut, compose
 
 _log = logging.getLogger(__name__)
 
-_INDEX = "model_index.json"
+INDEX = "model_index.json"
+"""What a diffusers folder has."""
 _SINGLE = "a single file; images.models names those"
 _MAX_FILES = 1000  # of one model
 _TICK_NS = 1_000_000_000  # coarse file systems keep whole seconds
@@ -36,6 +37,8 @@ class FolderOfModels:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._left_out = LeftOut(_log, folder)
+        self.left_out: Mapping[str, str] = {}
+        """What was not served at the last look, by its name in the folder, each with its reason."""
 
     def changed_ns(self) -> int:
         """Return when something was last moved in or out; 0 for an absent folder. Far cheaper than `list`.
@@ -66,6 +69,7 @@ class FolderOfModels:
             elif found is not None:
                 left_out[file] = found if isinstance(found, str) else f"{shown(files_of[name])} has its name"
         self._left_out.tell(left_out)
+        self.left_out = left_out
         return MappingProxyType(dict(sorted(models.items())))
 
 
@@ -80,8 +84,8 @@ def _model(root: Path, file: str) -> FoundModel | str | None:
         why = why_not(file)
         if why is not None:
             return why
-        if not (folder / _INDEX).is_file():
-            return f"no diffusers folder: it has no {_INDEX}"
+        if not (folder / INDEX).is_file():
+            return f"no diffusers folder: it has no {INDEX}"
         return FoundModel(folder=folder, stamp=_stamp(folder))
     except (OSError, RuntimeError):
         return NOWHERE if (root / file).is_symlink() else None  # it went away between two looks

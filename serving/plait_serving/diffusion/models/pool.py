@@ -41,8 +41,8 @@ _PERIOD_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidencyStatistics:
-    """Counts since the start, except `resident`: the names of the models in memory now, and `nbytes`, what they hold.
-    `load_s`: what each was last loaded in."""
+    """Counts since the start, except `resident`: the names of the models in memory now, and `nbytes`, what they hold;
+    `budget_bytes`: what they may hold now. `load_s`: what each was last loaded in."""
 
     resident: tuple[str, ...]
     nbytes: int
@@ -316,7 +316,7 @@ class ModelPool:
         return ResidencyStatistics(
             resident=tuple(model.name for model in here),
             nbytes=self._holdings.all_bytes(here),
-            budget_bytes=self._budget_bytes,
+            budget_bytes=self._holdings.budget_bytes(here),
             loads=self._loads,
             load_s=dict(self._load_s),
         )

@@ -13,7 +13,13 @@ import diffusers
 import torch
 from torch import nn
 
-from plait_serving.diffusion.published.architectures import Architecture, ModelPart, SchedulerPart
+from plait_serving.diffusion.published.architectures import (
+    T5,
+    Architecture,
+    ModelPart,
+    SchedulerPart,
+    tokenizer_of,
+)
 
 
 def build_on_meta(part: ModelPart) -> nn.Module:
@@ -25,12 +31,13 @@ def build_on_meta(part: ModelPart) -> nn.Module:
         if part.library == "diffusers":
             module: nn.Module = getattr(diffusers, part.class_name)(**part.config)
         else:
-            module = getattr(transformers, part.class_name)(transformers.CLIPTextConfig(**part.config))
+            kind = getattr(transformers, part.class_name)
+            module = kind(kind.config_class(**part.config))
     return module
 
 
 def published_name(name: str) -> str:
-    """Return the name of a text encoder's weight or module in files: transformers 5 dropped `text_model.` from the
+    """Return the name of a CLIP encoder's weight or module in files: transformers 5 dropped `text_model.` from the
     class, files keep it."""
     return name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
 
@@ -41,6 +48,8 @@ def write_configs(architecture: Architecture, folder: Path, modules: Mapping[str
         place = folder / part.folder
         place.mkdir(exist_ok=True)
         _write_config(place, part, modules[part.folder])
+        if part.class_name == T5:
+            write_t5_tokenizer(folder / tokenizer_of(part))
     for name, pad_token in architecture.pad_tokens.items():
         write_tokenizer(folder / name, pad_token=pad_token)
     if architecture.scheduler is not None:
@@ -69,6 +78,9 @@ def _index(architecture: Architecture) -> dict[str, Any]:
     assert architecture.scheduler is not None
     parts = {part.folder: [part.library, part.class_name] for part in architecture.parts}
     tokenizers = {name: ["transformers", "CLIPTokenizer"] for name in architecture.pad_tokens}
+    tokenizers |= {
+        tokenizer_of(part): ["transformers", "T5TokenizerFast"] for part in architecture.parts if part.class_name == T5
+    }
     return {
         "_class_name": architecture.pipeline,
         "_diffusers_version": diffusers.__version__,
@@ -126,3 +138,30 @@ def write_tokenizer(folder: Path, *, pad_token: str) -> None:
     }
     for name, text in texts.items():
         (folder / name).write_text(text + "\n", encoding="utf-8")
+
+
+_T5_LENGTH, _T5_PIECES = 512, 32_000
+
+
+def write_t5_tokenizer(folder: Path) -> None:
+    """Write the files that `T5TokenizerFast.from_pretrained` reads into a new folder.
+
+    Its pieces are CLIP's, as many as T5 has: a random T5 gives none of them a meaning, and about as many tokens make a
+    prompt.
+    """
+    from transformers import T5TokenizerFast
+
+    characters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    single = ["▁", *characters, *(f"▁{character}" for character in characters)]
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((piece, -20.0) for piece in single)]
+    words = dict.fromkeys(piece for pair in merges() if (piece := _as_piece("".join(pair))))
+    room = _T5_PIECES - len(pieces)
+    pieces += [(piece, -1.0 - 9.0 * rank / room) for rank, piece in enumerate(list(words)[:room])]
+    T5TokenizerFast(vocab=pieces, model_max_length=_T5_LENGTH).save_pretrained(folder)
+
+
+def _as_piece(token: str) -> str | None:
+    """Return a token of CLIP's as SentencePiece writes it: what ends a word there begins one here; None: it is no
+    text of its own."""
+    plain = token.removesuffix(_WORD_END)
+    return (plain if plain == token else f"▁{plain}") if plain.isascii() else None

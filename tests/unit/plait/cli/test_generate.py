@@ -20,6 +20,7 @@ from plait.offline.images import OrderError, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import DecodeLimits, decode_image
+from plait_serving.images.config import STARTER_FOLDER
 from plait_serving.images.stored_text import read_parameters
 from support.http_app import png
 
@@ -70,7 +71,7 @@ def test_an_edit_starts_from_a_file(service, tmp_path):
         (("--strength", "0.5"), "--strength: needs --image"),
         (("--mask", "m.png"), "--mask: needs --image"),
         (("--image", "nowhere.png"), "--image: nowhere.png: No such file"),
-        (("--image", "SOURCE", "--strength", "0"), "--strength: Input should be greater than 0"),
+        (("--image", "SOURCE", "--strength", "0"), "--strength: must be greater than 0"),
         (("--image", "SOURCE", "--mask", "OTHER"), "--mask: the mask is 8x8, the image 24x16"),
         (("--image", "TEXT"), "--image: not a readable PNG, JPEG or WebP image"),
     ],
@@ -99,10 +100,13 @@ def test_one_picture_with_the_defaults(service, tmp_path, capsys):
 
 def test_every_option_reaches_the_request(service, tmp_path):
     """LoRAs, ControlNets, preprocessing and numbers arrive as they were typed."""
-    control = tmp_path / "odd=name:1.png"
+    control, config = tmp_path / "odd=name:1.png", tmp_path / "plait.yaml"
     control.write_bytes(png(16, 16, (9, 9, 9)))
+    folder = {"folder": str(STARTER_FOLDER / "controlnets" / "edges")}
+    config.write_text(json.dumps({"images": {"controlnets": {"plain": folder, "edges": folder}}}))
     code = run(
-        "red apple", "-o", tmp_path / "a.webp", "--lora", "noto:0.8", "--lora", "sketch", "--negative", "blue",
+        "red apple", "-o", tmp_path / "a.webp", "--config", config, "--lora", "noto:0.8", "--lora", "sketch",
+        "--negative", "blue",
         "--controlnet", f"plain:0.5={control}", "--controlnet", f"edges={control}", "--seed", 7, "--steps", 3,
         "--guidance", 2.5, "--scheduler", "lcm", "-n", 2, "--size", "16x24",
     )  # fmt: skip

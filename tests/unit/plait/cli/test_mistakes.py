@@ -1,43 +1,234 @@
-"""What goes wrong at the command line is one sentence and an exit code, whatever command it is."""
+"""The commonest mistakes are told in one sentence and in the user's words, before Ray or a model is loaded.
+
+What HTTP refuses, and how, is in the second half of the table.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
-from plait.cli.main import main
+from fakes.images import FakeImageService
+from support.http_app import make_client
 
-FEWER = "'--candidates': Input should be less than or equal to 10000"
+ROOT = "/* the folder */"
+
+SHELL: list[tuple[str, int, str]] = [
+    ("", 2, ""),
+    ("serv", 2, "there is no command 'serv'; did you mean serve?"),
+    ("serve --prot 8000", 2, "No such option: --prot (Possible options: --host, --port)"),
+    ("serve --port eighty", 2, "'--port': must be a whole number"),
+    ("serve --port 99999", 2, "'--port': must be at most 65535"),
+    ("serve nosuch.yaml", 1, "nosuch.yaml: No such file or directory"),
+    ("serve .", 1, ".: Is a directory"),
+    ("serve --set server.port", 1, "'server.port' is not path=value, for example"),
+    ("serve --model sd15", 1, "'sd15' is neither 'emoji' nor a path (./folder, ./file.safetensors) nor a hub id"),
+    ("serve --model owner/name", 1, "'owner/name' is a hub id: give its commit as images.revision"),
+    ("serve --model ./model.ckpt", 1, "model.ckpt' is a pickle, which can run code when it is loaded"),
+    ("serve --model ./nosuch", 1, "images.model: /* the folder *//nosuch: there is no such folder"),
+    ("generate cat", 2, "Missing option '-o' / '--output'"),
+    ("generate cat -o x.bmp", 2, "--output: x.bmp must end in .png"),
+    ("generate cat -o no/x.png", 2, "--output: the folder no does not exist"),
+    ("generate cat -o x.png --lora pixl", 2, "--lora: there is no LoRA 'pixl'; did you mean pixel?"),
+    ("generate cat -o x.png --lora zzz", 2, "--lora: there is no LoRA 'zzz'; there is noto, pixel, sketch"),
+    ("generate cat -o x.png --lora noto:much", 2, "--lora: 'much' in 'noto:much' is not a scale"),
+    ("generate cat -o x.png --controlnet edges", 2, "--controlnet: 'edges' is not NAME=PICTURE"),
+    ("generate cat -o x.png --controlnet edges=no.png", 2, "--controlnet: no.png: No such file"),
+    ("generate cat -o x.png --controlnet edge=folder/there", 2, "there is no ControlNet 'edge'; did you mean edges?"),
+    ("generate cat -o x.png --size big", 2, '--size: a size is "WIDTHxHEIGHT" in pixels'),
+    ("generate cat -o x.png --size 100x100", 2, "--size: both edges must be multiples of 8 pixels"),
+    ("generate cat -o x.png --size 8000x8000", 2, "--size: edges go from 8 to 4096 pixels"),
+    ("generate cat -o x.png --steps 0", 2, "--steps: must be at least 1"),
+    ("generate cat -o x.png --scheduler eular", 2, "did you mean euler?"),
+    ("generate cat -o x.png -n 20", 2, "--n: must be at most 10"),
+    ("generate cat -o x.png --model emojy", 2, "--model: there is no model 'emojy'; did you mean emoji?"),
+    ("generate cat -o x.png --mask x.png", 2, "--mask: needs --image"),
+    ("recommend nosuch --user {}", 1, "nosuch is no packaged model: package.json: No such file"),
+    ("recommend --user {age:3}", 2, "--user: not JSON"),
+    ('recommend --user {"age_band":NaN}', 2, "--user: not JSON: NaN is no number"),
+    ("models cut rm1 --candidates 1000000000", 2, "'--candidates': must be at most 10000"),
+    ("models cut rm1 --svg /nosuch/x.svg", 1, "/nosuch/x.svg cannot be written"),
+    ("models package x:y -o out --candidates 1000000000", 2, "'--candidates': must be at most 10000"),
+    ("models list --config nosuch.yaml", 1, "nosuch.yaml: No such file"),
+    ("tune run nosuch.yaml", 1, "nosuch.yaml"),
+    ("tune status nosuch", 1, "nosuch"),
+    ("loadtest run smok", 2, "'smok' is neither a scenario of plait"),
+    ("loadtest run smoke --rate 0", 2, "arrivals.rate_per_s: must be greater than 0, not 0.0"),
+    ("deploy place", 1, "name the cluster: either --cluster FILE or --live ADDRESS"),
+    ("doctor --port -1", 2, "'--port': must be at least 0"),
+    ("bench loadtest --workload nosuch", 1, "there is no workload 'nosuch'"),
+    ("bench autoconfig --data /nosuch --workload falcon", 1, "nothing was measured: falcon"),
+]
+
+FILES: list[tuple[str, str]] = [
+    ("\tserver: 1", "not YAML: line 1: found character '\\t'"),
+    ("sever: {}", "sever: unknown key; did you mean server?"),
+    ("server: {port: eighty}", "server.port: must be a whole number (got 'eighty')"),
+    ("server: {drain_s: 20s}", "server.drain_s: must be a number (got '20s')"),
+    ("server: [1]", "server: must be a mapping with host, port, "),
+    ("server: {api_keys: sesame}", "server.api_keys: must be a list"),
+    ("server: {api_keys: [sesame]}", "server.api_keys.0: must be a mapping with sha256, tenant, role"),
+    ("server: {api_keys: [{sha256: sesame}]}", "must be the key's SHA-256, 64 hexadecimal digits: printf %s KEY | sha"),
+    ("server: {allowed_origins: [localhost:3000]}", "must be as browsers send it, without a path: https://"),
+    ("images: ./model", "images: must be a mapping: {model: ./model}"),
+    ("images: {model: }", "images.model: must be text (got null)"),
+    ("images: {dtype: fp16}", "images.dtype: must be 'auto', 'float32', 'bfloat16' or 'float16' (got 'fp16')"),
+    ("images: {loras: ./loras}", "images.loras: must be a mapping: {folder: ./loras}"),
+    ("images: {models: [./a, ./b]}", "images.models: must be a mapping"),
+    ("images: {models: {}}", "images: models is empty"),
+    ("images: {models: {a: 3}}", "images.models.a: must be text or a mapping with file, config (got 3)"),
+    ("images: {controlnets: {edges: ./edges}}", "images.controlnets.edges: must be a mapping: {folder: ./edges}"),
+    ("images: {replicas: 0}", "images.replicas: must be at least 1 (got 0)"),
+    ("images: {replicas: many}", "images.replicas: must be a whole number or a mapping with min, max, "),
+    ("images: {replicas: {min: 0, max: 1}}", "plait.yaml: images.replicas.min: must be at least 1 (got 0)"),
+    ("images: {replicas: {min: 1}}", "images.replicas.max: must be given"),
+    ("images: {memory_bytes: 8GB}", "images.memory_bytes: must be a whole number (got '8GB')"),
+    ("images: {safety_checker: maybe}", "images.safety_checker: must be true or false (got 'maybe')"),
+    ("recommend: {models: {shop: ./shop}}", "recommend.models.shop: must be a mapping: {folder: ./shop}"),
+    ("recommend: {models: {shop: {}}}", "recommend.models.shop.folder: must be given"),
+    # folders
+    ("images: {model: ./foldr}", "images.model: /* the folder *//foldr: there is no such folder; did you mean folder?"),
+    ("images: {model: ./empty}", "images.model: /* the folder *//empty: no diffusers folder: it is empty"),
+    ("images: {model: ./folder}", "folder: no diffusers folder: it has no model_index.json"),
+    ("images: {model: ./single}", "it has no model_index.json; name the file: /* the folder *//single/v1.safetensors"),
+    ("images: {model: ./single/v1.safetensors}", "v1.safetensors: the file is a Git LFS pointer: the real file was no"),
+    ("images: {model: ./single/v2.safetensors}", "images.model: /* the folder *//single/v2.safetensors: there is no "),
+    ("images: {model: ./unwhole}", "images.model: /* the folder *//unwhole/vae: there is no such folder"),
+    ("images: {model: ./damaged}", "damaged/model_index.json: not JSON"),
+    ("images: {models: {a: ./nosuch, b: emoji}}", "images.models.a: /* the folder *//nosuch: there is no such folder"),
+    ("images: {loras: {folder: ./lora}}", "images.loras.folder: /* the folder *//lora: there is no such folder; did"),
+    ("images: {models_folder: ./nosuch}", "images.models_folder: /* the folder *//nosuch: there is no such folder"),
+    ("images: {controlnets: {a: {folder: ./nosuch}}}", "images.controlnets.a.folder: /* the folder *//nosuch: there"),
+    ("recommend: {models: {a: {folder: ./nosuch}}}", "recommend.models.a.folder: /* the folder *//nosuch: there is "),
+    ("recommend: {models: {a: {folder: ./folder}}}", "folder is no packaged model: package.json: No such file"),
+]
+
+FOLDER = {
+    "folder/there": "x", "empty/": "", "loras/": "", "single/v1.safetensors": "version https://git-lfs.github.com/spec",
+    "damaged/model_index.json": "{", "unwhole/model_index.json":
+        '{"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}',
+}  # fmt: skip
+"""Where commands are given; what ends in a slash is a directory."""
+
+CHILD = """
+import contextlib, io, json, os, sys
+from plait.cli import main as root
+from plait.server import supervise
+
+def starts(*_, **__):
+    raise SystemExit("it would start")
+
+supervise.serve = starts
+folder, results = sys.argv[1:]
+for number, arguments in enumerate(json.load(sys.stdin)):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    os.chdir(folder)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = root.main(arguments)
+    heavy = sorted({"torch", "ray", "diffusers", "transformers"} & set(sys.modules))
+    seen = {"code": code, "out": out.getvalue(), "err": err.getvalue(), "heavy": heavy, "cpu_s": sum(os.times()[:2])}
+    with open(f"{results}/{number}", "w") as file:
+        json.dump(seen, file)
+    os._exit(0)
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What each command did, by its text: each in a process of its own, in a folder with `FOLDER` in it."""
+    folder, results = tmp_path_factory.mktemp("mistakes"), tmp_path_factory.mktemp("told")
+    for name, text in FOLDER.items():
+        path = folder / name
+        (path if name.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not name.endswith("/"):
+            path.write_text(text)
+    commands = [text for text, *_ in SHELL]
+    for number, (text, _) in enumerate(FILES):
+        file = folder / f"{number}.plait.yaml"
+        file.write_text(text)
+        commands.append(f"serve {file}")
+    environ = {**os.environ, "XDG_STATE_HOME": str(results), "COLUMNS": "200"}
+    asked = json.dumps([command.split() for command in commands])
+    subprocess.run(
+        [sys.executable, "-c", CHILD, str(folder), str(results)],
+        input=asked, text=True, env=environ, timeout=600, check=True,
+    )  # fmt: skip
+    done = [json.loads((results / str(number)).read_text()) for number in range(len(commands))]
+    left = {path.name for path in folder.iterdir() if not path.name.endswith(".plait.yaml")}
+    keys = [*commands[: len(SHELL)], *(text for text, _ in FILES)]
+    return {"folder": folder, "left": left, "told": dict(zip(keys, done, strict=True))}
+
+
+CASES = [*SHELL, *((text, 1, says) for text, says in FILES)]
+
+
+@pytest.mark.parametrize(("given", "code", "says"), CASES, ids=[given or "nothing" for given, *_ in CASES])
+def test_a_mistake_is_told_before_anything_is_loaded(told: dict[str, Any], given: str, code: int, says: str) -> None:
+    """On stderr, by its option, key or file; neither torch nor Ray is imported for it, and nothing is written."""
+    seen = told["told"][given]
+    err = " ".join(seen["err"].split())
+    assert says.replace(ROOT, str(told["folder"])) in err
+    assert seen["code"] == code
+    assert (seen["out"] == "") == bool(given)  # without a command it is the help
+    assert not re.search(r"(?i)traceback|input should|valid dictionary|instance of|validation|sesame|would start", err)
+    if not given.startswith(("bench", "models cut", "models package")):  # which compute with torch
+        assert seen["heavy"] == []
+        assert seen["cpu_s"] < 1.0
+    assert told["left"] == {name.partition("/")[0] for name in FOLDER}
+
+
+CAT = {"prompt": "cat"}
+
+REFUSED: list[tuple[Any, int, str]] = [
+    ({}, 400, "prompt: must be given"),
+    ({"prompt": 3}, 400, "prompt: must be text"),
+    ({**CAT, "steps": 3}, 400, "steps: unknown field; did you mean num_inference_steps?"),
+    ({**CAT, "num_inference_steps": 0}, 400, "num_inference_steps: must be at least 1"),
+    ({**CAT, "size": "big"}, 400, 'size: a size is "WIDTHxHEIGHT" in pixels, for example "512x512"'),
+    ({**CAT, "n": "2"}, 400, "n: must be a whole number"),
+    ({**CAT, "n": 20}, 400, "n: must be at most 10"),
+    ({**CAT, "seed": -5}, 400, "seed: must be at least -1"),
+    ({**CAT, "guidance_scale": "7"}, 400, "guidance_scale: must be a number"),
+    ({**CAT, "scheduler": "eular"}, 400, "did you mean euler?"),
+    ({**CAT, "stream": "yes"}, 400, "stream: must be true or false"),
+    ({**CAT, "model": "nosuch"}, 404, "there is no model 'nosuch'; this server has 'emoji'"),
+    ({**CAT, "loras": ["noto"]}, 400, 'loras.0: write {"name": "noto", "scale": 1.0}, an object'),
+    ({**CAT, "loras": [{"name": "nosuch"}]}, 404, "there is no LoRA 'nosuch'"),
+    ({**CAT, "controlnets": [{"name": "edges"}]}, 400, "controlnets.0.image: must be given"),
+    ({**CAT, "response_format": "url"}, 400, "images are not kept on this server (images.results in its conf"),
+    ({**CAT, "output_format": "gif"}, 400, "gif and svg are not made here; use png, jpeg or webp"),
+    ({"prompt": "a" * 40_000}, 400, "prompt: must have at most 32000 characters"),
+    ([1], 400, "the body must be a JSON object, sent with content-type: application/json"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "says"), REFUSED, ids=[says for *_, says in REFUSED])
+def test_a_mistake_in_a_request_is_told_by_its_field(body: Any, status: int, says: str) -> None:
+    """In plain words, too."""
+    answer = make_client(FakeImageService()).post("/v1/images/generations", json=body)
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("method", "path", "status", "says"),
     [
-        (["doctor", "--port", "-1"], 2, "'--port': Input should be greater than or equal to 0"),
-        (["doctor", "--port", "99999"], 2, "'--port': Input should be less than or equal to 65535"),
-        (["recommend", "--user", '{"age_band": NaN}'], 2, "--user: not JSON: NaN is no number"),
-        (["models", "cut", "rm1", "--candidates", "1000000000"], 2, FEWER),
-        (["models", "cut", "rm1", "--svg", "/nosuch/x.svg"], 1, "/nosuch/x.svg cannot be written"),
-        (["models", "package", "x:y", "-o", "out", "--candidates", "1000000000"], 2, FEWER),
-        (["bench", "loadtest", "--workload", "nosuch"], 1, "there is no workload 'nosuch'"),
-        (["bench", "autoconfig", "--data", "/nosuch", "--workload", "falcon"], 1, "nothing was measured: falcon"),
+        ("GET", "/v1/images/generations", 405, "GET /v1/images/generations is not allowed; it takes POST"),
+        ("POST", "/v1/image/generations", 404, "no route POST /v1/image/generations; did you mean /v1/images/gen"),
+        ("POST", "/images/generations", 404, "no route POST /images/generations; did you mean /v1/images/generat"),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_a_mistake_is_one_sentence(
-    arguments: list[str],
-    code: int,
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """On stderr, with the option's or the file's name."""
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == code
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert says in " ".join(said.err.split())
-    assert "Traceback" not in said.err
-    assert list(tmp_path.iterdir()) == []
+def test_a_mistake_in_a_path_is_told_with_the_right_one(method: str, path: str, status: int, says: str) -> None:
+    """A client's base URL without /v1 is the commonest."""
+    answer = make_client(FakeImageService()).request(method, path, json={})
+    assert answer.status_code == status
+    assert says in answer.json()["error"]["message"]

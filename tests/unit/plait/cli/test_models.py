@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from plait.cli.main import main
-from plait.offline.inventory import safetensors_header
+from plait.offline.inventory import tensors_of
 
 
 def write_safetensors(path, names):
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_safetensors_has_no_tensors(tmp_path, raw):
     """A broken or foreign file in the folder is listed as unknown instead of breaking the list."""
     path = tmp_path / "x.safetensors"
     path.write_bytes(raw)
-    assert safetensors_header(path) == {}
+    assert tensors_of(path) == {}
 
 
 def test_all_base_models_are_listed_by_their_names(config, tmp_path, capsys):

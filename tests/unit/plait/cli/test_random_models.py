@@ -10,13 +10,14 @@ import yaml
 from plait.cli.main import main
 from plait_serving.diffusion.published import architectures
 from plait_serving.diffusion.published.architectures import FamilyName
-from support.scaled import scaled_down
+from plait_serving.diffusion.published.scaled import scaled_down
 
 
 @pytest.fixture(autouse=True)
 def scaled(monkeypatch, tmp_path):
     """The architectures in small, in a folder of the test's own."""
-    monkeypatch.setattr(architectures, "ARCHITECTURES", {family: scaled_down(family) for family in FamilyName})
+    small = {family: scaled_down(family) for family in FamilyName}
+    monkeypatch.setattr(architectures, "ARCHITECTURES", small)
     monkeypatch.chdir(tmp_path)
 
 
@@ -46,15 +47,25 @@ def test_a_model_a_controlnet_and_loras_are_listed_as_what_they_are(tmp_path, ca
     ]
 
 
+def test_a_tiny_model_has_the_published_parts(tmp_path, capsys):
+    """`--tiny` is the same pipeline in a few megabytes, and `--no-t5` leaves out what may be left out."""
+    assert main(["models", "random", "sd3.5-medium", "--tiny", "--no-t5", "--out", "small"]) == 0
+    assert capsys.readouterr().out == "small\n"
+    parts = sorted(path.name for path in (tmp_path / "small").iterdir() if path.is_dir())
+    assert parts == ["scheduler", "text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2", "transformer", "vae"]
+    assert sum(path.stat().st_size for path in (tmp_path / "small").rglob("*")) < 20_000_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
         (["sd99", "--out", "x"], 2, "'sd99' is not one of 'sd15', 'sd21'"),
         (["sd15", "--out", "x", "--dtype", "int8"], 2, "'int8' is not one of 'float16'"),
-        (["sd15", "--out", "x.safetensors", "--lora", "peft", "--rank", "0"], 2, "greater than or equal to 1"),
+        (["sd15", "--out", "x.safetensors", "--lora", "peft", "--rank", "0"], 2, "must be at least 1"),
         (["sd15", "--out", "x", "--rank", "4"], 2, "--rank: is for --lora only"),
         (["sd15", "--out", "x", "--lora", "kohya"], 2, "--out: x is no .safetensors file"),
         (["sd15-controlnet", "--out", "x.safetensors", "--lora", "kohya"], 2, "not for a ControlNet"),
+        (["flux.1-dev", "--no-t5", "--out", "x"], 1, "FluxPipeline cannot do without its T5"),
         (["sd15", "--out", "."], 1, ".: exists and is not an empty folder"),
         (["sd15", "--out", "mine/x"], 1, "mine: File exists"),
     ],

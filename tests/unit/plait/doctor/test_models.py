@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from plait.config import load_config
 from plait.doctor import models
 from plait.doctor.findings import CheckStatus
+from plait.offline.inventory import inventory
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 from plait_serving.starter.manifest import WEIGHTS, write_manifest
 
@@ -133,7 +134,7 @@ def test_cli_doctor_checks_all_base_models(config):
     found = {it.detail for it in problems(config)}
     assert found == {
         f"b and a are both {config.parent / 'base'}",
-        f"gone: {config.parent / 'gone'}: no diffusers folder (there is no such folder)",
+        f"images.models.gone: {config.parent / 'gone'}: there is no such folder",
     }
 
 
@@ -147,9 +148,43 @@ def test_cli_doctor_checks_checkpoints_in_one_file(config):
     config.write_text(f"images: {{models: {json.dumps(names)}}}\nrecommend: null\n")
     here = config.parent
     assert {it.detail for it in problems(config)} == {
-        f"{here / 'loras/noto.safetensors'}: no whole checkpoint in the original layout of a family that is served",
-        f"{here / 'gone.safetensors'}: there is no such file",
+        f"images.models.b: {here / 'loras/noto.safetensors'}: a LoRA; those belong into images.loras.folder",
+        f"images.models.c: {here / 'gone.safetensors'}: there is no such file",
     }
+
+
+def test_cli_doctor_says_what_is_left_out(config):
+    """Of the LoRAs and of the folder of models, each with its reason; and a LoRA that only an alias knows."""
+    here = config.parent
+    (here / "loras" / "old.ckpt").write_bytes(b"")
+    shutil.copytree(here / "base", here / "more" / "a")
+    (here / "more" / "again").symlink_to("a")
+    (here / "more" / "mine").symlink_to(here / "base")
+    (here / "more" / "empty").mkdir()
+    config.write_text(
+        "images: {model: ./base, loras: {folder: loras}, models_folder: more, controlnets: {},"
+        " aliases: {x: {model: base, loras: {notto: 1}}}}\nrecommend: null\n"
+    )
+    found = problems(config)
+    assert {it.verdict for it in found} == {CheckStatus.WARN}
+    assert {it.detail for it in found} == {
+        f"again and a are both {here / 'more/a'}",
+        "images.aliases.x.loras: there is no LoRA 'notto'; did you mean noto?",
+        f"not served of {here / 'loras'}: old.ckpt (only .safetensors files are read)",
+        f"not served of {here / 'more'}: empty (no diffusers folder: it has no model_index.json); "
+        "mine (a link that leads out of the folder)",
+    }
+
+
+def test_models_are_listed_once(config):
+    """A link in the folder of models is no other model, nor is what the configuration names."""
+    more = config.parent / "more"
+    shutil.copytree(config.parent / "base", more / "a")
+    (more / "again").symlink_to("a")
+    config.write_text("images: {models: {first: ./more/a}, models_folder: more, controlnets: {}}\nrecommend: null\n")
+    assert [(it.name, it.kind) for it in inventory(load_config(config).images)] == [("first", "base")]
+    config.write_text("images: {model: ./base, models_folder: more, controlnets: {}}\nrecommend: null\n")
+    assert [it.name for it in inventory(load_config(config).images)] == ["base", "a"]
 
 
 @pytest.mark.parametrize(("memory_gb", "verdict"), [(1.0, CheckStatus.OK), (0.000001, CheckStatus.FAIL)])

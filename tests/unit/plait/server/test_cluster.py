@@ -165,6 +165,22 @@ def test_an_update_without_room_goes_on_in_place_and_says_so(monkeypatch: pytest
     assert said == ["plait: no room for one more replica of engine: the old ones stop before new ones start"]
 
 
+def test_a_failure_is_that_of_the_deployment_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what another one was told meanwhile, and by its last error."""
+    waits = "Deployment 'controlnet-colors' in application 'app' has 1 replicas that have taken more than 30s to init"
+    broken = "It failed to start 3 times in a row.\nTraceback:\nplait_disagg.package.PackageError: no such folder"
+    told = {"controlnet-colors": ("UPDATING", waits), "engine": ("HEALTHY", ""), "hn-shop": ("DEPLOY_FAILED", broken)}
+    rows = {name: SimpleNamespace(status=status, message=said) for name, (status, said) in told.items()}
+    app = SimpleNamespace(status="DEPLOY_FAILED", message="it failed", deployments=rows)
+    monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications={"app": app}))
+    monkeypatch.setattr(serve, "run_many", lambda *_, **__: None)
+    failed = started()
+    failed.deploy(deployments(AppArgs(images=IMAGES, recommend=MODELS)), name="app", salt="run")
+    assert failed.state().failure == "hn-shop: no such folder"
+    app.deployments = {}
+    assert failed.state().failure == "it failed"
+
+
 def test_who_waits_long_asks_seldom_and_hears_soon_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """New knobs take a tenth of a second and models most of a minute: neither should be told late."""
     _, asked_s, waiting = asking(monkeypatch)

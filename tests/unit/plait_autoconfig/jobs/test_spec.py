@@ -52,8 +52,8 @@ def test_paths_start_from_the_folder_of_the_file(tmp_path):
     ("before", "after", "said"),
     [
         ("low: 1", "lowest: 1", "line 5: knobs.replicas.lowest: there is no such setting"),
-        ("low: 1", "low: yes", "line 5: knobs.replicas.low: input should be a valid integer, not True"),
-        ("high: 4", "high: '4'", "line 6: knobs.replicas.high: input should be a valid integer, not '4'"),
+        ("low: 1", "low: yes", "line 5: knobs.replicas.low: must be a valid integer, not True"),
+        ("high: 4", "high: '4'", "line 6: knobs.replicas.high: must be a valid integer, not '4'"),
         ("kind: int", "kind: integer", "knobs.replicas: input tag 'integer'"),
         ("every: 3", "evry: 3", "reference.evry: there is no such setting"),
         ("name: demo", "name: demo\nname: twice", "line 2: 'name' is given twice"),

@@ -75,8 +75,8 @@ def earlier(folder, name):
 
 @pytest.mark.parametrize("name", ["finished", "stopped"])
 def test_a_job_of_an_earlier_version_is_shown_as_that_version_showed_it(tmp_path, name):
-    """Every measurement, the answer with its intervals, the reason; the journal's torn last line is lost, and no other.
-    From then on the file holds the job."""
+    """Every measurement, the answer with its intervals, the reason; the journal's torn last line is lost, and no other,
+    and what ran when its worker ended is told as lost. From then on the file holds the job."""
     folder = earlier(tmp_path, name)
     shown = json.loads((folder / "state.json").read_text())
     now_s = 1790000010.0
@@ -149,17 +149,17 @@ def test_a_file_system_without_locks_is_told_as_such(tmp_path, monkeypatch):
 
 
 def test_the_study_opens_in_optunas_own_tools(tmp_path):
-    """Values, parameters and constraints are those of the trials; failures are failures, and so are checks."""
+    """Values, parameters and constraints are those of the trials. Failures are failures; the checks of a rate, which
+    have no value of the goal, are none."""
     folder = tmp_path / "job"
     spec = job(limits=["p99_ms <= 90"], storage=f"sqlite:///{tmp_path}/trials.db", budget={"trials": 4})
     state = run_directly(folder, spec, fail={"batch=8": "refuse"})
-    study = optunas_own(tmp_path)
-    assert len(study.trials) == len(state.rows)
-    for trial, row in zip(study.trials, state.rows, strict=True):
+    study, rows = optunas_own(tmp_path), [row for row in state.rows if row.kind.compares]
+    assert len(rows) < len(state.rows)
+    for trial, row in zip(study.trials, rows, strict=True):
         assert trial.params == row.config
-        has_no_value = row.outcome.failure is not None or not row.kind.compares
-        assert (trial.state == TrialState.FAIL) == has_no_value
-        if not has_no_value:
+        assert (trial.state == TrialState.FAIL) == (row.outcome.failure is not None)
+        if row.outcome.failure is None:
             assert trial.constraints == spec.goal.excesses(row.outcome)
     assert study.best_trial.user_attrs["plait:claim"]["config"] == trial_of_best(state)
 
@@ -361,6 +361,21 @@ def test_a_worker_that_is_killed_is_gone_at_once(tmp_path):
     assert store.workers(now_s=100.0) == ()
     os.waitpid(pid, 0)
     assert store.workers(now_s=100.0) == ()
+
+
+def test_a_job_whose_worker_is_gone_is_told_to_wait(tmp_path):
+    """Work is left and nobody does it; the measurement that ran is lost, and does not take longer and longer."""
+    store = JobStore.open_or_create(tmp_path, job())
+    assert (read_state(store, now_s=100.0).phase, store.records()) == ("waiting", ())
+    store.join("gone", now_s=100.0)
+    claim(store, kind=MeasurementKind.REFERENCE)
+    state = read_state(store, now_s=100.0)
+    assert (state.phase, [row.status for row in state.rows]) == ("searching", ["running"])
+    state = read_state(store, now_s=100.0 + LEASE_S)
+    assert (state.phase, state.reason) == ("waiting", "nobody works on it; run it again to continue")
+    assert [(row.status, row.reason, row.duration_s) for row in state.rows] == [
+        ("lost", "lost: its worker was gone", 0.0)
+    ]
 
 
 def test_the_claim_of_a_worker_that_is_gone_is_lost_and_proposed_again(tmp_path):

@@ -11,21 +11,22 @@ import pytest
 import torch
 from diffusers import ControlNetModel, DDIMScheduler, DiffusionPipeline, UNet2DConditionModel
 from safetensors.torch import load_file
-from transformers import CLIPTokenizer
+from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.config import family_of
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
-from plait_serving.diffusion.published.configs import END, START, write_tokenizer
+from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
+from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
 from plait_serving.diffusion.sources import staging
 from plait_serving.random_models import tensor_file
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
 from plait_serving.random_models.write import write_model
-from support.scaled import IMAGE_SIZE, scaled_down
 
 BASES = {FamilyName.SD15: "sd1", FamilyName.SD21: "sd2", FamilyName.SDXL: "sdxl"}
+FLOWS = (FamilyName.SD35_MEDIUM, FamilyName.SD35_LARGE, FamilyName.FLUX_DEV, FamilyName.FLUX_SCHNELL)
 UNET = "unet/diffusion_pytorch_model.safetensors"
 
 
@@ -73,6 +74,41 @@ def test_a_base_model_makes_finite_images(family, tmp_path):
     assert (bundle.width, bundle.height, bundle.vae_factor) == (IMAGE_SIZE, IMAGE_SIZE, 8)
     unet = next(part.config for part in ARCHITECTURES[family].parts if part.folder == "unet")
     assert family_of(unet) == BASES[family]  # of the real width, by which SD 2 is known
+
+
+@pytest.mark.parametrize("family", FLOWS)
+def test_a_transformer_makes_images_of_its_prompt(family, tmp_path):
+    """diffusers' own pipeline loads the folder with all encoders; the image is finite, no flat colour, and another
+    prompt gives another."""
+    folder = write(family, tmp_path / "model")
+    one, other = flow_images(DiffusionPipeline.from_pretrained(folder, local_files_only=True))
+    assert one.shape == (1, 3, IMAGE_SIZE, IMAGE_SIZE)
+    assert torch.isfinite(one).all()
+    assert one.std() > 0.01
+    assert (one - other).abs().max() > 0.01
+
+
+def test_t5_may_be_left_out_of_stable_diffusion_3_only(tmp_path):
+    """Its folder says that there is none, and diffusers makes images with it; every other model needs what it has."""
+    small = scaled_down(FamilyName.SD35_MEDIUM).without_t5()
+    write_model(small, tmp_path / "model", seed=0, dtype=DtypeName.FLOAT16, report=silent)
+    index = json.loads((tmp_path / "model/model_index.json").read_text())
+    assert index["text_encoder_3"] == index["tokenizer_3"] == [None, None]
+    absent = {"text_encoder_3": None, "tokenizer_3": None}
+    one, other = flow_images(DiffusionPipeline.from_pretrained(tmp_path / "model", local_files_only=True, **absent))
+    assert (one - other).abs().max() > 0.01
+    for family, why in ((FamilyName.FLUX_DEV, "cannot do without its T5"), (FamilyName.SDXL, "has no T5")):
+        with pytest.raises(ModelError, match=why):
+            ARCHITECTURES[family].without_t5()
+
+
+def flow_images(pipe):
+    """Images of two prompts, with the same noise."""
+    pipe.set_progress_bar_config(disable=True)
+    asked = {"num_inference_steps": 1, "height": IMAGE_SIZE, "width": IMAGE_SIZE, "max_sequence_length": 32}
+    prompts = ("a red apple", "a blue house at night")
+    seed = torch.Generator().manual_seed
+    return [pipe(text, output_type="pt", generator=seed(1), **asked).images for text in prompts]
 
 
 @pytest.mark.parametrize("family", [FamilyName.SD15_CONTROLNET, FamilyName.SDXL_CONTROLNET])
@@ -151,6 +187,19 @@ def test_the_tokenizer_reads_everything(tmp_path):
     assert len(padded) == 77
     assert padded[-1] == 0
     assert len(tokenizer("horse " * 200, truncation=True).input_ids) == 77
+
+
+def test_the_tokenizer_of_t5_reads_what_the_model_knows(tmp_path):
+    """As many tokens as T5's own, whole words among them; text comes back, and what is in no piece is unknown."""
+    write_t5_tokenizer(tmp_path / "tokenizer")
+    tokenizer = T5TokenizerFast.from_pretrained(tmp_path / "tokenizer", local_files_only=True)
+    assert (len(tokenizer), tokenizer.model_max_length) == (32_100, 512)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    text = "An astronaut riding a horse, 8k!"
+    ids = tokenizer(text, padding="max_length", max_length=64).input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert "▁horse" in tokenizer.convert_ids_to_tokens(ids)
+    assert tokenizer("日").input_ids[-2:] == [2, 1]
 
 
 def test_large_tensors_are_drawn_in_pieces(tmp_path, monkeypatch):

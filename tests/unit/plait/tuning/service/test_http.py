@@ -138,7 +138,7 @@ def test_the_report_is_a_page_with_its_own_policy(desk, client):
     """Also before the job has begun."""
     job_id = started(client)
     early = client.get(f"{URL}/{job_id}/report", headers=BOSS)
-    assert "Searching" in early.text
+    assert "Not begun" in early.text
     desk.work_once(never)
     page = client.get(f"{URL}/{job_id}/report", headers=BOSS)
     assert page.headers["content-type"].startswith("text/html")

@@ -23,10 +23,10 @@ from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
+from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.values import LoraRef
 from support.ldm import original_names
 from support.loras import TwoLayers, factors, lycoris_tensors, peft_tensors, shapes_of, snapshot, write
-from support.scaled import scaled_down
 
 torch.set_num_threads(1)
 

@@ -20,12 +20,12 @@ from plait_serving.diffusion.families.unet import single_file
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 from support.ldm import write_ldm
-from support.scaled import scaled_down
 from support.tiny import tiny_lora, tiny_sd
 
 FAMILIES = (FamilyName.SD15, FamilyName.SD21, FamilyName.SDXL)

@@ -97,4 +97,4 @@ def test_the_first_of_several_problems_is_named_and_the_rest_counted():
     ]
     error = validation_error(errors)
     assert error.param == "prompt"
-    assert error.message == "prompt: Field required (and 1 more)"
+    assert error.message == "prompt: must be given (and 1 more)"

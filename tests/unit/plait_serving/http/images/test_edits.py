@@ -185,7 +185,7 @@ def bmp():
     ("fields", "param", "message"),
     [
         ({"strength": 0}, "strength", "greater than 0"),
-        ({"strength": 1.1}, "strength", "less than or equal to 1"),
+        ({"strength": 1.1}, "strength", "must be at most 1"),
         ({"strength": 0.2}, "strength", "0.2 of 4 steps is not a whole step"),
         ({"image": None}, "image", "a file, or in JSON its base64"),
         ({"image": ""}, "image", "a file"),

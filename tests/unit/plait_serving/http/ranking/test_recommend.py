@@ -106,10 +106,10 @@ def test_equal_scores_stay_in_the_candidates_order_and_nan_is_last():
 @pytest.mark.parametrize(
     ("changes", "param", "says"),
     [
-        ({"user": ...}, "user", "required"),
-        ({"candidates": ...}, "candidates", "required"),
+        ({"user": ...}, "user", "must be given"),
+        ({"candidates": ...}, "candidates", "must be given"),
         ({"users": {}}, "users", "did you mean user"),
-        ({"user": []}, "user", "dict"),
+        ({"user": []}, "user", "must be an object"),
         ({"user": {}}, "user.person", "misses person, mood, history"),
         ({"user": {"person": 3, "mood": [0, 0, 0]}}, "user.history", "misses history"),
         ({"user": USER | {"mod": 1}}, "user.mod", "did you mean mood"),
@@ -143,10 +143,10 @@ def test_equal_scores_stay_in_the_candidates_order_and_nan_is_last():
         ({"candidates": [{"item": 1, "price": 1, "genres": [9]}]}, "candidates.genres", "outside 0..5"),
         ({"candidates": [{"item": 1, "price": 1, "genres": [1] * 9}]}, "candidates.genres_offsets", "at most 8"),
         ({"top_k": 0}, "top_k", "1"),
-        ({"top_k": 1.5}, "top_k", "integer"),
-        ({"top_k": True}, "top_k", "integer"),
+        ({"top_k": 1.5}, "top_k", "whole number"),
+        ({"top_k": True}, "top_k", "whole number"),
         ({"deadline_ms": 0}, "deadline_ms", "greater"),
-        ({"model": 3}, "model", "string"),
+        ({"model": 3}, "model", "must be text"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named_with_a_hint(changes, param, says):
