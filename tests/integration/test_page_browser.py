@@ -16,6 +16,7 @@ import pytest
 from fakes.images import FAKE_CATALOG, FakeImageService
 from fakes.ranking import fake_rankers
 from plait_serving.diffusion.errors import Overloaded
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
@@ -118,6 +119,30 @@ def test_a_field_that_the_server_declares_has_a_control(window):
         page.open(desk.url)
         desk.ready()
         assert page.run(VALUE, "#field-guidance_rescale") == "0.5"
+        assert page.complaints() == []
+
+
+def test_what_a_model_has_no_use_for_is_neither_shown_nor_sent(window):
+    """Guidance, the negative prompt, edits and declared fields; with the other model they are there again."""
+    (emoji,) = FAKE_CATALOG.models
+    bare = replace(emoji, name="bare", default_guidance_scale=0.0, terms=RequestTerms(guidance_scale=0.0, edits=False))
+    shown = """return ["#guidance", "#negative", "#source"].map((each) =>
+      !document.querySelector(each).closest("[hidden]"))"""
+    choose = """const model = document.querySelector("#model");
+      model.value = args[0]; model.dispatchEvent(new Event("change"))"""
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(emoji, bare)))) as desk:
+        page = desk.ready()
+        page.click("#more summary")
+        page.fill("#negative", "blur")
+        made = desk.make("red apple")
+        assert (made.negative_prompt, made.guidance_scale) == ("blur", 7.5)
+        page.run(choose, "bare")
+        assert page.run(shown) == [False, False, False]
+        assert page.text("#fields") == ""
+        made = desk.make("red apple", 2)
+        assert (made.model, made.negative_prompt, made.guidance_scale) == ("bare", None, 0.0)
+        page.run(choose, "emoji")
+        assert page.run(shown) == [True, True, True]
         assert page.complaints() == []
 
 
