@@ -160,6 +160,8 @@ def check_takes(request: ImageRequest, terms: RequestTerms) -> None:
             about = f" ({declared.about})" if declared.about else ""
             raise RequestError(f"this model has no use for it{about}", param=declared.name)
     if request.edit is not None and not terms.edits:
+        if terms.reads_images:
+            raise RequestError("this model reads the whole image, and starts from noise", param="mask")
         raise RequestError("this model starts from no image", param="image")
     if request.reference is not None and not terms.reads_images:
         raise RequestError("this model reads no image", param="image")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow import checkpoints as flow
@@ -26,9 +26,11 @@ from plait_serving.diffusion.families.unet import config as unet
 from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_controlnet, read_json
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from plait_serving.diffusion.families.family import Family
+    from plait_serving.diffusion.families.preparation import Preparer
     from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
     from plait_serving.diffusion.lora.container import Header
     from plait_serving.diffusion.settings import EngineSettings, Host
@@ -168,8 +170,11 @@ def kind_of_controlnet(folder: Path) -> str:
     return str(unet.family_of(read_json(folder / "config.json")))
 
 
-def load_controlnet(folder: Path, **options: Any) -> ControlNetRunner:
-    """Load a ControlNet from a diffusers folder, of whatever family it is. Raises `ModelError`."""
+def load_controlnet(
+    folder: Path, *, dtype: torch.dtype, device: str, preparer: Preparer | None, graphs: bool
+) -> ControlNetRunner:
+    """Load a ControlNet from a diffusers folder, of whatever family it is. `preparer`: its program runs once it was
+    converted; `graphs`: it runs as CUDA graphs. Raises `ModelError`."""
     from plait_serving.diffusion.families.unet import controlnet
 
-    return controlnet.load_controlnet(folder, **options)
+    return controlnet.load_controlnet(folder, dtype=dtype, device=device, preparer=preparer, graphs=graphs)

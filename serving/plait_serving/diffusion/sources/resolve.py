@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.settings import cache_folder
 from plait_serving.diffusion.sources.file_kinds import PICKLE, is_pickle, stem_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub
 from plait_serving.diffusion.sources.single_file import converted
-
-
-def cache_folder() -> Path:
-    """Return plait's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait"
 
 
 def resolve_source(
