@@ -1,8 +1,8 @@
 """A checkpoint of Stable Diffusion 3 or FLUX.1 in the original layout as a folder.
 
 Files hold a transformer, and some a VAE and text encoders; what one lacks is linked from the folder that is named as
-its configuration. diffusers' converter of FLUX.1 takes the published widths only, so the table of names that LoRAs are
-read by (`published.original_names`) is that of checkpoints, too.
+its configuration: always T5's vocabulary. diffusers' converter of FLUX.1 takes the published widths only, so the table
+of names that LoRAs are read by (`published.original_names`) is that of checkpoints, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from plait_serving.diffusion.families.flow.checkpoints import (
 )
 from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header
-from plait_serving.diffusion.published.architectures import ARCHITECTURES, Architecture, FamilyName
+from plait_serving.diffusion.published.architectures import ARCHITECTURES, T5, Architecture, FamilyName, tokenizer_of
 from plait_serving.diffusion.published.configs import build_on_meta, write_configs
 from plait_serving.diffusion.published.original_names import original_layers
 from plait_serving.diffusion.sources.parts import copy_configs, write_part
@@ -55,6 +55,7 @@ def convert(path: Path, header: Header, config: Path | None, staged: Path) -> No
         if is_sd3 and starts["text_encoder_3"] is None:
             architecture = architecture.without_t5()
         lacking = [part.folder for part in architecture.parts if starts.get(part.folder, "") is None]
+        lacking += [tokenizer_of(part) for part in architecture.parts if part.class_name == T5]  # not part of plait
         if lacking:
             raise ModelError(
                 f"{path}: holds no {' and no '.join(lacking)}; name a diffusers folder that has what the file lacks "

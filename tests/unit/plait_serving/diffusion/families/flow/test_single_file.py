@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families import family_row, row_of_file
 from plait_serving.diffusion.families.flow import single_file
+from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.published.architectures import FamilyName
-from plait_serving.diffusion.published.scaled import scaled_down
+from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
 from plait_serving.diffusion.sources.resolve import resolve_source
+from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 from support.original_flow import original_transformer, write_flow_file
@@ -63,19 +67,50 @@ def check_same(found, folder):
     ("family", "vae"), [(FAMILIES[0], "first_stage_model."), (FAMILIES[1], "vae."), (FAMILIES[2], "vae.")]
 )
 def test_a_whole_file_is_the_folder_that_it_was_written_from(family, vae, folders, tmp_path):
-    """With VAE and text encoders in it, nothing else is needed: the published configurations and tokenizers are known,
-    and the shapes tell the depth, the guidance and the blocks with two attentions."""
+    """With VAE and text encoders in it, of the folder that is named beside it no weights are read."""
     path = write_flow_file(folders / family, tmp_path / "model.safetensors", vae=vae, texts=True)
-    check_same(resolve_source(path, cache=tmp_path / "cache"), folders / family)
+    config = without(folders / family, tmp_path / "config", "*/*.safetensors")
+    check_same(resolve_source(path, config=config, cache=tmp_path / "cache"), folders / family)
+
+
+def without(folder, copy, pattern):
+    """A copy of a folder without some files."""
+    shutil.copytree(folder, copy)
+    for path in copy.glob(pattern):
+        path.unlink()
+    return copy
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_file_makes_the_images_of_the_folder(family, folders, tmp_path):
+    """Served by its path, a level apart at most: where a weight lies in a file decides how it is multiplied."""
+    path = write_flow_file(folders / family, tmp_path / "model.safetensors", vae="vae.", texts=True)
+    file = resolve_source(path, config=folders / family, cache=tmp_path / "cache")
+    of_folder, of_file = (served(model).astype(int) for model in (folders / family, file))
+    assert of_folder.std() > 1
+    assert np.abs(of_file - of_folder).max() <= 1
+
+
+def served(folder) -> np.ndarray:
+    """What an engine makes of a model."""
+    knobs = EngineKnobs(threads=1)
+    engine = build_engine(EngineSettings(model=folder, device="cpu", dtype="float32", converts=False, knobs=knobs))
+    terms = engine.pool.first.family.terms
+    request = ImageRequest(
+        request_id="one", prompt="a red apple", width=IMAGE_SIZE, height=IMAGE_SIZE, steps=2, seed=3,
+        guidance_scale=terms.guidance_scale, scheduler=Scheduler.EULER,
+    )  # fmt: skip
+    try:
+        return engine.generate(request, timeout_s=60.0).images[0]
+    finally:
+        engine.stop(drain_s=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_transformer_alone_takes_what_it_lacks_from_a_folder(family, folders, tmp_path):
     """What its authors publish, and a folder that is named as its configuration: that one's files are linked, not
     copied, and its pipeline is the model's (a Kontext has FLUX.1's names and shapes)."""
-    config = tmp_path / "config"
-    shutil.copytree(folders / family, config)
-    (config / "transformer/diffusion_pytorch_model.safetensors").unlink()
+    config = without(folders / family, tmp_path / "config", "transformer/*.safetensors")
     path = write_flow_file(folders / family, tmp_path / "model.safetensors")
     found = resolve_source(path, config=config, cache=tmp_path / "cache")
     check_same(found, folders / family)
@@ -83,28 +118,48 @@ def test_a_transformer_alone_takes_what_it_lacks_from_a_folder(family, folders, 
 
 
 @pytest.mark.parametrize(
-    ("family", "vae", "says"),
+    ("family", "vae", "texts", "says"),
     [
-        (FamilyName.FLUX_DEV, None, "holds no text_encoder and no text_encoder_2 and no vae; name a diffusers folder"),
-        (FamilyName.FLUX_DEV, "vae.", "holds no text_encoder and no text_encoder_2; name a diffusers folder"),
-        (FamilyName.SD35_MEDIUM, "first_stage_model.", "holds no text_encoder and no text_encoder_2; name a"),
+        (
+            FamilyName.FLUX_DEV,
+            None,
+            False,
+            "no text_encoder and no text_encoder_2 and no vae and no tokenizer_2; name a",
+        ),
+        (FamilyName.FLUX_DEV, "vae.", False, "no text_encoder and no text_encoder_2 and no tokenizer_2; name a"),
+        (FamilyName.FLUX_DEV, "vae.", True, "no tokenizer_2; name a diffusers folder that has what the file lacks"),
+        (FamilyName.SD35_MEDIUM, "first_stage_model.", False, "no text_encoder and no text_encoder_2; name a"),
+        (FamilyName.SD35_MEDIUM, "first_stage_model.", True, "no tokenizer_3; name a"),
     ],
 )
-def test_what_is_missing_is_said(family, vae, says, folders, tmp_path):
-    """A file without text encoders names the key of the folder that has them."""
-    path = write_flow_file(folders / family, tmp_path / "model.safetensors", vae=vae)
-    with pytest.raises(ModelError, match=rf"model\.safetensors: {says}.*images\.models\.X\.config"):
+def test_what_is_missing_is_said(family, vae, texts, says, folders, tmp_path):
+    """A file without text encoders, or with a T5, whose vocabulary no file holds, names the key of the folder that has
+    them."""
+    path = write_flow_file(folders / family, tmp_path / "model.safetensors", vae=vae, texts=texts)
+    with pytest.raises(ModelError, match=rf"model\.safetensors: holds {says}.*images\.models\.X\.config"):
         resolve_source(path, cache=tmp_path / "cache")
 
 
-def test_t5_may_be_missing_from_stable_diffusion_3(folders, tmp_path):
-    """As published "with CLIPs": the folder says that there is no T5."""
+def test_a_folder_that_lacks_it_too_is_no_help(folders, tmp_path):
+    """What neither has is named, in the folder."""
+    family = FamilyName.FLUX_DEV
+    config = without(folders / family, tmp_path / "config", "text_encoder_2/*.safetensors")
+    path = write_flow_file(folders / family, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"text_encoder_2: no weights found"):
+        resolve_source(path, config=config, cache=tmp_path / "cache")
+
+
+def test_with_clips_only_stable_diffusion_3_needs_nothing_else(folders, tmp_path):
+    """As published "with CLIPs": the configurations and the one vocabulary are known, the shapes tell the depth and the
+    blocks with two attentions, and the folder says that there is no T5."""
     whole = write_flow_file(folders / FAMILIES[0], tmp_path / "whole.safetensors", vae="first_stage_model.", texts=True)
     tensors = {key: value for key, value in load_file(whole).items() if ".t5xxl." not in key}
     save_file(tensors, tmp_path / "clips.safetensors")
     found = resolve_source(tmp_path / "clips.safetensors", cache=tmp_path / "cache")
-    assert json.loads((found / "model_index.json").read_text())["text_encoder_3"] == [None, None]
-    assert not (found / "text_encoder_3").exists()
+    expected = tmp_path / "expected"
+    small = scaled_down(FAMILIES[0]).without_t5()
+    write_model(small, expected, seed=1, dtype=DtypeName.BFLOAT16, report=lambda *_: None)
+    check_same(found, expected)
 
 
 FP8 = torch.float8_e4m3fn
