@@ -144,7 +144,8 @@ def test_it_says_which_fields_it_takes(family: Family) -> None:
     assert set(terms.samplers.spaced) <= set(terms.samplers.among)
     check = partial(check_request, limits=ImageLimits(), loras=(), controlnets=(), terms=terms)
     check(asked(family))
-    family.measure(asked(family))
+    check(asked(family, negative_prompt=""))
+    family.measure(asked(family, negative_prompt=""))
     for name, declared in only_some.items():
         if name in terms.takes:
             check(asked(family, **{name: GIVEN[name]}))

@@ -122,6 +122,30 @@ def test_a_field_that_the_server_declares_has_a_control(window):
         assert page.complaints() == []
 
 
+def test_what_a_model_has_no_use_for_is_neither_shown_nor_sent(window):
+    """Guidance, the negative prompt, edits and declared fields; with the other model they are there again."""
+    (emoji,) = FAKE_CATALOG.models
+    bare = replace(emoji, name="bare", default_guidance_scale=0.0, terms=RequestTerms(guidance_scale=0.0, edits=False))
+    shown = """return ["#guidance", "#negative", "#source"].map((each) =>
+      !document.querySelector(each).closest("[hidden]"))"""
+    choose = """const model = document.querySelector("#model");
+      model.value = args[0]; model.dispatchEvent(new Event("change"))"""
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(emoji, bare)))) as desk:
+        page = desk.ready()
+        page.click("#more summary")
+        page.fill("#negative", "blur")
+        made = desk.make("red apple")
+        assert (made.negative_prompt, made.guidance_scale) == ("blur", 7.5)
+        page.run(choose, "bare")
+        assert page.run(shown) == [False, False, False]
+        assert page.text("#fields") == ""
+        made = desk.make("red apple", 2)
+        assert (made.model, made.negative_prompt, made.guidance_scale) == ("bare", None, 0.0)
+        page.run(choose, "emoji")
+        assert page.run(shown) == [True, True, True]
+        assert page.complaints() == []
+
+
 def test_words_that_the_model_does_not_know_get_a_hint(window):
     """And those that it knows do not; an idea is one press away."""
     with Desk(window) as desk:
