@@ -464,6 +464,24 @@ def test_another_sampler_of_the_catalog_is_offered(window):
         assert page.run("return document.querySelector('#tab-rank').hidden")
 
 
+def test_what_a_model_has_no_use_for_is_not_in_the_form(window):
+    """No guidance and no negative prompt; an image that it reads has neither strength nor mask."""
+    terms = RequestTerms(guidance_scale=0.0, edits=False, reads_images=True)
+    model = replace(FAKE_CATALOG.model, terms=terms, default_guidance_scale=0.0)
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,))), ranking=False) as desk:
+        page, shown = desk.ready(), "return document.querySelector(args[0]).checkVisibility()"
+        assert [page.run(shown, part) for part in ("#guidance", "#more", "#source-part")] == [False, False, True]
+        desk.make("red apple")
+        assert "CFG" not in page.text("#details .facts")
+        page.click("[title^='Start an edit']")
+        page.wait("return document.querySelector('.source img') !== null")
+        assert not page.run(shown, "#strength")
+        assert not page.run(shown, "[title='Paint a mask']")
+        made = desk.make("frog face", 2)
+        assert (made.edit, made.reference.shape) == (None, (16, 16, 3))
+        assert not page.complaints()
+
+
 def test_a_page_of_another_port_changes_nothing(window):
     """By script or by form, the model stays awake; the server's own page may put it to sleep."""
     script = "return fetch(args[0], {method: 'POST', mode: 'no-cors'}).then(() => true)"

@@ -50,7 +50,7 @@ def bench(
         from plait_bench.errors import BenchError
         from plait_bench.job import NAMES, BenchJob, measure, text_table
     except ModuleNotFoundError as error:
-        raise PlaitError("the benchmarks are in a checkout of plait, loadtest/plait_bench; none is here") from error
+        raise PlaitError("benchmarks are not installed: run this in a clone of plait's repository") from error
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)

@@ -58,8 +58,9 @@ export class Form {
     this.steps.write(model.default_num_inference_steps);
     this.guidance.write(model.default_guidance_scale);
     this.guidance.element.hidden = !takes(model, "guidance_scale");
-    byId("negative").parentElement.hidden = !takes(model, "negative_prompt");
+    byId("more").hidden = !takes(model, "negative_prompt");
     byId("source-part").hidden = !takes(model, "image");
+    this.source.know(takes(model, "mask"));
     this.fields.know(model.controls ?? []);
     byId("size").value = model.default_size;
     byId("sizes").replaceChildren(...sizesOf(model).map((value) => h("option", { value })));

@@ -72,8 +72,8 @@ export class Gallery {
     const { body } = image;
     const seconds = (image.took_ms / 1000).toFixed(1);
     const facts = [`seed ${body.seed}`, `${image.width} × ${image.height}`, `${body.num_inference_steps} steps`,
-      `CFG ${body.guidance_scale}`, body.scheduler, ...(body.loras ?? []).map(({ name, scale }) => `${name} ${scale}`),
-      ...(body.controlnets ?? []).map(({ name }) => name), ...(body.image ? [`edit ${body.strength}`] : []), `${seconds} s`];
+      ...(body.guidance_scale === undefined ? [] : [`CFG ${body.guidance_scale}`]), body.scheduler, ...(body.loras ?? []).map(({ name, scale }) => `${name} ${scale}`),
+      ...(body.controlnets ?? []).map(({ name }) => name), ...(body.image ? [body.strength === undefined ? "edit" : `edit ${body.strength}`] : []), `${seconds} s`];
     const act = (name, title, work, label) => iconButton(name, title, work, label);
     this.details.hidden = false;
     this.details.replaceChildren(
