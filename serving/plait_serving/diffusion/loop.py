@@ -271,7 +271,8 @@ class DenoiseLoop:
         rows = sum(unit.rows for unit in prepared)
         if stepper.settled:
             model.costs.record(key, rows, seconds)
-        self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
+        images = sum(unit.images for unit in prepared)
+        self._registry.count(steps=1, rows=images, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
             if stepper.settled and unit.job.request.tenant.counts:
