@@ -236,7 +236,10 @@ def lora_of(family: Family, path: Path, *, is_text: bool) -> LoadedLora:
     wanted = [
         ref
         for ref, shape in targets.shapes.items()
-        if len(shape) == 2 and (ref.component != targets.denoiser) is is_text and "embed" not in ref.module
+        if len(shape) == 2
+        and ref in names
+        and (ref.component != targets.denoiser) is is_text
+        and "embed" not in ref.module
     ]
     for ref in wanted[:: max(1, len(wanted) // 3)]:
         rows, columns = targets.shapes[ref]
