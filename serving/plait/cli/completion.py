@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import StrEnum
 from importlib import import_module
 from typing import Annotated
@@ -36,16 +37,15 @@ def completion(shell: Annotated[Shell, typer.Argument(help="for this shell")]) -
     print(_SCRIPTS[shell])
 
 
-def candidates(line: str) -> list[str]:
-    """Return what the last word of a line may become: a command, or an option; nothing where it may be a file."""
-    from plait.cli.main import COMMANDS
-
+def candidates(line: str, commands: Collection[str]) -> list[str]:
+    """Return what the last word of a line may become: one of plait's commands, or an option; nothing where it may be a
+    file."""
     *before, last = [*line.split()[1:], *[""] * line.endswith(" ")] or [""]
-    names = [*COMMANDS, "help"]
+    names = [*commands, "help"]
     if before and before[0] == "help":
         before = before[1:]
     if before:
-        if before[0] not in COMMANDS:
+        if before[0] not in commands:
             return []
         command = typer.main.get_command(import_module(f"plait.cli.{before[0]}").app)
         for word in before[1:]:

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from plait.cli.completion import candidates
 
         line = os.environ.get("COMP_LINE", "")
-        print("\n".join(candidates(line[: int(os.environ.get("COMP_POINT") or len(line))])))
+        print("\n".join(candidates(line[: int(os.environ.get("COMP_POINT") or len(line))], COMMANDS)))
         return EXIT_OK
     if arguments[0] in ("-V", "--version"):
         print(f"plait {_version()}")
