@@ -8,8 +8,10 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -36,7 +38,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, loras: Path) -> Iterator[PlaitServer]:
     """A server of the fake engine."""
     port = free_port()
-    arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2"]
+    arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2", "server.a1111_api=true"]
     root, environ = tmp_path_factory.mktemp("replicas"), {"FAKE_LORAS": str(loras)}
     started = PlaitServer.launch(FAKE, arguments, port=port, root=root, environ=environ)
     try:
@@ -144,6 +146,44 @@ def test_a_lora_comes_and_goes_at_both_ingresses(server: PlaitServer, loras: Pat
     until_all_are(server, 200, asked)
     (loras / "new.safetensors").unlink()
     until_all_are(server, 404, asked)
+
+
+def test_what_a1111s_api_knows_is_the_same_at_both_ingresses(server: PlaitServer, loras: Path) -> None:
+    """The checkpoint of a tenant, what it has running, and that it interrupts it: whichever ingress is asked."""
+    until_two(server, "ingress")
+    name = "emoji+lora-7"
+    assert sdapi(server, "options", {"sd_model_checkpoint": name}) is None
+    assert [sdapi(server, "options")["sd_model_checkpoint"] for _ in range(16)] == [name] * 16
+    answers: list[Any] = []
+
+    def make() -> None:
+        answers.append(sdapi(server, "txt2img", {"prompt": "x", "steps": 50, "width": 16, "height": 16}))
+
+    for _ in range(3):
+        threads = [threading.Thread(target=make) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        until_s = time.monotonic() + WAIT_S
+        while sdapi(server, "progress")["state"]["job_count"] < 4 and not answers:
+            assert time.monotonic() < until_s
+        sdapi(server, "interrupt", {})
+        for thread in threads:
+            thread.join(WAIT_S)
+        told = [json.loads(answer["info"])["interrupted"] for answer in answers]
+        assert len(told) == 4
+        if all(told):
+            return
+        answers.clear()  # a busy machine counted them when the first was done
+    pytest.fail("no time had all four running")
+
+
+def sdapi(server: PlaitServer, path: str, body: dict[str, object] | None = None) -> Any:
+    """The answer of A1111's API."""
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    asked = urllib.request.Request(f"{server.url}/sdapi/v1/{path}", data=data, headers=headers)
+    with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
+        return json.load(answer)
 
 
 def until_all_are(server: PlaitServer, status: int, body: dict[str, object]) -> None:

@@ -95,7 +95,7 @@ def _base_model(base: BaseSource, key: str) -> Iterator[CheckResult]:
         yield _single_file(folder, key)
         return
     try:
-        denoiser, index = family_row(folder).denoiser, read_json(folder / INDEX)
+        index, denoiser = read_json(folder / INDEX), family_row(folder).denoiser
     except (PlaitError, ModelError) as error:
         files = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
         if not folder.is_dir():

@@ -38,7 +38,12 @@ class EngineKnobs(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    largest_batch: int = Field(default=16, ge=1, le=256, description="images in one denoiser call")
+    largest_batch: int = Field(
+        default=16,
+        ge=1,
+        le=256,
+        description="images in one denoiser call; with guidance by a negative prompt, each of SD3 and FLUX.1 is two",
+    )
     batch_wait_ms: float = Field(
         default=0.0, ge=0, le=10_000, description="how long a first step waits for batch mates"
     )

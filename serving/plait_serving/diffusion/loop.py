@@ -20,7 +20,6 @@ from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineErro
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.pool import ModelPool
-from plait_serving.diffusion.queue.forecast import StepKind
 from plait_serving.diffusion.queue.policy import BatchLimits, Candidate, Costs, GroupKey, choose, overtaken_by
 from plait_serving.diffusion.queue.shares import TenantShares, Turn
 from plait_serving.diffusion.queue.usage import UsageLedger
@@ -273,11 +272,12 @@ class DenoiseLoop:
         rows = sum(unit.rows for unit in prepared)
         if stepper.settled:
             model.costs.record(key, rows, seconds)
-        self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
+        images = sum(unit.images for unit in prepared)
+        self._registry.count(steps=1, rows=images, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
             if stepper.settled and unit.job.request.tenant.counts:
-                model.forecast.charged_step(StepKind.of(unit.job.request, unit.job.size), seconds / rows)
+                model.forecast.charged_step(unit.job.size, seconds / rows)
         took_part = {unit.job for unit in prepared}
         for job in self._jobs:
             job.runs = job in took_part

@@ -65,7 +65,7 @@ class RequestSize:
 
     Its prompts' words, without begin, end and padding, and the `chunks` of both that text encoders read. `shape`: what
     requests for one model must agree in to share a denoiser call. Each image is `rows` rows of a call, of the kind
-    `row`.
+    `row`; `controls`: what its ControlNets add to their work, as a share.
     """
 
     prompt_tokens: int
@@ -74,3 +74,4 @@ class RequestSize:
     shape: Hashable
     row: RowKind
     rows: int = 1
+    controls: float = 0.0

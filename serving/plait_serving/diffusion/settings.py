@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,11 @@ from pathlib import Path
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
-from plait_serving.diffusion.sources.resolve import cache_folder
+
+
+def cache_folder() -> Path:
+    """Return plait's folder in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait"
 
 
 def default_prepared_folder() -> Path:

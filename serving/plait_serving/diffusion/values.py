@@ -179,8 +179,8 @@ class ImageRequest:
     `max_sequence_length`: what T5's text is padded to, unmasked; None: the model's own. `reference`: an image of any
     size that the model reads, as FLUX.1 Kontext does.
 
-    For SDXL only: `prompt_2` and `negative_prompt_2` are what its second text encoder reads (None: what the first
-    does), and the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
+    `prompt_2` and `negative_prompt_2`: what the second text encoder reads (None: what the first does). For SDXL only:
+    the sizes that it was trained to know of its images: `original_size` and `target_size` `(width, height)`
     (None: the image's), and the `(left, top)` of a `crop`.
 
     `deadline_s` counts from acceptance. `lora_free_steps` is k of BOUNDED_ASYNC (0 for EXACT): steps [0, k) run
@@ -207,9 +207,13 @@ class ImageRequest:
             type=choice(Sigmas),
             about="how noise levels are spaced; unset: as the model says. Not with every sampler",
             echoed=True,
+            control="Schedule type",
         ),
     ] = None
-    eta: Annotated[float, RequestField(type=Fraction, about="noise of ddim", infotext="Eta DDIM", echoed=True)] = 0.0
+    eta: Annotated[
+        float,
+        RequestField(type=Fraction, about="noise of ddim", infotext="Eta DDIM", echoed=True, control="Eta (DDIM)"),
+    ] = 0.0
     steps: Annotated[int, RequestField(type=whole(1), name="num_inference_steps", echoed=True)]
     guidance_scale: Annotated[float, RequestField(type=between(0.0, MAX_SCALE), only_some=True, echoed=True)]
     guidance_rescale: Annotated[
@@ -244,6 +248,7 @@ class ImageRequest:
             write=lambda layers: str(layers + 1),
             only_some=True,
             echoed=True,
+            control="Clip skip (layers)",
         ),
     ] = 0
     max_sequence_length: Annotated[
@@ -265,16 +270,21 @@ class ImageRequest:
             about="a1111: (word:1.2), ((word)), [word], BREAK and <lora:name:0.8> have a meaning",
             infotext="Prompt syntax",
             only_some=True,
+            control="Prompt syntax",
         ),
     ] = PromptSyntax.PLAIN
     prompt_2: Annotated[
         str | None,
         RequestField(
-            type=Text, about="SDXL: for the second text encoder; unset: prompt", infotext="Prompt 2", only_some=True
+            type=Text,
+            about="SDXL, SD3: for the second text encoder; FLUX.1: for T5; unset: prompt",
+            infotext="Prompt 2",
+            only_some=True,
         ),
     ] = None
     negative_prompt_2: Annotated[
-        str | None, RequestField(type=Text, about="SDXL: as prompt_2", infotext="Negative prompt 2", only_some=True)
+        str | None,
+        RequestField(type=Text, about="SDXL, SD3, FLUX.1: as prompt_2", infotext="Negative prompt 2", only_some=True),
     ] = None
     original_size: Annotated[
         tuple[int, int] | None,

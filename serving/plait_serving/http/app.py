@@ -22,8 +22,8 @@ from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.values import NAME_PATTERN
 from plait_serving.http import document, models, operations
 from plait_serving.http.a1111 import routes as a1111
-from plait_serving.http.a1111.desk import Desk
 from plait_serving.http.context import HttpSettings, RouteContext, installed_version
+from plait_serving.http.desk import Desk
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error

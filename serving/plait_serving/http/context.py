@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from plait_serving.diffusion.errors import Overloaded
 from plait_serving.health import Health
-from plait_serving.http.a1111.desk import Desk
+from plait_serving.http.desk import Desk
 from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals

@@ -1,8 +1,9 @@
 """A LoRA file for an architecture, with the layers that training scripts choose and the keys that they write.
 
 peft: diffusers' training scripts; the queries, keys, values and outputs of all attentions. kohya: sd-scripts; every
-linear layer and pointwise convolution of the UNet's transformers and of the text encoders' layers, with half the rank
-as alpha, and for SDXL the block numbers of its original code. Symbols as in `plait_kernels.lora_merge`: A `(r, D)`,
+linear layer and pointwise convolution of the UNet's or the model's transformers and of the text encoders' layers, with
+half the rank as alpha, and for all but SD 1 and 2 the names of the original code. Of transformers it is their own part
+alone, as the scripts train it by default. Symbols as in `plait_kernels.lora_merge`: A `(r, D)`,
 B `(o, r)`, alpha.
 """
 
@@ -11,11 +12,11 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from plait_serving.diffusion.errors import LoraError
-from plait_serving.diffusion.lora.key_formats import LoraFormat
+from plait_serving.diffusion.lora.key_formats import LoraFormat, is_text
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from plait_serving.diffusion.published.architectures import Architecture
 from plait_serving.diffusion.published.configs import build_on_meta, published_name
@@ -30,13 +31,19 @@ MAX_RANK = 4096
 STRENGTH = 0.1
 """Standard deviation of B@A beside that of the weight that it is added to."""
 
-_Factors = Callable[[ModuleRef, tuple[int, ...], int], Iterator[DrawnTensor]]
-
+_FACTORS: Mapping[LoraSpelling, tuple[str, str]] = {
+    LoraSpelling.PEFT: ("lora_A", "lora_B"),
+    LoraSpelling.KOHYA: ("lora_down", "lora_up"),
+}
 _LAYERS: Mapping[LoraSpelling, re.Pattern[str]] = {
-    LoraSpelling.PEFT: re.compile(r"\.attn[12]\.to_(q|k|v|out\.0)$|\.self_attn\.(q|k|v|out)_proj$"),
+    LoraSpelling.PEFT: re.compile(
+        r"attentions\.\d+\..*\.attn[12]\.to_(q|k|v|out\.0)$|\.self_attn\.(q|k|v|out)_proj$"
+        r"|transformer_blocks\.\d+\.attn\.(to_(q|k|v|out\.0|add_out)|add_[qkv]_proj)$"
+    ),
     LoraSpelling.KOHYA: re.compile(r"(^|\.)attentions\.\d+\.|(^|\.)encoder\.layers\.\d+\."),
 }
 _SGM_START = ("lora_unet_input_blocks_", "lora_unet_middle_block_", "lora_unet_output_blocks_")
+_TRANSFORMER_START = ("lora_unet_double_blocks_", "lora_unet_single_blocks_", "lora_unet_joint_blocks_")
 
 
 def write_lora(
@@ -80,36 +87,36 @@ def drawn_factors(architecture: Architecture, *, spelling: LoraSpelling, rank: i
         raise LoraError(f"rank {rank} is not between 1 and {MAX_RANK}")
     if architecture.pipeline is None:
         raise LoraError("a LoRA is for a base model, not for a ControlNet")
-    adapted = ("unet", "text_encoder", "text_encoder_2")
+    of_transformer = any(part.folder == "transformer" for part in architecture.parts)
+    adapted = ("transformer",) if of_transformer else ("unet", "text_encoder", "text_encoder_2")
     modules = {part.folder: build_on_meta(part) for part in architecture.parts if part.folder in adapted}
     targets = LoraTargets.of(modules)
-    factors: _Factors = _kohya_factors(targets) if spelling is LoraSpelling.KOHYA else _peft_factors
     made: list[DrawnTensor] = []
-    for ref, shape in targets.shapes.items():
-        if _LAYERS[spelling].search(ref.module):
-            made += factors(ref, shape, rank)
+    for stem, ref in _kohya_layers(targets) if spelling is LoraSpelling.KOHYA else _peft_layers(targets):
+        shape = targets.shapes[ref]
+        if spelling is LoraSpelling.KOHYA:
+            made.append(DrawnTensor(key=f"{stem}.alpha", label="", shape=(), mean=rank / 2))
+        down, up = _FACTORS[spelling]
+        made += (_down(f"{stem}.{down}.weight", ref, shape, rank), _up(f"{stem}.{up}.weight", ref, shape, rank))
     return made
 
 
-def _peft_factors(ref: ModuleRef, shape: tuple[int, ...], rank: int) -> Iterator[DrawnTensor]:
-    stem = f"{ref.component}.{_published(ref)}"
-    yield _down(f"{stem}.lora_A.weight", ref, shape, rank)
-    yield _up(f"{stem}.lora_B.weight", ref, shape, rank)
+def _peft_layers(targets: LoraTargets) -> Iterator[tuple[str, ModuleRef]]:
+    for ref in targets.shapes:
+        if _LAYERS[LoraSpelling.PEFT].search(ref.module):
+            yield f"{ref.component}.{_published(ref)}", ref
 
 
-def _kohya_factors(targets: LoraTargets) -> _Factors:
+def _kohya_layers(targets: LoraTargets) -> Iterator[tuple[str, ModuleRef]]:
     spellings = defaultdict(list)
     for name, ref in targets.names[LoraFormat.KOHYA].items():
         spellings[ref].append(name)
+        if name.startswith(_TRANSFORMER_START):
+            yield name, ref
     two_encoders = any(ref.component == "text_encoder_2" for ref in targets.shapes)
-
-    def factors(ref: ModuleRef, shape: tuple[int, ...], rank: int) -> Iterator[DrawnTensor]:
-        stem = _kohya_stem(ref, spellings[ref], two_encoders=two_encoders)
-        yield DrawnTensor(key=f"{stem}.alpha", label="", shape=(), mean=rank / 2)
-        yield _down(f"{stem}.lora_down.weight", ref, shape, rank)
-        yield _up(f"{stem}.lora_up.weight", ref, shape, rank)
-
-    return factors
+    for ref in targets.shapes:
+        if _LAYERS[LoraSpelling.KOHYA].search(ref.module):
+            yield _kohya_stem(ref, spellings[ref], two_encoders=two_encoders), ref
 
 
 def _kohya_stem(ref: ModuleRef, spellings: list[str], *, two_encoders: bool) -> str:
@@ -122,7 +129,7 @@ def _kohya_stem(ref: ModuleRef, spellings: list[str], *, two_encoders: bool) -> 
 
 
 def _published(ref: ModuleRef) -> str:
-    return ref.module if ref.component == "unet" else published_name(ref.module)
+    return published_name(ref.module) if is_text(ref.component) else ref.module
 
 
 def _down(key: str, ref: ModuleRef, shape: tuple[int, ...], rank: int) -> DrawnTensor:

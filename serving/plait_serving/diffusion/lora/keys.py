@@ -55,6 +55,10 @@ class KeyMeaning:
 _UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
+        (
+            r"(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$",
+            "a control LoRA (FLUX.1 Canny or Depth), which replaces norms and widens the model's input",
+        ),
         (r"\.lora_mid\.", "LoCon with a Tucker core (LyCORIS)"),
         (r"\.on_input$", "IA3 (LyCORIS)"),
         (r"\.oft_|\.boft_|\.oft_blocks", "OFT/BOFT"),
@@ -64,12 +68,9 @@ _UNSUPPORTED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^emb_params$", "a textual inversion"),
         (r"^lora_controlnet$", "Control-LoRA"),
         (r"^(model\.diffusion_model|first_stage_model|cond_stage_model|conditioner)\.", "a whole model"),
-        (r"(query|key)_norm\.scale$|\.norm_(added_)?[qk]\.weight$", "a control LoRA of FLUX.1 Canny or Depth, which "
-         "replaces norms and widens the model's input"),
-        (r"^(lora_te\d|text_encoder_[23])[._]encoder[._]block[._]", "a LoRA with a part for T5, where parts for CLIP and "
-         "the model that steps are read"),
+        (r"^(lora_te\d|text_encoder_[23])[._]encoder[._]block[._]", "a LoRA with a part for T5, which stays as it is"),
     )
-)  # fmt: skip
+)
 
 # Whose names they are, of files for other models.
 _OTHERS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -123,13 +124,14 @@ _OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 def reject_unsupported(found: Mapping[str, KeyMeaning | None], *, has_config: bool) -> None:
     """Raise `LoraError`, naming the kind, if the file is of a kind that is not read: by keys that mean nothing.
     `has_config`: it is an adapter of PEFT's with its configuration."""
-    for key, what in found.items():
-        if key.startswith(_PEFT_START) and not has_config:
-            raise LoraError(_BARE.format(key=key))
+    bare = next((key for key in found if key.startswith(_PEFT_START)), None)
+    if bare is not None and not has_config:
+        raise LoraError(_BARE.format(key=bare))
     unknown = [key for key, what in found.items() if what is None and not may_add_nothing(key)]
     for pattern, name in _UNSUPPORTED:
-        if found_key := next(filter(pattern.search, unknown), None):
-            raise LoraError(f"the file is {name} (key {found_key!r}); LoRA, LoHa, LoKr and DoRA are read")
+        example = next(filter(pattern.search, unknown), None)
+        if example is not None:
+            raise LoraError(f"the file is {name} (key {example!r}); LoRA, LoHa, LoKr and DoRA are read")
 
 
 def other_model(keys: Iterable[str], targets: LoraTargets) -> str | None:

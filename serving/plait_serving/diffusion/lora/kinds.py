@@ -265,8 +265,8 @@ AnyFactor: TypeAlias = PlainFactor | DecomposedFactor
 def section(factor: AnyFactor, rows: Rows) -> AnyFactor:
     """Return what a factor adds to these rows of its weight. Raises `LoraError` for a DoRA whose norms span all rows.
 
-    Of a LoRA it has the ranks that these rows use: trainers that split a layer themselves write one file of it, in which
-    each part has its own.
+    Of a LoRA it has the ranks that these rows use: what a trainer split is one layer in its file, where each part has
+    ranks of its own.
     """
     if isinstance(factor, DecomposedFactor):
         if factor.by_input:

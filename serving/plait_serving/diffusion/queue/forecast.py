@@ -32,30 +32,26 @@ from plait_serving.diffusion.values import ImageRequest
 
 _KEPT = 31
 """The newest charges of a kind; their median is the forecast, so one slow step in two does not move it."""
-_CONTROL_WORK = 0.4
-"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
-Diffusion 1.5."""
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class StepKind:
-    """What decides how long a row's step takes: its kind, and the number of ControlNets."""
+    """What decides how long a row's step takes: its kind, and what ControlNets add to its work, as a share."""
 
     row: RowKind
-    controls: int
+    controls: float
 
     @property
     def work(self) -> float:
         """Its work relative to others, roughly."""
-        return self.row.work * (1.0 + _CONTROL_WORK * self.controls)
+        return self.row.work * (1.0 + self.controls)
 
     @classmethod
-    def of(cls, request: ImageRequest, size: RequestSize) -> StepKind:
+    def of(cls, size: RequestSize) -> StepKind:
         """Return the kind of most of a request's steps."""
-        controls = sum(control.end - control.start for control in request.controlnets)
-        return cls(size.row, round(controls))
+        return cls(size.row, size.controls)
 
 
 class WorkForecast:
@@ -67,10 +63,10 @@ class WorkForecast:
         self._steps: _Charges[StepKind] = _Charges(lambda kind: kind.work)
         self._decodes, self._encodes, self._sources = (_Charges[int](float) for _ in range(3))
 
-    def charged_step(self, kind: StepKind, row_s: float) -> None:
-        """Record that a step charged `row_s` seconds for each row."""
+    def charged_step(self, size: RequestSize, row_s: float) -> None:
+        """Record that a step charged `row_s` seconds for each row of such a request."""
         with self._lock:
-            self._steps.add(kind, row_s)
+            self._steps.add(StepKind.of(size), row_s)
 
     def charged_encode(self, chunks: int, seconds: float) -> None:
         """Record that prompts of `chunks` chunks were encoded in `seconds`."""
@@ -89,9 +85,8 @@ class WorkForecast:
 
     def work_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the compute-seconds that a request will be charged."""
-        kind = StepKind.of(request, size)
         with self._lock:
-            row_s = self._steps.expected(kind)
+            row_s = self._steps.expected(StepKind.of(size))
         return request.calls * request.n * size.rows * row_s + self._ends_s(request, size)
 
     def alone_s(self, request: ImageRequest, size: RequestSize) -> float:

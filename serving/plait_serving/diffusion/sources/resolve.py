@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.settings import cache_folder
 from plait_serving.diffusion.sources.file_kinds import PICKLE, is_pickle, stem_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub
 from plait_serving.diffusion.sources.single_file import converted
-
-
-def cache_folder() -> Path:
-    """Return plait's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "plait"
 
 
 def resolve_source(
@@ -36,6 +31,8 @@ def resolve_source(
         return place
     if is_pickle(str(source)):
         raise ModelError(f"{source}: {PICKLE}")
+    if place.suffix.lower() == ".gguf":
+        raise ModelError(f"{source}: GGUF checkpoints are not supported; get the model as .safetensors in F16 or BF16")
     if stem_of(place.name) is not None:
         return converted(place, config=config, cache=(cache or cache_folder()) / "converted")
     parts = str(source).split("/")

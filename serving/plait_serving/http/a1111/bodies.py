@@ -95,8 +95,8 @@ def check_unchanged(settings: Mapping[str, Any], options: Mapping[str, Any], whe
     """Raise `RequestError`, by name, for a setting that is to be another than it is."""
     for key, value in settings.items():
         if value is not None and value != options.get(key):
-            known = f"it stays {options[key]!r}" if key in options else f"there is none here{hint(key, options)}"
-            raise RequestError(f"{where}{key[:200]}: {known}", param=key)
+            there = f"it stays {options[key]!r}" if key in options else f"there is no such option{hint(key, options)}"
+            raise RequestError(f"{where}{key[:200]}: {there}", param=key)
 
 
 def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits) -> Asked:
@@ -183,7 +183,7 @@ def _controls(scripts: Mapping[str, Any], image: str | None) -> list[dict[str, A
     none."""
     units: list[Any] = []
     for name, script in scripts.items():
-        args = script.get("args") if isinstance(script, Mapping) else script
+        args: Any = script.get("args") if isinstance(script, dict) else script
         found = [each for each in (args if isinstance(args, list) else [args]) if each]
         if name.lower() == "controlnet":
             units += found
@@ -194,9 +194,9 @@ def _controls(scripts: Mapping[str, Any], image: str | None) -> list[dict[str, A
 
 def _control(unit: Mapping[str, Any], image: str | None) -> dict[str, Any]:
     """Return a unit of sd-webui-controlnet as an entry of `controlnets`."""
-    given = unit.get("image") or unit.get("input_image")
+    given: Any = unit.get("image") or unit.get("input_image")
     mask = unit.get("mask")
-    if isinstance(given, Mapping):
+    if isinstance(given, dict):
         given, mask = given.get("image"), given.get("mask") or mask
     if mask or unit.get("control_mode") not in _BALANCED:
         what = "mask" if mask else "control_mode"

@@ -56,8 +56,10 @@ SHELL: list[tuple[str, int, str]] = [
     ("models cut rm1 --svg /nosuch/x.svg", 1, "/nosuch/x.svg cannot be written"),
     ("models package x:y -o out --candidates 1000000000", 2, "'--candidates': must be at most 10000"),
     ("models list --config nosuch.yaml", 1, "nosuch.yaml: No such file"),
-    ("tune run nosuch.yaml", 1, "nosuch.yaml"),
-    ("tune status nosuch", 1, "nosuch"),
+    ("help serv", 2, "there is no command 'serv'; did you mean serve?"),
+    ("tune run nosuch.yaml", 1, "nosuch.yaml: there is no such file, nor a job of plait (demo, images, picks)"),
+    ("tune run pick", 1, "did you mean picks?"),
+    ("tune status nosuch", 1, "nosuch: there is no such file"),
     ("loadtest run smok", 2, "'smok' is neither a scenario of plait"),
     ("loadtest run smoke --rate 0", 2, "arrivals.rate_per_s: must be greater than 0, not 0.0"),
     ("deploy place", 1, "name the cluster: either --cluster FILE or --live ADDRESS"),
@@ -111,7 +113,8 @@ FILES: list[tuple[str, str]] = [
 
 FOLDER = {
     "folder/there": "x", "empty/": "", "loras/": "", "single/v1.safetensors": "version https://git-lfs.github.com/spec",
-    "damaged/model_index.json": "{", "unwhole/model_index.json": '{"vae": ["diffusers", "AutoencoderKL"]}',
+    "damaged/model_index.json": "{", "unwhole/model_index.json":
+        '{"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}',
 }  # fmt: skip
 """Where commands are given; what ends in a slash is a directory."""
 

@@ -41,7 +41,7 @@ def test_of_three_thousand_sizes_a_thousand_are_kept(what: str) -> None:
         for each in (one, asked[0]):  # which is used all the time
             pixels = each.width * each.height
             if what == "steps":
-                forecast.charged_step(StepKind.of(each, size_of(each)), 1.0)
+                forecast.charged_step(size_of(each), 1.0)
             elif what == "decodes":
                 forecast.charged_decode(pixels, 1.0)
             else:
@@ -69,14 +69,14 @@ def test_a_forecast_looks_at_few_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     forecast = WorkForecast(StepCosts())
     asked = [request(width=8 * (i + 1), height=8, steps=1) for i in range(3_000)]
     for one in asked:
-        forecast.charged_step(StepKind.of(one, size_of(one)), 1.0)
+        forecast.charged_step(size_of(one), 1.0)
     looked_at.clear()
     assert forecast.work_s(asked[-1], size_of(asked[-1])) == 1.0
     assert looked_at == []
     assert forecast.work_s(asked[4], size_of(asked[4])) == 5 / 1_977
     assert len(looked_at) <= 2 * math.log2(KEPT)
     looked_at.clear()
-    forecast.charged_step(StepKind.of(asked[3], size_of(asked[3])), 1.0)
+    forecast.charged_step(size_of(asked[3]), 1.0)
     assert len(looked_at) <= 3 * math.log2(KEPT)
 
 
@@ -107,7 +107,7 @@ def test_what_waits_is_looked_at_by_its_own_kind(rig: Callable[..., Rig], monkey
     for width, height in SIZES:
         for _ in range(3):
             model.costs.record(group_of(width, height), 1, 1e-9)
-        model.forecast.charged_step(StepKind.of(of_size(width, height), size_of(of_size(width, height))), 1e-9)
+        model.forecast.charged_step(size_of(of_size(width, height)), 1e-9)
         model.forecast.charged_decode(width * height, 1e-9)
     looked_at, work = [], StepKind.work.fget
     monkeypatch.setattr(StepKind, "work", property(lambda kind: looked_at.append(kind) or work(kind)))

@@ -87,7 +87,11 @@ class ControlNetModelRunner:
     def graphed(self, memory: GraphMemory) -> GraphProgram:
         """Return a program of graphs over the model's own weights."""
         return GraphProgram(
-            ControlNetTrunk(self._headless).eval(), memory.buffers(), name="a ControlNet", pads=True, patience=GRAPH_PATIENCE
+            ControlNetTrunk(self._headless).eval(),
+            memory.buffers(),
+            name="a ControlNet",
+            pads=True,
+            patience=GRAPH_PATIENCE,
         )
 
     def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -60,7 +61,8 @@ class UNetFamily(Family):
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Return what a request comes to. Thread-safe. Raises `RequestError`."""
-        return self._prompts.size(request)
+        active = sum(control.end - control.start for control in request.controlnets)
+        return replace(self._prompts.size(request), controls=_CONTROL_WORK * round(active))
 
     def read(self) -> None:
         """Bring the weights into memory for the next `load`. Raises `ModelError`."""
@@ -135,6 +137,9 @@ class UNetFamily(Family):
         )
 
 
+_CONTROL_WORK = 0.4
+"""A ControlNet is a copy of the UNet's encoder half and middle: 0.36 of 0.86 billion weights in Stable
+Diffusion 1.5."""
 _TAKES = frozenset(
     ("guidance_scale", "guidance_rescale", "negative_prompt", "prompt_syntax", "clip_skip")
 )  # fmt: skip

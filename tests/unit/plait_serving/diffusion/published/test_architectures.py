@@ -29,6 +29,13 @@ LAYERS = {
     (FamilyName.SD15, LoraSpelling.KOHYA): {"lora_unet_": 192, "lora_te_": 72},
     (FamilyName.SDXL, LoraSpelling.KOHYA): {"lora_unet_": 722, "lora_te1_": 72, "lora_te2_": 264 - 72},
     (FamilyName.SD15, LoraSpelling.PEFT): {"unet.": 16 * 8, "text_encoder.": 12 * 4},
+    (FamilyName.SD35_MEDIUM, LoraSpelling.KOHYA): {"lora_unet_joint_blocks_": 24 * 10 + 13 * 2 - 3},
+    (FamilyName.SD35_MEDIUM, LoraSpelling.PEFT): {"transformer.": 24 * 8 - 1},
+    (FamilyName.FLUX_DEV, LoraSpelling.KOHYA): {
+        "lora_unet_double_blocks_": 19 * 10,
+        "lora_unet_single_blocks_": 38 * 3,
+    },
+    (FamilyName.FLUX_DEV, LoraSpelling.PEFT): {"transformer.": 19 * 8 + 38 * 3},
     (FamilyName.SDXL, LoraSpelling.PEFT): {"unet.": 70 * 8, "text_encoder.": 12 * 4, "text_encoder_2.": 32 * 4},
 }
 

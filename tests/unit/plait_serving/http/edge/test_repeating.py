@@ -10,6 +10,7 @@ from starlette.testclient import TestClient
 
 from fakes.images import FakeImageService
 from plait_serving.diffusion.errors import Overloaded
+from plait_serving.http.a1111 import routes as a1111
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge import refusals
 from plait_serving.http.edge.auth import ApiKey
@@ -131,7 +132,8 @@ def test_names_of_a_pace_are_bounded():
 
 def test_the_paced_paths_are_those_that_are_refused():
     """The proxy does not import the routes."""
-    paths = {route.path for route in images.router.routes if isinstance(route, RefusingRoute)}
+    routes = (*images.router.routes, *a1111.making.routes)
+    paths = {route.path for route in routes if isinstance(route, RefusingRoute)}
     assert paths == PACED_PATHS
 
 

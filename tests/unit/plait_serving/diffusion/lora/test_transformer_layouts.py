@@ -1,0 +1,431 @@
+"""What trainers write for Stable Diffusion 3 and FLUX.1: the weights that merging by hand gives.
+
+Keys are spelled by each tool's own rules. Where a tool trains the original model, the merge by hand is one of the
+original weights (`support.original_flow`), which lay diffusers' modules one below the other.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+import torch
+from diffusers.loaders import lora_conversion_utils as theirs
+from diffusers.loaders.single_file_utils import (
+    convert_flux_transformer_checkpoint_to_diffusers,
+    convert_sd3_transformer_checkpoint_to_diffusers,
+)
+from torch import nn
+
+from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora.key_formats import LoraFormat, format_of_keys
+from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.lora.parse import LoadedLora, parse
+from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
+from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
+from plait_serving.diffusion.published.configs import build_on_meta, published_name
+from plait_serving.diffusion.published.scaled import scaled_down
+from plait_serving.diffusion.values import LoraRef
+from support.loras import factors, peft_metadata, snapshot, write
+from support.original_flow import original_flux, original_sd3
+
+torch.set_num_threads(1)
+
+SD3, FLUX = FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV
+ORIGINAL = {SD3: original_sd3, FLUX: original_flux}
+CLIPS = {SD3: ("text_encoder", "text_encoder_2"), FLUX: ("text_encoder",)}
+SCALE = 0.7
+
+
+class Model:
+    """The parts of a published architecture in small that LoRAs change."""
+
+    def __init__(self, name: FamilyName) -> None:
+        self.name = name
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.parts = {
+                part.folder: filled(build_on_meta(part))
+                for part in scaled_down(name).parts
+                if part.folder in ("transformer", *CLIPS[name])
+            }
+        self.targets = LoraTargets.of(self.parts)
+
+    def original(self) -> dict[str, torch.Tensor]:
+        """The transformer's weights under their original names."""
+        return ORIGINAL[self.name](self.parts["transformer"].state_dict())
+
+    def layers(self) -> dict[str, tuple[int, ...]]:
+        """The original linear layers, with the shapes of their weights."""
+        weights = {key: value for key, value in self.original().items() if key.endswith(".weight") and value.ndim == 2}
+        return {key.removesuffix(".weight"): tuple(value.shape) for key, value in weights.items()}
+
+    def linear(self, part: str = "transformer") -> dict[str, tuple[int, ...]]:
+        """A part's linear layers by their paths in diffusers."""
+        modules = self.parts[part].named_modules()
+        return {path: tuple(module.weight.shape) for path, module in modules if isinstance(module, nn.Linear)}
+
+    def merged(self, lora: LoadedLora, read) -> dict[str, torch.Tensor]:
+        """What `read` gives with the LoRA in the weights."""
+        merger = Merger(self.parts)
+        merger.switch((LoraRef(name=lora.name, scale=SCALE),), {lora.name: lora})
+        after = {key: value.clone() for key, value in read().items()}
+        merger.switch((), {})
+        return after
+
+
+def filled(module: nn.Module) -> nn.Module:
+    """A module without weights, with random ones."""
+    module = module.to_empty(device="cpu")
+    with torch.no_grad():
+        for tensor in module.state_dict().values():
+            tensor.normal_(std=0.3)
+    return module
+
+
+known = functools.cache(Model)
+
+
+@pytest.fixture(params=[SD3, FLUX])
+def model(request) -> Model:
+    return known(request.param)
+
+
+def flat(name: str) -> str:
+    return name.replace(".", "_")
+
+
+def is_close(got: torch.Tensor, exact: torch.Tensor) -> bool:
+    """Of a sum in float32 of numbers around 1."""
+    return torch.allclose(got.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [SD3, FLUX])
+def test_the_names_by_hand_are_those_that_diffusers_reads(name):
+    """What every test here is held to: diffusers' converter makes the same weights of the original names again.
+
+    Its numbers of rows are FLUX.1's own, so that has one column.
+    """
+    part = next(part for part in ARCHITECTURES[name].parts if part.folder == "transformer")
+    few = {"num_layers": 3} | ({"num_single_layers": 2} if name is FLUX else {})
+    outline = build_on_meta(replace(part, config={**part.config, **few})).state_dict()
+    rng = torch.Generator().manual_seed(1)
+    state = {
+        key: torch.randn(len(value), *(1 for _ in value.shape[1:]), generator=rng) for key, value in outline.items()
+    }
+    if name is SD3:
+        again = convert_sd3_transformer_checkpoint_to_diffusers(original_sd3(state))
+    else:
+        again = convert_flux_transformer_checkpoint_to_diffusers(original_flux(state))
+    assert again.keys() == state.keys()
+    assert all(torch.equal(again[key], value) for key, value in state.items())
+
+
+# ---- tools that train the original model ----------------------------------------------------------------------------
+
+# How a layer's name begins, whether its dots become underscores, its factors, and alpha.
+OF_ORIGINAL = {
+    "sd-scripts": ("lora_unet_", True, "lora_down.weight", "lora_up.weight", 3.0, LoraFormat.KOHYA),
+    "ComfyUI": ("diffusion_model.", False, "lora_down.weight", "lora_up.weight", 3.0, LoraFormat.COMFYUI),
+    "ai-toolkit": ("diffusion_model.", False, "lora_A.weight", "lora_B.weight", None, LoraFormat.COMFYUI),
+    "PEFT": ("", False, "lora_A.default.weight", "lora_B.default.weight", None, LoraFormat.PEFT),
+}
+
+
+def stem_of(tool: str, layer: str) -> str:
+    start, is_flat, *_ = OF_ORIGINAL[tool]
+    return start + (flat(layer) if is_flat else layer)
+
+
+@pytest.mark.parametrize("tool", OF_ORIGINAL)
+def test_layers_of_the_original_model(model, tool, tmp_path):
+    """A file of all its layers changes each weight as it changes the original's, and no other: queries, keys, values
+    and feed-forward layers that are one there, and a final shift and scale that are the other way round."""
+    *_, down, up, alpha, layout = OF_ORIGINAL[tool]
+    tensors, exact = {}, {key: value.double() for key, value in model.original().items()}
+    for layer, factor in factors(model.layers(), rank=4).items():
+        stem = stem_of(tool, layer)
+        tensors |= {f"{stem}.{down}": factor.down, f"{stem}.{up}": factor.up}
+        if alpha is not None:
+            tensors[f"{stem}.alpha"] = torch.tensor(alpha)
+        exact[f"{layer}.weight"] += SCALE * (alpha or 4) / 4 * factor.up.double() @ factor.down.double()
+    assert format_of_keys(tensors) == layout.value
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), model.targets)
+    assert lora.format is layout
+    after = model.merged(lora, model.original)
+    assert [key for key, value in exact.items() if not is_close(after[key], value)] == []
+
+
+def test_a_layer_that_a_trainer_has_split_costs_what_it_cost_there(model, tmp_path):
+    """`split_qkv` of sd-scripts gives each part ranks of its own in one file, of which the others have zeros: the same
+    weights, and each part has its ranks only. Where all share one factor, it stays one."""
+    layer = {SD3: "joint_blocks.0.x_block.attn.qkv", FLUX: "single_blocks.1.linear1"}[model.name]
+    parts = model.targets.joined[ModuleRef("transformer", layer)]
+    heights = [model.targets.shapes[part][0] for part in parts]
+    width = model.layers()[layer][1]
+    pairs = [factors({"it": (height, width)}, rank=3, seed=i)["it"] for i, height in enumerate(heights)]
+    down, up = torch.cat([pair.down for pair in pairs]), torch.block_diag(*(pair.up for pair in pairs))
+    stem, alpha = f"lora_unet_{flat(layer)}", 5.0
+    tensors = {f"{stem}.lora_down.weight": down, f"{stem}.lora_up.weight": up, f"{stem}.alpha": torch.tensor(alpha)}
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), model.targets)
+    assert {ref: factor.rank for ref, factor in lora.factors.items()} == dict.fromkeys(parts, 3)
+    exact = model.original()[f"{layer}.weight"].double() + SCALE * alpha / len(down) * up.double() @ down.double()
+    assert is_close(model.merged(lora, model.original)[f"{layer}.weight"], exact)
+
+    tensors[f"{stem}.lora_up.weight"] = torch.ones_like(up)
+    shared = parse("b", write(tmp_path / "b.safetensors", tensors), model.targets)
+    assert len({factor.down.data_ptr() for factor in shared.factors.values()}) == 1
+
+
+def drawn(kind: str, weight: torch.Tensor, seed: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """A layer's tensors as LyCORIS has them, with alpha 1 and ranks of 2, and what becomes of its weight."""
+    rng = torch.Generator().manual_seed(seed)
+    rows, columns = weight.shape
+    draw = functools.partial(torch.randn, generator=rng)
+    if kind == "loha":
+        made = {
+            f"hada_w{i}_{side}": draw(*shape) for i in (1, 2) for side, shape in (("a", (rows, 2)), ("b", (2, columns)))
+        }
+        product = (made["hada_w1_a"] @ made["hada_w1_b"]) * (made["hada_w2_a"] @ made["hada_w2_b"])
+    elif kind == "lokr":
+        upper = next(n for n in (8, 7, 5, 4, 2, 1) if rows % n == 0)  # no multiple of what cuts the rows
+        made = {"lokr_w1": draw(upper, 2), "lokr_w2_a": draw(rows // upper, 2), "lokr_w2_b": draw(2, columns // 2)}
+        product = torch.kron(made["lokr_w1"], made["lokr_w2_a"] @ made["lokr_w2_b"])
+    else:
+        made = {"lora_down.weight": draw(2, columns), "lora_up.weight": draw(rows, 2)}
+        product = made["lora_up.weight"] @ made["lora_down.weight"]
+    exact = weight.double() + SCALE / 2 * product.double()
+    if kind == "dora":
+        made["dora_scale"] = weight.norm(dim=1, keepdim=True) * (1 + 0.3 * draw(rows, 1))
+        exact *= made["dora_scale"].double() / exact.norm(dim=1, keepdim=True)
+    return {**made, "alpha": torch.tensor(1.0)}, exact
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr", "dora"])
+def test_lycoris_of_the_original_model(model, kind, tmp_path):
+    """LoHa, LoKr and DoRA of whole layers are cut where diffusers cuts the layers, whatever their matrices are."""
+    tensors, exact = {}, {key: value.double() for key, value in model.original().items()}
+    for seed, layer in enumerate(model.layers()):
+        made, exact[f"{layer}.weight"] = drawn(kind, model.original()[f"{layer}.weight"], seed)
+        tensors |= {f"lora_unet_{flat(layer)}.{part}": value for part, value in made.items()}
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), model.targets)
+    after = model.merged(lora, model.original)
+    assert [key for key, value in exact.items() if not is_close(after[key], value)] == []
+    if kind != "dora":
+        for factor in lora.factors.values():
+            down, up = factor.pair()
+            assert torch.allclose(up @ down, factor.product(torch.empty(0)), atol=1e-5)
+
+
+def test_biases_of_whole_layers(model, tmp_path):
+    """A difference of a bias is cut and turned round as the weight is."""
+    biases = {
+        key: value for key, value in model.original().items() if key.endswith(".bias") and "x_embedder" not in key
+    }
+    changes = {
+        key: torch.full_like(value, i / 8) + torch.arange(len(value)) for i, (key, value) in enumerate(biases.items())
+    }
+    tensors = {f"diffusion_model.{key.removesuffix('.bias')}.diff_b": change for key, change in changes.items()}
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), model.targets)
+    after = model.merged(lora, model.original)
+    assert all(is_close(after[key], value.double() + SCALE * changes[key].double()) for key, value in biases.items())
+
+
+# ---- XLabs, and diffusers' reading of it and of kohya's -------------------------------------------------------------
+
+
+@functools.cache
+def whole_flux() -> LoraTargets:
+    """What LoRAs may change in FLUX.1 itself, of which diffusers' converters know the sizes."""
+    parts = {part.folder: part for part in ARCHITECTURES[FLUX].parts}
+    return LoraTargets.of({"transformer": build_on_meta(parts["transformer"])})
+
+
+def of_flux(
+    spell: Mapping[str, tuple[int, int]], down: str, up: str, *, alpha: float | None
+) -> dict[str, torch.Tensor]:
+    """A file with factors of rank 4 for layers of that many rows and columns."""
+    tensors = {}
+    for layer, factor in factors(spell, rank=4).items():
+        tensors |= {f"{layer}.{down}": factor.down, f"{layer}.{up}": factor.up}
+        if alpha is not None:
+            tensors[f"{layer}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+WIDE = 3072
+KOHYA = {
+    "lora_unet_double_blocks_7_img_attn_qkv": (3 * WIDE, WIDE),
+    "lora_unet_double_blocks_7_txt_attn_qkv": (3 * WIDE, WIDE),
+    "lora_unet_double_blocks_7_txt_mlp_2": (WIDE, 4 * WIDE),
+    "lora_unet_double_blocks_7_img_mod_lin": (6 * WIDE, WIDE),
+    "lora_unet_single_blocks_31_linear1": (7 * WIDE, WIDE),
+    "lora_unet_single_blocks_31_linear2": (WIDE, 5 * WIDE),
+    "lora_unet_single_blocks_31_modulation_lin": (3 * WIDE, WIDE),
+}
+COMFYUI = {
+    key.replace("lora_unet_double_blocks_7_", "diffusion_model.double_blocks.7.").replace("attn_qkv", "attn.qkv"): shape
+    for key, shape in KOHYA.items()
+    if key.endswith("qkv")
+}
+XLABS = {
+    "double_blocks.18.processor.qkv_lora1": (3 * WIDE, WIDE),
+    "double_blocks.18.processor.qkv_lora2": (3 * WIDE, WIDE),
+    "double_blocks.18.processor.proj_lora1": (WIDE, WIDE),
+    "double_blocks.18.processor.proj_lora2": (WIDE, WIDE),
+    "single_blocks.0.processor.qkv_lora": (3 * WIDE, WIDE),
+    "single_blocks.0.processor.proj_lora": (WIDE, 5 * WIDE),
+}
+
+
+@pytest.mark.parametrize(
+    ("spell", "factor", "alpha", "layout"),
+    [
+        (KOHYA, "lora_{}.weight", 1.5, LoraFormat.KOHYA),
+        (COMFYUI, "lora_{}.weight", 1.5, LoraFormat.COMFYUI),
+        (XLABS, "{}.weight", None, LoraFormat.XLABS),
+    ],
+    ids=["kohya", "comfyui", "xlabs"],
+)
+def test_flux_files_mean_what_diffusers_makes_of_them(spell, factor, alpha, layout, tmp_path):
+    """At FLUX.1's own sizes each module's product, alpha included, is that of diffusers' converter."""
+    down, up = factor.format("down"), factor.format("up")
+    of_xlabs = layout is LoraFormat.XLABS
+    convert = theirs._convert_xlabs_flux_lora_to_diffusers if of_xlabs else theirs._convert_kohya_flux_lora_to_diffusers
+    tensors = of_flux(spell, down, up, alpha=alpha)
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), whole_flux())
+    assert format_of_keys(tensors) == lora.format.value == layout.value
+    wanted = convert(dict(tensors))
+    made = {key.split(".lora_A")[0]: key for key in wanted if key.endswith(".lora_A.weight")}
+    names = {str(ref): factor for ref, factor in lora.factors.items()}
+    assert made.keys() == names.keys()
+    for module, key in made.items():
+        factor = names[module]
+        vector = torch.linspace(-1, 1, factor.down.shape[1], dtype=torch.float64)
+        exact = wanted[key.replace("lora_A", "lora_B")].double() @ (wanted[key].double() @ vector)
+        got = factor.alpha / factor.rank * factor.up.double() @ (factor.down.double() @ vector)
+        assert torch.allclose(got, exact, rtol=1e-5, atol=1e-5), module
+
+
+# ---- tools that train diffusers' model ------------------------------------------------------------------------------
+
+OF_DIFFUSERS = {
+    "diffusers": ("transformer.", False, "lora_A.weight", "lora_B.weight", None, LoraFormat.PEFT),
+    "ai-toolkit": ("diffusion_model.", False, "lora_A.weight", "lora_B.weight", None, LoraFormat.COMFYUI),
+    "OneTrainer": ("lora_transformer_", True, "lora_down.weight", "lora_up.weight", 3.0, LoraFormat.KOHYA),
+    "SimpleTuner": ("lycoris_", True, "lora_down.weight", "lora_up.weight", 3.0, LoraFormat.SIMPLETUNER),
+}
+
+
+@pytest.mark.parametrize("tool", OF_DIFFUSERS)
+def test_layers_of_diffusers(model, tool, tmp_path):
+    """A file of all linear layers, the embedders' and modulations among them, changes each as its factors say."""
+    start, is_flat, down, up, alpha, layout = OF_DIFFUSERS[tool]
+    tensors, exact = {}, {}
+    for path, factor in factors(model.linear(), rank=4).items():
+        stem = start + (flat(path) if is_flat else path)
+        tensors |= {f"{stem}.{down}": factor.down, f"{stem}.{up}": factor.up}
+        if alpha is not None:
+            tensors[f"{stem}.alpha"] = torch.tensor(alpha)
+        was = model.parts["transformer"].get_submodule(path).weight.double()
+        exact[f"transformer.{path}.weight"] = was + SCALE * (alpha or 4) / 4 * factor.up.double() @ factor.down.double()
+    assert format_of_keys(tensors) == layout.value
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), model.targets)
+    assert lora.format is layout
+    after = model.merged(lora, lambda: snapshot(model.parts))
+    assert [key for key, value in exact.items() if not is_close(after[key], value)] == []
+
+
+def test_alpha_of_diffusers_is_beside_the_tensors(model, tmp_path):
+    """`save_lora_weights` writes it into the metadata of the transformer's part."""
+    path, shape = next(iter(model.linear().items()))
+    factor = factors({"it": shape})["it"]
+    tensors = {f"transformer.{path}.lora_A.weight": factor.down, f"transformer.{path}.lora_B.weight": factor.up}
+    file = write(tmp_path / "a.safetensors", tensors, peft_metadata("transformer", r=2, lora_alpha=7))
+    assert [made.alpha for made in parse("a", file, model.targets).factors.values()] == [7.0]
+
+
+def test_text_encoders_of_kohya(model, tmp_path):
+    """`lora_te1_` is CLIP-L's part and, where there is one, `lora_te2_` OpenCLIP-G's."""
+    tensors, exact = {}, {}
+    for number, part in enumerate(CLIPS[model.name], start=1):
+        for path, factor in factors(model.linear(part), seed=number).items():
+            if path == "text_projection":
+                continue
+            stem = f"lora_te{number}_{flat(published_name(path))}"
+            tensors |= {f"{stem}.lora_down.weight": factor.down, f"{stem}.lora_up.weight": factor.up}
+            tensors[f"{stem}.alpha"] = torch.tensor(1.0)
+            was = model.parts[part].get_submodule(path).weight.double()
+            exact[f"{part}.{path}.weight"] = was + SCALE / 2 * factor.up.double() @ factor.down.double()
+    lora = parse("a", write(tmp_path / "a.safetensors", tensors), model.targets)
+    assert lora.touches_text_encoder
+    after = model.merged(lora, lambda: snapshot(model.parts))
+    assert len(exact) > 10
+    assert [key for key, value in exact.items() if not is_close(after[key], value)] == []
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refusal(tensors: Mapping[str, torch.Tensor], targets: LoraTargets, folder) -> str:
+    with pytest.raises(LoraError) as raised:
+        parse("mine", write(folder / "mine.safetensors", tensors), targets)
+    return raised.value.message
+
+
+def both(stem: str, rows: int = 8, columns: int = 8) -> dict[str, torch.Tensor]:
+    return {f"{stem}.lora_down.weight": torch.ones(2, columns), f"{stem}.lora_up.weight": torch.ones(rows, 2)}
+
+
+@pytest.mark.parametrize(
+    ("name", "stem", "says"),
+    [
+        (FLUX, "lora_unet_no_such_layer", "2 of 2 keys match nothing in this model"),
+        (FLUX, "lora_unet_double_blocks_99_img_attn_proj", "the nearest layout is that of kohya"),
+        (FLUX, "lora_unet_down_blocks_0_attentions_0_proj_in", "the file is for Stable Diffusion 1, 2 or XL"),
+        (FLUX, "lora_unet_joint_blocks_0_x_block_attn_qkv", "the file is for Stable Diffusion 3"),
+        (FLUX, "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", "the file is for FLUX.2"),
+        (FLUX, "diffusion_model.layers.0.attention.to_q", "the file is for Z-Image"),
+        (SD3, "transformer.single_transformer_blocks.0.attn.to_q", "the file is for FLUX.1"),
+        (SD3, "transformer.transformer_blocks.0.img_mlp.net.2", "the file is for Qwen-Image"),
+        (FLUX, "lora_te2_encoder_block_0_layer_0_SelfAttention_q", "a LoRA with a part for T5, which stays as it is"),
+        (SD3, "lora_te3_encoder_block_0_layer_0_SelfAttention_q", "a LoRA with a part for T5, which stays as it is"),
+    ],
+)
+def test_what_matches_nothing_is_an_error(name, stem, says, tmp_path):
+    """It names the first key, and the model that the file is for where the names tell it."""
+    message = refusal(both(stem), known(name).targets, tmp_path)
+    assert says in message
+    assert f"{stem}.lora_down.weight" in message
+
+
+def test_a_control_lora_is_refused_by_name(tmp_path):
+    """Black Forest Labs' has norms of its own and biases; one that diffusers saved has a wider input."""
+    norms = {"double_blocks.0.img_attn.norm.query_norm.scale": torch.ones(16)}
+    biased = {"double_blocks.0.img_attn.proj.lora_B.bias": torch.ones(32)}
+    assert "a control LoRA (FLUX.1 Canny or Depth)" in refusal({**biased, **norms}, known(FLUX).targets, tmp_path)
+    wider = both("transformer.x_embedder", rows=32, columns=128)
+    assert "for FLUX.1 Canny or Depth, a control LoRA" in refusal(wider, known(FLUX).targets, tmp_path)
+
+
+def test_equal_names_of_another_width_say_whose_they_are(tmp_path):
+    """Attention layers of SD3 and FLUX.1 have the same names, and widths that tell them apart."""
+    of_sd3 = both("transformer.transformer_blocks.0.attn.to_q", rows=1536, columns=1536)
+    assert "the file is for Stable Diffusion 3 Medium or 3.5 Medium" in refusal(of_sd3, whole_flux(), tmp_path)
+
+
+def test_a_part_and_its_whole_are_two_meanings(model, tmp_path):
+    """A file that changes queries alone and in the layer that has them all is refused, naming both keys."""
+    whole = {SD3: "joint_blocks.0.x_block.attn.qkv", FLUX: "double_blocks.0.img_attn.qkv"}[model.name]
+    alone = both("lora_unet_transformer_blocks_0_attn_to_q", 32, 32)
+    message = refusal({**both(f"lora_unet_{flat(whole)}", 96, 32), **alone}, model.targets, tmp_path)
+    assert "both mean transformer.transformer_blocks.0.attn.to_q" in message
+
+
+def test_norms_by_input_of_a_whole_layer_are_refused(model, tmp_path):
+    """A DoRA with a norm for each input spans modules that are several here."""
+    whole = {SD3: "joint_blocks.0.x_block.attn.qkv", FLUX: "double_blocks.0.img_attn.qkv"}[model.name]
+    tensors = both(f"lora_unet_{flat(whole)}", 96, 32) | {f"lora_unet_{flat(whole)}.dora_scale": torch.ones(1, 32)}
+    assert "a norm for each input, of a layer that is several here" in refusal(tensors, model.targets, tmp_path)

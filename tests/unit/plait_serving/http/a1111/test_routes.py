@@ -1,0 +1,344 @@
+"""A1111's API, as clients of stable-diffusion-webui speak it. Requests are those of their public sources."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from dataclasses import replace
+
+import httpx2
+import numpy as np
+import pytest
+from PIL import Image
+
+from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
+from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
+from plait_serving.diffusion.values import Scheduler, Sigmas
+from plait_serving.http.context import HttpSettings
+from plait_serving.http.edge.auth import ApiKey
+from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.images.service import AliasCard
+from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, until
+
+ON = HttpSettings(a1111_api=True)
+KEYS = tuple(ApiKey.from_secret(f"sk:{name}", tenant=name) for name in ("a", "b"))
+KEYED = HttpSettings(a1111_api=True, api_keys=KEYS)
+TWO_MODELS = replace(
+    FAKE_CATALOG,
+    models=(*FAKE_CATALOG.models, replace(FAKE_CATALOG.model, name="other")),
+    aliases=(AliasCard(name="soft", model="other", loras={"noto": 0.5}),),
+)
+SDAPI = "/sdapi/v1"
+
+
+@pytest.fixture
+def service():
+    return FakeImageService(catalog=TWO_MODELS)
+
+
+@pytest.fixture
+def client(service):
+    return make_client(service, ON)
+
+
+def basic(password, name="me"):
+    return {"authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
+
+
+def told(answer):
+    """The `info` of an answer."""
+    assert answer.status_code == 200, answer.text
+    return json.loads(answer.json()["info"])
+
+
+def test_it_is_off_unless_one_key_turns_it_on(service):
+    """Nothing below /sdapi is known then."""
+    assert make_client(service).get(f"{SDAPI}/options").status_code == 404
+    assert make_client(service, ON).get(f"{SDAPI}/options").status_code == 200
+
+
+def test_open_webuis_requests(client, service):
+    """backend/open_webui/routers/images.py: it reads the options, chooses a model by sending all of them back, and
+    makes images; without a password it sends an empty header."""
+    headers = {"authorization": ""}
+    options = client.get(f"{SDAPI}/options", headers=headers).json()
+    assert options["sd_model_checkpoint"] == "emoji"
+    models = [(each["title"], each["model_name"]) for each in client.get(f"{SDAPI}/sd-models", headers=headers).json()]
+    assert models == [("emoji", "emoji"), ("other", "other"), ("soft", "soft")]
+    options["sd_model_checkpoint"] = "other"
+    assert client.post(f"{SDAPI}/options", json=options, headers=headers).is_success
+    assert client.get(f"{SDAPI}/options").json()["sd_model_checkpoint"] == "other"
+    body = {"prompt": "red apple", "batch_size": 2, "width": 24, "height": 16, "steps": 3, "negative_prompt": "blue"}
+    answer = client.post(f"{SDAPI}/txt2img", json=body, headers=headers)
+    (request,) = service.submitted
+    info = told(answer)
+    assert (request.model, request.n, request.width, request.height, request.steps) == ("other", 2, 24, 16, 3)
+    assert (request.prompt, request.negative_prompt, request.guidance_scale) == ("red apple", "blue", 7.5)
+    assert info["all_seeds"] == list(request.seeds)
+    for encoded, seed in zip(answer.json()["images"], request.seeds, strict=True):
+        assert np.array_equal(pixels(encoded), fake_image(request, seed))
+
+
+SILLYTAVERN = {
+    "url": "http://localhost:7860", "auth": "", "prompt": "best quality, <lora:noto:0.5> sunflower",
+    "negative_prompt": "lowres", "sampler_name": "DDIM", "scheduler": "normal", "steps": 20, "cfg_scale": 7,
+    "width": 64, "height": 64, "restore_faces": False, "enable_hr": False, "hr_upscaler": "Latent", "hr_scale": 1.0,
+    "hr_additional_modules": [], "denoising_strength": 0.7, "hr_second_pass_steps": 0,
+    "override_settings": {"CLIP_stop_at_last_layers": 2}, "override_settings_restore_afterwards": True, "clip_skip": 2,
+    "save_images": True, "send_images": True, "do_not_save_grid": False, "do_not_save_samples": False,
+}  # fmt: skip
+"""public/scripts/extensions/stable-diffusion/index.js, with its default settings, and a clip skip."""
+
+
+def test_sillytaverns_requests(client, service):
+    """src/endpoints/stable-diffusion.js: what it asks for when it connects, and what it then sends on as its page made
+    it. It always names a spacing, which a sampler with one of its own does without."""
+    for path, name in (("upscalers", "name"), ("latent-upscale-modes", "name"), ("sd-vae", "model_name"),
+                       ("samplers", "name"), ("schedulers", "name"), ("sd-models", "title")):  # fmt: skip
+        found = client.get(f"{SDAPI}/{path}").json()
+        assert all(isinstance(each[name], str) for each in found)
+    assert "DDIM" in {each["name"] for each in client.get(f"{SDAPI}/samplers").json()}
+    assert "normal" in {each["name"] for each in client.get(f"{SDAPI}/schedulers").json()}
+    assert "forge_preset" not in client.get(f"{SDAPI}/options").json()
+    assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": "other"}).is_success
+    now = client.get(f"{SDAPI}/progress").json()
+    assert (now["progress"], now["state"]["job_count"]) == (0.0, 0)
+    answer = client.post(f"{SDAPI}/txt2img", json=SILLYTAVERN)
+    (request,) = service.submitted
+    assert (request.scheduler, request.sigmas, request.clip_skip, request.model) == (Scheduler.DDIM, None, 1, "other")
+    assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 0.5)]
+    assert told(answer)["sampler_name"] == "DDIM"
+    assert pixels(answer.json()["images"][0]).shape == (64, 64, 3)
+
+
+def test_a_model_is_chosen_per_request_or_per_tenant(service):
+    """`override_settings` is the request's alone; what a tenant chose is no other tenant's, and nothing on plait's own
+    API."""
+    client = make_client(service, KEYED)
+    client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": "soft"}, headers=basic("sk:a"))
+    body = {"prompt": "x", "width": 16, "height": 16}
+    asked = (
+        (basic("sk:a"), body, ("other", ["noto"])),
+        (basic("sk:b"), body, ("emoji", [])),
+        (basic("sk:a"), {**body, "override_settings": {"sd_model_checkpoint": "emoji"}}, ("emoji", [])),
+        (basic("sk:a"), body, ("other", ["noto"])),
+    )
+    for headers, sent, expected in asked:
+        assert client.post(f"{SDAPI}/txt2img", json=sent, headers=headers).is_success
+        request = service.submitted[-1]
+        assert (request.model, [lora.name for lora in request.loras]) == expected
+    key = {"authorization": "Bearer sk:a"}
+    assert client.post("/v1/images/generations", json={"prompt": "x"}, headers=key).json()["model"] == "emoji"
+
+
+def test_other_options_stay_as_they_are(client):
+    """All that `GET options` says may come back unchanged; what is to change is refused by name, and then nothing
+    changes."""
+    options = client.get(f"{SDAPI}/options").json()
+    assert client.post(f"{SDAPI}/options", json=options).is_success
+    for name, value in (("sd_vae", "kl-f8"), ("CLIP_stop_at_last_layers", 2), ("grid_save", True)):
+        answer = client.post(f"{SDAPI}/options", json={**options, "sd_model_checkpoint": "other", name: value})
+        assert answer.status_code == 400
+        assert answer.json()["detail"].startswith(f"{name}: ")
+        answer = client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "override_settings": {"grid_save": True}})
+        assert answer.json()["detail"].startswith("override_settings.grid_save: ")
+    assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": "emo"}).status_code == 404
+    assert client.get(f"{SDAPI}/options").json() == options
+
+
+@pytest.mark.parametrize(
+    ("sent", "status", "named"),
+    [
+        ({"enable_hr": True}, 400, "enable_hr"),
+        ({"restore_faces": True}, 400, "restore_faces"),
+        ({"styles": ["oil"]}, 400, "styles"),
+        ({"subseed_strength": 0.5}, 400, "subseed_strength"),
+        ({"script_name": "x/y/z plot"}, 400, "script_name"),
+        ({"alwayson_scripts": {"ADetailer": {"args": [True, {}]}}}, 400, "ADetailer"),
+        ({"sampler_name": "DPM2"}, 400, "sampler_name"),
+        ({"scheduler": "sgm_uniform"}, 400, "scheduler"),
+        ({"sampler_name": "Euler a", "eta": 0.5}, 400, "eta"),
+        ({"steps": 0}, 400, "steps"),
+        ({"steps": 51}, 400, "50 steps"),
+        ({"cfg_scale": 101}, 400, "cfg_scale"),
+        ({"batch_size": 4, "n_iter": 3}, 400, "batch_size"),
+        ({"width": 17}, 400, "multiples of 8"),
+        ({"seed": -2}, 400, "seed"),
+        ({"prompt": "<lora:unknown:1>"}, 404, "unknown"),
+        ({"prompt": "[a:b:0.5]"}, 400, "[a:b:0.5]"),
+        ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, 404, "sdxl"),
+        ({"steps": "many"}, 400, "steps"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, status, named):
+    """By A1111's name of the field, in the form of errors that its clients read."""
+    answer = client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "width": 16, "height": 16, **sent})
+    assert answer.status_code == status
+    assert named in answer.json()["detail"]
+    assert isinstance(answer.json()["error"], str)
+    assert service.submitted == []
+
+
+def test_a_samplers_name_may_hold_its_spacing(client, service):
+    """As before A1111 told the two apart; names are A1111's or plait's, in any case, and `sampler_index` is one too."""
+    for sent, expected in (
+        ({"sampler_name": "DPM++ 2M Karras"}, (Scheduler.DPMPP_2M, Sigmas.KARRAS)),
+        ({"sampler_name": "dpm++ 2m", "scheduler": "Beta"}, (Scheduler.DPMPP_2M, Sigmas.BETA)),
+        ({"sampler_index": "Euler a", "scheduler": "automatic"}, (Scheduler.EULER_A, None)),
+        ({"sampler_name": "unipc"}, (Scheduler.UNIPC, None)),
+        ({}, (Scheduler.EULER, None)),
+    ):
+        assert client.post(f"{SDAPI}/txt2img", json={"prompt": "x", **sent}).is_success
+        assert (service.submitted[-1].scheduler, service.submitted[-1].sigmas) == expected
+
+
+def test_a_model_without_a_use_for_them_does_without(service):
+    """Clients send a guidance scale and a negative prompt to whatever there is; the answer says so. LoRAs are found in
+    a prompt that is read to the letter."""
+    terms = RequestTerms(samplers=SamplerChoice(among=(Scheduler.EULER,)), guidance_scale=1.0)
+    plain = replace(FAKE_CATALOG.model, terms=terms, default_guidance_scale=1.0)
+    service.offers = replace(FAKE_CATALOG, models=(plain,))
+    body = {"prompt": "<lora:noto:2>(red) apple", "negative_prompt": "blue", "cfg_scale": 7}
+    answer = make_client(service, ON).post(f"{SDAPI}/txt2img", json=body)
+    (request,) = service.submitted
+    assert (request.prompt, request.guidance_scale, request.negative_prompt) == ("(red) apple", 1.0, None)
+    assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 2.0)]
+    assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"guidance_scale", "negative_prompt"}
+
+
+def test_an_image_is_started_from(client, service):
+    """White in a mask is made anew, its edge is soft, and it may be turned round; the answer holds neither again."""
+    mask = Image.new("L", (16, 16))
+    mask.paste(255, (0, 0, 8, 16))
+    out = io.BytesIO()
+    mask.save(out, "PNG")
+    body = {"init_images": ["data:image/png;base64," + b64(png())], "mask": b64(out.getvalue()), "mask_blur": 0,
+            "prompt": "x", "width": 16, "height": 16, "denoising_strength": 0.5}  # fmt: skip
+    answer = client.post(f"{SDAPI}/img2img", json=body)
+    assert told(answer)["denoising_strength"] == 0.5
+    assert not {"init_images", "mask"} & answer.json()["parameters"].keys()
+    assert np.array_equal(service.submitted[-1].edit.mask, np.asarray(mask))
+    client.post(f"{SDAPI}/img2img", json={**body, "inpainting_mask_invert": 1})
+    assert np.array_equal(service.submitted[-1].edit.mask, 255 - np.asarray(mask))
+    client.post(f"{SDAPI}/img2img", json={**body, "mask_blur": 4})
+    assert 0 < service.submitted[-1].edit.mask[8, 7] < 255
+    answer = client.post(f"{SDAPI}/img2img", json={**body, "inpaint_full_res": True})
+    assert told(answer)["hints"][0].startswith("inpaint_full_res")
+    for wrong in ({"init_images": []}, {"init_images": [b64(png())] * 2}, {"init_images": None}, {"resize_mode": 1}):
+        answer = client.post(f"{SDAPI}/img2img", json={**body, **wrong})
+        assert (answer.status_code, next(iter(wrong)) in answer.json()["detail"]) == (400, True)
+
+
+def test_a_mask_with_transparent_pixels_is_read_as_a1111_does(client, service):
+    """What is painted is made anew, whatever its colour: not what is transparent, which is OpenAI's rule."""
+    mask = Image.new("RGBA", (16, 16))
+    mask.paste((0, 0, 0, 255), (0, 0, 8, 16))
+    out = io.BytesIO()
+    mask.save(out, "PNG")
+    body = {"init_images": [b64(png())], "mask": b64(out.getvalue()), "mask_blur": 0, "prompt": "x"}
+    assert client.post(f"{SDAPI}/img2img", json=body).is_success
+    assert np.array_equal(service.submitted[-1].edit.mask, np.asarray(mask)[..., 3])
+
+
+def test_controlnets_come_as_an_always_on_script(client, service):
+    """Units of sd-webui-controlnet; those that are off are not there, and one without an image has the one that is
+    started from."""
+    unit = {"model": "edges", "module": "edges", "weight": 0.5, "guidance_end": 0.8, "image": b64(png())}
+    bare = {"model": "plain", "module": "none", "image": {"image": b64(png()), "mask": None}}
+    units = [unit, bare, {**unit, "enabled": False}, False]
+    body = {"prompt": "x", "alwayson_scripts": {"ControlNet": {"args": units}, "ADetailer": {"args": [False]}}}
+    assert client.post(f"{SDAPI}/txt2img", json=body).is_success
+    first, second = service.submitted[-1].controlnets
+    assert (first.name, first.scale, first.start, first.end, second.name, second.scale) == (
+        "edges", 0.5, 0.0, 0.8, "plain", 1.0,
+    )  # fmt: skip
+    assert np.array_equal(first.image, 255 - second.image)
+    del unit["image"]
+    body |= {"alwayson_scripts": {"controlnet": {"args": [unit]}}, "init_images": [b64(png())]}
+    assert client.post(f"{SDAPI}/img2img", json=body).is_success
+    assert np.array_equal(service.submitted[-1].controlnets[0].image, first.image)
+    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"model": "None"}):
+        body["alwayson_scripts"] = {"controlnet": {"args": [{**unit, **wrong}]}}
+        assert client.post(f"{SDAPI}/img2img", json=body).status_code in (400, 404)
+
+
+def test_what_an_image_says_of_its_making(client):
+    """`png-info` reads what `txt2img` wrote; of another image it says nothing."""
+    made = client.post(f"{SDAPI}/txt2img", json={"prompt": 'a "b", c: d', "negative_prompt": "e\nf", "seed": 5})
+    found = client.post(f"{SDAPI}/png-info", json={"image": "data:image/png;base64," + made.json()["images"][0]}).json()
+    assert found["info"] == told(made)["infotexts"][0]
+    said = found["parameters"]
+    assert (said["Prompt"], said["Negative prompt"], said["Seed"]) == ('a "b", c: d', "e\nf", "5")
+    bare = client.post(f"{SDAPI}/png-info", json={"image": b64(png())}).json()
+    assert bare == {"info": "", "items": {}, "parameters": {}}
+
+
+async def test_progress_and_interrupt_are_of_ones_own_requests():
+    """Of requests through this API and of one's tenant: another tenant's goes on, and so does one's own through
+    plait's. Who was interrupted gets an answer without images."""
+    service = FakeImageService(step_s=0.01)
+    app = make_app(service, KEYED)
+    body = json.dumps({"prompt": "x", "steps": 50, "num_inference_steps": 50}).encode()
+    own = json.dumps({"prompt": "x", "num_inference_steps": 50}).encode()
+    mine = AsgiCall(app, body, path=f"{SDAPI}/txt2img", key="sk:a")
+    others = AsgiCall(app, body, path=f"{SDAPI}/txt2img", key="sk:b")
+    plaits = AsgiCall(app, own, key="sk:a")
+    await until(lambda: service.steps_run > 30)
+    client = httpx2.AsyncClient(
+        transport=httpx2.ASGITransport(app=app), base_url=f"http://testserver{SDAPI}", headers=basic("sk:a")
+    )
+    now = (await client.get("/progress")).json()
+    assert 0.0 < now["progress"] < 1.0
+    assert now["eta_relative"] > 0.0
+    assert (now["state"]["job_count"], now["state"]["sampling_steps"]) == (1, 50)
+    assert now["state"]["sampling_step"] == pytest.approx(now["progress"] * 50)
+    assert (await client.post("/interrupt")).json() == {}
+    await mine.done()
+    answer = json.loads(b"".join(mine.chunks))
+    assert (mine.status, answer["images"], json.loads(answer["info"])["interrupted"]) == (200, [], True)
+    assert len(service.cancelled) == 1
+    for call in (others, plaits):
+        await call.done()
+        assert call.status == 200
+    assert len(json.loads(b"".join(others.chunks))["images"]) == 1
+    assert len(service.finished) == 2
+    assert (await client.get("/progress")).json()["state"]["job_count"] == 0
+
+
+def test_interrupting_nothing_is_no_error(client):
+    """Clients interrupt whenever they like."""
+    assert client.post(f"{SDAPI}/interrupt").json() == {}
+
+
+@pytest.mark.parametrize(
+    "settings", [KEYED, replace(KEYED, allowed_hosts=LOOPBACK_HOSTS)], ids=["any host", "own hosts"]
+)
+def test_a_key_may_be_a_password_here_alone(service, settings):
+    """With any name, or none; elsewhere it is no key. No answer asks a browser for one."""
+    client = make_client(service, settings)
+    client.base_url = "http://localhost"
+    for headers in (basic("sk:a"), basic("sk:a", name=""), {"authorization": "Bearer sk:a"}):
+        assert client.get(f"{SDAPI}/options", headers=headers).status_code == 200
+    assert client.get("/v1/models", headers=basic("sk:a")).status_code == 401
+    for headers in (basic("wrong"), basic(""), {"authorization": "Basic !"}, {"authorization": "Basic"}, {}):
+        answer = client.get(f"{SDAPI}/options", headers=headers)
+        assert answer.status_code == 401
+        assert "www-authenticate" not in answer.headers
+        assert answer.json()["detail"]
+
+
+def test_a_password_proves_no_page(service):
+    """A browser adds one by itself: pages of other origins change nothing with it, on a server with keys and any host
+    name either. A bearer key, which it does not add, is proof."""
+    client = make_client(service, KEYED)
+    body, page = {"sd_model_checkpoint": "other"}, {"origin": "http://evil.example"}
+    for headers in ({**basic("sk:a"), **page}, {**basic("sk:a"), "sec-fetch-site": "cross-site"}):
+        assert client.post(f"{SDAPI}/options", json=body, headers=headers).status_code == 403
+    assert client.get(f"{SDAPI}/options", headers=basic("sk:a")).json()["sd_model_checkpoint"] == "emoji"
+    for headers in (
+        basic("sk:a"),
+        {**basic("sk:a"), "origin": "http://testserver"},
+        {"authorization": "Bearer sk:a", **page},
+    ):
+        assert client.post(f"{SDAPI}/options", json=body, headers=headers).is_success
