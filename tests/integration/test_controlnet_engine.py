@@ -143,22 +143,19 @@ def test_without_a_replica_only_requests_that_need_it_fail(scene: Scene) -> None
 
 
 def test_automatic_placement_runs_both_places_and_takes_the_faster(scene: Scene) -> None:
-    """It is settled by real steps, with the service that answers, and the image is the same wherever it was made."""
+    """It is settled by steps of users, and the image is the same wherever it was made."""
     engine, client = scene.engine, scene.engine.pool.first.controlnets["edges"]
     remote = _image(scene.make(_request("remote", "edges"))["remote"])
     engine.reconfigure(engine.knobs.model_copy(update={"controlnet_placement": Placement.AUTO}))
-    before = scene.edges.statistics().steps
-    auto = _image(scene.make(_request("auto", "edges"))["auto"])
-    assert client.times is not None
+    before, images = scene.edges.statistics().steps, []
+    while client.times is None:
+        assert len(images) < 8
+        images.append(_image(scene.make(_request(str(len(images)), "edges"))[str(len(images))]))
     assert min(client.times.local_s, client.times.remote_s) > 0.0
-    if client.times.is_close:
-        for number in range(8):  # a trial is over by then
-            scene.make(_request(str(number), "edges"))
-        client.place()
     faster = Placement.REMOTE if client.times.remote_s < client.times.local_s else Placement.LOCAL
     assert client.place() is faster
     assert scene.edges.statistics().steps > before
-    assert np.abs(auto.astype(int) - remote.astype(int)).max() <= 1
+    assert max(np.abs(image.astype(int) - remote.astype(int)).max() for image in images) <= 1
 
 
 def test_the_services_log_names_the_request(scene: Scene, log_file: LogFile, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeAlias
@@ -98,7 +98,7 @@ class StaticBuffers:
     @property
     def nbytes(self) -> int:
         """What they take."""
-        return sum(flat.nbytes for flat in self._flat.values())
+        return sum(flat.nbytes for flat in list(self._flat.values()))
 
     def views(self, names: Sequence[str], specs: Sequence[_Spec], device: torch.device) -> tuple[torch.Tensor, ...]:
         """Return tensors at these places. Graphs that use a place which must grow are dropped. Raises RuntimeError if
@@ -136,6 +136,8 @@ class GraphMemory:
         first."""
         self.capture = capture
         self.turns = count(1)
+        self.given_up = 0
+        """How often memory was short."""
         self._budget_bytes = budget_bytes
         self._models: WeakSet[StaticBuffers] = WeakSet()
         _ALL.add(self)
@@ -149,7 +151,7 @@ class GraphMemory:
     @property
     def nbytes(self) -> int:
         """What buffers take."""
-        return sum(model.nbytes for model in self._models)
+        return sum(model.nbytes for model in list(self._models))
 
     @property
     def graphs(self) -> int:
@@ -171,7 +173,8 @@ class GraphMemory:
         return any(program.capture_waiting() for program in self._programs())
 
     def give_up(self) -> None:
-        """Let all graphs and buffers go."""
+        """Let all graphs and buffers go, as memory was short."""
+        self.given_up += 1
         for model in list(self._models):
             model.clear()
 
@@ -198,11 +201,16 @@ def capture_waiting() -> bool:
     return any(memory.capture_waiting() for memory in list(_ALL))
 
 
-def give_back(device: torch.device, *, graphs: bool) -> None:
-    """Give back to a GPU what nothing uses, and with `graphs` all of those."""
-    if graphs and (memory := _ON.get(device)) is not None:
+def give_back(device: torch.device, *, short: bool = False) -> None:
+    """Give back to a GPU what nothing uses; where it is `short` of memory all graphs, too."""
+    if short and (memory := _ON.get(device)) is not None:
         memory.give_up()
     empty_cache(device)
+
+
+def on_gpus() -> Mapping[torch.device, GraphMemory]:
+    """Return the memories of graphs of this process, by GPU. From any thread."""
+    return dict(_ON)
 
 
 def pool_bytes(device: torch.device) -> int:
@@ -284,7 +292,7 @@ class GraphProgram:
     @property
     def graphs(self) -> int:
         """How many graphs there are."""
-        return sum(shape.graph is not None for shape in self._shapes.values())
+        return sum(shape.graph is not None for shape in list(self._shapes.values()))
 
     @torch.inference_mode()
     def run(
@@ -349,7 +357,7 @@ class GraphProgram:
             shape.refused_until = shape.runs + _TRIED_AGAIN_AFTER if short else math.inf
             said = " ".join(str(error).split())[:300]
             _log.warning("%s at %s runs eagerly: %s", self._name, list(shape.specs[0].shape), said)
-            give_back(self._device, graphs=False)
+            give_back(self._device)
 
     def _recorded(self, specs: tuple[_Spec, ...]) -> _Graph:
         """Capture a shape. What its buffers hold meanwhile does not matter."""

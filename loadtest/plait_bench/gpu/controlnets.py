@@ -6,12 +6,13 @@ Run as a program, the module is that process.
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,14 +21,14 @@ import torch
 
 from plait_bench.gpu.denoisers import GuidedInputs, GuidedUNet, drawn_module
 from plait_bench.gpu.rows import GpuRun
-from plait_fabric import connect, listen
+from plait_fabric import Channel, connect, listen
 from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.executors.graphs import GraphMemory
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
-from plait_serving.diffusion.controlnet.placement import time_step_s
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.controlnet.service import ControlNetService
+from plait_serving.diffusion.errors import EngineError
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
 from plait_serving.diffusion.protocols import Conditioning, ControlCall, ControlNetClient
 from plait_serving.diffusion.published.architectures import FamilyName
@@ -56,48 +57,53 @@ def controlnet(run: GpuRun) -> None:
 
     conditioning = Conditioning(text=given.text, added=given.added, n=1)
     side = given.sample.shape[-1] * 8
-    image = np.zeros((side, side, 3), np.uint8)
+    timestep = torch.tensor(501, device=run.device)
 
-    def step_ms(client: ControlNetClient) -> float:
+    def asked(client: ControlNetClient) -> ControlCall:
+        image = np.zeros((side, side, 3), np.uint8)
         session = client.open(image=image, conditioning=conditioning, width=side, height=side)
-        timestep = torch.tensor(501, device=run.device)
-        call = ControlCall(session=session, sample=given.sample, timestep=timestep, scale=1.0, exact=False)
-        try:
-            return 1e3 * time_step_s(client, call, encoder=first_half)
-        finally:
-            client.close(session)
+        return ControlCall(session=session, sample=given.sample, timestep=timestep, scale=1.0, exact=False)
 
-    def capture() -> None:
-        while run.memory.capture_waiting() or beside.capture_waiting():
-            pass
-
+    call = asked(here)
     for _ in range(2):
-        step_ms(here)
-    capture()
-    run.timed("controlnet", "alone", {"first half": first_half})
-    run.timed("controlnet", "on one stream", {"plait": lambda: step_ms(here)})
+        _step(here, call, first_half)
+    while run.memory.capture_waiting() or beside.capture_waiting():
+        pass
+    run.timed("controlnet", "the first half alone", {"plait": first_half})
+    run.timed("controlnet", "after it", {"plait": lambda: _step(here, call, first_half)})
     if run.on_gpu:
-        _second_stream(run, first_half, lambda: step_ms(here))
+        run.timed("controlnet", "on a second stream", {"plait": _on_a_second_stream(run, here, call, first_half)})
     with _second_process(run) as there:
+        call = asked(there)
         for _ in range(2):
-            step_ms(there)
+            _step(there, call, first_half)
         time.sleep(0 if run.tiny else 5)  # it captures its graphs when it has nothing to do
-        run.timed("controlnet", "in a second process", {"plait": lambda: step_ms(there)})
+        run.timed("controlnet", "in a second process", {"plait": lambda: _step(there, call, first_half)})
 
 
-def _second_stream(run: GpuRun, first_half: object, step: object) -> None:
-    """Both at once, each with graphs of its own pool."""
-    assert callable(first_half)
-    assert callable(step)
+def _step(client: ControlNetClient, call: ControlCall, first_half: Callable[[], object]) -> None:
+    """Ask, compute the first half, and take the answer. Raises the call's error."""
+    pending = client.start([call])
+    first_half()
+    (answer,) = pending.wait()
+    if isinstance(answer, EngineError):
+        raise answer
+
+
+def _on_a_second_stream(
+    run: GpuRun, client: ControlNetClient, call: ControlCall, first_half: Callable[[], object]
+) -> Callable[[], None]:
+    """Return what computes both at once, each with graphs of its own pool."""
     stream = torch.cuda.Stream(run.device)  # type: ignore[no-untyped-call]
 
     def both() -> None:
         stream.wait_stream(torch.cuda.current_stream(run.device))
         with torch.cuda.stream(stream):
-            step()
+            _step(client, call, lambda: None)
+        first_half()
         torch.cuda.current_stream(run.device).wait_stream(stream)
 
-    run.timed("controlnet", "on a second stream", {"plait": both})
+    return both
 
 
 @contextmanager
@@ -118,10 +124,11 @@ def _second_process(run: GpuRun) -> Iterator[RemoteControlNetClient]:
                 name=_NAME, host="here", addresses=(process.stdout.readline().strip(),), secret=secret, channels=0
             )
 
+            def dial(at: str, key: bytes) -> Channel:
+                return connect(at, secret=key, timeout_s=30)
+
             def link(left_out: frozenset[str]) -> ReplicaLink:
-                return connect_to_one(
-                    [replica], left_out, host="here", dial=lambda at, key: connect(at, secret=key, timeout_s=30)
-                )
+                return connect_to_one([replica], left_out, host="here", chance=random.Random(0), dial=dial)
 
             client = RemoteControlNetClient(_NAME, link)
             try:

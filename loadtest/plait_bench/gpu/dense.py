@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from plait_bench.gpu.rows import GpuRun
-from plait_disagg.graph.inputs import USER_OF
+from plait_disagg.graph.program import USER_OF
 from plait_disagg.messages.check import check_request
-from plait_disagg.messages.rows import user_of
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.models.requests import random_request
 from plait_disagg.package import PackageOptions, open_package, write_package
+from plait_disagg.queue.batch import user_of
 
-_MODELS = ("rm1", "rm2", "rm3")
+_MODELS = ("rm3", "mlperf-dcnv2", "rm1", "rm2")
 _ROWS = (64, 512, 4096)
 _TABLES = 1e-4
 """Of their rows: the dense half does not see them."""

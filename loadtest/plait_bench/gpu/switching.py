@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from plait_bench.gpu.rows import GpuRun
@@ -29,10 +30,10 @@ def switching(run: GpuRun) -> None:
         write_model(architecture, folders["a"], seed=0, dtype=dtype, report=lambda *_: None)
         shutil.copytree(folders["a"], folders["b"])
         nbytes = sum(path.stat().st_size for path in folders["a"].rglob("*.safetensors"))
-        settings = {
-            name: EngineSettings(model=folder, device=str(run.device), converts=False, prepared_folder=Path(scratch) / "made")
-            for name, folder in folders.items()
-        }
+        one = EngineSettings(
+            model=folders["a"], device=str(run.device), converts=False, prepared_folder=Path(scratch) / "made"
+        )
+        settings = {name: replace(one, model=folder) for name, folder in folders.items()}
         engine = build_engine_of(settings, memory_bytes=int(1.5 * nbytes) + (1 << 30 if run.tiny else 0))
         try:
             _measured(run, engine)
@@ -62,7 +63,7 @@ def _measured(run: GpuRun, engine: Engine) -> None:
         run.row("switching", f"load {model}", metric="s", value=seconds, unit="s")
     engine.rest("a", asleep=True)
     until_s = time.monotonic() + _PATIENCE_S
-    while engine.pool.statistics().resident and time.monotonic() < until_s:
+    while "a" in engine.pool.statistics().resident and time.monotonic() < until_s:
         time.sleep(_POLL_S)
     run.row("switching", "held asleep", metric="held", value=run.held_bytes(), unit="bytes")
     run.row("switching", "wake", metric="s", value=image_s("a"), unit="s")

@@ -74,8 +74,8 @@ def build_engine_of(
 def warm_up(engine: Engine) -> float:
     """Run each code path of the first model once, at the min size and for one step; return the seconds it took.
 
-    An image with every ControlNet settles AUTO placement, too. A ControlNet that does not answer yet is logged: it may
-    come up later. Raises any other error.
+    An image with every ControlNet, and another one: with AUTO at each place. A ControlNet that does not answer yet is
+    logged: it may come up later. Raises any other error.
     """
     started_s, model = time.perf_counter(), engine.pool.first
     edge = model.family.min_whole_edge
@@ -91,7 +91,7 @@ def warm_up(engine: Engine) -> float:
         tenant=Tenant(name=""),
     )
     engine.generate(request)
-    for name in model.controlnets:
+    for name in (*model.controlnets, *model.controlnets):
         image = np.zeros((edge, edge, 3), np.uint8)
         try:
             engine.generate(replace(request, controlnets=(ControlRef(name=name, image=image),)))
@@ -172,7 +172,6 @@ class _Maker:
             local=partial(self._here, name, folder, family),
             remote=self._remote.get(name),
             wanted=lambda: host.knobs().controlnet_placement,
-            measure=family.step_times,
         )
 
     def _here(self, name: str, folder: Path, family: Family) -> ControlNetClient:

@@ -272,6 +272,7 @@ class DenoiseLoop:
         rows = sum(unit.rows for unit in prepared)
         if stepper.settled:
             model.costs.record(key, rows, seconds)
+        stepper.stepped(prepared, (key.row, rows), seconds)
         images = sum(unit.images for unit in prepared)
         self._registry.count(steps=1, rows=images, lora_switches=int(switched))
         for unit in prepared:

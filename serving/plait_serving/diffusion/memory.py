@@ -134,7 +134,7 @@ def memory_of(device: torch.device, *, excluded: Callable[[], int]) -> MemoryRea
 
 def _give_back(device: torch.device) -> None:
     gc.collect()  # modules that refer to each other go late
-    give_back(device, graphs=False)
+    give_back(device)
 
 
 def _own_bytes() -> int:

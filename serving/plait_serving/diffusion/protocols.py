@@ -6,7 +6,7 @@ unconditional ones first, in diffusers' order; without CFG, R = n. L = the text'
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -124,6 +124,10 @@ class ControlNetClient(Protocol):
 
     def close(self, session: ControlSession) -> None:
         """Drop a session; unknown or lost sessions are ignored."""
+
+    def stepped(self, kind: Hashable, seconds: float | None) -> None:
+        """Take what a step took of a request that has a session, for who chooses between places; None: it does not tell
+        what such steps take. `kind`: equal for steps that cost the same wherever a ControlNet runs."""
 
     def shutdown(self) -> None:
         """Release channels and threads. Idempotent."""

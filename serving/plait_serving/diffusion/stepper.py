@@ -6,7 +6,7 @@ Any error of one unit is returned for that unit; the others of the batch continu
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -128,6 +128,12 @@ class Stepper:
             for unit, output in zip(units, outputs, strict=True)
         ]
 
+    def stepped(self, units: Sequence[Unit], kind: Hashable, seconds: float) -> None:
+        """Tell the ControlNets what a step of these units took."""
+        asked = {control.client.name: control.client for unit in units for control in unit.controls}
+        for client in asked.values():
+            client.stepped((kind, tuple(asked)), seconds if self.settled else None)
+
     def switch_s(self, target: LoraSet) -> float:
         """Return the seconds that making `target` live is expected to take."""
         return 0.0 if target == self.live_loras else self.denoiser.merger.switch_cost_s(target)
@@ -226,7 +232,7 @@ class Stepper:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        give_back(calls[0].sample.device, graphs=True)
+        give_back(calls[0].sample.device, short=True)
         if len(calls) == 1:
             return [OutOfMemory(f"{calls[0].conditioning.n} image(s) of this size do not fit the device")]
         _log.warning("a denoiser call of %d requests ran out of memory; halving it", len(calls))

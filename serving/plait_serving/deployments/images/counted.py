@@ -29,7 +29,7 @@ def counted(engine: Engine, host: HostCores) -> ReplicaMetrics:
     me, usage = this_process(), engine.usage()
     return ReplicaMetrics(
         replica=me,
-        families=[*_engine_families(engine), *host_families(host)],
+        families=[*_engine_families(engine), *gpu_families(), *host_families(host)],
         account={(me, tenant, name): it for tenant, used in usage.items() for name, it in _used(used).items()},
     )
 
@@ -68,6 +68,26 @@ def _engine_families(served: Engine) -> list[Metric]:
         family("plait_model_resident", "1: the base model is in memory", resident, "model"),
         family("plait_engine_prepared", "Parts of the models that run as programs", prepared, "part"),
         *audit_families({name: model.family.auditor.statistics() for name, model in models.items()}),
+    ]
+
+
+def gpu_families() -> list[Metric]:
+    """Return what this process has of its GPUs; nothing without one."""
+    from plait_kernels.executors.graphs import on_gpus
+    from plait_serving.diffusion.memory import available_bytes
+
+    gpus = {(str(device),): (device, memory) for device, memory in on_gpus().items()}
+    if not gpus:
+        return []
+    free = {name: available_bytes(device) for name, (device, _) in gpus.items()}
+    taken = {name: memory.nbytes + memory.capture.pool_bytes for name, (_, memory) in gpus.items()}
+    graphs = {name: memory.graphs for name, (_, memory) in gpus.items()}
+    short = {name: memory.given_up for name, (_, memory) in gpus.items()}
+    return [
+        family("plait_gpu_free_bytes", "Memory that models of the process can still take", free, "device"),
+        family("plait_gpu_graph_bytes", "Memory that CUDA graphs of the process have", taken, "device"),
+        family("plait_gpu_graphs", "CUDA graphs of the process", graphs, "device"),
+        family("plait_gpu_short_of_memory_total", "Calls that did not fit: batches were halved", short, "device"),
     ]
 
 

@@ -26,9 +26,6 @@ from plait_serving.diffusion.values import RgbImage
 
 _log = logging.getLogger(__name__)
 
-_MAX_TRIES = 3
-"""How often AUTO tries to measure, one session after another; a service may start later than the base model."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _MovableSession:
@@ -42,9 +39,8 @@ class _MovableSession:
 class MovableControlNetClient(ControlNetClient):
     """A `ControlNetClient`. `local` and `remote` make the two clients; None means that a place is not possible.
 
-    With AUTO, `measure` is called with both clients when the first session is opened (or by `settle`), until it has
-    succeeded once or failed three times; while it fails, sessions run here. If both places are about as fast, the next
-    sessions try both in turn. While a service that was chosen has no replica, new sessions run here.
+    With AUTO and both possible, sessions try both in turn, until steps alike have shown which is faster; then all go
+    there, and later it is looked at again. While a service that was chosen has no replica, new sessions run here.
     """
 
     def __init__(
@@ -54,19 +50,16 @@ class MovableControlNetClient(ControlNetClient):
         local: Callable[[], ControlNetClient] | None,
         remote: Callable[[], ControlNetClient] | None,
         wanted: Callable[[], Placement],
-        measure: Callable[[ControlNetClient, ControlNetClient], StepTimes] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
         self._factories = {Placement.LOCAL: local, Placement.REMOTE: remote}
         self._clients: dict[Placement, ControlNetClient] = {}
         self._wanted = wanted
-        self._measure = measure
-        self._clock = clock
-        self._times: StepTimes | None = None
-        self._trial: PlacementTrial | None = None
-        self._failures = 0
-        self._chosen: tuple[Placement, Placement] | None = None
+        is_open = None not in self._factories.values()
+        self._trial = PlacementTrial(clock) if is_open else None
+        self._chosen: tuple[Placement, StepTimes | None, Placement] | None = None
+        self._asked: set[Placement] = set()
         self._is_away = False
 
     @property
@@ -76,29 +69,25 @@ class MovableControlNetClient(ControlNetClient):
 
     @property
     def times(self) -> StepTimes | None:
-        """The times measured for AUTO, if any."""
-        return self._times
+        """The times that AUTO has decided by, if any."""
+        return None if self._trial is None else self._trial.times
 
     def place(self) -> Placement:
         """Return where new sessions go now: LOCAL or REMOTE. Raises `ControlNetUnavailable`."""
-        wanted = self._wanted()
-        if self._chosen is not None and self._chosen[0] is wanted:
-            return self._chosen[1]
-        times = self._measured(wanted)
-        if wanted is Placement.AUTO and self._trial is not None:
-            if self._trial.outcome is None:
-                return self._trial.next_place()
-            times = self._times = self._trial.outcome
-            self._trial = None
+        wanted, trial = self._wanted(), self._trial
+        if wanted is Placement.AUTO and trial is not None and not trial.is_over:
+            self._chosen = None
+            return trial.next_place()
+        if self._chosen is not None and self._chosen[:2] == (wanted, self.times):
+            return self._chosen[2]
         choice = choose_placement(
             wanted,
             local_possible=self._factories[Placement.LOCAL] is not None,
             remote_possible=self._factories[Placement.REMOTE] is not None,
-            times=times,
+            times=self.times,
         )
         _log.info("ControlNet %s runs %s: %s", self._name, choice.placement.value, choice.why)
-        if not self._may_measure(wanted):
-            self._chosen = (wanted, choice.placement)
+        self._chosen = (wanted, self.times, choice.placement)
         if choice.placement is Placement.REMOTE:
             self._clients.pop(Placement.LOCAL, None)  # its weights go with the last session that lives there
         return choice.placement
@@ -126,14 +115,15 @@ class MovableControlNetClient(ControlNetClient):
         for i, call in enumerate(calls):
             if isinstance(call.session, _MovableSession) and call.session.controlnet == self._name:
                 groups.setdefault(id(call.session.client), (call.session.client, []))[1].append(i)
-        started_s = self._clock()
+        self._asked.update(place for place, client in self._clients.items() if id(client) in groups)
         parts = [(indices, client.start([_inner(calls[i]) for i in indices])) for client, indices in groups.values()]
-        pending = _PendingParts(len(calls), parts)
-        if self._trial is None or len(groups) != 1:
-            return pending
-        shape = tuple(tuple(call.sample.shape) for call in calls)
-        client, _ = next(iter(groups.values()))
-        return _TimedParts(pending, lambda: self._ran(client, shape, self._clock() - started_s))
+        return _PendingParts(len(calls), parts)
+
+    def stepped(self, kind: Hashable, seconds: float | None) -> None:
+        """Take what a step has cost, if one place alone was asked in it."""
+        asked, self._asked = self._asked, set()
+        if self._trial is not None and seconds is not None and len(asked) == 1:
+            self._trial.record(asked.pop(), kind, seconds)
 
     def close(self, session: ControlSession) -> None:
         """Close the session at its place."""
@@ -169,31 +159,8 @@ class MovableControlNetClient(ControlNetClient):
         if self._is_away and place is Placement.REMOTE:
             _log.info("ControlNet %s: its service is back", self._name)
             self._is_away = False
-            if self._trial is None:
+            if self._trial is None or self._trial.is_over:
                 self._clients.pop(Placement.LOCAL, None)
-
-    def _ran(self, client: ControlNetClient, shape: Hashable, seconds: float) -> None:
-        """Record a step of the trial."""
-        place = next((place for place, known in self._clients.items() if known is client), None)
-        if self._trial is not None and place is not None:
-            self._trial.record(place, shape, seconds)
-
-    def _may_measure(self, wanted: Placement) -> bool:
-        possible = self._measure is not None and all(factory is not None for factory in self._factories.values())
-        return wanted is Placement.AUTO and possible and self._times is None and self._failures < _MAX_TRIES
-
-    def _measured(self, wanted: Placement) -> StepTimes | None:
-        """Return the times for AUTO, measured once; if a place fails during measurement, the rule decides."""
-        if self._may_measure(wanted):
-            assert self._measure is not None
-            try:
-                self._times = self._measure(self._client(Placement.LOCAL), self._client(Placement.REMOTE))
-                if self._times.is_close:
-                    self._trial = PlacementTrial(self._times)
-            except EngineError as error:
-                self._failures += 1
-                _log.warning("ControlNet %s: its placement could not be measured: %s", self._name, error)
-        return self._times
 
 
 class _PendingParts(PendingResiduals):
@@ -209,20 +176,6 @@ class _PendingParts(PendingResiduals):
             answers.update(zip(indices, pending.wait(), strict=True))
         unavailable = ControlNetUnavailable("the session belongs to another ControlNet")
         return [answers.get(i, unavailable) for i in range(self._calls)]
-
-
-class _TimedParts(PendingResiduals):
-    """Answers whose arrival is recorded, if all have arrived: on an accelerator they may still be in flight."""
-
-    def __init__(self, pending: PendingResiduals, arrived: Callable[[], None]) -> None:
-        self._pending = pending
-        self._arrived = arrived
-
-    def wait(self) -> list[Residuals | EngineError]:
-        answers = self._pending.wait()
-        if all(isinstance(answer, Residuals) and answer.mid.device.type == "cpu" for answer in answers):
-            self._arrived()
-        return answers
 
 
 def _inner(call: ControlCall) -> ControlCall:

@@ -1,45 +1,41 @@
-"""Where a ControlNet runs: in the base replica's process or as a service. A pure choice from measured times.
+"""Where a ControlNet runs: in the base replica's process or as a service. A pure choice by what steps cost.
 
-`StepTimes` come from `measure` at the start; where they are close, from a `PlacementTrial` with requests of users.
-
-What counts is the part of a step before the decoder half, since all else is the same at both places: here the encoder
-half and the ControlNet run one after the other on the same cores; a service runs beside the encoder half, at the price
-of the transfer and, on the same host, of the cores that the two take from each other. No formula knows that price, so
-both are run as in a real step.
+Here the encoder half and the ControlNet run one after the other on the same device; a service runs beside the encoder
+half, at the price of the transfer and, on the same host, of the cores that the two take from each other. No formula
+knows that price, and no probe knows the sizes that are asked for. So sessions of users are put at both places in turn
+until steps alike have run often enough at both, and later again: a host changes.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
-import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 
-from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
+from plait_serving.diffusion.errors import ControlNetUnavailable
 from plait_serving.diffusion.knobs import Placement
-from plait_serving.diffusion.protocols import ControlCall, ControlNetClient
 
-Size = tuple[int, int]
-
-_MAX_REPEATS = 5
-_QUICK = 0.1
-"""The share of the budget within which calls are repeated: milliseconds need a median, seconds do not."""
-_CLOSE = 0.8
-_TRIAL_STEPS = 4
-_MAX_TRIAL_SESSIONS = 8
+_FIRST_STEPS = 2
+"""Of a kind at a place: they may compile, allocate, or be captured."""
+_STEPS = 4
+_KEPT_STEPS = 9
+_KINDS = 64
+_MAX_SESSIONS = 8
+"""Sessions after which a trial ends without steps that compare."""
+_SLOWER = 1.5
+_LOOK_AGAIN_S = 1800.0
+"""A trial begins again where steps have become so many times slower than when it was decided, and after so long: of a
+few hundred requests two are then slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Measured seconds until the decoder half can start: with the ControlNet here, and as a service."""
+    """The seconds of steps alike: with the ControlNet here, and as a service."""
 
     local_s: float
     remote_s: float
-
-    @property
-    def is_close(self) -> bool:
-        """Whether the difference could be one of the moment: a busy start, a size that nobody asks for."""
-        return min(self.local_s, self.remote_s) >= _CLOSE * max(self.local_s, self.remote_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,22 +68,51 @@ def choose_placement(
         return PlacementChoice(placement=Placement.LOCAL, why="nothing was measured")
     faster = Placement.REMOTE if times.remote_s < times.local_s else Placement.LOCAL
     return PlacementChoice(
-        placement=faster,
-        why=f"measured {times.local_s * 1e3:.1f} ms local, {times.remote_s * 1e3:.1f} ms remote until the decoder half",
+        placement=faster, why=f"steps took {times.local_s * 1e3:.1f} ms local, {times.remote_s * 1e3:.1f} ms remote"
     )
 
 
+@dataclass(slots=True)
+class _Steps:
+    """The newest seconds of steps of a kind at a place; the first are not among them."""
+
+    seen: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
+
+    def record(self, seconds: float) -> None:
+        self.seen += 1
+        if self.seen > _FIRST_STEPS:
+            self.seconds.append(seconds)
+
+    @property
+    def median_s(self) -> float | None:
+        return statistics.median(self.seconds) if len(self.seconds) >= _STEPS else None
+
+
 class PlacementTrial:
-    """Puts sessions of users at both places in turn until steps of the same shape have run often enough at both.
+    """Puts sessions at both places in turn until steps of one kind have run often enough at both, and begins again when
+    that may no longer hold. `clock`: seconds."""
 
-    Close as the places are, the slower one costs a request little. `outcome` is the medians of those steps; of the
-    measurement that left the doubt, if after eight sessions there still are none.
-    """
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._begin()
 
-    def __init__(self, doubtful: StepTimes) -> None:
-        self._doubtful = doubtful
+    def _begin(self) -> None:
         self._sessions = {Placement.LOCAL: 0, Placement.REMOTE: 0}
-        self._seconds: dict[Hashable, dict[Placement, list[float]]] = {}
+        self._steps: dict[Hashable, dict[Placement, _Steps]] = {}
+        self._kind: Hashable = None
+        self._decided_s = math.inf
+        self.times: StepTimes | None = None
+        """What was decided by; None: nothing compared, or not yet."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether sessions go to one place; it is asked before each."""
+        if self._clock() - self._decided_s > _LOOK_AGAIN_S:
+            self._begin()
+        if self._decided_s == math.inf and sum(self._sessions.values()) >= _MAX_SESSIONS:
+            self._decided_s = self._clock()
+        return self._decided_s < math.inf
 
     def next_place(self) -> Placement:
         """Return where the next session goes: where fewer have been."""
@@ -97,76 +122,19 @@ class PlacementTrial:
         """Count a session."""
         self._sessions[place] += 1
 
-    def record(self, place: Placement, shape: Hashable, seconds: float) -> None:
-        """Take the seconds of one step until the decoder half could start."""
-        self._seconds.setdefault(shape, {Placement.LOCAL: [], Placement.REMOTE: []})[place].append(seconds)
-
-    @property
-    def outcome(self) -> StepTimes | None:
-        """The times to choose by; None while the trial goes on."""
-        for seen in self._seconds.values():
-            if min(map(len, seen.values())) >= _TRIAL_STEPS:
-                return StepTimes(
-                    local_s=statistics.median(seen[Placement.LOCAL]), remote_s=statistics.median(seen[Placement.REMOTE])
-                )
-        return self._doubtful if sum(self._sessions.values()) >= _MAX_TRIAL_SESSIONS else None
-
-
-def probe_sizes(width: int, height: int, *, multiple: int) -> tuple[Size, ...]:
-    """Return the sizes at which to measure a model of this size, ascending: a quarter and a half of its edges, and its
-    own; without duplicates."""
-
-    def edge(full: int, parts: int) -> int:
-        return max(multiple, full // parts // multiple * multiple)
-
-    return tuple(dict.fromkeys((edge(width, parts), edge(height, parts)) for parts in (4, 2, 1)))
-
-
-def measure(
-    times_at: Callable[[Size], StepTimes],
-    sizes: Sequence[Size],
-    *,
-    budget_s: float = 4.0,
-    clock: Callable[[], float] = time.perf_counter,
-) -> StepTimes:
-    """Return the times at the last of `sizes` (ascending) that the budget allows.
-
-    `times_at` runs one step at both places. Its first call, at the first size, warms up; its result counts only if
-    not even a second call there fits the budget. A call is expected to take as long as the first, times the pixels.
-    Only calls that are quick beside the budget are repeated, for the median.
-    """
-    started_s = clock()
-    warm_up = times_at(sizes[0])
-    spent_s = clock() - started_s
-    pixels = sizes[0][0] * sizes[0][1]
-    fitting = [size for size in sizes if spent_s + spent_s * size[0] * size[1] / pixels <= budget_s]
-    if not fitting:
-        return warm_up
-    samples = [times_at(fitting[-1])]
-    while len(samples) < _MAX_REPEATS and clock() - started_s < _QUICK * budget_s:
-        samples.append(times_at(fitting[-1]))
-    return StepTimes(
-        local_s=statistics.median(sample.local_s for sample in samples),
-        remote_s=statistics.median(sample.remote_s for sample in samples),
-    )
-
-
-def time_step_s(
-    client: ControlNetClient,
-    call: ControlCall,
-    *,
-    encoder: Callable[[], object],
-    clock: Callable[[], float] = time.perf_counter,
-) -> float:
-    """Return the seconds from the call to its answer, with the encoder half run in between, as in a step.
-
-    On a GPU `encoder` must wait for the device. Raises the call's error.
-    """
-    started_s = clock()
-    pending = client.start([call])
-    encoder()
-    answer = pending.wait()[0]
-    if isinstance(answer, EngineError):
-        raise answer
-    float(answer.mid.flatten()[0])  # waits for the device
-    return clock() - started_s
+    def record(self, place: Placement, kind: Hashable, seconds: float) -> None:
+        """Take the seconds of one step. `kind`: equal for steps that cost the same wherever the ControlNet runs."""
+        steps = self._steps.setdefault(kind, {Placement.LOCAL: _Steps(), Placement.REMOTE: _Steps()})
+        if len(self._steps) > _KINDS:
+            del self._steps[next(iter(self._steps))]
+        steps[place].record(seconds)
+        local_s, remote_s = steps[Placement.LOCAL].median_s, steps[Placement.REMOTE].median_s
+        if local_s is None or remote_s is None:
+            return
+        if self.times is None:
+            self.times, self._kind, self._decided_s = StepTimes(local_s=local_s, remote_s=remote_s), kind, self._clock()
+        elif kind == self._kind:
+            now_s, then_s = min(local_s, remote_s), min(self.times.local_s, self.times.remote_s)
+            chosen = Placement.LOCAL if self.times.local_s <= self.times.remote_s else Placement.REMOTE
+            if place is chosen and now_s > _SLOWER * then_s:
+                self._begin()

@@ -15,13 +15,12 @@ from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import resolve_device, resolve_dtype
-from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
+from plait_serving.diffusion.protocols import Denoiser
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
 
 if TYPE_CHECKING:
-    from plait_serving.diffusion.controlnet.placement import StepTimes
     from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
 
 
@@ -91,7 +90,3 @@ class Family(ABC):
     def controlnet(self, name: str, folder: Path) -> ControlNetModelRunner:
         """Load a ControlNet to run in this process. Raises `ModelError`."""
         raise ModelError(f"ControlNet {name}: {self.why_unfit(folder)}")
-
-    def step_times(self, local: ControlNetClient, remote: ControlNetClient) -> StepTimes:  # noqa: ARG002
-        """Time one guided image's step with a ControlNet at both places; the model is in memory."""
-        raise ModelError(f"{self.kind} models take no ControlNets")

@@ -86,13 +86,8 @@ class ControlNetModelRunner:
 
     def graphed(self, memory: GraphMemory) -> GraphProgram:
         """Return a program of graphs over the model's own weights."""
-        return GraphProgram(
-            ControlNetTrunk(self._headless).eval(),
-            memory.buffers(),
-            name="a ControlNet",
-            pads=True,
-            patience=GRAPH_PATIENCE,
-        )
+        trunk = ControlNetTrunk(self._headless).eval()
+        return GraphProgram(trunk, memory.buffers(), name="a ControlNet", pads=True, patience=GRAPH_PATIENCE)
 
     def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:
         """Run calls that need not be exact through a prepared program from now on; give torch's weights back unless it
@@ -203,7 +198,7 @@ class ControlNetModelRunner:
                 raise
             if len(blocks) == 1:
                 return [_as_engine_error(error)]
-        give_back(self.device, graphs=True)
+        give_back(self.device, short=True)
         half = len(blocks) // 2
         return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
 

@@ -235,21 +235,6 @@ class UNetDenoiser:
         """Return what surrounds the work on halves: programs of another library have the cores to themselves."""
         return nullcontext() if compiled is None or compiled is self._row_wise else one_thread()
 
-    @torch.inference_mode()
-    def run_encoder_half(self, calls: Sequence[StepCall]) -> None:
-        """Run the part of a step that ControlNets can run beside, for measuring, without calling any ControlNet."""
-        layout = BatchLayout.of([call.conditioning for call in calls])
-        sample = with_extra(stack_samples(calls, layout), calls, layout)
-        text, embedding = self._constants(calls, sample, layout)
-        compiled = self._compiled(calls)
-        self._fuses()
-        if compiled is not None:
-            with self._threads(compiled):
-                compiled.encode(sample, embedding, text, None)
-        else:
-            self._weights.take()
-            encoder_half(self._unet, sample, embedding, text)
-
     def _compiled(self, calls: Sequence[StepCall] = ()) -> CompiledHalves | None:
         """Return the programs if they may run these calls."""
         halves = self._halves

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import nn
 
 from plait_kernels.devices import is_gpu
 from plait_kernels.executors.graphs import graph_memory
-from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.preparation import uses_graphs
@@ -28,10 +25,9 @@ from plait_serving.diffusion.families.unet.prompt import PromptEncoder
 from plait_serving.diffusion.families.unet.prompt_tokens import PromptTokens
 from plait_serving.diffusion.families.unet.samplers import samplers_of
 from plait_serving.diffusion.lora.targets import LoraTargets
-from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, StepCall
 from plait_serving.diffusion.request_terms import RequestSize, RequestTerms
 from plait_serving.diffusion.settings import EngineSettings, Host
-from plait_serving.diffusion.values import ImageRequest, Scheduler
+from plait_serving.diffusion.values import ImageRequest
 
 
 class UNetFamily(Family):
@@ -45,7 +41,6 @@ class UNetFamily(Family):
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
         self._read_ahead: tuple[UNetPrograms, Bundle] | None = None
         self._stop_converting: Callable[[], None] = lambda: None
-        self._denoiser: weakref.ref[UNetDenoiser] | None = None
         self.kind = str(self._outline.family)
         self.width, self.height = self._outline.width, self._outline.height
         self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
@@ -84,7 +79,6 @@ class UNetFamily(Family):
             denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
         if self.settings.converts:
             self._stop_converting = programs.convert_behind(self.host.between_steps, denoiser, self.prepared)
-        self._denoiser = weakref.ref(denoiser)
         return denoiser
 
     def leave(self) -> None:
@@ -114,13 +108,6 @@ class UNetFamily(Family):
             graphs=uses_graphs(self.settings.executor, self.device),
         )
 
-    def step_times(self, local: ControlNetClient, remote: ControlNetClient) -> StepTimes:
-        """Time one guided image's step with a ControlNet at both places; the model is in memory."""
-        denoiser = None if self._denoiser is None else self._denoiser()
-        assert denoiser is not None
-        sizes = probe_sizes(self.width, self.height, multiple=self.size_multiple)
-        return measure(lambda size: _times_at(size, local, remote, denoiser), sizes)
-
     def _read(self) -> tuple[UNetPrograms, Bundle]:
         programs = UNetPrograms(self.preparer, self.folder)
         return programs, self._bundle(mapped=programs.mapped)
@@ -148,31 +135,3 @@ _XL_TAKES = frozenset(("prompt_2", "negative_prompt_2", "original_size", "target
 
 def _takes(outline: Bundle) -> frozenset[str]:
     return _TAKES | _XL_TAKES if outline.family is Kind.SDXL else _TAKES
-
-
-def _times_at(
-    size: tuple[int, int], local: ControlNetClient, remote: ControlNetClient, denoiser: UNetDenoiser
-) -> StepTimes:
-    (width, height), bundle = size, denoiser.bundle
-    request = ImageRequest(
-        request_id="measure", prompt="", width=width, height=height, steps=1, guidance_scale=5.0, seed=0,
-        scheduler=Scheduler.EULER,
-    )  # fmt: skip
-    conditioning = denoiser.prepare(request)
-    sample = torch.zeros(1, *denoiser.latent_shape(width, height), dtype=bundle.dtype, device=bundle.device)
-    timestep = torch.tensor(500, device=bundle.device)
-    extra = sample.new_zeros(1, bundle.extra_channels, *sample.shape[2:]) if bundle.inpaints else None
-    step = StepCall(
-        request=request, conditioning=conditioning, sample=sample, timestep=timestep, controls=(), extra=extra
-    )
-
-    def step_s(client: ControlNetClient) -> float:
-        image = np.zeros((height, width, 3), np.uint8)
-        session = client.open(image=image, conditioning=conditioning, width=width, height=height)
-        call = ControlCall(session=session, sample=torch.cat([sample, sample]), timestep=timestep, scale=1.0)
-        try:
-            return time_step_s(client, call, encoder=lambda: denoiser.run_encoder_half([step]))
-        finally:
-            client.close(session)
-
-    return StepTimes(local_s=step_s(local), remote_s=step_s(remote))

@@ -17,9 +17,6 @@ from plait_serving.diffusion.controlnet.placement import (
     PlacementTrial,
     StepTimes,
     choose_placement,
-    measure,
-    probe_sizes,
-    time_step_s,
 )
 from plait_serving.diffusion.controlnet.service import ServiceLimits
 from plait_serving.diffusion.controlnet.sessions import SessionTable
@@ -105,7 +102,7 @@ def test_auto_takes_what_measured_faster() -> None:
     hidden = StepTimes(local_s=1.6, remote_s=1.0)
     choice = choose_placement(Placement.AUTO, local_possible=True, remote_possible=True, times=hidden)
     assert choice.placement is Placement.REMOTE
-    assert "1600.0 ms local, 1000.0 ms remote" in choice.why
+    assert "steps took 1600.0 ms local, 1000.0 ms remote" in choice.why
     shared = StepTimes(local_s=2.0, remote_s=2.2)
     assert (
         choose_placement(Placement.AUTO, local_possible=True, remote_possible=True, times=shared).placement
@@ -179,70 +176,14 @@ def _call(session: object) -> ControlCall:
     return ControlCall(session=session, sample=torch.zeros(1, 4, 1, 1), timestep=torch.tensor(1), scale=1.0)
 
 
-@pytest.mark.parametrize(("side_by_side", "seconds"), [(False, 1.5), (True, 1.0)])
-def test_a_step_is_timed_with_the_encoder_half_in_between(side_by_side: bool, seconds: float) -> None:
-    """A ControlNet that computes here comes on top of the encoder half; a service may hide behind it."""
-    clock = Clock()
-
-    def encoder() -> None:
-        clock.now_s += 1.0
-
-    client = FakeClient(clock, 0.5, side_by_side=side_by_side)
-    assert time_step_s(client, _call(client.open()), encoder=encoder, clock=clock) == seconds
-
-
-def test_probes_are_legal_sizes_up_to_the_model_s_own() -> None:
-    """Edges are multiples; a tiny model is measured at the sizes that it has."""
-    assert probe_sizes(512, 512, multiple=64) == ((128, 128), (256, 256), (512, 512))
-    assert probe_sizes(1024, 768, multiple=64) == ((256, 192), (512, 384), (1024, 768))
-    assert probe_sizes(64, 64, multiple=32) == ((32, 32), (64, 64))
-    assert probe_sizes(64, 64, multiple=64) == ((64, 64),)
-
-
-@pytest.mark.parametrize(
-    ("second_per_pixel", "measured_at"),
-    [
-        (1.2e-5, [(128, 128), (512, 512)]),  # the model's own size fits the budget
-        (3e-5, [(128, 128), (256, 256)]),
-        (1e-4, [(128, 128), (128, 128)]),
-        (1e-3, [(128, 128)]),  # the first call alone is over it
-    ],
-)
-def test_measuring_a_slow_model_fits_the_budget(second_per_pixel: float, measured_at: list[tuple[int, int]]) -> None:
-    """Each place is measured at most twice, the second time at the largest size that the budget allows."""
-    clock, seen = Clock(), []
-
-    def times_at(size: tuple[int, int]) -> StepTimes:
-        seen.append(size)
-        clock.now_s += size[0] * size[1] * second_per_pixel
-        return StepTimes(local_s=float(len(seen)), remote_s=float(size[0]))
-
-    times = measure(times_at, probe_sizes(512, 512, multiple=64), budget_s=4.0, clock=clock)
-    assert seen == measured_at
-    assert times == StepTimes(local_s=float(len(seen)), remote_s=float(measured_at[-1][0]))
-    assert len(seen) == 1 or clock.now_s <= 4.0
-
-
-def test_quick_steps_are_repeated_for_the_median() -> None:
-    """One stall of the machine does not decide where the ControlNet of a small model runs."""
-    clock, locals_s = Clock(), [9.0, 0.01, 0.3, 0.01, 0.02, 0.01]
-
-    def times_at(_: object) -> StepTimes:
-        clock.now_s += 0.03
-        return StepTimes(local_s=locals_s.pop(0), remote_s=0.015)
-
-    assert measure(times_at, [(64, 64)], budget_s=4.0, clock=clock) == StepTimes(local_s=0.01, remote_s=0.015)
-    assert locals_s == []
-
-
 def _placed(
-    wanted: list[Placement], times: StepTimes | None = None
+    wanted: list[Placement], clock: Clock | None = None
 ) -> tuple[MovableControlNetClient, FakeClient, FakeClient]:
-    local, remote = FakeClient(Clock(), 1.0), FakeClient(Clock(), 2.0)
+    clock = clock or Clock()
+    local, remote = FakeClient(clock, 1.0), FakeClient(clock, 2.0)
     client = MovableControlNetClient(
-        "edges", local=lambda: local, remote=lambda: remote, wanted=lambda: wanted[0],
-        measure=None if times is None else lambda *_: times,
-    )  # fmt: skip
+        "edges", local=lambda: local, remote=lambda: remote, wanted=lambda: wanted[0], clock=clock
+    )
     return client, local, remote
 
 
@@ -267,26 +208,91 @@ def test_placement_can_change_while_requests_run() -> None:
     assert remote.stopped == 1
 
 
-def test_auto_measures_once_and_logs_why(caplog: pytest.LogCaptureFixture) -> None:
-    """AUTO settles on the faster place at the first session and says which and why."""
+def _request(client: MovableControlNetClient, seconds: list[float], kind: object = "512") -> Placement:
+    """A session whose steps take so long; returns where it was."""
+    place, session = client.place(), _open(client)
+    for each in seconds:
+        client.start([_call(session)]).wait()
+        client.stepped(kind, each)
+    client.close(session)
+    return place
+
+
+SLOW, QUICK = [9.0, 9.0, 2.0, 2.0, 2.0, 2.0], [30.0, 9.0, 1.0, 1.0, 1.0, 1.0]
+"""Steps of one place and of the other; the first ones compile."""
+
+
+@pytest.mark.parametrize(("here", "there", "faster"), [(SLOW, QUICK, Placement.REMOTE), (QUICK, SLOW, Placement.LOCAL)])
+def test_a_first_step_that_compiles_never_decides(
+    caplog: pytest.LogCaptureFixture, here: list[float], there: list[float], faster: Placement
+) -> None:
+    """Both places take a user's session; steps of a kind decide, but for the first at each place. It is said why."""
     caplog.set_level(logging.INFO)
-    client, local, remote = _placed([Placement.AUTO], StepTimes(local_s=2, remote_s=1))
-    _open(client)
-    _open(client)
-    assert (len(local.opened), len(remote.opened)) == (0, 2)
-    assert caplog.text.count("runs remote: measured 2000.0 ms local, 1000.0 ms remote") == 1
+    client, local, remote = _placed([Placement.AUTO])
+    assert [_request(client, here), _request(client, there)] == [Placement.LOCAL, Placement.REMOTE]
+    assert "runs" not in caplog.text
+    assert {_request(client, [1.0]) for _ in range(3)} == {faster}
+    assert caplog.text.count(f"edges runs {faster.value}: steps took ") == 1
     assert client.times is not None
+    assert {client.times.local_s, client.times.remote_s} == {1.0, 2.0}
+    assert len(local.opened) + len(remote.opened) == 5
+
+
+def test_steps_that_do_not_tell_decide_nothing() -> None:
+    """Steps for whose shape something is being compiled, and steps that asked both places."""
+    client, _, _ = _placed([Placement.AUTO])
+    for _ in range(2):
+        session = _open(client)
+        for _ in range(9):
+            client.start([_call(session)]).wait()
+            client.stepped("512", None)
+    first, second = _open(client), _open(client)
+    for _ in range(9):
+        client.start([_call(first), _call(second)]).wait()
+        client.stepped("512", 1.0)
+    assert client.times is None
+
+
+def test_a_trial_ends_without_steps_that_compare() -> None:
+    """Other kinds at each place say nothing; after eight sessions all go where no other process is needed."""
+    client, _, _ = _placed([Placement.AUTO])
+    places = [_request(client, SLOW, kind=number) for number in range(10)]
+    assert places == [Placement.LOCAL, Placement.REMOTE] * 4 + [Placement.LOCAL] * 2
+
+
+def test_it_is_looked_at_again() -> None:
+    """After half an hour, and at once where steps have become half as slow again as when it was decided."""
+    clock = Clock()
+    client, _, _ = _placed([Placement.AUTO], clock)
+    _request(client, SLOW), _request(client, QUICK)
+    assert _request(client, QUICK[2:]) is Placement.REMOTE
+    clock.now_s += 2000.0
+    assert [_request(client, QUICK), _request(client, SLOW)] == [Placement.LOCAL, Placement.REMOTE]
+    assert _request(client, [1.4] * 9) is Placement.LOCAL
+    assert _request(client, [2.5] * 9) is Placement.LOCAL
+    assert [_request(client, SLOW), _request(client, QUICK)] == [Placement.LOCAL, Placement.REMOTE]
+    assert _request(client, [1.0]) is Placement.REMOTE
+
+
+def test_kinds_that_clients_choose_are_bounded() -> None:
+    """Of the sizes that are asked for the newest are known."""
+    trial = PlacementTrial(Clock())
+    for number in range(1000):
+        trial.record(Placement.LOCAL, number, 1.0)
+    assert len(trial._steps) <= 64
 
 
 def test_auto_runs_here_while_the_service_that_it_chose_is_away(caplog: pytest.LogCaptureFixture) -> None:
     """New sessions are not refused; they go back to the service when it is there. It is said once each way."""
     caplog.set_level(logging.INFO)
     wanted = [Placement.AUTO]
-    client, local, remote = _placed(wanted, StepTimes(local_s=2, remote_s=1))
+    client, local, remote = _placed(wanted)
+    _request(client, SLOW), _request(client, QUICK)
+    opened = len(local.opened), len(remote.opened)
     before = _open(client)
     remote.away = True
     here = [_open(client), _open(client)]
-    assert (len(local.opened), len(remote.opened)) == (2, 1)
+    assert (len(local.opened) - opened[0], len(remote.opened) - opened[1]) == (2, 1)
     assert caplog.text.count("runs here while its service is away") == 1
     remote.away = False
     after = _open(client)
@@ -299,67 +305,17 @@ def test_auto_runs_here_while_the_service_that_it_chose_is_away(caplog: pytest.L
         _open(client)
 
 
-def test_close_places_are_tried_with_sessions_of_users(caplog: pytest.LogCaptureFixture) -> None:
-    """Measured alike, they take sessions in turn; then the one that was faster in steps that really ran gets all."""
-    caplog.set_level(logging.INFO)
-    clock = Clock()
-    places = {Placement.LOCAL: FakeClient(clock, 1.0), Placement.REMOTE: FakeClient(clock, 2.0)}
-    client = MovableControlNetClient(
-        "edges",
-        local=lambda: places[Placement.LOCAL],
-        remote=lambda: places[Placement.REMOTE],
-        wanted=lambda: Placement.AUTO,
-        measure=lambda *_: StepTimes(local_s=1.1, remote_s=1.0),
-        clock=clock,
-    )
-    for _ in range(2):
-        session = _open(client)
-        for _ in range(4):
-            client.start([_call(session)]).wait()
-    assert [len(place.opened) for place in places.values()] == [1, 1]
-    assert "runs" not in caplog.text
-    assert client.place() is Placement.LOCAL
-    assert client.times == StepTimes(local_s=1.0, remote_s=2.0)
-    assert caplog.text.count("edges runs local: measured 1000.0 ms local, 2000.0 ms remote") == 1
-    _open(client)
-    assert [len(place.opened) for place in places.values()] == [2, 1]
-
-
-def test_a_trial_ends_without_steps_that_compare() -> None:
-    """Other shapes at each place say nothing; after eight sessions the measurement stands."""
-    doubtful = StepTimes(local_s=1.0, remote_s=1.1)
-    trial = PlacementTrial(doubtful)
-    for number in range(8):
-        assert trial.outcome is None
-        place = trial.next_place()
-        trial.opened(place)
-        trial.record(place, number, 5.0)
-    assert trial.outcome == doubtful
-    assert not StepTimes(local_s=1.0, remote_s=2.0).is_close
-
-
-def test_auto_survives_a_measurement_that_fails_and_tries_again() -> None:
-    """While no replica answers the ControlNet runs here; AUTO measures again at later sessions, but not for ever."""
-    local, remote = FakeClient(Clock(), 1.0), FakeClient(Clock(), 2.0)
-    outcomes: list[StepTimes | None] = [None, None, StepTimes(local_s=2, remote_s=1)]
-
-    def measured(*_: object) -> StepTimes:
-        times = outcomes.pop(0)
-        if times is None:
-            raise ControlNetUnavailable("nobody")
-        return times
-
-    def placed() -> MovableControlNetClient:
-        return MovableControlNetClient(
-            "edges", local=lambda: local, remote=lambda: remote, wanted=lambda: Placement.AUTO, measure=measured
-        )
-
-    client = placed()
-    assert [client.place() for _ in range(4)] == [Placement.LOCAL] * 2 + [Placement.REMOTE] * 2
-    outcomes[:] = [None] * 4
-    client = placed()
-    assert [client.place() for _ in range(5)] == [Placement.LOCAL] * 5
-    assert len(outcomes) == 1
+def test_a_service_that_starts_later_is_tried_all_the_same() -> None:
+    """Sessions that were to go there run here meanwhile, and no request is refused."""
+    client, local, remote = _placed([Placement.AUTO])
+    remote.away = True
+    for _ in range(4):
+        _request(client, SLOW)
+    assert (len(local.opened), len(remote.opened)) == (4, 0)
+    remote.away = False
+    assert _request(client, QUICK) is Placement.LOCAL
+    assert _request(client, QUICK) is Placement.REMOTE
+    assert len(remote.opened) == 1
 
 
 # ---- replicas -------------------------------------------------------------------------------------------------------
