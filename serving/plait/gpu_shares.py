@@ -139,7 +139,8 @@ def _wishes(config: ServedConfig) -> Iterator[_Wish]:
         by_hand = 0.0 if ":" in images.device else None  # whoever numbers a device has chosen it
         largest = max(_half_bytes(Path(it.folder)) for it in images.base_models.values())
         yield _wish(ENGINE, images, images.memory_bytes or largest, by_hand)
-        for name, net in images.controlnet_services().items():
+        # The starter's own are in no file that could say their share, and small: they stay on a CPU.
+        for name, net in images.controlnet_services().items() if images.controlnets is not None else ():
             yield _wish(CONTROLNET_PREFIX + name, net, _half_bytes(net.folder), by_hand)
     for name, model in config.ranking_models.items():
         for role, part in model.parts.items():
@@ -165,8 +166,7 @@ def _half_bytes(model: Path, *, unknown: int = _UNKNOWN_BYTES) -> int:
 
 
 def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:
-    """Return the configuration with these shares in its sections, those that a file leaves to the starter's written
-    out."""
+    """Return the configuration with these shares in its sections."""
     updates: dict[str, Any] = {}
     if config.images is not None and ENGINE in shares:
         updates["images"] = _images(config.images, shares)
@@ -181,11 +181,14 @@ def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:
 
 
 def _images(images: ImagesSection, shares: Mapping[str, float | None]) -> ImagesSection:
+    found = _shared(images, shares[ENGINE])
+    if images.controlnets is None:
+        return found
     nets = {
         name: _shared(net, shares.get(CONTROLNET_PREFIX + name, net.num_gpus))
-        for name, net in images.resolved_controlnets().items()
+        for name, net in images.controlnets.items()
     }
-    return _shared(images, shares[ENGINE]).model_copy(update={"controlnets": nets})
+    return found.model_copy(update={"controlnets": nets})
 
 
 def _shared(section: SectionT, share: float | None) -> SectionT:
