@@ -47,6 +47,8 @@ class GpuRun:
         self.has_failed = False
         self.device = torch.empty(0, device=default_device()).device
         self.on_gpu = is_gpu(self.device)
+        if tiny and not self.on_gpu:
+            torch.set_num_threads(1)  # more would only wait for each other
         self.dtype = torch.float16 if self.on_gpu else torch.float32
         self._memory = None if self.on_gpu else GraphMemory(_Again(), budget_bytes=1 << 40)
         name = torch.cuda.get_device_name(self.device) if self.on_gpu else platform.processor() or "cpu"
