@@ -19,14 +19,14 @@ from importlib.metadata import version
 from pathlib import Path
 
 PARTS = {
-    "sdxl": "denoisers:sdxl",
-    "operators": "operators:operators",
-    "sd15": "denoisers:sd15",
-    "controlnet": "controlnets:controlnet",
-    "switching": "switching:switching",
-    "dense": "dense:dense",
+    "sdxl": "plait_bench.gpu.denoisers:sdxl",
+    "operators": "plait_bench.gpu.operators:operators",
+    "sd15": "plait_bench.gpu.denoisers:sd15",
+    "controlnet": "plait_bench.gpu.controlnets:controlnet",
+    "switching": "plait_bench.gpu.switching:switching",
+    "dense": "plait_bench.gpu.dense:dense",
 }
-"""Each a function of a module here, in the order of what it is worth."""
+"""Each a function, in the order of what it is worth."""
 
 PACKAGES = ("diffusers", "importlib_metadata", "pydantic", "pydantic_core", "annotated_types", "typing_inspection")
 """What plait's engines want beside torch, transformers and what these bring."""
@@ -60,7 +60,7 @@ def main() -> int:
             continue
         module, _, function = PARTS[name].partition(":")
         try:
-            getattr(importlib.import_module(f"plait_bench.gpu.{module}"), function)(run)
+            getattr(importlib.import_module(module), function)(run)
         except Exception as error:
             run.log(traceback.format_exc())
             run.failed(name, f"{type(error).__name__}: {error}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -44,10 +44,7 @@ def _measured(run: GpuRun, name: str, folder: Path) -> None:
         )
         given = dict(sparse.run([check_request(package.card(), drawn.tensors, request_id="gpu")]))
         given[USER_OF] = user_of((rows,))
-        systems: dict[str, Callable[[], object]] = {
-            "plait": lambda given=given, rows=rows: graphs.run(given, (rows,)),  # type: ignore[dict-item]
-            "torch": lambda given=given, rows=rows: eager.run(given, (rows,)),  # type: ignore[dict-item]
-        }
+        systems = {"plait": partial(graphs.run, given, (rows,)), "torch": partial(eager.run, given, (rows,))}
         for _ in range(3):
             graphs.run(given, (rows,))
         case = f"{name} rows {rows}"

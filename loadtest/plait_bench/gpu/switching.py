@@ -15,6 +15,7 @@ from plait_serving.diffusion.published.architectures import ARCHITECTURES, Famil
 from plait_serving.diffusion.published.scaled import scaled_down
 from plait_serving.diffusion.settings import EngineSettings
 from plait_serving.diffusion.values import ImageRequest, Scheduler
+from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 
 _STEPS, _FEW = 20, 2
@@ -26,7 +27,7 @@ def switching(run: GpuRun) -> None:
     architecture = scaled_down(FamilyName.SD15) if run.tiny else ARCHITECTURES[FamilyName.SD15]
     with tempfile.TemporaryDirectory() as scratch:
         folders = {name: Path(scratch) / name for name in ("a", "b")}
-        dtype = "float16" if run.on_gpu else "float32"
+        dtype = DtypeName.FLOAT16 if run.on_gpu else DtypeName.FLOAT32
         write_model(architecture, folders["a"], seed=0, dtype=dtype, report=lambda *_: None)
         shutil.copytree(folders["a"], folders["b"])
         nbytes = sum(path.stat().st_size for path in folders["a"].rglob("*.safetensors"))

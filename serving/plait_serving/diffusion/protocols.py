@@ -128,6 +128,7 @@ class ControlNetClient(Protocol):
     def stepped(self, kind: Hashable, seconds: float | None) -> None:
         """Take what a step took of a request that has a session, for who chooses between places; None: it does not tell
         what such steps take. `kind`: equal for steps that cost the same wherever a ControlNet runs."""
+        del kind, seconds  # one place has no choice
 
     def shutdown(self) -> None:
         """Release channels and threads. Idempotent."""
