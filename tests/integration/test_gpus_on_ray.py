@@ -57,8 +57,7 @@ def test_each_replica_sees_the_gpu_that_it_has_a_part_of() -> None:
         for name, share, device in replicas:
             assert device in (("0", "1") if share else (None, "")), name
             used[device] = used.get(device, 0.0) + share
-        assert used["0"] <= 1.0
-        assert used["1"] <= 1.0
+        assert max(used.get("0", 0.0), used.get("1", 0.0)) <= 1.0
         assert {name for name, share, _ in replicas if share} == {
-            "engine",
+            "engine"
         }  # fmt: skip

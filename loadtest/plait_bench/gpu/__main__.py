@@ -28,7 +28,9 @@ PARTS = {
 }
 """Each a function, in the order of what it is worth."""
 
-PACKAGES = ("diffusers", "importlib_metadata", "pydantic", "pydantic_core", "annotated_types", "typing_inspection")
+PACKAGES = (
+    "diffusers", "importlib_metadata", "pydantic", "pydantic_core", "annotated_types", "typing_inspection", "orjson",
+)  # fmt: skip
 """What plait's engines want beside torch, transformers and what these bring."""
 _MAX_WHEEL_BYTES = 18_000_000
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
