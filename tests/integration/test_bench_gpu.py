@@ -21,7 +21,7 @@ from importlib.metadata import MetadataPathFinder
 finders = sys.meta_path[:]
 
 class WithoutThese:
-    names = {"fastapi", "hdrh", "openvino", "optuna", "ray", "starlette", "torchsde", "uvicorn", os.environ.get("ABSENT")}
+    names = {"fastapi", "hdrh", "openvino", "optuna", "ray", "starlette", "torchsde", os.environ.get("ABSENT")}
     find_distributions = MetadataPathFinder.find_distributions
 
     def find_spec(self, name, path=None, target=None):
