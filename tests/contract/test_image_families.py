@@ -144,7 +144,8 @@ def test_it_says_which_fields_it_takes(family: Family) -> None:
     assert set(terms.samplers.spaced) <= set(terms.samplers.among)
     check = partial(check_request, limits=ImageLimits(), loras=(), controlnets=(), terms=terms)
     check(asked(family))
-    family.measure(asked(family))
+    check(asked(family, negative_prompt=""))
+    family.measure(asked(family, negative_prompt=""))
     for name, declared in only_some.items():
         if name in terms.takes:
             check(asked(family, **{name: GIVEN[name]}))
@@ -235,7 +236,8 @@ def lora_of(family: Family, path: Path, *, is_text: bool) -> LoadedLora:
     wanted = [
         ref
         for ref, shape in targets.shapes.items()
-        if len(shape) == 2 and (ref.component != targets.denoiser) is is_text and "embed" not in ref.module
+        if ref in names and len(shape) == 2 and (ref.component != targets.denoiser) is is_text
+        if "embed" not in ref.module
     ]
     for ref in wanted[:: max(1, len(wanted) // 3)]:
         rows, columns = targets.shapes[ref]

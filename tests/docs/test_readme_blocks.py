@@ -108,12 +108,12 @@ def test_the_first_document_runs_as_printed(server: StarterServer, tmp_path: Pat
 
 
 def test_a_command_that_no_document_has_led_to_is_not_found(tmp_path: Path) -> None:
-    """Whoever has just cloned the repository has `plait` where make has put it, and nowhere else."""
+    """Whoever has just cloned the repository has `plait` once it is installed, and not before."""
     shell = DocumentShell(tmp_path, finds_plait=False)
     try:
         with pytest.raises(AssertionError, match="plait: command not found"):
             shell.run("plait --help")
-        shell.run('export PATH="$PWD/.venv/bin:$PATH"')
+        shell.run("pip install .")
         assert "serve" in shell.run("plait --help")
         with pytest.raises(AssertionError, match="exit code 99"):
             shell.run("exit 99")

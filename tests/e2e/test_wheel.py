@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tomllib
+import urllib.request
 import venv
 import zipfile
 from pathlib import Path
@@ -97,6 +100,11 @@ def test_the_wheel_holds_weights_examples_and_says_which_pythons(wheel):
     assert [line.rpartition(" ")[2] for line in classified] == ["3.11", "3.12", "3.13"]
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     assert f"Version: {project['version']}" in text
+    headers, _, description = text.partition("\n\n")
+    assert "Description-Content-Type: text/markdown" in headers
+    assert "pip install" in description
+    links = re.findall(r"\]\(([^)]*)\)", description)
+    assert [link for link in links if not link.startswith("http")] == []
 
 
 def test_an_installed_plait_comes_from_the_wheel_and_finds_its_libraries(environment):
@@ -115,6 +123,30 @@ def test_an_image_is_made_without_a_server(environment):
     done = environment.run("plait", "generate", "red apple", "-o", "apple.png", "--seed", "1")
     assert done.returncode == 0, done.stderr
     assert (environment.root / "away" / "apple.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_starts_and_stops(environment):
+    """`plait serve`: the first screen of README, up to Ctrl-C."""
+    command = [environment.python.parent / "plait", "serve", "--port", "0"]
+    with subprocess.Popen(
+        command, cwd=environment.root / "away", env=environment.environ, stdout=subprocess.PIPE, text=True
+    ) as server:
+        try:
+            url = server.stdout.readline().strip()
+            with urllib.request.urlopen(url + "/v1/models", timeout=30) as answer:
+                assert [model["id"] for model in json.load(answer)["data"]] == ["emoji", "picks"]
+        finally:
+            server.send_signal(signal.SIGINT)
+        assert server.wait(timeout=120) == 0
+
+
+def test_a_job_of_plait_has_a_name(environment):
+    """`plait tune run picks` finds it; one that is not there is told with those that are."""
+    done = environment.run("plait", "tune", "run", "pick")
+    assert done.returncode == 1
+    assert "no such file, nor a job of plait (demo, images, picks); did you mean picks?" in done.stderr
+    job = environment.run("python", "-c", "from plait.tuning.job.local_run import *; print(job_file(Path('picks')))")
+    assert job.stdout.startswith(str(environment.packages)), job.stderr
 
 
 def test_the_demo_runs(environment):

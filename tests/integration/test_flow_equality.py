@@ -218,6 +218,17 @@ def test_bfloat16_rounds_where_diffusers_does(flow_rig, model):
         assert torch.equal(ours, rig.reference.latents(asked))
 
 
+@pytest.mark.parametrize("model", ["sd3", "dev"])
+def test_lora_sets_are_inputs_in_bfloat16_too(flow_rig, model):
+    """Their image is as near to the one in float32 as that of diffusers, which rounds the weights that it fuses."""
+    rig = flow_rig(model, dtype="bfloat16")
+    asked = rig.ask(72, loras=SET)
+    (ours,), theirs = rig.probe.latents(asked), rig.reference.latents(asked)
+    wide = flow_rig(model).reference.latents(asked)
+    assert (ours.float() - wide).abs().mean() <= 1.5 * (theirs.float() - wide).abs().mean()
+    assert rig.probe.engine.statistics().lora_switches == 0
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_images_are_decoded_as_in_diffusers(flow_rig, model):
     """Scaled, shifted, and of one level at most another value."""

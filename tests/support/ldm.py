@@ -41,7 +41,7 @@ def write_ldm(folder: Path, path: Path, **extra: torch.Tensor) -> Path:
     """Writes one file; `extra` are more tensors of its top level."""
     is_xl = (folder / "text_encoder_2").is_dir()
     tensors = {f"model.diffusion_model.{key}": value for key, value in _unet(folder / "unet").items()}
-    tensors |= {f"first_stage_model.{key}": value for key, value in _vae(folder / "vae").items()}
+    tensors |= {f"first_stage_model.{key}": value for key, value in original_vae(folder / "vae").items()}
     clip, text = _text(folder / "text_encoder"), _config(folder / "text_encoder")
     if is_xl:
         tensors |= {f"conditioner.embedders.0.transformer.text_model.{key}": value for key, value in clip.items()}
@@ -101,7 +101,8 @@ def _inner(part: str, inner: str) -> str:
     return f"{_RESNET[name]}.{kind}" if part == "resnets" else inner
 
 
-def _vae(folder: Path) -> dict[str, torch.Tensor]:
+def original_vae(folder: Path) -> dict[str, torch.Tensor]:
+    """A VAE's weights under their original names."""
     levels = len(_config(folder)["block_out_channels"])
     made = {}
     for key, value in load_file(folder / "diffusion_pytorch_model.safetensors").items():

@@ -1,9 +1,10 @@
 """The commands of documents: `make` and `plait` as a shell finds them while a test runs a block.
 
-``plait`` and ``python`` are where `make` puts them, in ``.venv/bin``, which the shell of README.md does not look into
-until README.md has it do so. ``plait`` is a client of three lines. The command itself runs in the test's process, which
-has torch imported already: a start of its own would cost each of them five seconds. What would tune for minutes, or ask
-a server at its usual address, has a twin here; ``make`` says what it would do (``make -n``).
+``plait`` and ``python`` are where `make` puts them, in ``.venv/bin``, which the shell of README.md does not look into;
+``pip install .`` puts ``plait`` where it does. ``plait`` is a client of three lines. The command itself runs in the
+test's process, which has torch imported already: a start of its own would cost each of them five seconds. What would
+serve, tune for minutes, or ask a server at its usual address, has a twin here; ``make`` says what it would do
+(``make -n``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import threading
 from pathlib import Path
 
 from plait.cli.main import main
+from plait.tuning.job.local_run import job_file
 from plait_autoconfig.jobs.job_file import parse_job
 from support.documents import ROOT
 from support.tune_jobs import job, run_directly
@@ -65,6 +67,7 @@ class DocumentShell:
         self._write("python", f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n', self._made)
         self._write("generate.yaml", "images: {knobs: {threads: 1}}")  # two teams of threads on two cores spin
         make = shutil.which("make") or "make"
+        self._write("pip", f'#!/bin/sh\ntest "$*" = "install ." && cp {self._made}/plait {self._bin}/plait\n')
         self._write("make", f'#!/bin/sh\nexec {make} --dry-run --directory {shlex.quote(str(ROOT))} "$@"\n')
 
     def close(self) -> None:
@@ -121,9 +124,11 @@ class DocumentShell:
         """The command, or what stands for it."""
         options = dict(itertools.pairwise(arguments))
         match arguments[:2]:
+            case ["serve"]:
+                return main(["serve", "--show-deployments"])
             case ["tune", "run"]:
-                job_file = _in_checkout(arguments[2])
-                parse_job(job_file.read_text(encoding="utf-8"), folder=job_file.parent)
+                file = job_file(Path(arguments[2]))
+                parse_job(file.read_text(encoding="utf-8"), folder=file.parent)
                 run_directly(Path(options["--out"]), job(name=Path(arguments[2]).stem))
                 return 0
             case ["models", "refresh"]:
@@ -162,8 +167,3 @@ def _shortened(arguments: list[str]) -> list[str]:
         at = kept.index("--threshold")
         del kept[at : at + 2]
     return [*kept, "--duration", "3", *([] if "--rate" in kept else ["--rate", "5"])]
-
-
-def _in_checkout(path: str) -> Path:
-    """A path that a document gives: of a file that its own blocks wrote, or from the root of a clone."""
-    return Path(path) if Path(path).exists() else ROOT / path

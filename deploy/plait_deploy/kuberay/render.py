@@ -35,7 +35,7 @@ def render_kuberay(
     Raises DeployError if what is asked for contradicts itself or fits no pod; then there is no document at all.
     """
     if options.image is None:
-        raise DeployError("no image: give --image name@sha256:... (deploy/Dockerfile builds one)")
+        raise DeployError("no image: give --image name@sha256:...")
     if has_keys and options.network.monitoring_namespace is not None and options.metrics_secret is None:
         raise DeployError(
             "the server asks for keys, so Prometheus needs one: name the Secret that has it (deploy.metrics_secret), "

@@ -30,8 +30,11 @@ def bench(
     record: Annotated[bool, typer.Option("--record", help="put the rows into the results file")] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
-    size: Annotated[str, typer.Option(help="images: the models, starter, sd15 or sdxl")] = "starter",
-    edge: Annotated[int, typer.Option(help="images: pixels of an image of sd15 or sdxl, 256, 512 or 1024")] = 256,
+    size: Annotated[str, typer.Option(help="images: the models, starter, sd15, sdxl or sd35m")] = "starter",
+    edge: Annotated[
+        int | None,
+        typer.Option(help="images: pixels of an image of real size, 256, 512 or 1024; the size's own if left out"),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="images: float32, bfloat16, float16, or auto: each that the CPU has")
     ] = "auto",
@@ -50,7 +53,7 @@ def bench(
         from plait_bench.errors import BenchError
         from plait_bench.job import NAMES, BenchJob, measure, text_table
     except ModuleNotFoundError as error:
-        raise PlaitError("the benchmarks are in a checkout of plait, loadtest/plait_bench; none is here") from error
+        raise PlaitError("benchmarks are not installed: run this in a clone of plait's repository") from error
 
     if name not in NAMES:
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)

@@ -35,7 +35,7 @@ def render(
     image: Annotated[str | None, typer.Option(help="kuberay: the image with plait, as name@sha256:...")] = None,
     cluster: Annotated[
         Path | None,
-        typer.Option(help="serve: place replicas on the nodes that this file describes (deploy/docs/placement.md)"),
+        typer.Option(help="serve: place replicas on the nodes that this file describes (plait help deploy place)"),
     ] = None,
     allow_tag: Annotated[bool, typer.Option("--allow-tag", help="kuberay: take an image without a digest")] = False,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
@@ -62,9 +62,7 @@ def render(
 def place(
     config: Annotated[Path | None, typer.Argument(help="plait.yaml; without one the defaults")] = None,
     *,
-    cluster: Annotated[
-        Path | None, typer.Option(help="a file that describes the nodes (deploy/docs/placement.md)")
-    ] = None,
+    cluster: Annotated[Path | None, typer.Option(help="a file that describes the nodes, as above")] = None,
     live: Annotated[
         str | None,
         typer.Option(help="instead: the nodes of the Ray at this address (auto: this machine's), as if empty"),
@@ -77,7 +75,10 @@ def place(
     svg: Annotated[Path | None, typer.Option(help="draw the plan into this file")] = None,
     settings: Annotated[list[str] | None, typer.Option("--set", help="path=value")] = None,
 ) -> None:
-    """Plan which node and GPU each replica goes to, and what is stranded before and after; 1 if one has no place."""
+    """Plan which node and GPU each replica goes to, and what is stranded before and after; 1 if one has no place.
+
+    A file of nodes: `nodes: [{name: a, count: 2, cpus: 64, memory_gib: 512, gpus: 8, gpu_model: L40S}]`.
+    """
     from plait.cli.models import table
     from plait.config import load_config
     from plait.errors import PlaitError, write

@@ -41,7 +41,9 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="image i uses seed + i; random if left out, or -1")] = None,
     steps: Annotated[int | None, typer.Option(help="denoising steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="guidance scale")] = None,
-    scheduler: Annotated[str | None, typer.Option(help="the sampler; serving/docs/images.md has a table")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="the sampler, as euler or dpmpp_2m; a wrong one lists all")
+    ] = None,
     n: Annotated[int, typer.Option("-n", "--n", help="how many images, 1 to 10")] = 1,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT in pixels; the model's own if left out")] = None,
     model: Annotated[

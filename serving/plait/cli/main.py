@@ -22,11 +22,12 @@ COMMANDS = {
     "deploy": "render manifests for Ray Serve",
     "tune": "find the cheapest configuration that is fast enough, by measuring",
     "loadtest": "measure a server under load; compare two reports",
-    "bench": "side-by-side benchmarks",
+    "bench": "side-by-side benchmarks (in a clone of the repository)",
     "links": "models of RDMA links: list, calibrate",
     "demo": "start, make images, show them, stop",
     "audit": "show where a compiled model differed from torch",
     "doctor": "check this machine and this installation",
+    "completion": "print what completes commands in a shell",
 }
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
@@ -35,9 +36,17 @@ EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code (the console script exits with it)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:], "--help"]
+    if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return EXIT_OK if arguments else EXIT_USAGE
+    if arguments[0] == "--complete":
+        from plait.cli.completion import candidates
+
+        line = os.environ.get("COMP_LINE", "")
+        print("\n".join(candidates(line[: int(os.environ.get("COMP_POINT") or len(line))], COMMANDS)))
+        return EXIT_OK
     if arguments[0] in ("-V", "--version"):
         print(f"plait {_version()}")
         return EXIT_OK
@@ -103,7 +112,7 @@ def _help() -> str:
             "Commands:",
             *lines,
             "",
-            "plait COMMAND --help tells more; plait --version prints the version.",
+            "plait help COMMAND tells more; plait --version prints the version.",
             "Exit codes: 0 done, 1 failed, 2 wrong usage, 99 a threshold was missed, 130 interrupted.",
         ]
     )

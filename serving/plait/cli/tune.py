@@ -35,7 +35,7 @@ def tune() -> None:
 
 @app.command("run")
 def run_command(
-    job: Annotated[Path, typer.Argument(help="the job: a YAML file")],
+    job: Annotated[Path, typer.Argument(help="the job: a YAML file, or picks, images or demo, which ship with plait")],
     out: Annotated[Path | None, typer.Option(help="folder of the job (default out/tune/NAME)")] = None,
     *,
     live: Annotated[

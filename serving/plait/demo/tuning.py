@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 
 from plait.errors import PlaitError
-from plait.tuning.job.local_run import run
+from plait.tuning.job.local_run import EXAMPLES, run
 from plait_autoconfig.errors import NothingValid
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import holds_job
 
-JOB = Path(__file__).parents[1] / "tuning" / "examples" / "demo.yaml"
+JOB = EXAMPLES / "demo.yaml"
 
 
 def tune_ranking(folder: Path) -> str:

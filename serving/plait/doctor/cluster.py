@@ -60,7 +60,7 @@ def node_findings(nodes: list[NodeFacts]) -> Iterator[CheckResult]:
         if len(found) > 1 or "missing" in found:
             differing.append(f"{package} " + ", ".join(f"{what} on {' '.join(on)}" for what, on in found.items()))
     detail = "; ".join(differing) or f"the same on {len(asked)} nodes"
-    yield finding("versions", not differing, detail, "run one image on all nodes (deploy/Dockerfile)")
+    yield finding("versions", not differing, detail, "run one container image on all nodes")
 
 
 def serve_findings(status: Mapping[str, Any]) -> Iterator[CheckResult]:

@@ -45,7 +45,7 @@ def check_packages() -> list[CheckResult]:
         requirements = [Requirement(text) for text in importlib.metadata.requires("plait") or []]
     except importlib.metadata.PackageNotFoundError:
         detail = "plait itself is not installed; versions were not compared"
-        return [warning("packages", False, detail, "make setup, or pip install")]
+        return [warning("packages", False, detail, "install plait with pip")]
     bad, versions = [], {}
     for requirement in requirements:
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
@@ -59,7 +59,11 @@ def check_packages() -> list[CheckResult]:
             bad.append(f"{requirement.name} {versions[requirement.name]} is not {requirement.specifier}")
     shown = ", ".join(f"{name} {versions[name]}" for name in ("torch", "diffusers", "ray") if name in versions)
     detail = "; ".join(bad) or f"{len(versions)} as required ({shown})"
-    return [finding("packages", not bad, detail, "pip install --upgrade plait (floors close published CVEs)")]
+    return [
+        finding(
+            "packages", not bad, detail, "install plait again with pip, which brings them (floors close published CVEs)"
+        )
+    ]
 
 
 def check_operators(device: str, impls: Sequence[ImplInfo] | None = None) -> list[CheckResult]:

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.edits import overlaid
@@ -113,7 +114,7 @@ class DenoiseLoop:
         batch, key = self._choose(knobs)
         if key is not None:
             self._run_batch(batch, key)
-        else:
+        elif self._jobs or not capture_waiting():
             self.heartbeat.rest()
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
             self._registry.wait_for_news(wait_s if self._jobs else self._pool.rest_s)
@@ -271,7 +272,8 @@ class DenoiseLoop:
         rows = sum(unit.rows for unit in prepared)
         if stepper.settled:
             model.costs.record(key, rows, seconds)
-        self._registry.count(steps=1, rows=rows, lora_switches=int(switched))
+        images = sum(unit.images for unit in prepared)
+        self._registry.count(steps=1, rows=images, lora_switches=int(switched))
         for unit in prepared:
             self._charge(unit.job, seconds * unit.rows / rows)
             if stepper.settled and unit.job.request.tenant.counts:

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from plait_serving.diffusion.published.architectures import Architecture, ModelPart
-from plait_serving.diffusion.published.configs import build_on_meta, published_name, write_configs
+from plait_serving.diffusion.published.configs import build_on_meta, stored, write_configs
 from plait_serving.diffusion.sources.staging import new_folder
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.tensor_file import DrawnTensor, write_tensors
@@ -67,12 +67,7 @@ def drawn_weights(part: ModelPart, module: nn.Module) -> list[DrawnTensor]:
     maximum.
     """
     made: list[DrawnTensor] = []
-    seen: set[int] = set()
-    for name, value in module.state_dict(keep_vars=True).items():
-        if id(value) in seen:  # T5's encoder has its embedding twice, files once
-            continue
-        seen.add(id(value))
-        key = published_name(name) if part.class_name.startswith("CLIP") else name
+    for key, value in stored(module).items():
         mean, std = _distribution(key, tuple(value.shape))
         label = f"{part.folder or part.class_name}.{key}"
         made.append(DrawnTensor(key=key, label=label, shape=tuple(value.shape), mean=mean, std=std))

@@ -11,7 +11,8 @@ from plait.config import PlaitConfig, dump_config, load_config, parse_config
 from plait.deployments import deployments, finishing, logical_cpus
 from plait.errors import ConfigError
 from plait_disagg.queue.knobs import WorkerKnobs
-from plait_serving.images.config import STARTER_FOLDER, AliasSection, ControlNetSection
+from plait_serving.diffusion.request_terms import RequestTerms
+from plait_serving.images.config import STARTER_FOLDER, AliasSection, ControlNetSection, DefaultsSection
 from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection, WholeSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -202,7 +203,10 @@ def test_several_models_are_read_by_name(tmp_path):
         "b": str(tmp_path / "base"), "starter": str(STARTER_FOLDER / "emoji"), "hub": "owner/name"
     }  # fmt: skip
     assert (models["hub"].revision, config.images.public_name) == (REVISION, "b")
-    assert (config.images.guidance_of("starter"), config.images.guidance_of("b")) == (3.0, 7.5)
+    guided, bare = RequestTerms(takes=frozenset({"guidance_scale"})), RequestTerms(guidance_scale=0.0)
+    assert [config.images.guidance_of(name, guided) for name in ("starter", "b")] == [3.0, 7.5]
+    wanted = config.images.model_copy(update={"defaults": DefaultsSection(guidance_scale=4.0)})
+    assert [wanted.guidance_of("b", terms) for terms in (guided, bare)] == [4.0, 0.0]
     assert config.public_names[:3] == ("b", "starter", "hub")
     assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
 

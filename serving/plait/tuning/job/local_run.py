@@ -25,8 +25,11 @@ from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 from plait_autoconfig.report.page import PageSource, report_page
 from plait_loadtest.host import tool_version
+from plait_serving.spelling import hint
 
 DEFAULT_OUT = Path("out/tune")
+EXAMPLES = Path(__file__).parents[1] / "examples"
+"""The jobs that ship with plait."""
 FACTORY = "plait.tuning.measure.measurer:open_measurer"
 
 
@@ -44,6 +47,7 @@ def run(
     `PlaitError`.
     """
     with errors_as_messages():
+        job = job_file(job)
         text = _text_of(job)
         spec = parse_job(text, folder=job.absolute().parent, source=str(job))
         store = JobStore.open_or_create(folder or DEFAULT_OUT / spec.name, spec, text)
@@ -98,6 +102,16 @@ def errors_as_messages() -> Iterator[None]:
         raise PlaitError(str(error)) from error
 
 
+def job_file(job: Path) -> Path:
+    """Return the file of a job; one that ships with plait has a name. Raises `PlaitError` where there is none."""
+    names = sorted(file.stem for file in EXAMPLES.glob("*.yaml"))
+    if job.exists():
+        return job
+    if str(job) in names:
+        return EXAMPLES / f"{job}.yaml"
+    raise PlaitError(f"{job}: there is no such file, nor a job of plait ({', '.join(names)}){hint(str(job), names)}")
+
+
 def _text_of(job: Path) -> str:
     try:
         return job.read_text(encoding="utf-8")
@@ -108,6 +122,7 @@ def _text_of(job: Path) -> str:
 def _folder_of(job: Path) -> Path:
     if job.is_dir():
         return job
+    job = job_file(job)
     spec = parse_job(_text_of(job), folder=job.absolute().parent, source=str(job))
     return DEFAULT_OUT / spec.name
 

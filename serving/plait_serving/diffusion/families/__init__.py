@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet import config as unet
+from plait_serving.diffusion.families.flow import checkpoints as flow_files
+from plait_serving.diffusion.families.unet import config as unet_config
 from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, is_controlnet, read_json
 
 if TYPE_CHECKING:
@@ -75,7 +76,9 @@ def _convert_unet(path: Path, header: Header, config: Path | None, staged: Path)
     convert(path, header, config, staged)
 
 
-_UNET = FamilyRow(load=_unet, denoiser="unet", kind=unet.kind_of, kind_of_file=unet.kind_of_file, convert=_convert_unet)
+_UNET = FamilyRow(
+    load=_unet, denoiser="unet", kind=unet_config.kind_of, kind_of_file=unet_config.kind_of_file, convert=_convert_unet
+)
 
 
 def _sd3() -> type[Family]:
@@ -90,8 +93,22 @@ def _flux() -> type[Family]:
     return FluxFamily
 
 
-_SD3 = FamilyRow(load=_sd3, denoiser="transformer", kind=lambda _: "sd3")
-_FLUX = FamilyRow(load=_flux, denoiser="transformer", kind=lambda _: "flux1")
+def _convert_flow(path: Path, header: Header, config: Path | None, staged: Path) -> None:
+    from plait_serving.diffusion.families.flow.single_file import convert
+
+    convert(path, header, config, staged)
+
+
+_SD3 = FamilyRow(
+    load=_sd3, denoiser="transformer", kind=lambda _: "sd3", kind_of_file=flow_files.kind_of_sd3, convert=_convert_flow
+)
+_FLUX = FamilyRow(
+    load=_flux,
+    denoiser="transformer",
+    kind=lambda _: "flux1",
+    kind_of_file=flow_files.kind_of_flux,
+    convert=_convert_flow,
+)
 
 FAMILIES: dict[str, FamilyRow] = {
     "StableDiffusion3*": _SD3,
@@ -156,7 +173,7 @@ def components(folder: Path) -> Mapping[str, nn.Module]:
 
 def kind_of_controlnet(folder: Path) -> str:
     """Return what base models a ControlNet's folder is for. Raises `ModelError`."""
-    return str(unet.family_of(read_json(folder / "config.json")))
+    return str(unet_config.family_of(read_json(folder / "config.json")))
 
 
 def load_controlnet(

@@ -42,6 +42,16 @@ def published_name(name: str) -> str:
     return name if name.startswith(("text_model.", "text_projection")) else f"text_model.{name}"
 
 
+def stored(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a part's weights by the names that they have in files: one that a module has twice is there once."""
+    of_clip = type(module).__name__.startswith("CLIP")
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if not any(tensor is other for other in found.values()):
+            found[published_name(name) if of_clip else name] = tensor
+    return found
+
+
 def write_configs(architecture: Architecture, folder: Path, modules: Mapping[str, nn.Module]) -> None:
     """Write them into a folder that exists; `modules`: each part's, by its folder."""
     for part in architecture.parts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,29 +13,33 @@ from safetensors.torch import save_file
 from torch import nn
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.published.configs import published_name
+from plait_serving.diffusion.published.configs import published_name, stored
 from plait_serving.diffusion.sources.file_kinds import SUFFIX
 
 INDEX = "model_index.json"
 _PICKLES = ("*.bin", "*.ckpt", "*.pt", "*.pth", "*.msgpack", "*.onnx*")
 
 
-def copy_parts(folder: Path, staged: Path, *, but: Collection[str]) -> None:
-    """Copy a model's index and the parts that it names, except `but`. Pickles stay behind."""
+def copy_parts(folder: Path, staged: Path, *, but: Collection[str], link: bool = False) -> None:
+    """Copy a model's index and the parts that it names, except `but`. `link`: files are links to those of the folder,
+    which must be absolute. Pickles stay behind."""
+    copy = os.symlink if link else shutil.copy2
     shutil.copyfile(folder / INDEX, staged / INDEX)
     for part in json.loads((folder / INDEX).read_text(encoding="utf-8")):
         if (folder / part).is_dir() and part not in but:
-            shutil.copytree(folder / part, staged / part, ignore=shutil.ignore_patterns(*_PICKLES))
+            ignore = shutil.ignore_patterns(*_PICKLES)
+            shutil.copytree(folder / part, staged / part, ignore=ignore, copy_function=copy)
 
 
-def copy_configs(config: Path, staged: Path, parts: Collection[str]) -> None:
-    """Copy a diffusers folder without the weights of `parts`. Raises `ModelError` if it is none."""
+def copy_configs(config: Path, staged: Path, parts: Collection[str], *, link: bool = False) -> None:
+    """Copy a diffusers folder without the weights of `parts`. `link`: as for `copy_parts`. Raises `ModelError` if it is
+    none."""
     if not (config / INDEX).is_file():
         raise ModelError(
             f"{config / INDEX}: missing: a checkpoint's config is a diffusers folder, with configurations and "
             "tokenizers; its weights are not needed"
         )
-    copy_parts(config, staged, but=parts)
+    copy_parts(config, staged, but=parts, link=link)
     for part in parts:
         if (config / part).is_dir():
             (staged / part).mkdir()
@@ -45,9 +50,9 @@ def write_part(path: Path, place: Path, module: nn.Module, found: Mapping[str, t
     """Write a part's weights, found in the file `path`. Raises `ModelError` if one is missing, of another shape, or has
     no place."""
     is_text = place.name.startswith("text_encoder")
-    if is_text:
+    wanted = {name: tensor.shape for name, tensor in stored(module).items()}
+    if any(name.startswith("text_model.") for name in wanted):
         found = {published_name(key): tensor for key, tensor in found.items()}
-    wanted = {published_name(key) if is_text else key: tensor.shape for key, tensor in module.state_dict().items()}
     missing = sorted(wanted.keys() - found.keys())
     # Text encoders carry what no pipeline has a use for: position ids, a projection, a last layer.
     extra = [] if is_text else sorted(found.keys() - wanted.keys())

@@ -31,6 +31,8 @@ def resolve_source(
         return place
     if is_pickle(str(source)):
         raise ModelError(f"{source}: {PICKLE}")
+    if place.suffix.lower() == ".gguf":
+        raise ModelError(f"{source}: GGUF checkpoints are not supported; get the model as .safetensors in F16 or BF16")
     if stem_of(place.name) is not None:
         return converted(place, config=config, cache=(cache or cache_folder()) / "converted")
     parts = str(source).split("/")

@@ -16,14 +16,22 @@ export class Source {
     this.zone = dropZone("Start from an image: drop, paste or choose", (blob) => this.take(blob));
     this.shown = h("figure", { class: "source" });
     this.strength = slider({ id: "strength", label: "Strength", min: 0.05, max: 1, step: 0.05, value: WITHOUT_MASK, oninput: onchange });
-    this.tools = h("div", { class: "row wrap" },
-      iconButton("brush", "Paint a mask", () => this.paintMask(), "Mask"),
-      iconButton("trash", "Remove the mask", () => this.setMask(null), "No mask"),
+    this.masking = [iconButton("brush", "Paint a mask", () => this.paintMask(), "Mask"),
+      iconButton("trash", "Remove the mask", () => this.setMask(null), "No mask")];
+    this.tools = h("div", { class: "row wrap" }, ...this.masking,
       h("span", { class: "grow" }),
       iconButton("close", "Remove the image", () => this.clear(), "Remove"));
     this.used = h("div", { class: "stack" }, this.shown, this.tools, this.strength.element);
     this.used.hidden = true;
     box.append(this.zone, this.used);
+  }
+
+  /** Take whether the model starts from the image, which may then have a mask; otherwise it reads it. */
+  know(starts) {
+    this.starts = starts;
+    this.strength.element.hidden = !starts;
+    for (const button of this.masking) button.hidden = !starts;
+    if (!starts && this.mask !== null) this.setMask(null);
   }
 
   get isUsed() {
@@ -69,6 +77,7 @@ export class Source {
 
   read() {
     if (!this.isUsed) return null;
+    if (!this.starts) return { image: this.image };
     return { image: this.image, ...(this.mask === null ? {} : { mask: this.mask }), strength: this.strength.read() };
   }
 

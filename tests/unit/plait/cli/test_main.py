@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
+import shlex
 import subprocess
 import sys
 import types
@@ -57,6 +59,43 @@ def test_cli_wrong_usage_is_exit_2(arguments, capsys):
     assert root.main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.err or "Usage" in captured.out
+
+
+def test_cli_help_of_a_command_is_its_help(capsys):
+    """`plait help tune run` is `plait tune run --help`."""
+    said = []
+    for arguments in (["help", "tune", "run"], ["tune", "run", "--help"], ["help"], ["--help"]):
+        assert root.main(arguments) == 0
+        said.append(capsys.readouterr().out)
+    assert "picks" in said[0]
+    assert (said[0], said[2]) == (said[1], said[3])
+
+
+@pytest.mark.parametrize("command", ["", *sorted(root.COMMANDS), "models package", "deploy place", "tune run"])
+def test_cli_help_names_no_file_of_the_repository(command, capsys):
+    """Whoever has installed plait has none."""
+    assert root.main(["help", *command.split()]) == 0
+    assert not re.search(r"\.md|Dockerfile|(serving|deploy|tests|loadtest|autoconfig)/", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("plait ser", ["serve"]), ("plait mod", ["models"]), ("plait help ge", ["generate"]),
+        ("plait tune re", ["report"]), ("plait serve --po", ["--port"]), ("plait models random --s", ["--seed"]),
+        ("plait serve ", []), ("plait nosuch ", []), ("plait tune run p", []),
+    ],
+)  # fmt: skip
+def test_cli_completes_what_bash_asks_for(line, offered):
+    """Commands and options, by the script that `plait completion bash` prints; else bash offers files."""
+    script = (
+        f'plait() {{ {shlex.quote(sys.executable)} -m plait.cli.main "$@"; }}; eval "$(plait completion bash)"; '
+        "complete -p plait; COMP_LINE=$1 COMP_POINT=${#1} plait --complete plait x y"
+    )
+    done = subprocess.run(["bash", "-c", script, "bash", line], capture_output=True, text=True, timeout=60, check=True)
+    registered, *found = done.stdout.split("\n")
+    assert registered == "complete -o default -C 'plait --complete' plait"
+    assert [each for each in found if each] == offered
 
 
 def test_cli_suggests_the_nearest_command(capsys):

@@ -47,6 +47,28 @@ def test_a_model_a_controlnet_and_loras_are_listed_as_what_they_are(tmp_path, ca
     ]
 
 
+@pytest.mark.parametrize(("architecture", "family"), [("sd3.5-medium", "sd3"), ("flux.1-schnell", "flux1")])
+def test_a_transformer_and_its_loras_are_listed_as_what_they_are(architecture, family, tmp_path, capsys):
+    """As for the others: what training scripts write for it is known by its names."""
+    assert main(["models", "random", architecture, "--out", "base"]) == 0
+    for layout in ("peft", "kohya"):
+        out = f"loras/{layout}.safetensors"
+        assert main(["models", "random", architecture, "--lora", layout, "--rank", "2", "--out", out]) == 0
+    images = {"model": "./base", "loras": {"folder": "loras"}}
+    (tmp_path / "plait.yaml").write_text(yaml.safe_dump({"images": images, "recommend": None}))
+    capsys.readouterr()
+    assert main(["models", "list", "--config", "plait.yaml", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert [(entry["kind"], entry["family"], entry["format"]) for entry in entries] == [
+        ("base", family, "diffusers"),
+        ("lora", family, "kohya"),
+        ("lora", family, "peft"),
+    ]
+    loras = ("--lora", "peft", "--lora", "kohya:0.5")
+    assert main(["models", "merge", "base", *loras, "--config", "plait.yaml", "--out", "merged"]) == 0
+    assert "transformer: " in capsys.readouterr().err
+
+
 def test_a_tiny_model_has_the_published_parts(tmp_path, capsys):
     """`--tiny` is the same pipeline in a few megabytes, and `--no-t5` leaves out what may be left out."""
     assert main(["models", "random", "sd3.5-medium", "--tiny", "--no-t5", "--out", "small"]) == 0

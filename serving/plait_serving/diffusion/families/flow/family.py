@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,14 @@ from torch import nn
 from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.flow.bundle import FlowBundle, load_bundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
-from plait_serving.diffusion.families.flow.schedules import check_start
 from plait_serving.diffusion.families.flow.texts import TextTokens
+from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
+
+_log = logging.getLogger(__name__)
 
 _NATIVE_LATENTS = 128
 """The edge that FLUX.1 was made for, whose configuration does not say."""
@@ -38,6 +41,8 @@ class FlowFamily(Family):
         super().__init__(folder, settings, host)
         if settings.dtype == "auto" and self.dtype is torch.float16:
             self.dtype = torch.bfloat16  # what these models were trained in
+        if settings.executor is ExecutorName.OPENVINO:
+            _log.info("%s: torch runs it: OpenVINO runs Stable Diffusion 1, 2 and XL", folder)
         self.outline = self.bundle(outline=True)
         self.tokens = TextTokens(self.outline.tokenizers)
         latents = self.outline.config.get("sample_size", _NATIVE_LATENTS)
@@ -86,7 +91,7 @@ class FlowFamily(Family):
         for so many words of each, and the transformer reads `length` tokens of them. `reference`: the size of its image
         as the model reads it. Raises `RequestError`; its `hint` says what gives more room."""
         if request.edit is not None:
-            check_start(request.scheduler)
+            self.outline.schedules.check_start(request.scheduler)
         words = [self.tokens.check_fits(reader, text, room, param=name, hint=hint) for name, text in texts.items()]
         pixels = [(request.width, request.height), *([reference] if reference else [])]
         rows = 2 if is_guided else 1

@@ -71,6 +71,12 @@ class Schedules:
         default = Scheduler.EULER_A if self.config["stochastic_sampling"] else Scheduler.EULER
         return SamplerChoice(among=among, default=default, spaced=_SPACED)
 
+    def check_start(self, kind: Scheduler) -> None:
+        """Raise `RequestError` for a sampler that cannot start from an image."""
+        if kind not in _STARTS_FROM_IMAGES:
+            able = ", ".join(each for each in self.choice.among if each in _STARTS_FROM_IMAGES)
+            raise RequestError(f"{kind} cannot start from an image; {able} can", param="scheduler")
+
     def _can(self, kind: Scheduler) -> bool:
         try:
             self.make(kind, steps=4, tokens=256)
@@ -171,10 +177,3 @@ class FlowSampler:
         level = self._scheduler.sigmas[self._first + step]
         original: torch.Tensor = latents.float() - level * output.float()
         return original.to(latents.dtype)
-
-
-def check_start(kind: Scheduler) -> None:
-    """Raise `RequestError` for a sampler that cannot start from an image."""
-    if kind not in _STARTS_FROM_IMAGES:
-        names = ", ".join(_STARTS_FROM_IMAGES)
-        raise RequestError(f"{kind} cannot start from an image; {names} can", param="scheduler")

@@ -10,6 +10,12 @@ from safetensors.torch import load_file, save_file
 from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
 from plait_serving.diffusion.lora.merged_folder import LoraFile, write_merged
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.published.scaled import scaled_down
+from plait_serving.random_models.names import DtypeName
+from plait_serving.random_models.write import write_model
+from support.loras import delta, factors, write
+from support.original_flow import original_transformer
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
 
 UNET = "unet/diffusion_pytorch_model.safetensors"
@@ -123,3 +129,33 @@ def test_what_cannot_be_merged_leaves_nothing(base, tmp_path):
     with pytest.raises(ModelError, match="no such folder"):
         write_merged(tmp_path / "absent", [lora(base, tmp_path)], tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.safetensors", "other"]
+
+
+@pytest.mark.parametrize("name", [FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV])
+def test_a_transformer_takes_layers_of_its_original(name, tmp_path):
+    """A file with the original model's layers and CLIP's changes a folder's transformer and text encoder as it changes
+    the original, and says how many of diffusers' weights that were."""
+    folder = tmp_path / "base"
+    write_model(scaled_down(name), folder, seed=1, dtype=DtypeName.FLOAT32, report=lambda *_: None)
+    before = original_transformer(folder)
+    layer = "joint_blocks.1.x_block.attn.qkv" if name is FamilyName.SD35_MEDIUM else "single_blocks.0.linear1"
+    rows, columns = before[f"{layer}.weight"].shape
+    clip = "text_model.encoder.layers.1.mlp.fc1"
+    made = factors({layer: (rows, columns), clip: (64, 32)}, alpha=3.0)
+    tensors = {}
+    for start, key in (("lora_unet_", layer), ("lora_te1_", clip)):
+        stem = start + key.replace(".", "_")
+        tensors |= {f"{stem}.lora_down.weight": made[key].down, f"{stem}.lora_up.weight": made[key].up}
+        tensors[f"{stem}.alpha"] = torch.tensor(3.0)
+    file = LoraFile(name="one", path=write(tmp_path / "one.safetensors", tensors), scale=0.7)
+    parts = write_merged(folder, [file], tmp_path / "out")
+    assert {part.component: part.changed for part in parts} == {
+        "transformer": 3 if name is FamilyName.SD35_MEDIUM else 4,
+        "text_encoder": 1,
+    }
+    after = original_transformer(tmp_path / "out")
+    exact = before[f"{layer}.weight"].double() + delta(made[layer], (rows, columns), 0.7)
+    assert torch.allclose(after[f"{layer}.weight"].double(), exact, atol=1e-6)
+    assert [key for key in before if not torch.equal(after[key], before[key])] == [f"{layer}.weight"]
+    texts = [load_file(each / TEXT)[f"{clip}.weight"].double() for each in (folder, tmp_path / "out")]
+    assert torch.allclose(texts[1], texts[0] + delta(made[clip], (64, 32), 0.7), atol=1e-6)

@@ -75,7 +75,7 @@ IMAGE = np.zeros((32, 32, 3), np.uint8)
     ("dev", {"prompt_syntax": PromptSyntax.A1111}, "prompt_syntax"),
     ("dev", {"crop": (1, 1)}, "crop"),
     ("dev", {"reference": IMAGE}, "image"),
-    ("kontext", {"edit": Edit(image=IMAGE)}, "image"),
+    ("kontext", {"edit": Edit(image=IMAGE)}, "mask"),
     ("kontext", {"reference": IMAGE[:3]}, "image"),
     ("sd3", {"true_cfg_scale": 2.0}, "true_cfg_scale"),
     ("sd3", {"clip_skip": 3}, "clip_skip"),
