@@ -32,7 +32,11 @@ class Replica:
 
 found = {}
 for replicas in (1, 4):
-    config = PlaitConfig.model_validate({"images": {"replicas": replicas}})
+    nets = {name: {"folder": "./" + name} for name in ("edges", "depth")}
+    config = PlaitConfig.model_validate({
+        "images": {"replicas": replicas, "controlnets": nets},
+        "recommend": {"models": {"shop": {"folder": "./shop"}}},
+    })
     rows = deployments(with_gpus(config, running_cluster()))
     made = [(row, ray.remote(num_cpus=0, num_gpus=row.num_gpus)(Replica).remote())
             for row in reversed(rows) for _ in range(row.max_replicas)]
@@ -60,5 +64,5 @@ def test_each_replica_sees_the_gpu_that_it_has_a_part_of() -> None:
         assert used["0"] <= 1.0
         assert used["1"] <= 1.0
         assert {name for name, share, _ in replicas if share} == {
-            "engine", "controlnet-colors", "controlnet-edges", "hn-picks",
+            "engine", "controlnet-depth", "controlnet-edges", "hn-shop",
         }  # fmt: skip
