@@ -62,6 +62,15 @@ def _host_name(text: str) -> str:
     return text
 
 
+def _network(text: str) -> str:
+    """Check an address or a network. Raises ValueError that says what one looks like."""
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError("must be an address or a network: 10.0.0.7, 10.0.0.0/8, fd00::/8") from None
+    return text
+
+
 _ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
@@ -94,7 +103,11 @@ class ServerSection(Section):
     ] = None
     allowed_origins: Annotated[
         tuple[Annotated[str, AfterValidator(_origin)], ...],
-        Field(description="whose pages may send changes, as https://site.example, beside the server's own"),
+        Field(description="whose pages may send requests and read answers, as https://site.example, beside the own"),
+    ] = ()
+    trusted_proxies: Annotated[
+        tuple[Annotated[str, AfterValidator(_network)], ...],
+        Field(description="addresses or networks of reverse proxies whose X-Forwarded-Host and -Proto are believed"),
     ] = ()
     a1111_api: Annotated[
         bool, Field(description="whether clients of A1111's API (stable-diffusion-webui) are answered below /sdapi/v1")

@@ -48,6 +48,7 @@ def http_settings(
         anyone=without_key if server.is_open else ANYONE,
         allowed_hosts=server.answered_hosts,
         allowed_origins=server.allowed_origins,
+        trusted_proxies=server.trusted_proxies,
         a1111_api=server.a1111_api,
         max_body_bytes=server.largest_body_bytes,
         max_bodies_bytes=8 * max(server.largest_body_bytes, 64 << 20),

@@ -340,6 +340,8 @@ class FakeFamily:
     denoiser: FakeDenoiser
     weights_bytes: int = 1
     terms: RequestTerms = ALL_TERMS
+    width: int = 16
+    height: int = 16
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Count as `size_of` does."""

@@ -38,8 +38,10 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(tmp_path_factory: pytest.TempPathFactory, loras: Path) -> Iterator[PlaitServer]:
     """A server of the fake engine."""
     port = free_port()
-    arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2", "server.a1111_api=true"]
     root, environ = tmp_path_factory.mktemp("replicas"), {"FAKE_LORAS": str(loras)}
+    arguments = [str(port), "server.ingress_replicas=2", "images.replicas=2", "server.a1111_api=true"]
+    arguments += ["server.trusted_proxies=[127.0.0.1]", "server.allowed_hosts=[pub.example]"]
+    arguments += [f"images.results.folder={root / 'kept'}"]
     started = PlaitServer.launch(FAKE, arguments, port=port, root=root, environ=environ)
     try:
         yield started.wait_ready()
@@ -184,6 +186,15 @@ def sdapi(server: PlaitServer, path: str, body: dict[str, object] | None = None)
     asked = urllib.request.Request(f"{server.url}/sdapi/v1/{path}", data=data, headers=headers)
     with urllib.request.urlopen(asked, timeout=WAIT_S) as answer:
         return json.load(answer)
+
+
+def test_a_reverse_proxys_word_crosses_serves_own(server: PlaitServer) -> None:
+    """Serve's proxy leaves the address of who asks as it is, whatever that says of others, and what it was told."""
+    said = {"x-forwarded-for": "203.0.113.9", "x-forwarded-proto": "https", "x-forwarded-host": "pub.example"}
+    _, answer, _ = server.generate(headers=said, prompt="x", response_format="url", num_inference_steps=1)
+    assert answer["data"][0]["url"].startswith("https://pub.example/v1/images/results/")
+    _, answer, _ = server.generate(prompt="x", response_format="url", num_inference_steps=1)
+    assert answer["data"][0]["url"].startswith(server.url + "/v1/")
 
 
 def until_all_are(server: PlaitServer, status: int, body: dict[str, object]) -> None:

@@ -31,6 +31,8 @@ CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 HOSTS_VARIABLE = "PLAIT_PROXY_HOSTS"
 """The host names that the server answers to, with commas; empty or unset: any."""
 
+_FORWARDED_VARIABLE = "FORWARDED_ALLOW_IPS"
+"""Whom uvicorn believes about `X-Forwarded-*`."""
 _OWN_ROUTES = "/-/"
 _PLAIN, _EVENTS = b"text/plain", b"text/event-stream"  # nothing of ours says in plain text that something failed
 
@@ -52,6 +54,7 @@ def configure_proxy() -> list[Middleware]:
     """Prepare this process for the proxy that is about to be made in it, and return its middlewares."""
     from plait_serving.deployments.proxy_bodies import GatheringMiddleware, PacedQueue
 
+    os.environ[_FORWARDED_VARIABLE] = ""  # the ingress reads what trusted proxies say; uvicorn would believe this host
     replace_proxy_queue(PacedQueue)
     module, name = PromptHttpProtocol.__module__, PromptHttpProtocol.__qualname__
     uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{module}:{name}"

@@ -5,8 +5,9 @@ The ingress calls those that need no image before it decodes one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from pydantic import ValidationError
@@ -29,17 +30,21 @@ from plait_serving.diffusion.values import (
 )
 from plait_serving.spelling import plain
 
+_SIZE = re.compile(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", re.ASCII)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageLimits:
     """The largest request that an engine accepts; the catalog shows the same object to clients.
 
-    Edges are multiples of `size_multiple` pixels: the VAE's factor times what the family's UNet needs.
+    Edges are multiples of `size_multiple` pixels: the VAE's factor times what the family's UNet needs. `sizes`: the
+    only ones, each a size or a range of them; empty: any.
     """
 
     size_multiple: int = 8
     min_edge_px: int = 8
     max_edge_px: int = 4096
+    sizes: tuple[str, ...] = ()
     max_pixels: int = 4 * 2**20
     max_steps: int = 1000
     max_images: int = MAX_IMAGES
@@ -88,6 +93,23 @@ def _check_name(name: str, param: str, kind: str, known: Container[str], *, is_w
         raise NotFound(f"there is no {kind} named {name!r}", param=param)
 
 
+def size_range(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the least and the most width and height of "512x768", or of "256x256-1024x1024". Raises ValueError."""
+    ends = [_SIZE.fullmatch(end) for end in text.split("-", 1)]
+    first, last = ends[0], ends[-1]
+    if first is None or last is None:
+        raise ValueError(f"{text!r} is no size")
+    return (int(first[1]), int(first[2])), (int(last[1]), int(last[2]))
+
+
+def nearest_size(width: int, height: int, sizes: Sequence[str]) -> tuple[int, int]:
+    """Return the size that is allowed and nearest to this one."""
+    found = [(width, height)] if not sizes else []
+    for (least_w, least_h), (most_w, most_h) in map(size_range, sizes):
+        found.append((min(max(width, least_w), most_w), min(max(height, least_h), most_h)))
+    return min(found, key=lambda size: abs(size[0] - width) + abs(size[1] - height))
+
+
 def check_size(width: int, height: int, limits: ImageLimits) -> None:
     """Raise `RequestError` for a size that is out of bounds, or no multiple of what the model takes."""
     edges, multiple = (width, height), limits.size_multiple
@@ -97,12 +119,16 @@ def check_size(width: int, height: int, limits: ImageLimits) -> None:
         raise RequestError(f"edges go from {limits.min_edge_px} to {limits.max_edge_px} pixels", param="size")
     if width * height > limits.max_pixels:
         raise RequestError(f"{width}x{height} is more than {limits.max_pixels} pixels", param="size")
+    if (width, height) != nearest_size(width, height, limits.sizes):
+        allowed = ", ".join(limits.sizes)
+        raise RequestError(f"{width}x{height} is not among the sizes that are allowed: {allowed}", param="size")
 
 
 def check_numbers(request: ImageRequest, limits: ImageLimits, terms: RequestTerms) -> None:
     """Raise `RequestError` for a number that is out of bounds, or a field or sampler's option that the model does not
     take."""
-    check_size(request.width, request.height, limits)
+    # plait's own warm-up is as small as can be, whatever is allowed.
+    check_size(request.width, request.height, limits if request.tenant.counts else replace(limits, sizes=()))
     _check_fields(request)
     if request.n > limits.max_images:
         raise RequestError(f"at most {limits.max_images} images", param="n")

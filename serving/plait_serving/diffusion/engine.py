@@ -29,6 +29,8 @@ from plait_serving.diffusion.units import ImageJob, SpentSeconds
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, ImageResult
 
 _UNBOUNDED = 1 << 62
+_FAR, _LONG_S = 4.0, 120.0
+"""So many times a model's own number of pixels, or so many seconds, get a hint."""
 _NEWEST_SHARE = 0.1
 """Of the newest request in the average by which others are sent to replicas."""
 
@@ -155,6 +157,7 @@ class Engine:
             loras=None,
             deadline_at_s=deadline_at_s,
             work_s=model.forecast.work_s(request, size),
+            hints=_hints(model, request, model.forecast.guess_s(request, size)),
         )
         bounds = QueueBounds(requests=self._knobs.queue_limit, seconds=self._knobs.queue_seconds)
         with self._registry.admitted(job, bounds, lambda: _served(model, model.name)):
@@ -237,6 +240,19 @@ class Engine:
     def _loaded(self, job: ImageJob) -> None:
         job.spent.loaded_at_s = self._clock()
         self._registry.wake()
+
+
+def _hints(model: Model, request: ImageRequest, guess_s: float) -> tuple[str, ...]:
+    """Return what may not be meant: a size far from the model's own, or minutes of work."""
+    own = model.family.width, model.family.height
+    is_far = not 1 / _FAR < request.width * request.height / (own[0] * own[1]) < _FAR
+    if not is_far and guess_s < _LONG_S:
+        return ()
+    takes = (
+        f"this takes about {guess_s:.{int(guess_s < 10)}f} s here" if guess_s else "how long this takes is not known"
+    )
+    far = f"; {model.name} was trained for {own[0]}x{own[1]}" if is_far else ""
+    return (f"size: {request.width}x{request.height}, {request.run_steps} steps{far}; {takes}",)
 
 
 def _served(model: Model | None, name: str) -> Model:

@@ -215,6 +215,7 @@ def result_of(
         flagged=flagged,
         lora_policy=request.lora_policy,
         lora_free_steps=request.lora_free_steps,
+        hints=job.hints,
         timings=Timings(
             queue_s=max(0.0, total_s - lora_s - spent.encode_s - spent.denoise_s - decode_s),
             lora_s=lora_s,

@@ -56,8 +56,9 @@ class SpentSeconds:
 @dataclass(slots=True, eq=False)
 class ImageJob:
     """One accepted request, of a `size` that its family measured. `work_s`: the compute-seconds that it will be
-    charged, by forecast. `source`: the image that it starts from, from its first step on. `runs`: it took part in the
-    latest step. `given_back_at`: how many calls its tenant had made when its LoRA set was last given back."""
+    charged, by forecast. `hints`: what is told of it with its images. `source`: the image that it starts from, from its
+    first step on. `runs`: it took part in the latest step. `given_back_at`: how many calls its tenant had made when its
+    LoRA set was last given back."""
 
     request: ImageRequest
     size: RequestSize
@@ -66,6 +67,7 @@ class ImageJob:
     loras: Future[LoraLease] | None
     deadline_at_s: float | None
     work_s: float = 0.0
+    hints: tuple[str, ...] = ()
     phase: RequestPhase = RequestPhase.ACTIVE
     cancelled: bool = False
     runs: bool = False

@@ -369,7 +369,8 @@ class Timings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ImageResult:
-    """What a finished request returns. `flagged[i]`: the safety checker blacked out image i."""
+    """What a finished request returns. `flagged[i]`: the safety checker blacked out image i. `hints`: what may not be
+    meant, for people."""
 
     request_id: str
     images: tuple[RgbImage, ...]
@@ -378,6 +379,7 @@ class ImageResult:
     lora_policy: LoraPolicy
     lora_free_steps: int
     timings: Timings
+    hints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

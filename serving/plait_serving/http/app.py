@@ -27,7 +27,7 @@ from plait_serving.http.desk import Desk
 from plait_serving.http.edge.auth import AuthMiddleware
 from plait_serving.http.edge.body_limit import BodyLimitMiddleware
 from plait_serving.http.edge.errors import ApiError, BodyRefused, ClientDisconnected, wire_error
-from plait_serving.http.edge.hosts import HostMiddleware
+from plait_serving.http.edge.hosts import ForwardedMiddleware, HostMiddleware, OriginMiddleware
 from plait_serving.http.edge.repeating import IMAGE_PATHS
 from plait_serving.http.edge.request_id import RequestIdMiddleware
 from plait_serving.http.edge.tenants import RateMiddleware
@@ -55,6 +55,7 @@ ALIASES = {
     "denoising_strength": "strength",
     "mask_image": "mask",
     "init_image": "image",
+    "images": "image",
 }
 
 _ENTRIES = {"loras": '{"name": "NAME", "scale": 1.0}', "controlnets": '{"name": "NAME", "image": "BASE64"}'}
@@ -68,15 +69,21 @@ class _App(FastAPI):
     """A FastAPI application whose schema includes the hot route, which FastAPI does not see."""
 
     def openapi(self) -> dict[str, Any]:
-        """Return the schema; it is built once."""
+        """Return the schema; it is built once, when all ranking models have told what they take."""
         if self.openapi_schema is not None:
             return self.openapi_schema
-        schema = super().openapi()
-        if self.state.context.ranking is not None:
+        schema, examples, names = super().openapi(), dict[str, Any](), dict[str, str]()
+        if (ranking := self.state.context.ranking) is not None:
+            from plait_serving.http.ranking.describe import first_bodies
             from plait_serving.http.ranking.v2 import INFER_DOCUMENTATION
 
             schema["paths"].update(deepcopy(dict(INFER_DOCUMENTATION)))
-        document.complete(schema)
+            try:
+                first = ranking.get(ranking.names()[0])
+                examples, names = first_bodies(first), {"model": first.name, "version": first.card.version}
+            except RankError:
+                self.openapi_schema = None
+        document.complete(schema, examples, names)
         return schema
 
 
@@ -131,7 +138,11 @@ def app_from_context(
     app.add_middleware(
         HostMiddleware, hosts=settings.allowed_hosts, origins=settings.allowed_origins, keys=settings.api_keys
     )
+    if settings.trusted_proxies:
+        app.add_middleware(ForwardedMiddleware, proxies=settings.trusted_proxies)
     app.add_middleware(RequestIdMiddleware, observe=context.metrics.observe_answer)
+    if settings.allowed_origins:
+        app.add_middleware(OriginMiddleware, origins=settings.allowed_origins)
     for kind in (ApiError, EngineError, RankError):
         app.add_exception_handler(kind, _known_error)
     app.add_exception_handler(RequestValidationError, _invalid_body)

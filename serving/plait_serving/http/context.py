@@ -51,6 +51,7 @@ class HttpSettings:
     anyone: Principal = ANYONE
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = ()
     a1111_api: bool = False
     max_body_bytes: int = 64 * 2**20  # four control images of 12 MB each, in base64
     max_bodies_bytes: int = 512 * 2**20  # a tenant alone may have half of it

@@ -1,7 +1,8 @@
 """The OpenAPI document as it is true: FastAPI knows the routes and their bodies, this adds how each request can end.
 
 Keys, host names, body sizes and the errors of the services are handled around the routes, so FastAPI cannot see them;
-what it documents itself (a 422 with a list of errors) is never sent.
+what it documents itself (a 422 with a list of errors) is never sent. Generators of typed clients take an answer's first
+content, and a parameter in a path for one that is always there: so JSON comes first, and no such parameter is null.
 """
 
 from __future__ import annotations
@@ -65,6 +66,17 @@ _OF_A_MODEL: Mapping[str, tuple[int, ...]] = {
     "get ": (404, 503),
 }
 
+_SQUARE = "iVBORw0KGgoAAAANSUhEUgAAAEAAAABAAQAAAACCEkxzAAAAFElEQVR42mP8zwABTAyjjFEGyQwAzx8Bf7QK4E8AAAAASUVORK5CYII="
+"""A white PNG of 64x64."""
+
+_EXAMPLES: Mapping[str, Any] = {
+    "/v1/images/generations": {"prompt": "red apple", "seed": 1},
+    "/v1/images/edits": {"prompt": "red apple", "image": _SQUARE, "seed": 1},
+    "/v1/images/control_maps": {"name": "edges", "image": _SQUARE},
+    "/v2/repository/models/{model}/load": {"parameters": {"update": "/srv/updates/1"}},
+}
+"""A first JSON body of each path. What a ranking model takes, it says itself (`ranking/describe.py`)."""
+
 _REQUEST_ID = {
     "x-request-id": {"description": "the request's id, in the server's log too", "schema": {"type": "string"}},
 }
@@ -77,8 +89,9 @@ _RETRY_AFTER = {
 }
 
 
-def complete(document: dict[str, Any]) -> None:
-    """Add to FastAPI's document, in place, what it cannot know."""
+def complete(document: dict[str, Any], examples: Mapping[str, Any], names: Mapping[str, str]) -> None:
+    """Add to FastAPI's document, in place, what it cannot know. `examples`: more first bodies, by path; `names`: what
+    their parameters may be."""
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name, schema in _error_schemas().items():
@@ -92,6 +105,14 @@ def complete(document: dict[str, Any]) -> None:
         if not is_open(path):
             operation.setdefault("security", [{"key": []}, {}])
         operation["responses"] = _responses(path, method, operation.get("responses", {}))
+        for parameter in operation.get("parameters", ()):
+            if parameter["in"] == "path" and "anyOf" in parameter["schema"]:
+                parameter["schema"] = parameter["schema"]["anyOf"][0]
+            if parameter["name"] in names and parameter["in"] == "path":
+                parameter["example"] = names[parameter["name"]]
+        example = {**_EXAMPLES, **examples}.get(path)
+        if example is not None and (body := operation.get("requestBody")):
+            body["content"]["application/json"]["example"] = example
 
 
 def _operations(document: Mapping[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -115,6 +136,9 @@ def _responses(path: str, method: str, known: Mapping[str, Any]) -> dict[str, An
         found.setdefault(str(status), _error(status, below_v2=path == V2 or path.startswith(V2 + "/")))
     for answer in found.values():
         answer["headers"] = {**_REQUEST_ID, **answer.get("headers", {})}
+        content = answer.get("content", {})
+        if "application/json" in content:
+            answer["content"] = {"application/json": content["application/json"], **content}
     return dict(sorted(found.items()))
 
 

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from plait_serving.cores import CoreBudget
+from plait_serving.diffusion.admission import size_range
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.file_kinds import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
@@ -91,6 +92,9 @@ class ResultsSection(Section):
     url: Annotated[str | None, Field(description="fsspec URL of a folder, for example s3://bucket/results")] = None
     lifetime_s: Annotated[float, Field(ge=1, le=30 * 86400, description="how long an image is kept")] = 3600.0
     max_bytes: Annotated[int, Field(ge=1, description="of all kept images")] = 1 << 30
+    response_format: Annotated[
+        Literal["b64_json", "url"], Field(description="what requests get that do not say; url is what DALL-E answered")
+    ] = "b64_json"
     public_url: Annotated[
         str | None,
         Field(pattern=r"^https?://[^\s?#]+$", description="what clients reach the server by; unset: as they asked"),
@@ -122,11 +126,26 @@ class ResultsSection(Section):
         return self.url or str(self.folder)
 
 
+def _sizes(text: str) -> str:
+    """Check a size or a range of sizes. Raises ValueError that says what one looks like."""
+    try:
+        least, most = size_range(text)
+    except ValueError:
+        least, most = (1, 1), (0, 0)
+    if least[0] > most[0] or least[1] > most[1]:
+        raise ValueError("must be a size or two of them, the smaller first: 512x768, 256x256-1024x1024")
+    return text
+
+
 class LimitsSection(Section):
     """What one request may ask for. Memory and the model may allow less; `/v1/models` says what holds."""
 
     max_pixels: Annotated[int, Field(ge=64, le=2**28, description="of an image")] = 4 * 2**20
     max_edge_px: Annotated[int, Field(ge=8, le=2**16)] = 4096
+    sizes: Annotated[
+        tuple[Annotated[str, AfterValidator(_sizes)], ...],
+        Field(description='the only sizes: "512x768", or all from "256x256-1024x1024"; empty: any'),
+    ] = ()
     max_steps: Annotated[int, Field(ge=1, le=1000)] = 1000
     max_images: Annotated[int, Field(ge=1, le=MAX_IMAGES)] = MAX_IMAGES
     max_loras: Annotated[int, Field(ge=0, le=64)] = 16
@@ -159,10 +178,15 @@ class SingleFileSection(Section):
 
 
 class AliasSection(Section):
-    """A name that requests may use for a model with a set of LoRAs."""
+    """A name that requests may use for a model, with a set of LoRAs if it has one; the model's name alone will do."""
 
     model: ServedName
-    loras: Annotated[dict[ServedName, Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]], Field(min_length=1)]
+    loras: dict[ServedName, Annotated[float, Field(ge=-MAX_SCALE, le=MAX_SCALE)]] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, data: Any) -> Any:
+        return {"model": data} if isinstance(data, str) else data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,7 +271,7 @@ class ImagesSection(Replicated):
         Field(ge=1, description="what models in memory may hold, with their programs; unset: most of what is free"),
     ] = None
     aliases: dict[Name, AliasSection] = Field(
-        default_factory=dict, description="more names for requests: a model with LoRAs"
+        default_factory=dict, description="more names for requests: of a model, or of a model with LoRAs"
     )
     name: Annotated[
         Name | None, Field(description="what requests call it; unset: the folder's or hub id's last part")

@@ -12,7 +12,7 @@ from plait.deployments import deployments, finishing, logical_cpus
 from plait.errors import ConfigError
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_serving.diffusion.request_terms import RequestTerms
-from plait_serving.images.config import STARTER_FOLDER, ControlNetSection, DefaultsSection
+from plait_serving.images.config import STARTER_FOLDER, AliasSection, ControlNetSection, DefaultsSection
 from plait_serving.ranking.config import CnSection, HnSection, RankingSection, RankModelSection, WholeSection
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
@@ -87,7 +87,13 @@ def test_defaults_serve_the_starter_on_loopback():
             "images: {aliases: {emoji: {model: emoji, loras: {pixel: 1}}}}",
             "aliases.emoji: there is a model of that name",
         ),
-        ("images: {aliases: {none: {model: emoji, loras: {}}}}", "none.loras: must have at least 1 item, not 0"),
+        ("images: {aliases: {dall-e-3: emoij}}", "no model 'emoij'; did you mean emoji?"),
+        ("images: {limits: {sizes: [512]}}", "images.limits.sizes.0: "),
+        ("images: {limits: {sizes: [512x]}}", "must be a size or two of them, the smaller first"),
+        ("images: {limits: {sizes: [64x64-32x128]}}", "must be a size or two of them, the smaller first"),
+        ("images: {limits: {sizes: [1x1-2x2-3x3]}}", "must be a size or two of them, the smaller first"),
+        ("images: {limits: {sizes: ['0x64']}}", "must be a size or two of them, the smaller first"),
+        ("images: {results: {folder: a, response_format: file}}", "images.results.response_format: "),
         ("images: {loras: {folder: a, store: {url: 's3://b', entries: {}, cache_folder: c}}}", "not both"),
         ("images: {loras: {store: {url: b, entries: {}, cache_folder: c}}}", "needs a scheme"),
         (
@@ -179,6 +185,13 @@ def test_config_round_trips_through_its_dump(tmp_path):
     text = f"images: {{model: owner/name, revision: {REVISION}, knobs: {{batch_wait_ms: 2.5}}}}\nserver: {{port: 0}}"
     config = load_config(write(tmp_path, text))
     assert parse_config(yaml.safe_load(dump_config(config)), source="dump", folder=Path("/")) == config
+
+
+def test_an_alias_renames_in_one_line(tmp_path):
+    """With or without braces: names that OpenAI's clients send by themselves."""
+    text = "images: {aliases: {dall-e-3: emoji, gpt-image-1.5: {model: emoji}}}"
+    images = load_config(write(tmp_path, text)).images
+    assert images.aliases["dall-e-3"] == images.aliases["gpt-image-1.5"] == AliasSection(model="emoji")
 
 
 def test_several_models_are_read_by_name(tmp_path):

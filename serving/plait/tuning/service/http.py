@@ -139,11 +139,22 @@ def tuning_router(service: TuningService, *, poll_s: float = 1.0) -> APIRouter:
 
 _EVENTS: dict[str, Any] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
 
+_FIRST_JOB = {
+    "name": "batches",
+    "target": {"app": "images"},
+    "knobs": {"batch": {"kind": "choice", "values": [4, 8, 16], "ordered": True, "sets": "engine.largest_batch"}},
+    "scenarios": ["smoke"],
+    "reference": {"config": {"batch": 16}},
+    "budget": {"trials": 3, "minutes": 5},
+}
 _BODY = {
     "requestBody": {
         "required": True,
         "description": "the job, as `plait tune run` reads it",
-        "content": {kind: {"schema": {"type": "object"}} for kind in ("application/yaml", "application/json")},
+        "content": {
+            "application/json": {"schema": {"type": "object"}, "example": _FIRST_JOB},
+            "application/yaml": {"schema": {"type": "object"}},
+        },
     }
 }
 

@@ -15,7 +15,7 @@ from plait_serving.cores import HostCores, capped, threads_of_host
 from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
-from plait_serving.diffusion.admission import ImageLimits
+from plait_serving.diffusion.admission import ImageLimits, nearest_size
 from plait_serving.diffusion.assemble import build_engine_of, warm_up
 from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
 from plait_serving.diffusion.engine import Engine
@@ -194,11 +194,12 @@ class HostedImages:
 
     def _card(self, name: str, model: Model) -> BaseModelCard:
         family, defaults, terms = model.family, self._images.defaults, model.family.terms
+        width, height = nearest_size(family.width, family.height, model.limits.sizes)
         return BaseModelCard(
             name=name,
             family=family.kind,
-            default_width=family.width,
-            default_height=family.height,
+            default_width=width,
+            default_height=height,
             default_steps=terms.steps if defaults.steps is None else defaults.steps,
             default_guidance_scale=self._images.guidance_of(name, terms),
             default_scheduler=(

@@ -11,7 +11,8 @@ Two questions with two answers:
 
 What was never measured is scaled from the nearest that was: steps by the work of their rows (`RowKind`) and
 ControlNets, decodes by pixels. Up only by the square root of that: a small call is mostly the cost of any call, and a
-request that is refused for a guess is never measured. Nothing measured: 0.
+request that is refused for a guess is never measured. What is only told to people is a `guess_s`, which goes all the
+way. Nothing measured: 0.
 """
 
 from __future__ import annotations
@@ -89,6 +90,13 @@ class WorkForecast:
             row_s = self._steps.expected(StepKind.of(size))
         return request.calls * request.n * size.rows * row_s + self._ends_s(request, size)
 
+    def guess_s(self, request: ImageRequest, size: RequestSize) -> float:
+        """Return about how many compute-seconds a request takes, whatever the size of those that were measured."""
+        with self._lock:
+            row_s = self._steps.expected(StepKind.of(size), is_guess=True)
+            image_s = self._decodes.expected(request.width * request.height, is_guess=True)
+        return request.n * (request.calls * size.rows * row_s + image_s)
+
     def alone_s(self, request: ImageRequest, size: RequestSize) -> float:
         """Return the least seconds from its first step to its images; 0 before anything like it was measured."""
         step_s = self._costs.shortest_s(GroupKey(size.shape, size.row, request.loras), request.n * size.rows)
@@ -132,7 +140,7 @@ class _Charges(Generic[K]):
             first = bisect_left(self._by_work, self._work(gone), key=self._work)
             del self._by_work[self._by_work.index(gone, first)]
 
-    def expected(self, kind: K) -> float:
+    def expected(self, kind: K, *, is_guess: bool = False) -> float:
         """Return the seconds of `kind`; if it is unknown, those of the nearest known kind by work, scaled; 0 if there
         is none."""
         known = self._kinds.get(kind)
@@ -144,4 +152,5 @@ class _Charges(Generic[K]):
         if not scales:
             return 0.0
         nearest = min(scales, key=lambda seen: abs(math.log(scales[seen])))
-        return median(self._kinds[nearest]) * min(scales[nearest], math.sqrt(scales[nearest]))
+        scale = scales[nearest]
+        return median(self._kinds[nearest]) * (scale if is_guess else min(scale, math.sqrt(scale)))

@@ -94,6 +94,7 @@ def _their_names(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints: list[str]) -> bytes:
     """Return the response; one that was interrupted has no images."""
     images, seeds = ((), ()) if result is None else (result.images, result.seeds)
+    hints = hints if result is None else [*hints, *result.hints]
     sent = images if given.send_images else ()
     asked, count = reply.request, len(images)
     texts = [reply.text(index) for index in range(count)]

@@ -4,17 +4,24 @@ A page of another origin can point its own domain name at 127.0.0.1 and then rea
 were its own (DNS rebinding). The Host header still carries that other name, so a server on loopback answers only to
 its own. Without that trick such a page, which may be one of another port of this machine, can read no answer, but it
 can send requests that a form could have sent; its Origin header gives it away, or Sec-Fetch-Site where it has none.
+
+Pages of the origins that are allowed may read answers as well, and send keys: their browsers ask first (CORS). A proxy
+that is trusted says by which name and scheme it was asked itself; what anybody else says of that is not read.
 """
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from plait_serving.http.edge.auth import ApiKey, has_valid_key
-from plait_serving.http.edge.errors import A1111, ApiError
+from plait_serving.http.edge.errors import A1111, ApiError, wire_error
 
 LOOPBACK_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 """The host names of a server that listens on loopback only."""
@@ -48,6 +55,74 @@ def _parts(origin: str) -> tuple[str, str, str]:
     """Return the scheme, the host and the port of an Origin header; `null` has no host."""
     scheme, _, rest = origin.strip().lower().partition("://")
     return scheme, *_place(rest, scheme)
+
+
+_TOLD = ("retry-after", "x-request-id", "x-should-retry")
+"""What clients read of answers beside their bodies."""
+
+
+class OriginMiddleware(CORSMiddleware):
+    """Answers browsers that ask for pages of these origins, and lets those read answers; others are told nothing."""
+
+    def __init__(self, app: ASGIApp, *, origins: Sequence[str]) -> None:
+        super().__init__(
+            app,
+            allow_origins=tuple(map(_as_browsers_send, origins)),
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),  # a key, and what clients of OpenAI's say of themselves; cookies are not among them
+            allow_private_network=True,
+            expose_headers=_TOLD,
+        )
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Return the answer to a browser that asks; a refusal in the form of the house."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        message = "this server lets no pages of that origin ask so: see server.allowed_origins"
+        error = ApiError(403, message, code="origin_not_allowed", kind="permission_error")
+        return wire_error(error).response("")
+
+
+def _as_browsers_send(origin: str) -> str:
+    scheme, host, port = _parts(origin)
+    return f"{scheme}://{host}" + (f":{port}" if port and port != _DEFAULT_PORTS.get(scheme) else "")
+
+
+_FORWARDED_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+
+
+class ForwardedMiddleware:
+    """Has a request be as `X-Forwarded-Proto` and `X-Forwarded-Host` say, if it comes from one of these networks: of
+    several values the last, which the nearest proxy has added."""
+
+    def __init__(self, app: ASGIApp, *, proxies: Sequence[str]) -> None:
+        self._app = app
+        self._proxies = tuple(map(ipaddress.ip_network, proxies))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle an ASGI call."""
+        if scope["type"] == "http" and self._is_trusted(scope):
+            said = Headers(scope=scope)
+            scheme, host = (_last(said, f"x-forwarded-{name}") for name in ("proto", "host"))
+            if scheme in ("http", "https"):
+                scope["scheme"] = scheme
+            if _FORWARDED_HOST.fullmatch(host):
+                kept = [pair for pair in scope["headers"] if pair[0] != b"host"]
+                scope["headers"] = [*kept, (b"host", host.encode("ascii"))]
+        await self._app(scope, receive, send)
+
+    def _is_trusted(self, scope: Scope) -> bool:
+        try:
+            address = ipaddress.ip_address((scope.get("client") or ("",))[0])
+        except ValueError:
+            return False
+        address = getattr(address, "ipv4_mapped", None) or address
+        return any(address in network for network in self._proxies)
+
+
+def _last(headers: Headers, name: str) -> str:
+    return ",".join(headers.getlist(name)).rpartition(",")[2].strip()
 
 
 class HostMiddleware:

@@ -2,7 +2,7 @@
 
 A form knows text and files only, so the values of fields that are neither are read as JSON. Nested fields come as JSON
 in one field (`loras=[{"name": "noto"}]`), or spelled out as the `openai` client does (`loras[][name]=noto`), or with
-numbers (`loras[0][name]=noto`).
+numbers (`loras[0][name]=noto`). A browser's form sends all its fields: an empty one is left out, but for the prompt.
 """
 
 from __future__ import annotations
@@ -98,6 +98,8 @@ def _fields(parts: Iterable[tuple[str, str | bytes]]) -> dict[str, Any]:
     nested: dict[str, dict[str, list[Any]]] = {}
     count = 0
     for name, value in parts:
+        if not value and name != "prompt":
+            continue
         if isinstance(value, str) and name.rstrip("]").rpartition("[")[2] in _JSON_FIELDS:
             count += sum(map(value.count, (",", "[", "{")))
         if count > MAX_JSON_VALUES:
@@ -161,8 +163,8 @@ def _request_document() -> dict[str, Any]:
         "requestBody": {
             "required": True,
             "content": {
-                _FORM: {"schema": {**_SCHEMA, "title": "EditForm", "properties": properties}},
                 "application/json": {"schema": _SCHEMA},
+                _FORM: {"schema": {**_SCHEMA, "title": "EditForm", "properties": properties}},
             },
         }
     }

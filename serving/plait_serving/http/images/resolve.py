@@ -52,6 +52,8 @@ from plait_serving.spelling import hint
 # (ATC'25) lets about the first 10 of 50 steps run without them.
 LORA_FREE_SHARE = 5
 RANDOM_SEED = -1  # A1111's way to ask for one
+_OPENAIS = ("dall-e", "gpt-image", "chatgpt-image")
+"""What names begin with that OpenAI's clients send by themselves."""
 _TEXTS = ("prompt", "negative_prompt", "prompt_2", "negative_prompt_2")
 
 
@@ -286,12 +288,15 @@ def _first(text: str, names: Iterable[str]) -> tuple[str, str | None]:
 
 
 def _base(name: str, catalog: Catalog) -> BaseModelCard:
-    card = catalog.base(name)
-    if card is None and catalog.alias(name) is not None:
+    card, alias = catalog.base(name), catalog.alias(name)
+    if card is None and alias is not None and not alias.loras:
+        card = catalog.base(alias.model)
+    if card is None and alias is not None:
         raise RequestError(f"{name!r} is an alias, which takes no more LoRAs; name its model instead", param="model")
     if card is None:
         known = [*(base.name for base in catalog.models), *(alias.name for alias in catalog.aliases)]
         near = hint(name, known) or f"; this server has {', '.join(map(repr, known))}"
+        near += "; images.aliases may give a model that name" if name.startswith(_OPENAIS) else ""
         raise NotFound(f"there is no model {name[:100]!r}{near}", param="model")
     return card
 

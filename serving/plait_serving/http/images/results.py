@@ -32,9 +32,10 @@ _FILE = {
 async def keeper(body: GenerationBody, request: Request, context: RouteContext) -> Keep | None:
     """Return what keeps the images of a request for URLs; None for one that wants base64. Raises `RequestError`, or
     `ApiError` if the store could keep none: before the images are made."""
-    if body.response_format != "url":
-        return None
     store, settings = context.results, context.settings.results
+    usual = None if settings is None or body.stream else settings.response_format
+    if (body.response_format or usual) != "url":
+        return None
     if store is None or settings is None:
         message = "images are not kept on this server (images.results in its configuration): use b64_json"
         raise RequestError(message, param="response_format")

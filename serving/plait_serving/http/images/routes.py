@@ -104,7 +104,9 @@ def _marked(error: Overloaded, request: Request) -> Response:
 
 router = APIRouter(prefix="/v1/images", tags=["images"], route_class=RefusingRoute)
 
-_STREAM_CONTENT = {"text/event-stream": {"schema": {"type": "string", "description": "with stream: true, see sse.py"}}}
+_STREAM_CONTENT = {
+    "text/event-stream": {"schema": {"type": "string", "description": "with stream: true; OpenAI's events"}}
+}
 
 
 @router.post(
@@ -381,5 +383,5 @@ class ImageReply:
                 for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
             },
             "ignored": self._body.ignored,
-            "hints": hints(self._body),
+            "hints": [*hints(self._body), *result.hints],
         }

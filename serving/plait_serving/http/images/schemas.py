@@ -77,6 +77,8 @@ def bool_or_name(value: object) -> object:
 def _upload(value: object) -> object:
     if isinstance(value, str | bytes) and value:
         return value
+    if isinstance(value, list):
+        raise PydanticCustomError("upload", "one image is edited at a time, not a list of them")
     raise PydanticCustomError("upload", "a file, or in JSON its base64")
 
 

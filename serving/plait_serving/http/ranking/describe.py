@@ -16,6 +16,8 @@ from plait_disagg.values import ModelCard
 if TYPE_CHECKING:
     import torch  # takes two seconds, and the lists of models need none of it
 
+    from plait_serving.ranking.service import BoundModel
+
 PLATFORM = "plait"
 MAX_EXAMPLE = 1024
 """The number of candidates in the largest example: enough to show what a large request looks like."""
@@ -96,6 +98,33 @@ def _example_of(item: Input, card: ModelCard, candidates: int, rng: np.random.Ge
     ids = rng.integers(0, known, int(offsets[-1]))
     weights = [_filled(item.name + WEIGHTS, "FP32", rng.integers(1, 9, len(ids)) / 8)] if item.weighted else []
     return [_filled(item.name, "INT64", ids), _filled(item.name + OFFSETS, "INT64", offsets), *weights]
+
+
+def first_bodies(model: BoundModel) -> dict[str, Any]:
+    """Return a first body of each route that ranks, by path; the model answers them."""
+    card, items = model.card, model.items
+    infer = example(card, 1, items)
+    made = {tensor["name"]: tensor["data"] for tensor in infer["inputs"]}
+    rows: list[dict[str, Any]] = []
+    for side in (model.side("user"), model.side("item")):
+        rows.append({item.name: _plain(item, made[item.name]) for item in side})
+        weighted = [item.name + WEIGHTS for item in side if isinstance(item, Bag) and item.weighted]
+        rows[-1] |= {name: made[name] for name in weighted}
+    bodies: dict[str, Any] = {f"/v2/models/{{model}}{version}/infer": infer for version in ("", "/versions/{version}")}
+    bodies["/v1/recommend"] = {
+        "model": model.name,
+        "user": rows[0],
+        "candidates": rows[1:] if items is None else "all",
+        "top_k": 5,
+    }
+    return bodies
+
+
+def _plain(item: Input, data: list[Any]) -> Any:
+    """Return a row's values as `POST /v1/recommend` takes them: a number, or a list of the input's shape."""
+    if isinstance(item, Bag):
+        return data
+    return data[0] if len(data) == 1 else np.reshape(data, item.shape).tolist()
 
 
 def _filled(name: str, datatype: str, values: npt.NDArray[Any]) -> dict[str, Any]:

@@ -7,6 +7,21 @@ function shade() {
   document.documentElement.classList.toggle("dark-mode", dark.matches);
 }
 
+// A field of a form that has no example would be sent with whatever its type allows.
+function withoutMadeUpFields(text) {
+  const api = JSON.parse(text);
+  const forms = Object.values(api.paths)
+    .flatMap((path) => Object.values(path))
+    .map((operation) => operation.requestBody?.content["multipart/form-data"]?.schema);
+  for (const { properties, required } of forms.filter((form) => form !== undefined)) {
+    for (const [name, field] of Object.entries(properties)) {
+      const isList = (field.anyOf ?? [field]).some(({ type }) => type === "array");
+      if (!required.includes(name) && field.format !== "binary") field.example = isList ? [] : "";
+    }
+  }
+  return JSON.stringify(api);
+}
+
 shade();
 dark.addEventListener("change", shade);
 globalThis.SwaggerUIBundle({
@@ -21,5 +36,9 @@ globalThis.SwaggerUIBundle({
       request.headers.Authorization = `Bearer ${key}`;
     }
     return request;
+  },
+  responseInterceptor(response) {
+    if (response.ok && response.url.endsWith("/openapi.json")) response.text = withoutMadeUpFields(response.text);
+    return response;
   },
 });

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,10 +13,13 @@ from starlette.testclient import TestClient
 from fakes.images import FakeImageService
 from fakes.ranking import FakeRanker, fake_rankers
 from plait_disagg.errors import Busy, DeadlinePassed, RankError, WorkerUnavailable
+from plait_disagg.values import ModelCard
 from plait_serving.diffusion import errors as engine
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.ranking.local import LocalRankingService
+from plait_serving.ranking.service import ServedRanker
+from plait_serving.starter.preprocess import PREPROCESSORS
 
 KEYLESS = ("/health", "/version", "/v2/health/live", "/v2/health/ready", "/v1/images/results/{name}")
 IMAGES, RECOMMEND = "/v1/images/generations", "/v1/recommend"
@@ -70,6 +75,72 @@ def test_a_stream_and_metrics_are_what_they_are(document: dict[str, Any]) -> Non
     infer = document["paths"][INFER]["post"]
     assert infer["requestBody"]["content"]["application/json"]["schema"]["required"] == ["inputs"]
     assert infer["responses"]["200"]["content"]["application/json"]["schema"]["required"] == ["outputs"]
+
+
+def test_generators_of_typed_clients_understand_it(document: dict[str, Any]) -> None:
+    """They take an answer's first content, and what is in a path is always there. Texts name no files of ours."""
+    for path, method, operation in operations(document):
+        for code, answer in operation["responses"].items():
+            kinds = list(answer.get("content", {}))
+            assert "application/json" not in kinds[1:], (method, path, code)
+        for parameter in operation.get("parameters", ()):
+            assert parameter["in"] != "path" or parameter["schema"]["type"] == "string", (method, path)
+        assert parameters_of(path) == {it["name"] for it in operation.get("parameters", ()) if it["in"] == "path"}
+    assert re.findall(r"[\w/]+\.(?:py|md|js|yaml)\b", json.dumps(document)) == []
+
+
+def parameters_of(path: str) -> set[str]:
+    return set(re.findall(r"{(\w+)}", path))
+
+
+def test_each_first_body_is_answered(document: dict[str, Any]) -> None:
+    """Every POST with a body has one in the document, to be sent as it is: interactive documentation shows it."""
+    settings = HttpSettings(preprocessors=PREPROCESSORS)
+    app = create_app(FakeImageService(), settings, ranking=LocalRankingService(fake_rankers()))
+    client = TestClient(app, raise_server_exceptions=False)
+    asked = 0
+    for path, method, operation in operations(document):
+        if method != "post" or "requestBody" not in operation:
+            continue
+        body = operation["requestBody"]["content"]["application/json"]["example"]
+        names = {it["name"]: it["example"] for it in operation.get("parameters", ())}
+        answer = client.post(path.format(**names), json=body)
+        if path.endswith("/load"):  # of a folder that is somewhere else
+            assert answer.json() == {"error": "model 'picks' cannot be refreshed"}
+        else:
+            assert answer.status_code == 200, (path, answer.text)
+        asked += 1
+    assert asked == 7
+
+
+class StartingRanker(FakeRanker):
+    """Whose worker is not there at first."""
+
+    is_starting = True
+
+    @property
+    def card(self) -> ModelCard:
+        """Raises as long as there is none."""
+        if self.is_starting:
+            raise WorkerUnavailable("x")
+        return super().card
+
+
+def test_a_model_that_still_starts_has_no_first_body_yet() -> None:
+    """It is asked again for the next document, and only then that one is kept."""
+    ranker = StartingRanker()
+    ranking = LocalRankingService({"picks": ServedRanker(ranker=ranker, items=None)})
+    client = TestClient(create_app(FakeImageService(), HttpSettings(), ranking=ranking))
+
+    def first_body() -> Any:
+        bodies = client.get("/openapi.json").json()["paths"][RECOMMEND]["post"]["requestBody"]["content"]
+        return bodies["application/json"].get("example")
+
+    assert first_body() is None
+    ranker.is_starting = False
+    body = first_body()
+    assert client.post(RECOMMEND, json=body).status_code == 200
+    assert isinstance(body["candidates"], list)  # of a model without a list of its items
 
 
 def test_the_document_is_built_once() -> None:

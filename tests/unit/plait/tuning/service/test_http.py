@@ -224,6 +224,13 @@ def test_only_admins_may_tune(client):
         assert error_of(answer)[:2] == (403, "admin_required")
 
 
+def test_the_documents_first_job_is_one(client):
+    """Interactive documentation shows it, to be sent as it is."""
+    document = client.get("/openapi.json", headers=BOSS).json()
+    job = document["paths"][URL]["post"]["requestBody"]["content"]["application/json"]["example"]
+    assert client.post(URL, json=job, headers={"authorization": BOSS["authorization"]}).status_code == 202
+
+
 @pytest.mark.parametrize("job_id", ["absent", "..", "%2e%2e%2fother", "a" * 500, "demo-0001%2f..%2fx"])
 def test_an_unknown_job_is_not_found(client, job_id):
     """Whatever its name tries."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from fastapi import FastAPI
 from pydantic import ValidationError
@@ -14,6 +16,7 @@ from plait_serving.deployments.proxy import OwnRoutesMiddleware
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
+from plait_serving.images.config import ResultsSection
 from support.http_app import make_app
 
 KEYS = (ApiKey.from_secret("sk-admin", tenant="ops", role=Role.ADMIN),)
@@ -136,8 +139,8 @@ def test_what_is_no_browser_is_answered_as_before(sent):
 
 @pytest.mark.parametrize("origin", ["http://127.0.0.1:3000", "null"])
 def test_a_valid_key_is_from_no_page_that_did_not_ask(origin):
-    """Authorization needs a preflight, which nobody here answers. What is no key is worth nothing, nor is one where
-    there are none."""
+    """Authorization needs a preflight, which only pages of allowed origins are answered. What is no key is worth
+    nothing, nor is one where there are none."""
     named = HttpSettings(allowed_hosts=LOOPBACK_HOSTS, api_keys=KEYS)
     assert asked(named, origin=origin, authorization="Bearer sk-admin") == (200, None)
     assert asked(named, sec_fetch_site="same-site", authorization="Bearer sk-admin") == (200, None)
@@ -173,6 +176,87 @@ def test_what_no_browser_sends_is_no_origin(text):
     """It would never be met, so it is refused when the server starts."""
     with pytest.raises(ValidationError, match="allowed_origins"):
         ServerSection(allowed_origins=(text,))
+
+
+STUDIO = "https://studio.example"
+
+
+def preflight(client, origin, method="POST", headers="authorization,content-type,x-stainless-lang"):
+    """What a browser asks before it sends a page's request."""
+    asked = {"origin": origin, "access-control-request-method": method, "access-control-request-headers": headers}
+    return client.options("/v1/images/generations", headers=asked)
+
+
+@pytest.mark.parametrize("keys", [(), KEYS], ids=["open", "keys"])
+def test_pages_of_allowed_origins_may_ask_and_read(keys):
+    """Each by its own name, never `*`, and without cookies; errors too, whoever refuses."""
+    settings = http_settings(ServerSection(allowed_origins=("https://Studio.example:443",)))
+    client = TestClient(make_app(FakeImageService(), replace(settings, api_keys=keys)), base_url=f"http://{LOCAL}")
+    answer = preflight(client, STUDIO)
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == STUDIO
+    assert "authorization" in answer.headers["access-control-allow-headers"]
+    assert "access-control-allow-credentials" not in answer.headers
+    for path, status in (("/health", 200), ("/v1/models", 401 if keys else 200), ("/v1/nothing", 401 if keys else 404)):
+        answer = client.get(path, headers={"origin": STUDIO})
+        assert (answer.status_code, answer.headers.get("access-control-allow-origin")) == (status, STUDIO)
+        assert "x-request-id" in answer.headers["access-control-expose-headers"]
+        assert "origin" in answer.headers["vary"].lower()
+
+
+@pytest.mark.parametrize("origin", ["https://studio.example.evil", "http://studio.example", "null", f"{STUDIO}:444"])
+def test_other_pages_are_told_nothing(origin):
+    """Nor is anybody where no origin is allowed."""
+    allowed = make_app(FakeImageService(), HttpSettings(allowed_origins=(STUDIO,)))
+    for app in (allowed, make_app(FakeImageService(), HttpSettings())):
+        client = TestClient(app, base_url=f"http://{LOCAL}")
+        refused = preflight(client, origin)
+        assert refused.is_client_error
+        assert refused.headers["content-type"] == "application/json"  # what is in plain text is Serve's
+        for answer in (refused, client.get("/health", headers={"origin": origin})):
+            assert "access-control-allow-origin" not in answer.headers
+
+
+PROXY, KEPT = "10.1.2.3", "/v1/images/results/"
+
+
+def url_of(tmp_path, client_address, **headers):
+    """Where an image is kept, as it is told to who asks from that address; or the status."""
+    section = ServerSection(host="0.0.0.0", trusted_proxies=("10.0.0.0/8", "fd00::/8"), allowed_hosts=("pub.example",))
+    settings = http_settings(section, results=ResultsSection(folder=tmp_path))
+    app = make_app(FakeImageService(), settings)
+    client = TestClient(app, base_url="http://127.0.0.1:8000", client=(client_address, 1234))
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    answer = client.post("/v1/images/generations", json={"prompt": "x", "response_format": "url"}, headers=sent)
+    return answer.json()["data"][0]["url"].partition(KEPT)[0] if answer.is_success else answer.status_code
+
+
+def test_a_trusted_proxy_says_how_it_was_asked(tmp_path):
+    """Scheme and host, the last of several, and what is none is not believed; results' URLs begin so, and the public
+    name has to be an allowed one."""
+    said = {"x_forwarded_proto": "https", "x_forwarded_host": "pub.example"}
+    assert url_of(tmp_path, PROXY, **said) == "https://pub.example"
+    assert url_of(tmp_path, "fd00::7", **said) == "https://pub.example"
+    assert url_of(tmp_path, "::ffff:10.0.0.1", **said) == "https://pub.example"
+    assert url_of(tmp_path, PROXY, x_forwarded_host="evil.example, pub.example:8443") == "http://pub.example:8443"
+    assert url_of(tmp_path, PROXY, x_forwarded_host="evil.example") == 403
+    assert url_of(tmp_path, PROXY, x_forwarded_proto="gopher", x_forwarded_host="a/b") == "http://127.0.0.1:8000"
+    assert url_of(tmp_path, PROXY, origin="https://pub.example", **said) == "https://pub.example"
+    assert url_of(tmp_path, PROXY, origin="https://evil.example", **said) == 403
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "192.0.2.1", "11.0.0.1", "testclient", ""])
+def test_nobody_else_is_believed(tmp_path, address):
+    """This machine neither, unless it is named: a page that found its way to it could say anything."""
+    said = {"x_forwarded_proto": "https", "x_forwarded_host": "pub.example"}
+    assert url_of(tmp_path, address, **said) == "http://127.0.0.1:8000"
+
+
+def test_what_is_no_network_is_no_proxy():
+    """And is refused when the server starts."""
+    for text in ("localhost", "10.0.0.1/8", "", "*"):
+        with pytest.raises(ValidationError, match="trusted_proxies"):
+            ServerSection(trusted_proxies=(text,))
 
 
 def test_of_several_headers_each_must_be_the_servers_own():

@@ -25,7 +25,10 @@ LARGE = replace(FAKE_CATALOG.model, name="large", family="sdxl", default_width=6
 CATALOG = replace(
     FAKE_CATALOG,
     models=(FAKE_CATALOG.model, LARGE),
-    aliases=(AliasCard(name="large-noto", model="large", loras={"noto": 0.5}),),
+    aliases=(
+        AliasCard(name="large-noto", model="large", loras={"noto": 0.5}),
+        AliasCard(name="dall-e-3", model="large", loras={}),
+    ),
 )
 
 
@@ -42,6 +45,8 @@ def request(model, **more):
         (None, "emoji", {}),
         ("large", "large", {}),
         ("large-noto", "large", {"noto": 0.5}),
+        ("dall-e-3", "large", {}),
+        ("dall-e-3+noto:2", "large", {"noto": 2.0}),
         ("emoji+noto", "emoji", {"noto": 1.0}),
         ("emoji+noto:0.8+sketch:-1", "emoji", {"noto": 0.8, "sketch": -1.0}),
     ],
@@ -65,7 +70,8 @@ def test_the_loras_of_the_field_come_on_top():
     ("text", "kind", "says"),
     [
         ("emojy", NotFound, "no model 'emojy'; did you mean emoji?"),
-        ("nothing", NotFound, "this server has 'emoji', 'large', 'large-noto'"),
+        ("nothing", NotFound, "this server has 'emoji', 'large', 'large-noto', 'dall-e-3'"),
+        ("gpt-image-1.5", NotFound, "images.aliases may give a model that name"),
         ("large-not", NotFound, "did you mean large-noto?"),
         ("emojy+noto", NotFound, "did you mean emoji?"),
         ("emoji+notto", NotFound, "no LoRA 'notto'; did you mean noto?"),

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import base64
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import openai
 import pytest
 
-from fakes.images import FakeImageService, fake_image
+from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
 from plait_serving.diffusion import errors as engine
+from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
+from plait_serving.images.config import ResultsSection
+from plait_serving.images.service import AliasCard
 from support.http_app import b64, make_client, pixels, png
 
 
@@ -67,6 +71,41 @@ def test_extra_body_reaches_the_top_level(client, service):
     assert [(ref.name, ref.scale) for ref in request.loras] == [("noto", 0.8)]
     assert [ref.name for ref in request.controlnets] == ["edges"]
     assert (request.steps, request.seed) == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("sent", "member"),
+    [
+        # langchain_community/utilities/dalle_image_generator.py, `DallEAPIWrapper.run` with its defaults
+        ({"n": 1, "size": "1024x1024", "model": "dall-e-2", "quality": "standard"}, "url"),
+        # llama_index/tools/openai/image_generation/base.py, `image_generation` with its defaults, and with `download`
+        ({"n": 1, "model": "dall-e-3", "quality": "standard", "size": "1024x1024", "response_format": "url",
+          "style": "vivid", "timeout": None}, "url"),
+        ({"n": 1, "model": "dall-e-3", "quality": "standard", "size": "1024x1024", "response_format": "b64_json",
+          "style": "vivid", "timeout": None}, "b64_json"),
+    ],
+    ids=["LangChain", "LlamaIndex", "LlamaIndex, download"],
+)  # fmt: skip
+def test_tools_with_their_default_names(tmp_path, sent, member):
+    """They know OpenAI's models, and read what they expect of an answer: aliases and a default form serve them."""
+    large = replace(FAKE_CATALOG.model, limits=ImageLimits())
+    aliases = tuple(AliasCard(name=name, model="emoji", loras={}) for name in ("dall-e-2", "dall-e-3"))
+    service = FakeImageService(catalog=replace(FAKE_CATALOG, models=(large,), aliases=aliases))
+    kept = HttpSettings(results=ResultsSection(folder=tmp_path, response_format="url"))
+    answer = make_openai(service, settings=kept).images.generate(prompt="red apple", **sent)
+    assert getattr(answer.data[0], member)
+    (request,) = service.submitted
+    assert (request.model, request.width, request.height) == ("emoji", 1024, 1024)
+
+
+def test_edits_of_several_images_are_refused_as_such(client, service):
+    """One in a list is one; a list in JSON is told the same."""
+    client.images.edit(image=[("a.png", png())], prompt="x")
+    with pytest.raises(openai.BadRequestError, match="one image is edited at a time"):
+        client.images.edit(image=[("a.png", png()), ("b.png", png())], prompt="x")
+    with pytest.raises(openai.BadRequestError, match="one image is edited at a time"):
+        client.post("/images/edits", cast_to=object, body={"image": [b64(png())] * 2, "prompt": "x"})
+    assert len(service.submitted) == 1
 
 
 def test_streaming_gives_partial_images_and_then_the_picture(client, service):

@@ -49,6 +49,21 @@ def test_a_url_leads_to_the_bytes_that_base64_would_have_had(tmp_path, path, out
             assert re.fullmatch(r"private, max-age=\d+, immutable", answer.headers["cache-control"])
 
 
+def test_the_configuration_says_what_requests_get_that_do_not(tmp_path):
+    """Of those that say it nothing changes; a stream has images in base64, as always."""
+    client = make_client(FakeImageService(), settings(tmp_path, response_format="url"))
+    for sent, member in (
+        ({}, "url"),
+        ({"response_format": "b64_json"}, "b64_json"),
+        ({"response_format": "url"}, "url"),
+    ):
+        for path, body in ((URL, {"prompt": "x"}), (EDITS, {"prompt": "x", "image": b64(png())})):
+            assert member in client.post(path, json={**body, **sent}).json()["data"][0]
+    streamed = client.post(URL, json={"prompt": "x", "stream": True})
+    assert streamed.status_code == 200
+    assert '"b64_json"' in streamed.text
+
+
 def test_the_openai_client_gets_urls(tmp_path):
     """Unchanged; they lead to where the client asks, or to the configured address."""
     server = AppServer(make_app(FakeImageService(), settings(tmp_path)))
