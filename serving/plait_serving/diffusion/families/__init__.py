@@ -8,8 +8,8 @@ A family is a folder of this package: all that differs between architectures, an
   decoding, and the mergers of LoRA sets.
 
 What is in this folder beside them is shared by families: rows of a batch (`rows`), LoRA sets as inputs (`factors`),
-executors' programs (`preparation`) and the weights beside them (`resident_weights`). A family is imported when the
-first model of it is opened.
+executors' programs (`preparation`) and the weights beside them (`resident_weights`), and all that transformers with
+flow schedules have in common (`flow`). A family is imported when the first model of it is opened.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def components(folder: Path) -> Mapping[str, nn.Module]:
 
 def kind_of_controlnet(folder: Path) -> str:
     """Return what base models a ControlNet's folder is for. Raises `ModelError`."""
-    return str(unet_config.family_of(read_json(folder / "config.json")))
+    return str(unet_config.kind_of_config(read_json(folder / "config.json")))
 
 
 def load_controlnet(

@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.config import Family
+from plait_serving.diffusion.families.unet.config import UNetKind
 
 OF_BETAS = frozenset(
     f"{name}Scheduler"
@@ -69,7 +69,7 @@ class SchedulerConfig:
         return {**self.written, **(self.own_defaults if class_name == self.own_class else {})}
 
 
-def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, family: Family) -> SchedulerConfig:
+def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, kind: UNetKind) -> SchedulerConfig:
     """Return the scheduler of a folder: what its file says, and what `model_index.json` calls it (`names`). Raises
     `ModelError`, naming the class or the key that is not served."""
     path = folder / "scheduler" / "scheduler_config.json"
@@ -91,7 +91,7 @@ def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, fa
             raise ModelError(f"{path}: {key} = {written[key]!r} is not supported: samplers here do not read it")
     # StableDiffusionPipeline mends outdated configurations; the SDXL pipeline takes them as they are. What the file
     # does not say is mended in the folder's own scheduler only: one of another class takes its own defaults for it.
-    mended = {} if family is Family.SDXL else _MENDED
+    mended = {} if kind is UNetKind.SDXL else _MENDED
     return SchedulerConfig(
         written={**written, **{key: value for key, value in mended.items() if key in written}},
         own_class=kind.__name__,
