@@ -39,18 +39,18 @@ class SizeBound:
 class ImplInfo:
     """One implementation of `op`. `entry` is `module:function`, imported only when it is chosen.
 
-    `dtypes` are those of the tensor that the operator writes. `needs` names modules that must be importable,
-    `bounds` are of sizes, which the caller of `load` must then give. Among the implementations that fit, the highest
-    `rank` wins. What is `compiled` on the machine has a function `trial(device, dtype)` beside its entry, which runs it
-    once: it needs a compiler and headers that no import asks for, and a GPU that the compiler knows.
+    `dtypes` are those of the tensor that the operator writes; `devices` None: any. `needs` names modules that must be
+    importable, `bounds` are of sizes, which the caller of `load` must then give. Among the implementations that fit,
+    the highest `rank` wins. What is `compiled` on the machine has a function `trial(device, dtype)` beside its entry,
+    which runs it once: it needs a compiler and headers that no import asks for, and a GPU that the compiler knows.
     """
 
     op: str
     name: str
     entry: str
     rank: int
-    devices: frozenset[str]
     dtypes: frozenset[torch.dtype]
+    devices: frozenset[str] | None = None
     needs: tuple[str, ...] = ()
     bounds: tuple[SizeBound, ...] = ()
     compiled: bool = False
@@ -74,7 +74,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         name="reference",
         entry="plait_kernels.lora_merge.reference:merge_",
         rank=0,
-        devices=frozenset({"cpu", "cuda"}),
         dtypes=_FLOATS | {torch.float64},
     ),
     ImplInfo(
@@ -82,7 +81,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         name="concat",
         entry="plait_kernels.lora_merge.concat:merge_",
         rank=10,
-        devices=frozenset({"cpu", "cuda"}),
         dtypes=_FLOATS,
     ),
     ImplInfo(
@@ -90,7 +88,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         name="reference",
         entry="plait_kernels.geglu.reference:geglu",
         rank=0,
-        devices=frozenset({"cpu", "cuda"}),
         dtypes=_FLOATS | {torch.float64},
     ),
     ImplInfo(
@@ -108,7 +105,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         name="reference",
         entry="plait_kernels.group_norm_silu.reference:group_norm_silu",
         rank=0,
-        devices=frozenset({"cpu", "cuda"}),
         dtypes=_FLOATS | {torch.float64},
     ),
     ImplInfo(
@@ -129,7 +125,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         name="reference",
         entry="plait_kernels.residual_add.reference:residual_add_",
         rank=0,
-        devices=frozenset({"cpu", "cuda"}),
         dtypes=_FLOATS | {torch.float64},
     ),
     ImplInfo(
@@ -148,7 +143,6 @@ IMPLS: tuple[ImplInfo, ...] = (
         name="reference",
         entry="plait_kernels.int8_lookup.reference:int8_lookup",
         rank=0,
-        devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32}),
     ),
     ImplInfo(
@@ -191,7 +185,7 @@ def select_impl(
     importable: Callable[[str], bool] = is_importable,
     failure: Callable[[ImplInfo, str, torch.dtype], str | None] = trial_failure,
 ) -> Selection:
-    """Return the implementation of `op` for a device type ("cpu", "cuda"), a dtype and a problem's sizes.
+    """Return the implementation of `op` for a device type ("cpu", "cuda", ...), a dtype and a problem's sizes.
 
     `explicit` names one: raises `KernelError` with the reason if it does not fit. Without it the best that fits is
     chosen. Pure but for `importable` and `failure`, which look at the machine.
@@ -222,7 +216,7 @@ def _misfit(
     *,
     asked_for: bool,
 ) -> str | None:
-    if device not in impl.devices:
+    if impl.devices is not None and device not in impl.devices:
         return f"does not run on {device}"
     if dtype not in impl.dtypes:
         return f"does not write {dtype}"

@@ -33,8 +33,9 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
     """The command line's settings. `rounds` None: the benchmark's own number; `models` None: the starter's, or those in
-    the cache; empty `workloads` or `systems`: all. `size`, `edge`, `device` and `dtype` ("auto": each that the CPU
-    computes in, float16 on a GPU) are for images. `at`: the commit that this tree is a copy of, where there is no git.
+    the cache; empty `workloads` or `systems`: all. `size`, `edge` (None: the size's own), `device` and `dtype` ("auto":
+    each that the CPU computes in, float16 on a GPU) are for images. `at`: the commit that this tree is a copy of, where
+    there is no git.
 
     `data`: the folder with published tables and lists; `tables`: recorded ones, for the tuner's.
     """
@@ -44,7 +45,7 @@ class BenchJob:
     quick: bool = False
     models: Path | None = None
     size: str = "starter"
-    edge: int = 256
+    edge: int | None = None
     dtype: str = "auto"
     device: str = "cpu"
     at: str = ""

@@ -15,6 +15,7 @@ from ray import serve
 
 from plait.config import ServedConfig
 from plait.deployments import INGRESS, Deployment, HandleOf, deployments
+from plait.gpu_shares import running_cluster, with_gpus
 from plait_serving.deployments.lazy import LAZY
 from plait_serving.deployments.node_class_handle import PlacedHandle
 from plait_serving.deployments.ray_internals import set_version
@@ -43,7 +44,7 @@ class AppArgs(ServedConfig):
 
 def build(args: AppArgs) -> serve.Application:
     """Build the application of a configuration. This is cheap: models are loaded in the replicas."""
-    return bind(deployments(args), node_classes=args.node_classes)
+    return bind(deployments(with_gpus(args, running_cluster())), node_classes=args.node_classes)
 
 
 def bind(

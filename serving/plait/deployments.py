@@ -109,7 +109,8 @@ def deployments(
     server, images = config.server, config.images
     rows: list[Deployment] = []
     if images is not None:
-        rows += _of_images(images, server, engine or ImagesSource.for_replicas(images))
+        own = images.model_copy(update={"device": device_of(images.device, images.num_gpus)})
+        rows += _of_images(images, server, engine or ImagesSource.for_replicas(own))
     models: dict[str, RankModel] = {}
     for name, section in config.ranking_models.items():
         parts = list(_of_model(name, section, server, (ranking or {}).get(name)))
@@ -208,7 +209,7 @@ def _of_images(images: ImagesSection, server: ServerSection, source: EngineSourc
                 "name": name,
                 "folder": str(section.folder),
                 "dtype": images.dtype,
-                "device": images.device,
+                "device": device_of(images.device, section.num_gpus),
                 "executor": images.executor.value,
                 "audit_every": images.audit_every,
             },
@@ -222,7 +223,6 @@ def _of_model(
 ) -> Iterator[Deployment]:
     """Yield the rows of a recommendation model: the one that the ingress calls first, then HNs, then shards."""
     sparse = given or PackageSource(section.folder)
-    dense = given or PackageSource(section.folder, executor=section.executor)
     held, entry = section.cn.shard_section, section.entry_role
     dealt = None if held is None else {"shards": held.count, "memory_bytes": held.memory_bytes}
     shards = [shard_role(number) for number in range(held.count)] if held is not None else []
@@ -230,6 +230,10 @@ def _of_model(
     for part_name, part in section.parts.items():
         role: RankRole = "shard" if isinstance(part, ShardsSection) else part_name  # type: ignore[assignment]
         more: dict[str, Any] = {}
+        source = sparse
+        if isinstance(part, HnSection):
+            device = device_of("auto", part.num_gpus)
+            source = given or PackageSource(section.folder, device=device, executor=section.executor)
         if role == "cn":
             more["hns"] = HandleOf(name=worker_name(name, "hn"))
             if shards:
@@ -244,7 +248,7 @@ def _of_model(
             target="plait_serving.deployments.ranking.worker:RankWorker",
             args={
                 "name": name,
-                "source": dense if role in ("hn", "whole") else sparse,
+                "source": source,
                 "role": role,
                 "omp_wait": part.omp_wait,
                 "between_hosts": section.between_hosts,
@@ -263,7 +267,7 @@ def _row(
 ) -> Deployment:
     """Return a row with what a section says of replicas and what they reserve. `usual_cpus`: of one without
     `num_cpus`."""
-    num_gpus = getattr(section, "num_gpus", 0.0)
+    num_gpus = getattr(section, "num_gpus", None) or 0.0
     surge = server.surge_percent(num_gpus=num_gpus, replicas=section.max_replicas)
     return Deployment(
         num_cpus=section.num_cpus or usual_cpus,
@@ -274,6 +278,12 @@ def _row(
         options={"max_surge_percent": surge, **(options or {})},
         **row,
     )
+
+
+def device_of(device: str, num_gpus: float | None) -> str:
+    """Return where a replica runs: without a part of a GPU on the CPU, unless a device is named. Ray does not hide GPUs
+    from it."""
+    return "cpu" if device == "auto" and not num_gpus else device
 
 
 def worker_name(model: str, role: str) -> str:

@@ -53,7 +53,12 @@ def with_dtype(
 def _on_cpu(images: ImagesSection, devices: Path) -> bool:
     if images.device != "auto":
         return images.device == "cpu"
-    return images.num_gpus == 0 and not any(found for pattern in _GPUS for found in devices.glob(pattern))
+    return not images.num_gpus if images.num_gpus is not None else not has_gpu(devices)
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Return whether this machine has a device file of a GPU."""
+    return any(found for pattern in _GPUS for found in devices.glob(pattern))
 
 
 def _largest_bytes(images: ImagesSection) -> int:

@@ -38,6 +38,10 @@ FolderPath = Annotated[Path, AfterValidator(_absolute)]
 Name = Annotated[str, AfterValidator(_name)]
 ServedName = Annotated[str, AfterValidator(_served_name)]
 """Of a LoRA, or of a base model that may lie in a folder."""
+GpuShare = Annotated[
+    float | None,
+    Field(ge=0, description="GPUs of a replica; 0: it runs on the CPU; unset: fitted to those that there are"),
+]
 
 
 class Section(BaseModel):

@@ -236,10 +236,8 @@ def lora_of(family: Family, path: Path, *, is_text: bool) -> LoadedLora:
     wanted = [
         ref
         for ref, shape in targets.shapes.items()
-        if len(shape) == 2
-        and ref in names
-        and (ref.component != targets.denoiser) is is_text
-        and "embed" not in ref.module
+        if ref in names and len(shape) == 2 and (ref.component != targets.denoiser) is is_text
+        if "embed" not in ref.module
     ]
     for ref in wanted[:: max(1, len(wanted) // 3)]:
         rows, columns = targets.shapes[ref]

@@ -1,32 +1,26 @@
-"""A `graphs.Capture` without a GPU: it computes again into the same memory, as a replayed graph does."""
+"""A `graphs.Capture` without a GPU: it makes the call again, as a replayed graph does."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 
-from plait_kernels.executors.graphs import Call
+from plait_kernels.executors.graphs import GraphMemory, StaticBuffers
 
 
 @dataclass(eq=False)
 class FakeRecording:
-    """Inputs and outputs of one captured call, at fixed addresses."""
+    """One captured call."""
 
-    call: Call
-    inputs: tuple[torch.Tensor, ...]
-    outputs: tuple[torch.Tensor, ...]
+    call: Callable[[], None]
     replays: int = 0
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Compute the outputs of `inputs`, where those of the last replay were."""
+    def replay(self) -> None:
+        """Make the call."""
         self.replays += 1
-        for own, value in zip(self.inputs, inputs, strict=True):
-            own.copy_(value)
-        for own, value in zip(self.outputs, self.call(self.inputs), strict=True):
-            own.copy_(value)
-        return self.outputs
+        self.call()
 
 
 @dataclass(eq=False)
@@ -36,15 +30,17 @@ class FakeCapture:
     fails: bool = False
     recordings: list[FakeRecording] = field(default_factory=list)
     tried: int = 0
+    pool_bytes: int = 0
 
-    def __call__(self, call: Call, inputs: Sequence[torch.Tensor]) -> FakeRecording:
+    def __call__(self, call: Callable[[], None]) -> FakeRecording:
         """Record a call."""
         self.tried += 1
         if self.fails:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        own = tuple(value.clone(memory_format=torch.preserve_format) for value in inputs)
-        recording = FakeRecording(call, own, tuple(output.clone() for output in call(own)))
-        for output in recording.outputs:
-            output.fill_(float("nan"))  # nothing may read them before a replay
+        recording = FakeRecording(call)
         self.recordings.append(recording)
         return recording
+
+    def buffers(self, budget_bytes: int = 1 << 40) -> StaticBuffers:
+        """Those of a model on a device of its own."""
+        return GraphMemory(self, budget_bytes=budget_bytes).buffers()

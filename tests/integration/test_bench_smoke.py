@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +19,11 @@ from plait_bench.images.fleet import ItemList
 from plait_bench.images.orders import Variety, size_of, workload
 from plait_bench.records import document
 from plait_bench.runner import RunPlan
+from plait_serving.diffusion.published.architectures import FamilyName
+from plait_serving.diffusion.published.scaled import scaled_down
+from plait_serving.random_models.loras import write_lora
+from plait_serving.random_models.names import DtypeName, LoraSpelling
+from plait_serving.random_models.write import write_model
 
 pytestmark = pytest.mark.slow  # a minute: every system makes the images of three workloads
 
@@ -28,16 +36,20 @@ SYSTEMS = ("plait_engine", "diffusers_fair", "diffusers", "diffusers_batched")
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """The document of one round over the warm-up orders of every workload."""
-    pytest.importorskip("peft", reason="the peers read LoRA files with PEFT")
     folder = tiny_model_folder(tmp_path_factory.mktemp("bench"))
+    return _document(folder, Variety(size=size_of("starter")), WORKLOADS)
+
+
+def _document(folder: Path, variety: Variety, names: Sequence[str]) -> Mapping[str, Any]:
+    pytest.importorskip("peft", reason="the peers read LoRA files with PEFT")
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(pixels, "MAX_DIFFERENCE_LEVELS", 2)  # else the run stops: all make the same pictures
         patched.setattr(images, "workload", lambda name, variety: _shortened(workload(name, variety)))
         benchmark = images.on_fleets(
             folder,
-            [Variety(size=size_of("starter"))],
-            WORKLOADS,
+            [variety],
+            names,
             SYSTEMS,
             open_fleet=InProcessFleet,
             host_cores=1,
@@ -76,3 +88,21 @@ def test_the_document_has_rates_and_ratios(measured):
         assert measured["ratios"][f"{name}:images_per_s:plait_engine/diffusers_fair"] > 0
     assert "lora:images_per_s:plait_engine/diffusers" in measured["ratios"]
     assert "same16:images_per_s:plait_engine/diffusers_batched" in measured["ratios"]
+
+
+def test_a_transformer_makes_the_pictures_of_the_peers(tmp_path):
+    """Stable Diffusion 3.5 without T5, in small, at the size's own schedule and LoRA sets."""
+    size = size_of("sd35m")
+    small = scaled_down(FamilyName.SD35_MEDIUM)
+    write_model(small.without_t5(), tmp_path / size.base, seed=0, dtype=DtypeName.FLOAT32, report=lambda *_: None)
+    for seed, name in enumerate(size.lora_names):
+        write_lora(
+            small, tmp_path / "loras" / f"{name}.safetensors", spelling=LoraSpelling.PEFT, rank=4, seed=seed,
+            dtype=DtypeName.FLOAT32, report=lambda *_: None,
+        )  # fmt: skip
+    rows = _document(tmp_path, Variety(size=size), ("same4", "mixed4"))
+    assert {key for key in rows["ratios"] if "images_per_s" in key} == {
+        f"sd35m-{name}:images_per_s:plait_engine/{peer}"
+        for name, peers in (("same4", SYSTEMS[1:]), ("mixed4", SYSTEMS[1:3]))
+        for peer in peers
+    }

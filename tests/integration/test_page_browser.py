@@ -12,6 +12,8 @@ import threading
 from dataclasses import replace
 
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from fakes.images import FAKE_CATALOG, FakeImageService
 from fakes.ranking import fake_rankers
@@ -112,6 +114,7 @@ def test_a_field_that_the_server_declares_has_a_control(window):
     """Drawn from what its model says; left alone, it is not sent, and a reload keeps it."""
     with Desk(window) as desk:
         page = desk.ready()
+        page.click("#finer summary")
         assert "CFG rescale" in page.text("#fields")
         assert desk.make("red apple").guidance_rescale == 0.0
         page.fill("#field-guidance_rescale", "0.5")
@@ -207,15 +210,86 @@ def test_who_waits_sees_where(window):
 
 
 def test_a_refusal_is_told_in_the_servers_words(window):
-    """In the tile and in a message."""
+    """In the card of the image that is not there, and in a message; so is a server that has gone."""
     failures = {"too much": Overloaded("the queue is full", retry_after_s=2.0)}
     with Desk(window, FakeImageService(failures=failures)) as desk:
         page = desk.ready()
         page.fill("#prompt", "too much")
         page.keys(ESCAPE)
         page.click("#generate")
-        page.wait("return document.querySelector('.tile.failed .tile-text')?.textContent === 'the queue is full'")
+        page.wait("return document.querySelector('.tile.failed .canvas')?.innerText === 'the queue is full'")
         assert "the queue is full" in page.text("#messages")
+        desk.server.stop()
+        page.click("#generate")
+        page.wait("return document.querySelector('.tile.failed .canvas')?.innerText === 'the server does not answer'")
+        page.complaints()  # the browser says so, too
+
+
+def test_an_image_is_shown_at_full_size(window):
+    """A press on it; small ones larger by a whole factor. Another press puts it away."""
+    with Desk(window, width=390, height=800) as desk:
+        page = desk.ready()
+        desk.make("frog face")
+        page.click(".tile button.canvas")
+        page.wait("return document.querySelector('#large').open")
+        shown = "const { width } = document.querySelector('#large img').getBoundingClientRect(); return width"
+        page.wait("return document.querySelector('#large img').complete")
+        assert page.run(shown) == 16 * int(0.9 * 390 / 16)
+        assert "frog face" in page.run("return document.querySelector('#large').getAttribute('aria-label')")
+        assert page.barriers() == []
+        page.click("#large button")
+        page.wait("return !document.querySelector('#large').open")
+        page.fill("#size", "128x24")
+        desk.make("frog face", 2)
+        page.run("document.querySelector('#large').style.maxWidth = '100px'")  # a phone's
+        page.click(".tile button.canvas")
+        page.wait("return document.querySelector('#large').scrollWidth > document.querySelector('#large').clientWidth")
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_shapes_are_sizes_of_the_model(window):
+    """As many pixels as it was trained for, in multiples that it takes, and within its limits."""
+    model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
+    model = replace(model, limits=replace(model.limits, max_pixels=64 * 72, max_edge_px=80))
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
+        page = desk.ready()
+        offered = "return [...document.querySelectorAll('#shapes button')].map((b) => [b.innerText, b.title])"
+        assert dict(page.run(offered)) == {
+            "1:1": "64x64", "3:2": "80x56", "2:3": "56x80", "4:3": "72x56", "3:4": "56x72",
+        }  # fmt: skip
+        page.click("#shapes [title='56x80']")
+        made = desk.make("frog face")
+        assert (made.width, made.height) == (56, 80)
+        assert page.run("return document.querySelectorAll('#shapes [aria-pressed=true]').length") == 1
+
+
+def test_marks_and_samplers_options_are_on_the_page(window):
+    """What a hint says can be done about it is there; a reload keeps it."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        desk.make("(frog:1.2) face")
+        page.wait("return document.querySelector('#details .warning') !== null")
+        assert "with prompt_syntax: a1111 it is a mark" in page.text("#details .warning")
+        page.click("#finer summary")
+        page.run(
+            """for (const [name, value] of args[0]) {
+              const field = document.getElementById(`field-${name}`);
+              field.value = value;
+              field.dispatchEvent(new Event("input", { bubbles: true }));
+            }""",
+            [["prompt_syntax", "a1111"], ["sigmas", "karras"], ["clip_skip", "1"]],
+        )
+        made = desk.make("(frog:1.2) face", 2)
+        assert (made.prompt_syntax, made.sigmas, made.clip_skip, made.eta) == ("a1111", "karras", 1, 0.0)
+        assert page.text("#details .warning") == ""
+        page.open(desk.url)
+        desk.ready()
+        assert page.run("return document.querySelector('#finer').open")
+        page.run("document.querySelector('#scheduler').value = 'ddim'")
+        page.fill("#field-eta", "0.5")
+        page.run("document.querySelector('#field-sigmas').value = ''")
+        made = desk.make("frog face", 3)
+        assert (made.scheduler, made.eta, made.sigmas) == ("ddim", 0.5, None)
 
 
 def test_the_settings_of_a_file_are_restored(window, tmp_path):
@@ -252,6 +326,31 @@ def test_the_settings_of_a_file_are_restored(window, tmp_path):
         (tmp_path / "none.png").write_bytes(png())
         page.type("#restore", str(tmp_path / "none.png"))
         page.wait("return document.querySelector('#messages').innerText.includes('carries no settings')")
+
+
+def test_what_a1111_was_asked_for_and_is_not_done_here_is_said(window, tmp_path):
+    """Its marks, clip skip and schedule are taken over."""
+    text = (
+        "(frog:1.2) face <lora:noto:0.8> <lora:sketch:1:0.5> <hypernet:old:1>\nNegative prompt: blur\n"
+        "Steps: 9, Sampler: DPM++ 2M Karras, CFG scale: 6, Seed: 5, Size: 24x16, Model hash: 6ce0161689, Model: emoji, "
+        "Denoising strength: 0.4, Clip skip: 2, Hires upscale: 2, Hires upscaler: Latent, Face restoration: GFPGAN, "
+        'Lora hashes: "noto: 1, sketch: 2", Version: v1.10.1'
+    )
+    info = PngInfo()
+    info.add_text("parameters", text)
+    Image.new("RGB", (24, 16)).save(tmp_path / "theirs.png", pnginfo=info)
+    with Desk(window) as desk:
+        page = desk.ready()
+        page.type("#restore", str(tmp_path / "theirs.png"))
+        page.wait("return document.querySelector('#messages').innerText.includes('restored, but for')")
+        said = page.text("#messages")
+        for lost in ("<lora:sketch:1:0.5>", "<hypernet:old:1>", "Hires upscale (2)", "Face restoration (GFPGAN)"):
+            assert lost in said
+        assert not any(taken in said for taken in ("hash", "Version", "Karras", "started from", "noto"))
+        made = _submit(desk)
+        assert (made.prompt.strip(), made.negative_prompt, made.clip_skip) == ("(frog:1.2) face", "blur", 1)
+        assert (made.prompt_syntax, made.scheduler, made.sigmas) == ("a1111", "dpmpp_2m", "karras")
+        assert [(ref.name, ref.scale) for ref in made.loras] == [("noto", 0.8)]
 
 
 def test_names_of_files_are_chosen_and_restored_as_they_are(window, tmp_path):
@@ -411,14 +510,15 @@ def test_a_server_with_keys_asks_for_one(window):
 
 @pytest.mark.parametrize(("width", "dark"), [(1280, False), (390, True)])
 def test_nothing_stands_in_the_way_of_anybody(window, width, dark):
-    """axe-core finds nothing serious in any section or dialog, light or dark; nothing is wider than a phone."""
+    """axe-core finds nothing in any section or dialog, light or dark; nothing is wider than a phone."""
     with Desk(window, width=width, dark=dark) as desk:
         page = desk.ready()
         desk.make("frog face")
         page.click("#controlnets .chip")
         page.click("#loras .chip")
-        page.run("document.querySelector('#more').open = true")
+        page.run("for (const part of document.querySelectorAll('details')) part.open = true")
         found = {"images": page.barriers()}
+        assert page.run("return document.documentElement.scrollWidth <= window.innerWidth")
         page.click("#controlnets [title^=Draw]")
         page.wait("return document.querySelector('#paint').open")
         found["paint"] = page.barriers()

@@ -122,12 +122,11 @@ class Browser:
         return [entry["message"] for entry in entries if entry["level"] in ("SEVERE", "WARNING")]
 
     def barriers(self) -> list[Any]:
-        """What axe-core calls serious or critical in the page as it is: rule, element, and why."""
+        """What axe-core has against the page as it is: rule, element, and why."""
         self.devtools("Runtime.evaluate", expression=AXE.read_text(encoding="utf-8"))
         found: list[Any] = self.run(
             """const { violations } = await axe.run(document, { resultTypes: ["violations"] });
-            const bad = violations.filter(({ impact }) => ["serious", "critical"].includes(impact));
-            return bad.flatMap(({ id, nodes }) =>
+            return violations.flatMap(({ id, nodes }) =>
               nodes.map((node) => [id, node.html.slice(0, 160), node.any.map(({ message }) => message).join("; ")]));"""
         )
         return found

@@ -12,19 +12,19 @@ import torch
 from plait_disagg.dense.buckets import filled_up
 from plait_disagg.dense.trial import Given
 from plait_disagg.graph.execute import Compiled
-from plait_kernels.executors.graphs import Capture, GraphProgram
+from plait_kernels.executors.graphs import GraphMemory, GraphProgram
 
 
 class DenseGraphs:
     """Graphs of `compiled`, whose constants are on `device`. Threads take turns."""
 
-    def __init__(self, compiled: Compiled, device: torch.device, capture: Capture) -> None:
+    def __init__(self, compiled: Compiled, device: torch.device, memory: GraphMemory) -> None:
         """Capture nothing yet: a bucket is captured when it comes again."""
         self._ports = compiled.program.inputs
         self._outputs = tuple(name for name, _ in compiled.program.outputs)
         self._device = device
         self._turn = threading.Lock()
-        self._program = GraphProgram(compiled.as_module().eval(), capture, name="the dense half")
+        self._program = GraphProgram(compiled.as_module().eval(), memory.buffers(), name="the dense half")
 
     @property
     def graphs(self) -> int:

@@ -7,7 +7,7 @@ otherwise they are *modelled* from the CN's by `HnModel`, and every number that 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from statistics import median
@@ -24,6 +24,7 @@ from plait_disagg.graph.program import LOOKUP, ROWS, Node, Port, Program
 from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.small_tables import is_bound
 from plait_disagg.tables.protocols import Tables
+from plait_kernels.devices import synchronize
 
 LINK_BYTES_PER_S = 12.4e9
 """The bandwidth of a 100 Gbit/s RDMA link in one direction (as perftest measures it; the simulator's link has the
@@ -93,18 +94,18 @@ def measure_seconds(
 ) -> dict[str, float]:
     """Measure the median seconds of every operator on its own.
 
-    Everything must be on one device; a CUDA device is synchronized.
+    Everything must be on one device; a GPU is waited for.
     """
     seconds: dict[str, float] = {}
-    on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+    devices = {tensor.device for tensor in tensors.values()}
 
     def watch(node: Node, compute: Callable[[], Any]) -> Any:
         made, taken = compute(), []
         for _ in range(repeats):
-            _synchronize(on_gpu)
+            _synchronize(devices)
             start = clock()
             compute()
-            _synchronize(on_gpu)
+            _synchronize(devices)
             taken.append(clock() - start)
         seconds[node.name] = median(taken)
         return made
@@ -138,6 +139,6 @@ def cut_problem(
     )
 
 
-def _synchronize(on_gpu: bool) -> None:
-    if on_gpu:
-        torch.cuda.synchronize()
+def _synchronize(devices: Iterable[torch.device]) -> None:
+    for device in devices:
+        synchronize(device)

@@ -20,7 +20,8 @@ from plait_disagg.tables.ids import ids_in_range
 from plait_disagg.tables.protocols import LookupRequest, Tables
 from plait_disagg.tables.values import Lookup, Table
 from plait_disagg.values import RankRequest
-from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_kernels.devices import is_gpu
+from plait_kernels.executors.graphs import graph_memory
 
 RowsByTable: TypeAlias = Mapping[str, tuple[torch.Tensor, torch.Tensor]]
 """By table: ids (k,) int64 and their rows (k, D) float32."""
@@ -112,9 +113,10 @@ class CompiledDense:
         self._program = program
         self._device = torch.device(device)
         self._prepares = prepares
-        kind = self._device.type if prepares else ""
-        self.programs = DensePrograms(program, trust) if kind == "cpu" else None
-        self._graphs = DenseGraphs(program, self._device, CudaCapture(self._device)) if kind == "cuda" else None
+        on_gpu = is_gpu(self._device)
+        self.programs = DensePrograms(program, trust) if prepares and not on_gpu else None
+        graphed = prepares and on_gpu
+        self._graphs = DenseGraphs(program, self._device, graph_memory(self._device)) if graphed else None
         self.crossing = tuple(port for port in program.program.inputs if port.name != USER_OF)
         self._needs_user_of = len(self.crossing) < len(program.program.inputs)
 
@@ -151,7 +153,7 @@ class CompiledDense:
             made = self.programs.run(given, len(candidates), sum(candidates))
             if made is not None:
                 return made
-        if self._device.type == "cpu":
+        if not is_gpu(self._device):
             return self._program(given)
         outputs = self._program({name: tensor.to(self._device, non_blocking=True) for name, tensor in given.items()})
         return {name: tensor.cpu() for name, tensor in outputs.items()}

@@ -68,6 +68,9 @@ _ONLY: Mapping[str, tuple[str, ...]] = {
 }
 """What some systems can do."""
 
+_OF_TRANSFORMERS = frozenset(("plait", "plait_engine", *_DIFFUSERS))
+"""Those that differ there, and can run one."""
+
 _ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
 
 PINS = (
@@ -84,14 +87,15 @@ def benchmark(
     only: Sequence[str] = (),
     models: Path | None = None,
     size: str = "starter",
-    edge: int = 256,
+    edge: int | None = None,
     dtype: str = "auto",
     device: DeviceName = "cpu",
     systems: Sequence[str] = (),
     open_fleet: OpenFleet = WorkerFleet,
 ) -> Benchmark:
     """Make the benchmark over the models in `models` (None: the starter's, or those in the cache), with all workloads
-    and their systems or those named. `dtype` "auto": each that the CPU computes in, float16 on a GPU.
+    and their systems or those named. `edge` None: the size's own. `dtype` "auto": each that the CPU computes in (of a
+    transformer only the narrowest), float16 on a GPU.
 
     The models of a real size that are missing are written first. Raises `BenchError` if models are missing, or a name
     is unknown.
@@ -100,7 +104,8 @@ def benchmark(
     root = models or (cache_folder() / kind.name if kind.family else _starter())
     names = chosen(only, kind.workloads, "workload")
     chosen(systems, SYSTEMS, "system")
-    varieties = [Variety(size=kind, edge=edge, dtype=each, device=device) for each in dtypes(dtype, device)]
+    measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
+    varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each, device=device) for each in measured]
     needed = ModelFolder.of(root, kind, [item for name in names for item in _items(name, varieties[0]).items])
     if not kind.family and (absent := needed.missing()):
         raise BenchError(f"{root} lacks {', '.join(str(path.relative_to(root)) for path in absent)}")
@@ -169,7 +174,13 @@ def _items(name: str, variety: Variety) -> ItemList:
 def _settings(root: Path, variety: Variety, orders: Sequence[ImageSpec]) -> dict[str, Any]:
     """Return what the systems are built with: the models that the orders need, and how to run them."""
     models = ModelFolder.of(root, variety.size, orders)
-    return {"models": models, "dtype": variety.dtype, "edge": variety.image_edge, "device": variety.device}
+    return {
+        "models": models,
+        "dtype": variety.dtype,
+        "edge": variety.image_edge,
+        "device": variety.device,
+        "is_transformer": variety.size.is_transformer,
+    }
 
 
 def dtypes(asked: str, device: DeviceName) -> tuple[DTypeName, ...]:
@@ -196,7 +207,7 @@ def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu
         return tuple(system for system in _ON_GPU if not named or system in named)
     if named:
         return tuple(system for system in SYSTEMS if system in named and _can(system, name))
-    found = _DEFAULTS[name]
+    found = tuple(system for system in _DEFAULTS[name] if not size.is_transformer or system in _OF_TRANSFORMERS)
     if size.family and name not in {"lora", START}:
         found = tuple(system for system in found if system != "diffusers")
     return tuple(system for system in SYSTEMS if system in found)
@@ -229,7 +240,10 @@ def _system(name: str, settings: Mapping[str, Any]) -> System:
 
 
 def _formats(way: str, items: ItemList) -> tuple[str, ...]:
-    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too."""
+    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too; a
+    transformer, which has hardly any convolutions, as it is and compiled."""
+    if items.settings.get("is_transformer"):
+        return ("", "compiled")
     if items.settings.get("device") != "cuda":
         return ("", "channels_last")
     return ("",) if way == "stock" else ("channels_last", "compiled")
@@ -280,7 +294,7 @@ def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
         if path in folder.controlnets.values():
             command = [f"{size.family}-controlnet"]
         elif path == folder.base:
-            command = [size.family]
+            command = [size.family, *size.words]
         else:
             seed = 1 + list(folder.loras.values()).index(path)
             command = [size.family, "--lora", "peft", "--rank", str(LORA_RANK), "--seed", str(seed)]

@@ -75,6 +75,8 @@ class ImageSize:
     `lora_sets`: the sets that requests name. `max_processes` of a system, and `max_open` systems (0: all), are what a
     host with 24 GiB can hold. `images`: how many orders a workload has, where they are fewer than the starter's.
     `settle_s`: how long each system has the load of a workload before it is measured; it adapts to it in that time.
+    `is_transformer`: it is measured in the one dtype that pays on the CPU, in bfloat16 at 512 pixels, and nothing is
+    converted for it. `words`: what `plait models random` is told beside the architecture.
     """
 
     name: str
@@ -89,6 +91,12 @@ class ImageSize:
     max_open: int = 0
     images: Mapping[str, int] = field(default_factory=dict)
     settle_s: float = 60.0
+    is_transformer: bool = False
+    words: tuple[str, ...] = ()
+
+    def edge(self, dtype: DTypeName) -> int:
+        """Return the edge of images where none is asked for."""
+        return EDGES[1] if self.is_transformer and dtype == "bfloat16" else EDGES[0]
 
     @property
     def lora_names(self) -> tuple[str, ...]:
@@ -136,6 +144,21 @@ SIZES: Mapping[str, ImageSize] = {
             max_processes=1,
             max_open=1,
             images={"single": 1, "controlnet": 1, "lora": 2},
+        ),
+        ImageSize(
+            name="sd35m",
+            base="sd35m",
+            family="sd3.5-medium",
+            words=("--no-t5", "--dtype", "bfloat16"),
+            steps=2,
+            warm_up_steps=1,
+            lora_sets=_REAL_SETS,
+            workloads=(START, "single", "same4", "mixed4"),
+            controlnets={},
+            max_processes=1,
+            max_open=1,
+            images={"single": 1},
+            is_transformer=True,
         ),
     )
 }  # fmt: skip
@@ -239,7 +262,8 @@ def _orders(name: str, size: ImageSize) -> list[ImageSpec]:
 
 
 def _order(size: ImageSize, prompt: int, seed: int, **more: Any) -> ImageSpec:
-    return ImageSpec(prompt=PROMPTS[prompt], seed=seed, **{"steps": size.steps, **more})
+    own = {"steps": size.steps, **({"scheduler": "euler"} if size.is_transformer else {})}
+    return ImageSpec(prompt=PROMPTS[prompt], seed=seed, **{**own, **more})
 
 
 def distinct_sets(names: Sequence[str]) -> list[LoraSet]:

@@ -88,7 +88,8 @@ class Served(FleetWorker):
         """
         config, models = configuration(settings), settings["models"]
         self._edge = _own_edge(models.base)
-        self._prepares = settings.get("executor") != "torch" and config["images"]["knobs"].get("exact") != "always"
+        is_torch = settings.get("executor") == "torch" or settings.get("is_transformer", False)
+        self._prepares = not is_torch and config["images"]["knobs"].get("exact") != "always"
         self._controlnets = frozenset(models.controlnets)
         self._opened = ExitStack()
         self._client = self._opened.enter_context(httpx2.Client(timeout=_ANSWER_S))
@@ -170,7 +171,8 @@ def _pixels(answer: bytes) -> ImageArray:
 
 def _own_edge(base: Path) -> int:
     """Return the edge of the images that a model was made for."""
-    sample = json.loads((base / "unet" / "config.json").read_text(encoding="utf-8"))["sample_size"]
+    denoiser = "unet" if (base / "unet").is_dir() else "transformer"
+    sample = json.loads((base / denoiser / "config.json").read_text(encoding="utf-8"))["sample_size"]
     vae = json.loads((base / "vae" / "config.json").read_text(encoding="utf-8"))
     doublings = len(vae["block_out_channels"]) - 1
     return int(sample) << doublings

@@ -58,9 +58,14 @@ class Pipelines:
 
     def __init__(self, models: ModelFolder, dtype: str, device: str) -> None:
         logging.disable_progress_bar()
+        index = json.loads((models.base / "model_index.json").read_text(encoding="utf-8"))
+        absent = {
+            name: None for name, kind in index.items() if kind == [None, None]
+        }  # which diffusers wants to be told
         self.plain: Any = DiffusionPipeline.from_pretrained(
-            models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True
+            models.base, dtype=_DTYPES[dtype], local_files_only=True, use_safetensors=True, **absent
         ).to(device)
+        self._denoiser: Any = getattr(self.plain, "transformer", None) or self.plain.unet
         self._schedule = dict(self.plain.scheduler.config)
         self.controlled: dict[str, Any] = {}
         for name, folder in models.controlnets.items():
@@ -68,8 +73,8 @@ class Pipelines:
             self.controlled[name] = AutoPipelineForText2Image.from_pipe(self.plain, controlnet=net.eval().to(device))
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
-        self._is_compiled = False
-        self._own_edge = int(self.plain.unet.config.sample_size) * self.plain.vae_scale_factor
+        self._compiled: dict[Any, Any] = {}
+        self._own_edge = int(self._denoiser.config.sample_size) * self.plain.vae_scale_factor
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
         """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
@@ -82,22 +87,30 @@ class Pipelines:
             drawings = [order.control[1] for order in orders if order.control is not None]
             extra = {"image": [Image.fromarray(control_map(name, i, edge, edge)) for i in drawings]}
         kind, overrides = _SCHEDULERS[first.scheduler]
+        if "FlowMatch" in type(pipeline.scheduler).__name__:
+            kind = type(pipeline.scheduler)
         pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
         return _drawn(pipeline, orders, edge, **extra)
 
     def set_memory_format(self, memory_format: torch.memory_format) -> None:
-        """Set the memory format of the UNet, the VAE and the ControlNets."""
-        modules = [self.plain.unet, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
+        """Set the memory format of the model that steps, the VAE and the ControlNets."""
+        modules = [self._denoiser, self.plain.vae, *(pipeline.controlnet for pipeline in self.controlled.values())]
         for module in modules:
             module.to(memory_format=memory_format)
 
-    def compile(self) -> None:
-        """Compile the UNet, the VAE's decoder and the ControlNets, as diffusers' documentation says for GPUs; once."""
-        if not self._is_compiled:
-            self._is_compiled = True
-            for module in (self.plain.unet, *(pipeline.controlnet for pipeline in self.controlled.values())):
-                module.compile(fullgraph=True, mode=_COMPILE_MODE)
-            self.plain.vae.decode = torch.compile(self.plain.vae.decode, fullgraph=True, mode=_COMPILE_MODE)
+    def compile(self, *, mode: str | None) -> None:
+        """Compile the model that steps, the VAE's decoder and the ControlNets, as diffusers' documentation says; those
+        that have been are taken from before."""
+        for module in (self._denoiser, self.plain.vae.decoder, *(each.controlnet for each in self.controlled.values())):
+            if module not in self._compiled:
+                module.compile(fullgraph=True, mode=mode)
+                self._compiled[module] = module._compiled_call_impl
+            module._compiled_call_impl = self._compiled[module]
+
+    def uncompile(self) -> None:
+        """Have all modules run as they are again."""
+        for module in self._compiled:
+            module._compiled_call_impl = None
 
 
 def _drawn(pipeline: Any, orders: Sequence[ImageSpec], edge: int, **more: Any) -> list[ImageArray]:
@@ -118,7 +131,8 @@ class Diffusers(FleetWorker):
     PEFT, which reads the LoRA files: for the stock way with each request, else once."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
-        self._way = settings["way"]
+        self._way, self._on_gpu = settings["way"], settings["device"] == "cuda"
+        self._is_transformer = settings.get("is_transformer", False)
         try:
             import peft  # noqa: F401 - only whether it is there
         except ImportError:
@@ -130,11 +144,15 @@ class Diffusers(FleetWorker):
         self._merged = MergedLoras({name: read_factors(self._pipelines.plain, path) for name, path in loras.items()})
 
     def configure(self, *, threads: int, variant: str) -> None:
-        """Set threads and the memory format, which is the variant; "compiled" is channels-last, too, and stays."""
+        """Set threads and the memory format, which is the variant; "compiled" is channels-last, too, where there are
+        convolutions."""
         torch.set_num_threads(threads)
-        self._pipelines.set_memory_format(torch.channels_last if variant else torch.contiguous_format)
+        is_last = bool(variant) and not self._is_transformer
+        self._pipelines.set_memory_format(torch.channels_last if is_last else torch.contiguous_format)
         if variant == "compiled":
-            self._pipelines.compile()
+            self._pipelines.compile(mode=_COMPILE_MODE if self._on_gpu else None)
+        else:
+            self._pipelines.uncompile()
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Make the images, each in a call of its own, in the order of the share (`in_runs` has sorted it by LoRA set);

@@ -30,8 +30,11 @@ def bench(
     record: Annotated[bool, typer.Option("--record", help="put the rows into the results file")] = False,
     results: Annotated[Path | None, typer.Option(help="the results file; the checkout's own if left out")] = None,
     models: Annotated[Path | None, typer.Option(help="images, models: the folder of the models")] = None,
-    size: Annotated[str, typer.Option(help="images: the models, starter, sd15 or sdxl")] = "starter",
-    edge: Annotated[int, typer.Option(help="images: pixels of an image of sd15 or sdxl, 256, 512 or 1024")] = 256,
+    size: Annotated[str, typer.Option(help="images: the models, starter, sd15, sdxl or sd35m")] = "starter",
+    edge: Annotated[
+        int | None,
+        typer.Option(help="images: pixels of an image of real size, 256, 512 or 1024; the size's own if left out"),
+    ] = None,
     dtype: Annotated[
         str, typer.Option(help="images: float32, bfloat16, float16, or auto: each that the CPU has")
     ] = "auto",

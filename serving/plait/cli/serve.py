@@ -93,8 +93,21 @@ def _serve(config: PlaitConfig) -> int:
 def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
     from plait.cli.models import table
     from plait.deployments import deployments, document_of
+    from plait.errors import PlaitError
+    from plait.gpu_shares import placement_line, this_machine, with_gpus
+    from plait.offline.placing import running
+    from plait.precision import has_gpu
 
-    rows = document_of(deployments(config))
+    if config.ray.is_local:
+        cluster = this_machine(config.ray.num_gpus if has_gpu() or config.ray.num_gpus else 0)
+    else:
+        cluster = running(config.ray.address)()
+    try:
+        config, refusal = with_gpus(config, cluster), None
+    except PlaitError as error:  # on this machine; a file may be for another
+        refusal = f"it would not start: {error}"
+    deployed = deployments(config)
+    rows = document_of(deployed)
     if as_json:
         return json.dumps(rows, indent=1)
     lines = [("name", "class", "replicas", "CPUs each", "GPUs each")]
@@ -107,7 +120,7 @@ def _deployments(config: PlaitConfig, *, as_json: bool) -> str:
         for does in ("restart", "scale", "reconfigure"):
             keys = [_key(key, row["knobs"]) for key, it in row["changes"].items() if it == does]
             blocks.append(fill(f"  {does:<11}  {', '.join(keys)}", 100, subsequent_indent=" " * 15))
-    return "\n".join((table(lines), *blocks))
+    return "\n".join((table(lines), refusal or placement_line(deployed, cluster), *blocks))
 
 
 def _key(key: str, knobs: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from plait.config import PlaitConfig, TuningSection
 from plait.deployments import INGRESS, Deployment, deployments
 from plait.errors import ConfigError, PlaitError
+from plait.gpu_shares import pods_with_gpus, with_gpus
 from plait_deploy.serve import ServeApplication
 from plait_serving.diffusion.knobs import Placement
 
@@ -24,6 +25,7 @@ def kuberay_manifests(config: PlaitConfig) -> str:
 
     # In a pod the server listens on all interfaces, whatever it does on this machine.
     config = config.model_copy(update={"server": config.server.behind("0.0.0.0")})  # noqa: S104
+    config = with_gpus(config, pods_with_gpus(config))
     try:
         return render_kuberay(
             serve_application(config),
@@ -55,12 +57,13 @@ def placed_application(config: PlaitConfig, cluster: Path) -> ServeApplication:
 
     The number of replicas of what is placed stands with its deployments only, where a change restarts nothing.
     """
-    from plait.offline.placing import read_classes
+    from plait.offline.placing import described, fitted, read_classes
     from plait_deploy.errors import PlacementError
     from plait_deploy.on_ray.declared import placed_deployments, policy_options
     from plait_deploy.on_ray.nodes import name_at
     from plait_serving.deployments.scaling import autoscaling
 
+    config = fitted(config, described(cluster)())
     ingress, *rows = deployments(config)
     policies = {row.name: autoscaling(row.scaling)["policy"] for row in rows if row.scaling is not None}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from plait.config import PlaitConfig
 from plait.deployments import deployments
 from plait.errors import PlaitError, told
+from plait.gpu_shares import running_cluster, with_gpus
 from plait_deploy.errors import NoRoomError, PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
 from plait_deploy.placement.demands import Demand, demand_classes
@@ -38,7 +40,7 @@ def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str
     """Plan the replicas of a configuration on a cluster, at most `per_node` of a deployment on a node (0: any). `nodes`
     makes the cluster, for each policy anew: `described` or `running`. Raises `PlaitError`."""
     with told(PlacementError):
-        demands = [row.demand(per_node=per_node) for row in deployments(config)]
+        demands = [row.demand(per_node=per_node) for row in deployments(fitted(config, nodes()))]
         found = _planned(demands, nodes(), policy)
         others = {name: _planned(demands, nodes(), name) for name in COMPARED if name != policy}
     return Placed(
@@ -49,6 +51,13 @@ def place(config: PlaitConfig, nodes: Callable[[], ClusterState], *, policy: str
     )
 
 
+def fitted(config: PlaitConfig, cluster: ClusterState) -> PlaitConfig:
+    """Return the configuration with `num_gpus` as on this cluster; as it is if not all fits: the plan shows that."""
+    with suppress(PlaitError):
+        return with_gpus(config, cluster)
+    return config
+
+
 def described(cluster: Path) -> Callable[[], ClusterState]:
     """Return what makes the cluster that a file describes. Raises `PlaitError`."""
     return lambda: _read(cluster)
@@ -57,13 +66,12 @@ def described(cluster: Path) -> Callable[[], ClusterState]:
 def running(address: str) -> Callable[[], ClusterState]:
     """Return what makes a cluster of the living nodes of a running Ray, as if they were empty. Raises `PlaitError`."""
     from plait.server.attach import attached
-    from plait_deploy.on_ray.nodes import living_nodes
 
-    with attached(address, 0) as ray:
-        nodes = [each.node for each in living_nodes(ray.nodes())]
-    if not nodes:
+    with attached(address, 0):
+        found = running_cluster()
+    if found is None:
         raise PlaitError(f"the Ray at {address} has no living node")
-    return lambda: ClusterState(nodes)
+    return lambda: ClusterState(found.nodes)
 
 
 def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> tuple[ClusterState, PlacementPlan]:

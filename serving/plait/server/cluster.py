@@ -18,8 +18,10 @@ from typing import Any
 from plait.config import PlaitConfig, ServerSection
 from plait.deployments import Deployment
 from plait.errors import ServeError
+from plait.gpu_shares import running_cluster
 from plait.server.attach import connect
 from plait.server.environment import patient_start, prepare_environment, prepare_proxies
+from plait_deploy.placement.state import ClusterState
 from plait_serving.deployments import ray_internals
 from plait_serving.imports import importing
 
@@ -157,6 +159,10 @@ class Cluster:
         import ray
 
         return str(ray.get_runtime_context().gcs_address)
+
+    def nodes(self) -> ClusterState | None:
+        """Return the nodes of this Ray, as if they were empty."""
+        return running_cluster()
 
     def claim(self, name: str) -> None:
         """Note that this process runs the application of that name, and will take it down. One whose `plait serve` has

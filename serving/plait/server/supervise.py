@@ -22,6 +22,7 @@ from typing import NoReturn, Self, TextIO
 from plait.config import TUNING_WITHOUT_ADMIN, PlaitConfig, ServerSection, dump_config
 from plait.deployments import ENGINE, Deployment, finishing
 from plait.errors import PlaitError, ServeError
+from plait.gpu_shares import placement_line, with_gpus
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
@@ -203,6 +204,7 @@ class _Run:
         self._signals.install()
         self._note_processes()
         self._cluster.claim(self._app_name)
+        self._config = with_gpus(self._config, nodes := self._cluster.nodes())
         self._state.write_config(dump_config(self._config))
         server = self._config.server.behind(self._cluster.host)
         if not self._config.ray.is_local:
@@ -210,6 +212,8 @@ class _Run:
         if self._config.tuning.enabled and not server.has_admin:
             raise ServeError(f"Serve listens on {self._cluster.host}, and {TUNING_WITHOUT_ADMIN}")
         self._rows = self._compose(self._config.model_copy(update={"server": server}))
+        if nodes is not None and nodes.total_milli:
+            self._console.progress(f"plait: {placement_line(self._rows, nodes)}")
         self._cluster.deploy(self._rows, name=self._app_name, salt=self._run_id)
         self._signals.interrupts = False
         self._wait_until_healthy(self._cluster)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_MANY_NODES = 256
+
 
 def set_version(deployment: Any, version: str) -> None:
     """Set Serve's version of a deployment. `options(version=...)` was removed, but versions are still honoured
@@ -91,6 +93,28 @@ def dead_processes() -> Sequence[str] | None:
 
     node = ray._private.worker._global_node
     return None if node is None or not ray.is_initialized() else [name for name, _ in node.dead_processes()]
+
+
+def node_groups() -> Sequence[tuple[str, int, int]]:
+    """Return the kinds of nodes that this Ray's autoscaler may add, each with its GPUs and how many there may be, and
+    none without an autoscaler. No public name has them."""
+    import ray
+
+    found = ray._private.state.state.get_cluster_config()
+    groups = [] if found is None else found.node_group_configs
+    most = {-1: _MANY_NODES}  # no bound
+    return [(it.name, int(it.resources.get("GPU", 0)), most.get(it.max_count, it.max_count)) for it in groups]
+
+
+def gpus_here() -> tuple[int, str]:
+    """Return how many GPUs a Ray that is started on this machine will have, and what it calls them."""
+    from ray._private.accelerators import get_accelerator_manager_for_resource
+
+    gpus = get_accelerator_manager_for_resource("GPU")
+    visible = gpus.get_current_process_visible_accelerator_ids()
+    there = gpus.get_current_node_num_accelerators()
+    count = there if visible is None else min(there, len(visible))
+    return count, (gpus.get_current_node_accelerator_type() or "") if count else ""
 
 
 def node_services() -> Any:

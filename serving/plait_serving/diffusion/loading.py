@@ -23,6 +23,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from plait_kernels.devices import is_gpu
 from plait_kernels.executors.module_lock import MODULES
 from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import ModelError
@@ -44,7 +45,7 @@ def load_module(kind: Any, files: WeightFiles, dtype: torch.dtype, device: torch
     with MODULES:
         module = translate(files.folder, lambda _: _assigned(kind, files, dtype)) or _from_library(kind, files, dtype)
     # On a GPU convolutions want channels-last weights; on a CPU oneDNN reorders them anyway, and bits stay diffusers'.
-    layout: dict[str, Any] = {"memory_format": torch.channels_last} if device.type == "cuda" else {}
+    layout: dict[str, Any] = {"memory_format": torch.channels_last} if is_gpu(device) else {}
     module = cast("nn.Module", module.to(device, **layout).eval().requires_grad_(False))
     _log.info("%s: %s in %.1f s", files.folder.name, gigabytes(files.nbytes), time.perf_counter() - started_s)
     return module

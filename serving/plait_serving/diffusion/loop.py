@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.edits import overlaid
@@ -113,7 +114,7 @@ class DenoiseLoop:
         batch, key = self._choose(knobs)
         if key is not None:
             self._run_batch(batch, key)
-        else:
+        elif self._jobs or not capture_waiting():
             self.heartbeat.rest()
             wait_s = min(_IDLE_POLL_S, knobs.batch_wait_ms / 1000 or _IDLE_POLL_S)
             self._registry.wait_for_news(wait_s if self._jobs else self._pool.rest_s)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterable
@@ -11,6 +12,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from plait_kernels.devices import allocated_bytes, default_device, free_bytes, is_gpu
+from plait_kernels.executors.graphs import give_back, pool_bytes
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
 from plait_serving.heap import return_memory
@@ -53,16 +56,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 def resolve_device(device: str) -> str:
     """Return what "auto" means here: CUDA if available, otherwise the CPU."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return default_device() if device == "auto" else device
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:
-    """Return what "auto" means on a device: float16 with CUDA, otherwise float32."""
+    """Return what "auto" means on a device: float16 on a GPU, otherwise float32."""
     if dtype != "auto":
         return _DTYPES[dtype]
-    return torch.float16 if device.startswith("cuda") else torch.float32
+    return torch.float16 if is_gpu(device) else torch.float32
 
 
 def check_memory(name: str, need: MemoryNeed, device: torch.device) -> None:
@@ -89,10 +90,10 @@ def gigabytes(nbytes: int) -> str:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return what can still be allocated: on a GPU its free memory, else the host's or what the cgroup leaves, before
-    Ray's memory monitor ends processes."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+    """Return what can still be allocated: on a GPU its free memory and what torch keeps there unused, but for graphs;
+    else the host's or what the cgroup leaves, before Ray's memory monitor ends processes."""
+    if is_gpu(device):
+        return max(0, free_bytes(device) - pool_bytes(device))
     share = _monitored_share()
     host = psutil.virtual_memory()
     left = max(0, int(host.available - (1 - share) * host.total))
@@ -117,14 +118,23 @@ class MemoryReader:
 
 
 def memory_of(device: torch.device, *, excluded: Callable[[], int]) -> MemoryReader:
-    """Return the reader of this process's memory, where models are on the CPU. `excluded`: bytes that do not count."""
-    if device.type != "cpu":
-        return MemoryReader()
+    """Return the reader of this process's memory on a device. `excluded`: bytes of the host's that do not count."""
+    if is_gpu(device):
+        return MemoryReader(
+            held_bytes=lambda: allocated_bytes(device),
+            left_bytes=lambda: available_bytes(device),
+            give_back=lambda: _give_back(device),
+        )
     return MemoryReader(
         held_bytes=lambda: _own_bytes() - excluded(),
         left_bytes=lambda: available_bytes(device),
         give_back=return_memory,
     )
+
+
+def _give_back(device: torch.device) -> None:
+    gc.collect()  # modules that refer to each other go late
+    give_back(device, graphs=False)
 
 
 def _own_bytes() -> int:

@@ -13,6 +13,7 @@ import torch
 
 from plait_disagg.request_log import on_behalf_of
 from plait_kernels.device_errors import is_out_of_memory
+from plait_kernels.executors.graphs import give_back
 from plait_kernels.lora_merge import is_finite
 from plait_serving.diffusion.decoding import decoded
 from plait_serving.diffusion.edits import Blend, EditSource
@@ -225,8 +226,7 @@ class Stepper:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        give_back(calls[0].sample.device, graphs=True)
         if len(calls) == 1:
             return [OutOfMemory(f"{calls[0].conditioning.n} image(s) of this size do not fit the device")]
         _log.warning("a denoiser call of %d requests ran out of memory; halving it", len(calls))

@@ -207,9 +207,13 @@ class ImageRequest:
             type=choice(Sigmas),
             about="how noise levels are spaced; unset: as the model says. Not with every sampler",
             echoed=True,
+            control="Schedule type",
         ),
     ] = None
-    eta: Annotated[float, RequestField(type=Fraction, about="noise of ddim", infotext="Eta DDIM", echoed=True)] = 0.0
+    eta: Annotated[
+        float,
+        RequestField(type=Fraction, about="noise of ddim", infotext="Eta DDIM", echoed=True, control="Eta (DDIM)"),
+    ] = 0.0
     steps: Annotated[int, RequestField(type=whole(1), name="num_inference_steps", echoed=True)]
     guidance_scale: Annotated[float, RequestField(type=between(0.0, MAX_SCALE), only_some=True, echoed=True)]
     guidance_rescale: Annotated[
@@ -244,6 +248,7 @@ class ImageRequest:
             write=lambda layers: str(layers + 1),
             only_some=True,
             echoed=True,
+            control="Clip skip (layers)",
         ),
     ] = 0
     max_sequence_length: Annotated[
@@ -265,6 +270,7 @@ class ImageRequest:
             about="a1111: (word:1.2), ((word)), [word], BREAK and <lora:name:0.8> have a meaning",
             infotext="Prompt syntax",
             only_some=True,
+            control="Prompt syntax",
         ),
     ] = PromptSyntax.PLAIN
     prompt_2: Annotated[

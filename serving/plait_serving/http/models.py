@@ -17,7 +17,7 @@ from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.request_fields import controls, request_fields, taken
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.names import composed
-from plait_serving.diffusion.values import Edit, ImageRequest
+from plait_serving.diffusion.values import Edit, ImageRequest, Scheduler
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import require_admin
 from plait_serving.http.ranking.describe import metadata
@@ -57,8 +57,14 @@ def _model(card: BaseModelCard) -> dict[str, Any]:
         **({} if card.controlnets is None else {"controlnets": list(card.controlnets)}),
         "limits": asdict(card.limits),
         "fields": _fields(card.terms),
-        "controls": controls(ImageRequest, card.terms.takes),
+        "controls": [it for it in controls(ImageRequest, card.terms.takes) if it["name"] not in _unused(card.terms)],
     }
+
+
+def _unused(terms: RequestTerms) -> set[str]:
+    """Return options of samplers that none of the model's has."""
+    has_eta = Scheduler.DDIM in terms.samplers.among
+    return {*(() if has_eta else ["eta"]), *(() if terms.samplers.spaced else ["sigmas"])}
 
 
 def _fields(terms: RequestTerms) -> list[str]:

@@ -19,7 +19,7 @@ from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.file_kinds import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
-from plait_serving.sections import FolderPath, Name, Replicas, Replicated, Section, ServedName
+from plait_serving.sections import FolderPath, GpuShare, Name, Replicas, Replicated, Section, ServedName
 from plait_serving.spelling import hint
 from plait_serving.starter.manifest import WEIGHTS
 
@@ -80,7 +80,7 @@ class ControlNetSection(Replicated):
     folder: Annotated[FolderPath, AfterValidator(no_single_file)]
     threads: Annotated[int, Field(ge=1, le=1024, description="CPU threads of a replica")] = 1
     num_cpus: CoreBudget = None
-    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
+    num_gpus: GpuShare = None
     preprocessor: Annotated[str | None, Field(description="turns an ordinary image into the control map")] = None
 
 
@@ -283,7 +283,7 @@ class ImagesSection(Replicated):
     defaults: DefaultsSection = DefaultsSection()
     limits: LimitsSection = LimitsSection()
     num_cpus: CoreBudget = None
-    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a base replica")] = 0.0
+    num_gpus: GpuShare = None
     knobs: EngineKnobs = EngineKnobs()
 
     @model_validator(mode="before")

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from plait_disagg.queue.knobs import CachePolicy, Order, WireFormat, WorkerKnobs
 from plait_serving.cores import CoreBudget
-from plait_serving.sections import MAX_REPLICAS, FolderPath, Name, Replicas, Replicated, Section
+from plait_serving.sections import MAX_REPLICAS, FolderPath, GpuShare, Name, Replicas, Replicated, Section
 from plait_serving.starter.manifest import WEIGHTS
 
 STARTER_RANKING_MODEL = "picks"
@@ -110,7 +110,7 @@ class CnSection(_WorkerSection):
 class HnSection(_WorkerSection):
     """The dense half."""
 
-    num_gpus: Annotated[float, Field(ge=0, description="GPUs of a replica")] = 0.0
+    num_gpus: GpuShare = None
 
 
 class WholeSection(HnSection):

@@ -79,7 +79,7 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     assert code == 0
     assert "plait/diffusers" in stdout
     assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (None, ("same16",), False)
-    assert (measured[0].size, measured[0].edge, measured[0].dtype) == ("starter", 256, "auto")
+    assert (measured[0].size, measured[0].edge, measured[0].dtype) == ("starter", None, "auto")
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
     assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
     run(capsys, "images", "--size", "sd15", "--edge", "512", "--dtype", "float32")
@@ -157,7 +157,7 @@ def test_without_a_checkout_there_are_no_benchmarks(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plait_bench.job", None)
     code, stdout, stderr = run(capsys, "images")
     assert (code, stdout) == (1, "")
-    assert "the benchmarks are in a checkout of plait" in stderr
+    assert "benchmarks are not installed: run this in a clone" in stderr
 
 
 def test_help_needs_no_torch(monkeypatch, capsys):

@@ -39,6 +39,7 @@ IMAGES = {
     "starter": "start single controlnet controlnet-service lora same4 same16 mixed4 mixed16 distinct16",
     "sd15": "start single controlnet controlnet-service lora same4 mixed4",
     "sdxl": "start single controlnet lora",
+    "sd35m": "start single same4 mixed4",
 }
 KERNELS = (
     "geglu-sd15-1024x2560 geglu-sd15-256x5120 geglu-sd15-4096x1280 geglu-sdxl-1024x5120 geglu-sdxl-4096x2560 "

@@ -93,13 +93,12 @@ class PackageSource:
     def open(self, role: RankRole, sharded: ShardedModel | None = None) -> OpenedPackage:
         """Load the role's halves from the folder, with the updates that the package has received. Raises
         `PackageError`."""
-        import torch
-
         from plait_disagg.refresh.live_package import open_live
+        from plait_kernels.devices import default_device
 
         if sharded is not None:
             return _opened_sharded(self.folder, sharded)
-        device = self.device if self.device != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
+        device = self.device if self.device != "auto" else default_device()
         prepares = self.executor == "auto"
         live = open_live(self.folder, sparse=role != "hn", dense=role != "cn", device=device, prepares=prepares)
         return OpenedPackage(

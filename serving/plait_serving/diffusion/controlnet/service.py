@@ -23,6 +23,7 @@ from plait_fabric.rpc.fields import only
 from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 from plait_fabric.tensors import pack_tensors, tensors_of
 from plait_kernels.device_errors import is_device_lost
+from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
 from plait_serving.diffusion.controlnet.rows import ControlRows
@@ -267,6 +268,8 @@ class ControlNetService:
                 self._run_batch()
             elif self._inbox.stopping and not self._inbox.items:
                 return
+            elif not items:
+                capture_waiting()
 
     def _take(self, peer: Peer, request: Request | None) -> None:
         match request:

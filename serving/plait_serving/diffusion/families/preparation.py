@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from plait_kernels.cores import usable_cores
+from plait_kernels.devices import is_gpu
 from plait_kernels.executors import Computation, ExecutorError, PreparedProgram, background
 from plait_kernels.executors.audit import Auditor, AuditPlan
 from plait_kernels.executors.openvino_executor import OpenVinoExecutor, OpenVinoSettings, available
@@ -37,6 +38,9 @@ held, of which 2.2 GB were mapped files."""
 
 _LEFT_FREE_BYTES = 1 << 30
 """What copies of programs leave to everything else."""
+GRAPH_PATIENCE = 32
+"""Steps that a new shape makes without a graph, if there is never a moment without work: capturing takes as long as a
+dozen, and is worth a tenth of each."""
 _PRECISIONS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -149,7 +153,7 @@ def auditor_for(every: int, *, cache: Path, idle: Callable[[], bool]) -> Auditor
 
 def uses_graphs(executor: ExecutorName, device: torch.device) -> bool:
     """Return whether models run as CUDA graphs: on a GPU, unless torch was asked for by name."""
-    return device.type == "cuda" and executor is ExecutorName.AUTO
+    return is_gpu(device) and executor is ExecutorName.AUTO
 
 
 def _stand_back() -> None:
@@ -215,7 +219,7 @@ def behind(what: str, make: Callable[[], None]) -> Callable[[], None]:
 
 
 def _why_not(device: str, dtype: torch.dtype) -> str | None:
-    if not device.startswith("cpu"):
+    if is_gpu(device):
         return f"it runs on CPUs, not on {device}"
     if dtype not in _PRECISIONS:
         return f"it computes in float32 or bfloat16, not in {dtype}".replace("torch.", "")

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from plait_kernels.device_errors import is_out_of_memory
+from plait_kernels.devices import synchronize
 from plait_kernels.lora_merge import MergeOp, NonFiniteMerge, Term, is_finite
 from plait_kernels.lora_merge.reference import merged
 from plait_kernels.registry import load
@@ -236,8 +237,7 @@ class Merger:
             else:
                 self._op_for(rewrite.weight)(rewrite.weight, pristine, terms, proven_finite=True)
             self._note(rewrite.ref, rewrite.recipe)
-        if rewrites[0].weight.is_cuda:
-            torch.cuda.synchronize(rewrites[0].weight.device)
+        synchronize(rewrites[0].weight.device)
         return self._clock() - started_s
 
     def _op_for(self, weight: torch.Tensor) -> MergeOp:

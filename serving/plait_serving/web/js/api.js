@@ -38,7 +38,7 @@ export async function request(path, options = {}, tries = MAX_TRIES) {
   const key = sessionStorage.getItem(KEY);
   const headers = { ...options.headers };
   if (key !== null) headers.authorization = `Bearer ${key}`;
-  const answer = await fetch(new URL(path, BASE), { ...options, headers, credentials: "omit" });
+  const answer = await fetch(new URL(path, BASE), { ...options, headers, credentials: "omit" }).catch(silent);
   if (answer.ok) return answer;
   const error = new ApiError(answer.status, await detailOf(answer));
   if (error.code === "rate_limited" && tries > 1) {
@@ -49,6 +49,10 @@ export async function request(path, options = {}, tries = MAX_TRIES) {
   if (answer.status === 401 && sessionStorage.getItem(KEY) !== key) return request(path, options); // given meanwhile
   if (answer.status === 401 && (await askForKey(error.message)) !== null) return request(path, options);
   throw error;
+}
+
+function silent(error) {
+  throw error.name === "AbortError" ? error : new ApiError(0, { message: "the server does not answer" });
 }
 
 async function detailOf(answer) {
@@ -103,7 +107,7 @@ async function* blocks(body) {
   let parts = [];
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await reader.read().catch(silent);
       if (done) return;
       parts.push(value);
       if (!value.includes("\n")) continue; // an image comes in many pieces: joined once

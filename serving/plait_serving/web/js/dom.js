@@ -76,9 +76,10 @@ export function iconButton(name, title, onclick, label = null) {
 /** Tell something to everybody: shown for a while, and read aloud. `kind` "aloud": what can be seen anyway. */
 export function say(text, kind = "info") {
   const box = byId("messages");
+  if (kind !== "aloud" && [...box.children].some(({ textContent }) => textContent === text)) return; // once for many
   const note = h("p", { class: kind === "aloud" ? "visually-hidden" : `note ${kind}` }, text);
   box.append(note);
-  setTimeout(() => note.remove(), kind === "error" ? 12000 : 4000);
+  setTimeout(() => note.remove(), (kind === "error" ? 12000 : 4000) + 50 * text.length);
 }
 
 /** Make a slider with a number beside it that show one value. Returns the element; `read()` and `write(value)`. */

@@ -25,7 +25,8 @@ export class Fields {
     }
     if (schema.type === "string") {
       const box = schema.enum
-        ? h("select", { id, onchange: this.onchange }, ["", ...schema.enum].map((each) => h("option", { value: each }, each)))
+        ? h("select", { id, onchange: this.onchange }, ...(value === null ? [h("option", { value: "" }, "the model's own")] : []),
+          schema.enum.map((each) => h("option", { value: each }, each)))
         : h("input", { id, autocomplete: "off" });
       return { element: h("div", { class: "field" }, h("label", { for: id }, label), box), read: () => box.value || null,
         write: (next) => { box.value = next ?? ""; } };

@@ -9,7 +9,7 @@ import { Source } from "./source.js";
 
 const SEED_END = 2 ** 32; // the server's own random seeds are below it
 const PREVIEWS = 3;
-const SHAPES = [[1, 1], [1, 1.5], [1.5, 1]];
+const SHAPES = [[1, 1], [3, 2], [2, 3], [4, 3], [3, 4], [16, 9], [9, 16]];
 
 export class Form {
   constructor(onsubmit) {
@@ -30,6 +30,7 @@ export class Form {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) { event.preventDefault(); onsubmit(); }
     });
     byId("model").addEventListener("change", () => this.choose(this.model));
+    byId("size").addEventListener("input", () => this.markShape());
     byId("dice").addEventListener("click", () => { byId("seed").value = randomSeed(); changed(); });
   }
 
@@ -62,13 +63,26 @@ export class Form {
     byId("source-part").hidden = !takes(model, "image");
     this.source.know(takes(model, "mask"));
     this.fields.know(model.controls ?? []);
-    byId("size").value = model.default_size;
-    byId("sizes").replaceChildren(...sizesOf(model).map((value) => h("option", { value })));
+    byId("finer").hidden = !model.controls?.length;
+    byId("shapes").replaceChildren(...[...shapesOf(model)].map(([size, [x, y]]) => h("button", { type: "button", class: "chip shape",
+      title: size, dataset: { size }, onclick: () => { this.setSize(size); this.keepDraft(); } },
+    h("span", { style: { "aspect-ratio": `${x} / ${y}` } }), `${x}:${y}`)));
+    this.setSize(model.default_size);
     byId("n").max = limits.max_images ?? 10;
     this.prompt.know(this.words[model.base ?? model.id]?.concepts ?? []);
     const fitting = this.controlnets.filter(({ id }) => model.controlnets?.includes(id) ?? true);
     byId("controlnets-part").hidden = fitting.length === 0;
     this.controls.know(fitting);
+  }
+
+  setSize(size) {
+    byId("size").value = size;
+    this.markShape();
+  }
+
+  markShape() {
+    const size = byId("size").value.trim();
+    for (const shape of byId("shapes").children) shape.setAttribute("aria-pressed", String(shape.dataset.size === size));
   }
 
   /** Return the output's size as `[width, height]`. */
@@ -115,12 +129,13 @@ export class Form {
     this.prompt.write(fields.prompt ?? "");
     byId("negative").value = fields.negative_prompt ?? "";
     byId("more").open ||= Boolean(fields.negative_prompt);
-    if (fields.size) byId("size").value = fields.size;
+    if (fields.size) this.setSize(fields.size);
     if (fields.scheduler) byId("scheduler").value = fields.scheduler;
     if (fields.num_inference_steps) this.steps.write(fields.num_inference_steps);
     if (fields.guidance_scale !== undefined) this.guidance.write(fields.guidance_scale);
     if (fields.seed !== undefined) byId("seed").value = fields.seed;
     this.fields.write(fields);
+    byId("finer").open ||= Object.keys(this.fields.read()).length > 0;
     byId("n").value = 1;
     lost.push(...this.loras.write(fields.loras ?? []).map((name) => `the LoRA ${name}`));
     await this.controls.write(fields.controlnets ?? []);
@@ -153,11 +168,16 @@ function randomSeed() {
   return crypto.getRandomValues(new Uint32Array(1))[0] % SEED_END;
 }
 
-function sizesOf({ default_size: size, limits }) {
+/** Return shapes by the size that a model makes of each: as many pixels as it was trained for. */
+function shapesOf({ default_size: size, limits }) {
   const [width, height] = size.split("x").map(Number);
   const step = limits.size_multiple;
-  const edge = (length) => Math.round(length / step) * step;
-  return [...new Set(SHAPES.map(([x, y]) => [edge(width * x), edge(height * y)])
-    .filter(([x, y]) => x * y <= limits.max_pixels && Math.max(x, y) <= limits.max_edge_px)
-    .map(([x, y]) => `${x}x${y}`))];
+  const edge = (share) => Math.max(1, Math.round(Math.sqrt(width * height * share) / step)) * step;
+  const found = new Map();
+  for (const [x, y] of SHAPES) {
+    const edges = [edge(x / y), edge(y / x)];
+    const fits = edges[0] * edges[1] <= limits.max_pixels && Math.max(...edges) <= limits.max_edge_px;
+    if (fits && Math.min(...edges) >= limits.min_edge_px && !found.has(edges.join("x"))) found.set(edges.join("x"), [x, y]);
+  }
+  return found;
 }

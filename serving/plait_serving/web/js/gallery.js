@@ -33,8 +33,7 @@ export class Gallery {
     this.images.unshift(image);
     this.grid.prepend(this.thumbnail(image));
     this.count();
-    tile.element.addEventListener("click", () => this.choose(image, false));
-    tile.element.classList.add("done");
+    tile.element.querySelector(".canvas").replaceWith(this.opener(image, tile.picture));
     if (tile.place === 0 || !this.chosen) this.choose(image, false);
     say(`made: ${image.body.prompt}, seed ${image.body.seed}`, "aloud");
   }
@@ -63,9 +62,15 @@ export class Gallery {
       const picture = h("img", { src, class: "pixels", alt: `${image.body.prompt}, seed ${image.body.seed}` });
       picture.addEventListener("load", () => URL.revokeObjectURL(src));
       this.stage.dataset.count = "1";
-      this.stage.replaceChildren(h("div", { class: "tile" }, h("div", { class: "canvas" }, picture)));
+      this.stage.replaceChildren(h("div", { class: "tile" }, this.opener(image, picture)));
     }
     this.tell(image);
+  }
+
+  /** Put a picture on the stage into what shows it at full size. */
+  opener(image, picture) {
+    const open = () => { this.choose(image, false); enlarge(image, picture.alt); };
+    return h("button", { type: "button", class: "canvas", "aria-label": `At full size: ${picture.alt}`, onclick: open }, picture);
   }
 
   tell(image) {
@@ -79,6 +84,7 @@ export class Gallery {
     this.details.replaceChildren(
       h("h2", {}, body.prompt),
       h("ul", { class: "facts", "aria-label": "Settings" }, facts.map((fact) => h("li", {}, fact))),
+      ...(image.hints ?? []).map((hint) => h("p", { class: "warning" }, hint)),
       h("div", { class: "row wrap" },
         act("restore", "Put these settings into the form", () => this.actions.restore(image), "Settings"),
         ...(this.actions.edit ? [act("brush", "Start an edit from this image", () => this.actions.edit(image), "Edit")] : []),
@@ -132,6 +138,19 @@ export class Gallery {
     event.preventDefault();
     buttons[at + by].focus();
   }
+}
+
+/** Show an image pixel by pixel, or a small one larger by a whole factor. */
+function enlarge({ blob, width, height }, name) {
+  const dialog = byId("large");
+  const picture = dialog.querySelector("img");
+  const src = URL.createObjectURL(blob);
+  picture.onload = () => URL.revokeObjectURL(src);
+  picture.src = src;
+  const times = Math.max(1, Math.floor(Math.min((0.9 * innerWidth) / width, (0.85 * innerHeight) / height)));
+  picture.style.setProperty("width", `${times * width}px`);
+  dialog.setAttribute("aria-label", name);
+  dialog.showModal();
 }
 
 async function copy(text, what) {

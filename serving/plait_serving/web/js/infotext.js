@@ -1,6 +1,8 @@
 // The parameters that the server writes into its images, in A1111's form, read back into fields of a request.
 
-const LORA = / ?<lora:([^:<>]+):(-?[0-9.e+-]+)>/g;
+const TAG = / ?<(lora|lyco|hypernet):([^<>]*)>/g;
+const ABOUT = ["Model hash", "VAE hash", "Lora hashes", "Hashes", "Version", "User", "Time taken"]; // change no pixel
+const SPACINGS = / (Karras|Exponential)$/; // A1111 before 1.9 had them in the sampler's name
 
 /** Return the text that a PNG carries under `parameters`, or null. Throws a sentence if it is no PNG. */
 export async function parametersOf(blob) {
@@ -39,8 +41,8 @@ async function inflated(data) {
 }
 
 /**
- * Return the fields of a request, as far as the model knows them. `lost` lists what the text cannot hold: control
- * images, and the image that an edit started from.
+ * Return the fields of a request, as far as the model knows them. `lost` lists the rest: what the text cannot hold, as
+ * control images, and what A1111 was asked for that is not done here.
  */
 export function fieldsOf(text, model) {
   const lines = text.split("\n");
@@ -48,33 +50,55 @@ export function fieldsOf(text, model) {
   const negativeAt = lines.findIndex((line) => line.startsWith("Negative prompt: "));
   const negative = negativeAt < 0 ? "" : lines.splice(negativeAt).join("\n").slice("Negative prompt: ".length);
   const loras = [];
-  const prompt = lines.join("\n").replace(LORA, (_, name, scale) => {
-    loras.push({ name, scale: Number(scale) });
+  const lost = [];
+  const prompt = lines.join("\n").replace(TAG, (tag, kind, text) => {
+    const [name, scale = "1", ...more] = text.split(":");
+    if (kind === "lora" && Number.isFinite(Number(scale)) && !more.length) loras.push({ name, scale: Number(scale) });
+    else lost.push(tag.trim());
     return "";
   });
-  return { fields: { prompt, negative_prompt: negative, loras, ...numbersOf(pairsOf(last), model) },
-           lost: lostOf(pairsOf(last)) };
+  const pairs = pairsOf(last);
+  const fields = { prompt, negative_prompt: negative, loras, ...numbersOf(pairs, model, lost) };
+  return { fields, lost: [...lost, ...[...pairs].map(([key, value]) => `${key} (${value.slice(0, 40)})`)] };
 }
 
-function numbersOf(pairs, { scheduler_names: schedulers, controls }) {
+/** Take what the model has out of the pairs; what else they name that has a word of its own goes into `lost`. */
+function numbersOf(pairs, { scheduler_names: schedulers, controls }, lost) {
   const found = {};
-  const take = (key, field, read) => { if (pairs.has(key)) found[field] = read(pairs.get(key)); };
+  const pop = (key) => { const value = pairs.get(key); pairs.delete(key); return value; };
+  const take = (key, field, read) => { if (pairs.has(key)) found[field] = read(pop(key)); };
+  const isForeign = pairs.has("Version") || pairs.has("Model hash");
+  for (const key of ABOUT) pairs.delete(key);
   take("Steps", "num_inference_steps", Number);
   take("CFG scale", "guidance_scale", Number);
   take("Seed", "seed", Number);
   take("Size", "size", String);
   take("Model", "model", String);
-  take("Denoising strength", "strength", Number);
-  const readers = { string: String, boolean: (text) => text === "True" };
-  for (const { infotext, name, schema } of controls ?? []) take(infotext, name, readers[schema.type] ?? Number);
-  const ours = Object.entries(schedulers).find(([, theirs]) => theirs === pairs.get("Sampler"));
-  if (ours !== undefined) found.scheduler = ours[0];
-  return found;
-}
+  if (pairs.has("Denoising strength") && ![...pairs.keys()].some((key) => key.startsWith("Hires "))) {
+    take("Denoising strength", "strength", Number);
+    lost.push("the image it started from");
+  }
+  const guided = [...pairs.keys()].filter((key) => key.startsWith("ControlNet "));
+  if (guided.length) lost.push("the control image");
+  guided.forEach(pop);
 
-function lostOf(pairs) {
-  const lost = [...pairs.keys()].filter((key) => key.startsWith("ControlNet ")).length ? ["the control image"] : [];
-  return pairs.has("Denoising strength") ? [...lost, "the image it started from"] : lost;
+  const sampler = pop("Sampler") ?? "";
+  const named = Object.entries(schedulers);
+  const ours = named.find(([, theirs]) => theirs === sampler) ?? named.find(([, theirs]) => theirs === sampler.replace(SPACINGS, ""));
+  if (ours !== undefined) found.scheduler = ours[0];
+  else if (sampler) lost.push(`the sampler ${sampler}`);
+  if (SPACINGS.test(sampler) && !pairs.has("Schedule type")) pairs.set("Schedule type", SPACINGS.exec(sampler)[1]);
+  if (pairs.get("Schedule type") === "Automatic") pairs.delete("Schedule type");
+
+  if (isForeign && controls?.some(({ name }) => name === "prompt_syntax")) found.prompt_syntax = "a1111";
+  const readers = { string: String, boolean: (text) => text === "True", "Clip skip": (text) => Number(text) - 1,
+    "Schedule type": (text) => text.toLowerCase() };
+  for (const { infotext, label, name, schema } of controls ?? []) {
+    const key = infotext ?? label;
+    const read = readers[key] ?? readers[schema.type] ?? Number;
+    if (schema.enum?.includes(read(pairs.get(key) ?? "")) ?? true) take(key, name, read);
+  }
+  return found;
 }
 
 /** Split `Key: value, Key: "quoted, value"`. */

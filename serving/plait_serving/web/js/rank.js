@@ -33,6 +33,8 @@ export class Rank {
     const isPlain = Boolean(meanings) && model.items > 0;
     byId("rank-results").replaceChildren();
     byId("rank-times").replaceChildren();
+    const forWords = [byId("rank-top").parentElement, document.querySelector("#rank-form [type=submit]"), byId("rank-results").parentElement];
+    for (const part of forWords) part.hidden = !isPlain;
     if (!isPlain) return box.replaceChildren(new RawRank(model).element);
     const inputs = model.inputs.filter(({ name, parameters }) =>
       parameters?.side === "user" && !name.endsWith("_offsets"));

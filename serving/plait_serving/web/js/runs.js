@@ -82,7 +82,8 @@ export class Tile {
     const { stream: _, partial_images: __, ...body } = this.body;
     const [width, height] = done.size.split("x").map(Number);
     const image = { blob, path: this.path, body, width, height, created_ms: Date.now(), took_ms,
-      timings: done.timings, flagged: done.flagged };
+      timings: done.timings, flagged: done.flagged, hints: done.hints };
+    for (const hint of done.hints ?? []) say(hint, "aloud");
     this.state = "done";
     this.element.classList.remove("waiting", "running");
     this.paint(blob, `${body.prompt}, seed ${body.seed}`);
@@ -98,6 +99,10 @@ export class Tile {
     this.element.classList.add("failed");
     this.text.textContent = isOurs ? "cancelled" : error.message;
     this.stop.remove();
+    if (this.picture.hidden) { // nothing was seen yet: the card says why
+      this.element.querySelector(".canvas").replaceChildren(this.text);
+      this.element.querySelector(".tile-foot").remove();
+    }
     if (!isOurs) say(error.message, "error");
   }
 }

@@ -61,7 +61,7 @@ export class Status {
 
 function card(name, value, note, mood = "") {
   return h("section", { class: `card figure-card ${mood}`, "aria-label": name },
-    h("h3", {}, name), h("p", { class: "figure-value" }, value), h("p", { class: "hint" }, note));
+    h("h2", {}, name), h("p", { class: "figure-value" }, value), h("p", { class: "hint" }, note));
 }
 
 function table(id, heads, rows) {

@@ -9,6 +9,7 @@ from multiprocessing import Pipe
 import numpy as np
 import pytest
 
+from plait_bench.benchmark import cores
 from plait_bench.errors import BenchError, Disagreement
 from plait_bench.images import benchmark, on_fleets, taking_part
 from plait_bench.images.measured import PixelCheck
@@ -159,7 +160,7 @@ def test_models_of_real_size_draw_few_steps_at_the_edge_that_was_asked_for():
     assert {order.edge for order in workload("single").items} == {None}
     with pytest.raises(BenchError, match="256, 512, 1024 pixels wide, not 384"):
         Variety(size=SIZES["sd15"], edge=384)
-    with pytest.raises(BenchError, match="no size 'sd3'; there are starter, sd15, sdxl"):
+    with pytest.raises(BenchError, match="no size 'sd3'; there are starter, sd15, sdxl, sd35m"):
         size_of("sd3")
 
 
@@ -193,6 +194,22 @@ def test_our_default_takes_part_everywhere_and_leads():
     )  # fmt: skip
     assert taking_part("lora", SIZES["sd15"], ["plait", "openvino", "diffusers_batched"]) == ("plait",)
     assert taking_part("same4", SIZES["sd15"], ["plait_engine", "openvino"]) == ("plait_engine", "openvino")
+
+
+@pytest.mark.parametrize(("native", "dtype", "edge"), [(True, "bf16-", "512-"), (False, "", "")])
+def test_a_transformer_is_measured_in_the_dtype_that_pays(native, dtype, edge, monkeypatch, tmp_path):
+    """At the size that then takes a minute; with the systems that differ there, of which the pipelines are tried
+    compiled, too."""
+    monkeypatch.setattr("plait_kernels.cores.has_bfloat16", lambda: native)
+    made = benchmark(models=tmp_path, size="sd35m").workloads
+    names = ["start", "single", "same4", "mixed4"]
+    assert list(dict.fromkeys(each.name for each in made)) == [f"sd35m-{edge}{dtype}{name}" for name in names]
+    assert [each.systems for each in made] == [
+        ("plait", "diffusers"), ("plait", "diffusers_fair"),
+        ("plait", "diffusers_fair", "diffusers_batched"), ("plait", "diffusers_fair"),
+    ]  # fmt: skip
+    assert made[1].layouts("diffusers_fair") == [f"1x{cores()}", f"1x{cores()} compiled"]
+    assert {order.scheduler for order in workload("single", Variety(size=SIZES["sd35m"])).items} == {"euler"}
 
 
 def test_what_does_not_fit_in_memory_together_is_measured_in_pairs(tmp_path):

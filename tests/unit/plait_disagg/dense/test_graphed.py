@@ -16,6 +16,7 @@ from plait_disagg.messages.check import check_request
 from plait_disagg.models.configs import build, ids_per_bag
 from plait_disagg.package import Package, PackageOptions, open_package, write_package
 from plait_disagg.queue.batch import user_of
+from plait_kernels.executors.graphs import GraphMemory
 
 SCALES = {"rm1": 1e-4, "two-tower": 1e-3, "din": 1e-4}
 BATCHES = ((1,), (3,), (7,), (5, 1, 20), (64,), (30, 30, 3), (3,), (7,), (5, 2, 19))
@@ -33,7 +34,9 @@ def package(request, tmp_path_factory) -> Package:
 
 def make_graphs(package: Package, capture: FakeCapture) -> DenseGraphs:
     """Of the package's dense half, on the CPU."""
-    return DenseGraphs(compile_program(package.hn, package.constants), torch.device("cpu"), capture)
+    return DenseGraphs(
+        compile_program(package.hn, package.constants), torch.device("cpu"), GraphMemory(capture, budget_bytes=1 << 30)
+    )
 
 
 def crossing(package: Package, candidates: tuple[int, ...], seed: int) -> dict[str, torch.Tensor]:
@@ -48,10 +51,11 @@ def crossing(package: Package, candidates: tuple[int, ...], seed: int) -> dict[s
 
 
 def test_scores_are_those_of_the_program(package):
-    """Eagerly, captured and replayed; one user and several; what the last batch left in a graph does not show."""
+    """Eagerly, captured, again where a larger one came, replayed; one user and several; what the last batch left in a
+    graph does not show."""
     capture = FakeCapture()
     half, graphs = package.dense(), make_graphs(package, capture)
-    for seed, candidates in enumerate(BATCHES * 2):
+    for seed, candidates in enumerate(BATCHES * 3):
         given = crossing(package, candidates, seed)
         wanted = half.run(given, candidates)
         made = graphs.run(given, len(candidates), sum(candidates))

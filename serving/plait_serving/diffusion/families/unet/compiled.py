@@ -9,10 +9,13 @@ import torch
 from torch import nn
 
 from plait_kernels.executors import Computation, PreparedProgram, RowFactors
-from plait_kernels.executors.graphs import Capture, GraphProgram
+from plait_kernels.executors.graphs import GraphMemory, GraphProgram
 from plait_kernels.executors.torch_program import TorchProgram
+from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE
 from plait_serving.diffusion.families.unet.computations import DecoderHalf, EncoderHalf
 from plait_serving.diffusion.families.unet.halves import EncoderOutput
+
+_ENCODED = ("sample", "embedding", "text")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,10 +56,30 @@ def _program(half: nn.Module) -> TorchProgram:
     return TorchProgram(Computation(module=half.eval(), inputs=(), example=(), takes_factors=True))
 
 
-def graphed_halves(unet: Any, capture: Capture) -> CompiledHalves:
-    """Return both halves, captured by `capture` when a shape recurs. They read the UNet's weights where they are."""
-    return CompiledHalves(
-        encoder=GraphProgram(EncoderHalf(unet).eval(), capture, name="the UNet's first half"),
-        decoder=GraphProgram(DecoderHalf(unet).eval(), capture, name="the UNet's second half"),
-        live=True,
+def graphed_halves(unet: Any, memory: GraphMemory) -> CompiledHalves:
+    """Return both halves, captured when a shape recurs. They read the UNet's weights where they are, and the second
+    what the first has written."""
+    buffers = memory.buffers()
+    encoder = GraphProgram(
+        EncoderHalf(unet).eval(),
+        buffers,
+        name="the UNet's first half",
+        inputs=lambda _: _ENCODED,
+        outputs=_between,
+        pads=True,
+        patience=GRAPH_PATIENCE,
     )
+    decoder = GraphProgram(
+        DecoderHalf(unet).eval(),
+        buffers,
+        name="the UNet's second half",
+        inputs=lambda many: ("mid", *_ENCODED[1:], *_between(many - 2)[:-1]),
+        pads=True,
+        patience=GRAPH_PATIENCE,
+    )
+    return CompiledHalves(encoder=encoder, decoder=decoder, live=True)
+
+
+def _between(many: int) -> tuple[str, ...]:
+    """Return the names of what the first half leaves for the second."""
+    return (*(f"skip.{i}" for i in range(many - 1)), "mid")

@@ -19,12 +19,12 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 
 from plait_kernels.device_errors import is_device_lost, is_out_of_memory
+from plait_kernels.devices import is_gpu
 from plait_kernels.executors import Computation, PreparedProgram
-from plait_kernels.executors.cuda_capture import CudaCapture
-from plait_kernels.executors.graphs import Capture, GraphProgram
+from plait_kernels.executors.graphs import GraphMemory, GraphProgram, give_back, graph_memory
 from plait_serving.diffusion.controlnet.rows import Constants, ControlRows, check_image
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory
-from plait_serving.diffusion.families.preparation import Preparer, behind
+from plait_serving.diffusion.families.preparation import GRAPH_PATIENCE, Preparer, behind
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.unet.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
@@ -64,7 +64,7 @@ class ControlNetModelRunner:
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
         self._model = model.eval().requires_grad_(requires_grad=False)
-        self._fusion: Fusion | None = fuse_(self._model) if self.device.type == "cuda" else None
+        self._fusion: Fusion | None = fuse_(self._model) if is_gpu(self.device) else None
         self._headless = _without_image_encoder(self._model)
         self._program: PreparedProgram | None = None
         self._weights = weights
@@ -84,9 +84,15 @@ class ControlNetModelRunner:
         """Return what an executor prepares; its weights must be in memory."""
         return controlnet_computation(self._headless)
 
-    def graphed(self, capture: Capture) -> GraphProgram:
+    def graphed(self, memory: GraphMemory) -> GraphProgram:
         """Return a program of graphs over the model's own weights."""
-        return GraphProgram(ControlNetTrunk(self._headless).eval(), capture, name="a ControlNet")
+        return GraphProgram(
+            ControlNetTrunk(self._headless).eval(),
+            memory.buffers(),
+            name="a ControlNet",
+            pads=True,
+            patience=GRAPH_PATIENCE,
+        )
 
     def adopt(self, program: PreparedProgram, *, live: bool = False) -> None:
         """Run calls that need not be exact through a prepared program from now on; give torch's weights back unless it
@@ -197,8 +203,7 @@ class ControlNetModelRunner:
                 raise
             if len(blocks) == 1:
                 return [_as_engine_error(error)]
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        give_back(self.device, graphs=True)
         half = len(blocks) // 2
         return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
 
@@ -267,7 +272,7 @@ def load_controlnet(
     )
     runner = ControlNetModelRunner(model, dtype=dtype, weights=weights)
     if graphs:
-        runner.adopt(runner.graphed(CudaCapture(runner.device)), live=True)
+        runner.adopt(runner.graphed(graph_memory(runner.device)), live=True)
     elif program is not None:
         runner.adopt(program)
         adopted()

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from plait_kernels.devices import is_gpu
 from plait_kernels.executors import PreparedProgram
 from plait_kernels.threads import one_thread
 from plait_serving.diffusion.errors import EngineError, ModelError
@@ -69,7 +70,7 @@ class UNetDenoiser:
         """
         self.bundle = bundle
         self._unet = cast("Any", bundle.unet)
-        self._fusion: Fusion | None = fuse_(bundle.unet) if bundle.device.type == "cuda" else None
+        self._fusion: Fusion | None = fuse_(bundle.unet) if is_gpu(bundle.device) else None
         self._exact = exact
         self._fuses()
         folder = bundle.folder

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from plait_kernels.executors.cuda_capture import CudaCapture
+from plait_kernels.devices import is_gpu
+from plait_kernels.executors.graphs import graph_memory
 from plait_serving.diffusion.controlnet.placement import StepTimes, measure, probe_sizes, time_step_s
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.family import Family
@@ -78,8 +79,8 @@ class UNetFamily(Family):
         )
         programs.adopt(denoiser, self.prepared)
         if uses_graphs(executor, bundle.device):
-            denoiser.adopt(graphed_halves(bundle.unet, CudaCapture(bundle.device)))
-        elif self.preparer is None and bundle.device.type == "cpu" and bundle.dtype is torch.float32:
+            denoiser.adopt(graphed_halves(bundle.unet, graph_memory(bundle.device)))
+        elif self.preparer is None and not is_gpu(bundle.device) and bundle.dtype is torch.float32:
             denoiser.adopt_row_wise(row_wise_halves(bundle.unet))
         if self.settings.converts:
             self._stop_converting = programs.convert_behind(self.host.between_steps, denoiser, self.prepared)

@@ -33,6 +33,7 @@ def running(
     cluster = SimpleNamespace(
         url="http://127.0.0.1:1",
         host="127.0.0.1",
+        nodes=lambda: None,
         deploy=lambda rows, **how: [] if deployed is None else deployed.append({"rows": rows, **how}),
         states=lambda _: states,
     )
