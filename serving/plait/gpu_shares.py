@@ -34,7 +34,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.sources.file_kinds import SUFFIX
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import HnSection
+from plait_serving.ranking.config import HnSection, RankModelSection
 from plait_serving.sections import Section
 
 ConfigT = TypeVar("ConfigT", bound=ServedConfig)
@@ -133,15 +133,20 @@ def _floor(share: float) -> float:
     return math.floor(share * WHOLE) / WHOLE
 
 
+def _ranking(config: ServedConfig) -> Mapping[str, RankModelSection]:
+    return {} if config.recommend is None else config.recommend.models or {}
+
+
 def _wishes(config: ServedConfig) -> Iterator[_Wish]:
+    """The starter's ControlNets and recommenders are small, and no section of a file has room for a share of theirs:
+    they stay on a CPU."""
     if (images := config.images) is not None and images.device != "cpu":
         by_hand = 0.0 if ":" in images.device else None  # whoever numbers a device has chosen it
         largest = max(_half_bytes(Path(it.folder)) for it in images.base_models.values())
         yield _wish(ENGINE, images, images.memory_bytes or largest, by_hand)
-        # The starter's own are in no file that could say their share, and small: they stay on a CPU.
         for name, net in images.controlnet_services().items() if images.controlnets is not None else ():
             yield _wish(CONTROLNET_PREFIX + name, net, _half_bytes(net.folder), by_hand)
-    for name, model in config.ranking_models.items():
+    for name, model in _ranking(config).items():
         for role, part in model.parts.items():
             if isinstance(part, HnSection):
                 yield _wish(worker_name(name, role), part, _DENSE_BYTES, None)
@@ -168,9 +173,9 @@ def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:
     updates: dict[str, Any] = {}
     if config.images is not None and ENGINE in shares:
         updates["images"] = _images(config.images, shares)
-    if config.recommend is not None:
+    if config.recommend is not None and config.recommend.models is not None:
         models = {}
-        for name, model in config.ranking_models.items():
+        for name, model in config.recommend.models.items():
             parts = {role: worker_name(name, role) for role, part in model.parts.items() if isinstance(part, HnSection)}
             new = {role: _shared(getattr(model, role), shares[at]) for role, at in parts.items()}
             models[name] = model.model_copy(update=new)
