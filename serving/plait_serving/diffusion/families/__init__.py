@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow import checkpoints as flow_files
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
     from plait_serving.diffusion.families.family import Family
     from plait_serving.diffusion.families.preparation import Preparer
-    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
     from plait_serving.diffusion.lora.container import Header
     from plait_serving.diffusion.settings import EngineSettings, Host
 
-    ControlNetRunner: TypeAlias = ControlNetModelRunner
-
 __all__ = [
-    "FAMILIES", "ControlNetRunner", "FamilyRow", "components", "family_row", "kind_of_controlnet", "load_controlnet",
+    "FAMILIES", "FamilyRow", "components", "family_row", "kind_of_controlnet", "load_controlnet",
     "open_family", "row_of_file",
 ]  # fmt: skip
 
