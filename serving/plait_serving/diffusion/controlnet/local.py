@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from plait_serving.diffusion.controlnet.rows import Constants, ControlRows
+from plait_serving.diffusion.controlnet.rows import Constants, ControlNetRunner, ControlRows
 from plait_serving.diffusion.errors import ControlNetUnavailable, EngineError
 from plait_serving.diffusion.protocols import (
     Conditioning,
@@ -17,9 +16,6 @@ from plait_serving.diffusion.protocols import (
     Residuals,
 )
 from plait_serving.diffusion.values import RgbImage
-
-if TYPE_CHECKING:
-    from plait_serving.diffusion.families import ControlNetRunner
 
 
 @dataclass(slots=True, eq=False)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
-from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.protocols import Conditioning
+from plait_serving.diffusion.errors import EngineError, RequestError
+from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
 
 
@@ -44,6 +45,18 @@ class ControlRows:
         text, added = self.constants.conditioning.text, self.constants.conditioning.added
         shapes = tuple(sorted((name, tuple(value.shape[1:]), value.dtype) for name, value in added.items()))
         return tuple(self.sample.shape[1:]), self.sample.dtype, tuple(text.shape[1:]), text.dtype, shapes
+
+
+class ControlNetRunner(Protocol):
+    """What a family makes of a ControlNet's folder. One thread owns it."""
+
+    dtype: torch.dtype
+
+    def constants(self, *, image: RgbImage, conditioning: Conditioning, width: int, height: int) -> Constants:
+        """Return what a request's steps share, on the ControlNet's device. Raises `RequestError`, `ModelError`."""
+
+    def try_residuals(self, blocks: Sequence[ControlRows]) -> list[Residuals | EngineError]:
+        """Compute residuals for blocks of any key without raising: a failure affects its own block only."""
 
 
 def check_image(image: RgbImage) -> None:

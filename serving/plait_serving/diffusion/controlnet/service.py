@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +25,7 @@ from plait_kernels.device_errors import is_device_lost
 from plait_kernels.executors.graphs import capture_waiting
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import set_threads
-from plait_serving.diffusion.controlnet.rows import ControlRows
+from plait_serving.diffusion.controlnet.rows import ControlNetRunner, ControlRows
 from plait_serving.diffusion.controlnet.sessions import SessionTable
 from plait_serving.diffusion.controlnet.wire import (
     UNKNOWN_SESSION,
@@ -43,9 +42,6 @@ from plait_serving.diffusion.controlnet.wire import (
 )
 from plait_serving.diffusion.errors import EngineError, ModelError
 from plait_serving.diffusion.protocols import Residuals
-
-if TYPE_CHECKING:
-    from plait_serving.diffusion.families import ControlNetRunner
 
 _log = logging.getLogger(__name__)
 

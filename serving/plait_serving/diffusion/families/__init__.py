@@ -8,8 +8,8 @@ A family is a folder of this package: all that differs between architectures, an
   decoding, and the mergers of LoRA sets.
 
 What is in this folder beside them is shared by families: rows of a batch (`rows`), LoRA sets as inputs (`factors`),
-executors' programs (`preparation`) and the weights beside them (`resident_weights`). A family is imported when the
-first model of it is opened.
+executors' programs (`preparation`) and the weights beside them (`resident_weights`), and all that transformers with
+flow schedules have in common (`flow`). A family is imported when the first model of it is opened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow import checkpoints as flow_files
@@ -29,16 +29,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
     from plait_serving.diffusion.families.family import Family
     from plait_serving.diffusion.families.preparation import Preparer
-    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
     from plait_serving.diffusion.lora.container import Header
     from plait_serving.diffusion.settings import EngineSettings, Host
 
-    ControlNetRunner: TypeAlias = ControlNetModelRunner
-
 __all__ = [
-    "FAMILIES", "ControlNetRunner", "FamilyRow", "components", "family_row", "kind_of_controlnet", "load_controlnet",
+    "FAMILIES", "FamilyRow", "components", "family_row", "kind_of_controlnet", "load_controlnet",
     "open_family", "row_of_file",
 ]  # fmt: skip
 
@@ -173,7 +171,7 @@ def components(folder: Path) -> Mapping[str, nn.Module]:
 
 def kind_of_controlnet(folder: Path) -> str:
     """Return what base models a ControlNet's folder is for. Raises `ModelError`."""
-    return str(unet_config.family_of(read_json(folder / "config.json")))
+    return str(unet_config.kind_of_config(read_json(folder / "config.json")))
 
 
 def load_controlnet(

@@ -21,7 +21,7 @@ from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
 
 if TYPE_CHECKING:
-    from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner
+    from plait_serving.diffusion.controlnet.rows import ControlNetRunner
 
 
 class Family(ABC):
@@ -87,6 +87,6 @@ class Family(ABC):
         """Return why a ControlNet is none for this model, as far as its folder says; None if it is."""
         return f"{self.kind} models take no ControlNets"
 
-    def controlnet(self, name: str, folder: Path) -> ControlNetModelRunner:
+    def controlnet(self, name: str, folder: Path) -> ControlNetRunner:
         """Load a ControlNet to run in this process. Raises `ModelError`."""
         raise ModelError(f"ControlNet {name}: {self.why_unfit(folder)}")

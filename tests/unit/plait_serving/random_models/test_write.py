@@ -15,7 +15,7 @@ from transformers import CLIPTokenizer, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle, load_controlnet
-from plait_serving.diffusion.families.unet.config import family_of
+from plait_serving.diffusion.families.unet.config import kind_of_config
 from plait_serving.diffusion.published.architectures import ARCHITECTURES, FamilyName
 from plait_serving.diffusion.published.configs import END, START, write_t5_tokenizer, write_tokenizer
 from plait_serving.diffusion.published.scaled import IMAGE_SIZE, scaled_down
@@ -73,7 +73,7 @@ def test_a_base_model_makes_finite_images(family, tmp_path):
     bundle = load_bundle(folder)
     assert (bundle.width, bundle.height, bundle.vae_factor) == (IMAGE_SIZE, IMAGE_SIZE, 8)
     unet = next(part.config for part in ARCHITECTURES[family].parts if part.folder == "unet")
-    assert family_of(unet) == BASES[family]  # of the real width, by which SD 2 is known
+    assert kind_of_config(unet) == BASES[family]  # of the real width, by which SD 2 is known
 
 
 @pytest.mark.parametrize("family", FLOWS)

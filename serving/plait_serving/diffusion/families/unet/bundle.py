@@ -19,11 +19,11 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokeniz
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.config import (
-    Family,
+    UNetKind,
     check_controlnet_config,
     check_unet_config,
     check_vae_config,
-    family_of,
+    kind_of_config,
 )
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, scheduler_config
 from plait_serving.diffusion.loading import load_module, outline_module, translate
@@ -48,7 +48,7 @@ class Bundle:
     """
 
     folder: Path
-    family: Family
+    kind: UNetKind
     unet: nn.Module
     vae: nn.Module
     tokenizers: tuple[Any, ...]
@@ -82,7 +82,7 @@ class Bundle:
     @property
     def vae_dtype(self) -> torch.dtype:
         """The dtype that the VAE computes in: float32 where float16 would overflow."""
-        overflows = self.family is Family.SDXL and _overflows(cast("Any", self.vae).config, self.dtype)
+        overflows = self.kind is UNetKind.SDXL and _overflows(cast("Any", self.vae).config, self.dtype)
         return torch.float32 if overflows else self.dtype
 
     @property
@@ -137,19 +137,19 @@ def load_bundle(
     loads no weights: what is known of a model before it is in memory. `tokenizers`: the folder's, if read before.
     """
     index, unet_config, vae_config = _configs(folder)
-    family = family_of(unet_config)
-    vae_dtype = torch.float32 if family is Family.SDXL and _overflows(vae_config, dtype) else dtype
+    kind = kind_of_config(unet_config)
+    vae_dtype = torch.float32 if kind is UNetKind.SDXL and _overflows(vae_config, dtype) else dtype
     target = torch.device(device)
     factor = 2 ** (len(vae_config["block_out_channels"]) - 1)
     height, width = _native_size(unet_config, factor)
-    encoders = _text_kinds(folder, family)
+    encoders = _text_kinds(folder, kind)
     _check_text_width(folder, unet_config, encoders)
     kinds = dict(encoders)
     extractor = _feature_extractor(folder, index) if safety_checker else None
     if extractor is not None:
         kinds["safety_checker"] = _checker_kind()
     kinds |= {"vae": AutoencoderKL, "unet": UNet2DConditionModel}
-    scheduler = _scheduler_config(folder, index, family)
+    scheduler = _scheduler_config(folder, index, kind)
     files = {part: (find_weights(folder / part), vae_dtype if part == "vae" else dtype) for part in kinds}
     decoding = _decoding_bytes_per_pixel(vae_config, vae_dtype) * width * height
     need = MemoryNeed.of(files.values(), activation_bytes=decoding)
@@ -159,7 +159,7 @@ def load_bundle(
     modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
     return Bundle(
         folder=folder,
-        family=family,
+        kind=kind,
         unet=modules["unet"],
         vae=modules["vae"],
         tokenizers=tokenizers or _tokenizers(folder, encoders),
@@ -167,7 +167,7 @@ def load_bundle(
         scheduler_config=scheduler,
         safety_checker=modules.get("safety_checker"),
         feature_extractor=extractor,
-        force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", family is Family.SDXL)),
+        force_zeros_for_empty_prompt=bool(index.get("force_zeros_for_empty_prompt", kind is UNetKind.SDXL)),
         width=width,
         height=height,
         vae_factor=factor,
@@ -188,7 +188,7 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     index = read_json(folder / "model_index.json")
     _check_pipeline(folder, index)
     unet, vae = read_json(folder / "unet" / "config.json"), read_json(folder / "vae" / "config.json")
-    check_vae_config(vae, family_of(unet), folder / "vae" / "config.json")
+    check_vae_config(vae, kind_of_config(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
 
@@ -276,10 +276,10 @@ def _check_text_width(folder: Path, unet: Mapping[str, Any], encoders: Mapping[s
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 
-def _text_kinds(folder: Path, family: Family) -> Mapping[str, Any]:
+def _text_kinds(folder: Path, kind: UNetKind) -> Mapping[str, Any]:
     """Return the classes of the text encoders, whose folders and tokenizers are there."""
     kinds: dict[str, Any] = {"text_encoder": CLIPTextModel}
-    if family is Family.SDXL:
+    if kind is UNetKind.SDXL:
         kinds["text_encoder_2"] = CLIPTextModelWithProjection
     for encoder in kinds:
         for part in (encoder.replace("text_encoder", "tokenizer"), encoder):
@@ -319,9 +319,9 @@ def _checker_kind() -> Any:
     return StableDiffusionSafetyChecker
 
 
-def _scheduler_config(folder: Path, index: Mapping[str, Any], family: Family) -> SchedulerConfig:
+def _scheduler_config(folder: Path, index: Mapping[str, Any], kind: UNetKind) -> SchedulerConfig:
     written = read_json(folder / "scheduler" / "scheduler_config.json")
-    return scheduler_config(folder, written, index.get("scheduler"), family)
+    return scheduler_config(folder, written, index.get("scheduler"), kind)
 
 
 def _overflows(vae_config: Mapping[str, Any], dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""What a model's configuration, or the names in its file, say of it: its family, and whether plait can run it. Loads no
+"""What a model's configuration, or the names in its file, say of it: its kind, and whether plait can run it. Loads no
 library."""
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
 
 
-class Family(StrEnum):
-    """What a base model is compatible with: LoRAs and ControlNets of the same family fit it."""
+class UNetKind(StrEnum):
+    """What a base model is compatible with: LoRAs and ControlNets of the same kind fit it."""
 
     SD1 = "sd1"
     SD2 = "sd2"
     SDXL = "sdxl"
 
 
-def family_of(unet_config: Mapping[str, Any]) -> Family:
-    """Return the family of a UNet or ControlNet configuration."""
+def kind_of_config(unet_config: Mapping[str, Any]) -> UNetKind:
+    """Return the kind of a UNet or ControlNet configuration."""
     if unet_config.get("addition_embed_type") == "text_time":
-        return Family.SDXL
+        return UNetKind.SDXL
     # SD 2.x's text encoder is OpenCLIP ViT-H, 1024 wide; SD 1.x's CLIP ViT-L is 768.
-    return Family.SD2 if unet_config.get("cross_attention_dim") == 1024 else Family.SD1
+    return UNetKind.SD2 if unet_config.get("cross_attention_dim") == 1024 else UNetKind.SD1
 
 
 def kind_of(folder: Path) -> str:
-    """Return the family of a diffusers folder's UNet. Raises `ModelError`."""
-    return str(family_of(read_json(folder / "unet" / "config.json")))
+    """Return the kind of a diffusers folder's UNet. Raises `ModelError`."""
+    return str(kind_of_config(read_json(folder / "unet" / "config.json")))
 
 
 # ---- checkpoints in one file, in the original layout ----------------------------------------------------------------
 
 VAE = "first_stage_model."
-_TEXTS: Mapping[str, tuple[FamilyName, Family]] = {
-    "conditioner.embedders.1.": (FamilyName.SDXL, Family.SDXL),
-    "cond_stage_model.model.": (FamilyName.SD21, Family.SD2),
-    "cond_stage_model.transformer.": (FamilyName.SD15, Family.SD1),
+_TEXTS: Mapping[str, tuple[FamilyName, UNetKind]] = {
+    "conditioner.embedders.1.": (FamilyName.SDXL, UNetKind.SDXL),
+    "cond_stage_model.model.": (FamilyName.SD21, UNetKind.SD2),
+    "cond_stage_model.transformer.": (FamilyName.SD15, UNetKind.SD1),
 }
-"""What the keys of the text encoder that only one family has begin with."""
+"""What the keys of the text encoder that only one kind has begin with."""
 
 
 def architecture_of(keys: Collection[str]) -> FamilyName | None:
@@ -51,7 +51,7 @@ def architecture_of(keys: Collection[str]) -> FamilyName | None:
 
 
 def kind_of_file(keys: Collection[str]) -> str | None:
-    """Return the family of a whole checkpoint with tensors of these names; None: it is of no UNet. Raises `ModelError`,
+    """Return the kind of a whole checkpoint with tensors of these names; None: it is of no UNet. Raises `ModelError`,
     without naming the file, for one that is not whole."""
     if _has(keys, "conditioner.embedders.0.model."):
         raise ModelError("an SDXL refiner is not supported as a base model")
@@ -100,14 +100,14 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
         )
 
 
-def check_vae_config(vae: Mapping[str, Any], family: Family, path: Path) -> None:
-    """Raise `ModelError` for a VAE of another class, or for latents that the family's pipelines do not scale so."""
+def check_vae_config(vae: Mapping[str, Any], kind: UNetKind, path: Path) -> None:
+    """Raise `ModelError` for a VAE of another class, or for latents that the kind's pipelines do not scale so."""
     kind = vae.get("_class_name", "AutoencoderKL")
     if kind != "AutoencoderKL":
         raise ModelError(f"{path}: {kind} is not supported; AutoencoderKL is")
     moments = [key for key in ("latents_mean", "latents_std") if vae.get(key) is not None]
     channels = vae.get("latent_channels", 4)
-    are_read = family is Family.SDXL and [len(vae[key]) for key in moments] == [channels, channels]
+    are_read = kind is UNetKind.SDXL and [len(vae[key]) for key in moments] == [channels, channels]
     for key in ["shift_factor", *([] if are_read else moments)]:
         if vae.get(key) is not None:
             raise ModelError(f"{path}: {key} = {vae[key]!r} is not supported{_MOMENTS if key in moments else ''}")
@@ -130,8 +130,8 @@ def check_controlnet_config(
             ours, theirs = _plain(config.get(key)), _plain(base.get(key))
             if ours != theirs and None not in (config.get(key, ...), base.get(key, ...)):
                 raise ModelError(f"{path}: {key} is {ours}, the base model's is {theirs}: it is for another base model")
-        if family_of(config) is not family_of(base):
-            raise ModelError(f"{path}: made for {family_of(config)}, the base model is {family_of(base)}")
+        if kind_of_config(config) is not kind_of_config(base):
+            raise ModelError(f"{path}: made for {kind_of_config(config)}, the base model is {kind_of_config(base)}")
     embedding = config.get("conditioning_embedding_out_channels", (16, 32, 96, 256))
     if vae_factor is not None and 2 ** (len(embedding) - 1) != vae_factor:
         raise ModelError(

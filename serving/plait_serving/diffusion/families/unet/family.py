@@ -17,7 +17,7 @@ from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.preparation import uses_graphs
 from plait_serving.diffusion.families.unet.bundle import Bundle, check_controlnet, components_of, load_bundle
 from plait_serving.diffusion.families.unet.compiled import graphed_halves, row_wise_halves
-from plait_serving.diffusion.families.unet.config import Family as Kind
+from plait_serving.diffusion.families.unet.config import UNetKind
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
 from plait_serving.diffusion.families.unet.programs import UNetPrograms
@@ -41,7 +41,7 @@ class UNetFamily(Family):
         self._prompts = PromptEncoder(self._outline, tokens=self._tokens)
         self._read_ahead: tuple[UNetPrograms, Bundle] | None = None
         self._stop_converting: Callable[[], None] = lambda: None
-        self.kind = str(self._outline.family)
+        self.kind = str(self._outline.kind)
         self.width, self.height = self._outline.width, self._outline.height
         self.size_multiple, self.min_whole_edge = self._outline.size_multiple, self._outline.min_whole_edge
         self.weights_bytes = self._outline.weights_bytes
@@ -134,4 +134,4 @@ _XL_TAKES = frozenset(("prompt_2", "negative_prompt_2", "original_size", "target
 
 
 def _takes(outline: Bundle) -> frozenset[str]:
-    return _TAKES | _XL_TAKES if outline.family is Kind.SDXL else _TAKES
+    return _TAKES | _XL_TAKES if outline.kind is UNetKind.SDXL else _TAKES

@@ -19,7 +19,7 @@ from torch import nn
 
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.unet.bundle import Bundle
-from plait_serving.diffusion.families.unet.config import Family
+from plait_serving.diffusion.families.unet.config import UNetKind
 from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.request_terms import RequestSize
@@ -51,7 +51,7 @@ class PromptEncoder:
         """Take the bundle. `weights_version` must change whenever a text encoder is written to; by default torch's own
         count. `tokens`: those of the bundle's tokenizers, if others use these as well."""
         self._bundle = bundle
-        self._is_xl = bundle.family is Family.SDXL
+        self._is_xl = bundle.kind is UNetKind.SDXL
         self._version = weights_version or parameter_version(*bundle.text_encoders)
         self._known: OrderedDict[_Call, EncodedText] = OrderedDict()
         self._known_version = self._version()

@@ -19,7 +19,7 @@ from typing import Any
 import diffusers
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.config import Family
+from plait_serving.diffusion.families.unet.config import UNetKind
 
 OF_BETAS = frozenset(
     f"{name}Scheduler"
@@ -69,15 +69,15 @@ class SchedulerConfig:
         return {**self.written, **(self.own_defaults if class_name == self.own_class else {})}
 
 
-def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, family: Family) -> SchedulerConfig:
+def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, kind: UNetKind) -> SchedulerConfig:
     """Return the scheduler of a folder: what its file says, and what `model_index.json` calls it (`names`). Raises
     `ModelError`, naming the class or the key that is not served."""
     path = folder / "scheduler" / "scheduler_config.json"
-    kind = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
-    if kind is None:
+    named = getattr(diffusers, str(names[-1]), None) if isinstance(names, list) and names else None
+    if named is None:
         raise ModelError(f"{folder / 'model_index.json'}: scheduler names no class of diffusers: {names!r}")
-    alike: frozenset[str] = next((group for group in (OF_BETAS, EDM, COSINE) if kind.__name__ in group), frozenset())
-    for place, name in ((folder / "model_index.json", kind.__name__), (path, written.get("_class_name"))):
+    alike: frozenset[str] = next((group for group in (OF_BETAS, EDM, COSINE) if named.__name__ in group), frozenset())
+    for place, name in ((folder / "model_index.json", named.__name__), (path, written.get("_class_name"))):
         if name is not None and name not in alike:
             raise ModelError(f"{place}: {name} is not supported: no sampler here steps as it does")
     is_edm = alike is not OF_BETAS
@@ -85,15 +85,15 @@ def scheduler_config(folder: Path, written: Mapping[str, Any], names: object, fa
     for key, values in {"prediction_type": predictions, "beta_schedule": _BETA_SCHEDULES}.items():
         if key in written and written[key] not in values:
             raise ModelError(f"{path}: {key} = {written[key]!r} is not supported")
-    known = inspect.signature(kind.__init__).parameters
+    known = inspect.signature(named.__init__).parameters
     for key in sorted(written.keys() & known.keys() - READ - (EDM_READ if is_edm else frozenset())):
         if written[key] is not None and written[key] != known[key].default:
             raise ModelError(f"{path}: {key} = {written[key]!r} is not supported: samplers here do not read it")
     # StableDiffusionPipeline mends outdated configurations; the SDXL pipeline takes them as they are. What the file
     # does not say is mended in the folder's own scheduler only: one of another class takes its own defaults for it.
-    mended = {} if family is Family.SDXL else _MENDED
+    mended = {} if kind is UNetKind.SDXL else _MENDED
     return SchedulerConfig(
         written={**written, **{key: value for key, value in mended.items() if key in written}},
-        own_class=kind.__name__,
+        own_class=named.__name__,
         own_defaults={key: value for key, value in mended.items() if key in known and key not in written},
     )

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import check_controlnet, load_bundle, load_controlnet
-from plait_serving.diffusion.families.unet.config import Family, check_controlnet_config
+from plait_serving.diffusion.families.unet.config import UNetKind, check_controlnet_config
 from plait_serving.diffusion.families.unet.samplers import sampler_of
 from plait_serving.diffusion.sources.hub import fetch_from_hub, wanted_files
 from plait_serving.diffusion.sources.resolve import resolve_source
@@ -42,9 +42,9 @@ def edit(path: Path, **changes) -> None:
 
 
 def test_a_stable_diffusion_folder(tiny_sd_folder):
-    """Family, sizes and modes of what was loaded."""
+    """UNetKind, sizes and modes of what was loaded."""
     bundle = load_bundle(tiny_sd_folder)
-    assert (bundle.family, bundle.width, bundle.height, bundle.vae_factor) == (Family.SD1, 32, 32, 2)
+    assert (bundle.kind, bundle.width, bundle.height, bundle.vae_factor) == (UNetKind.SD1, 32, 32, 2)
     assert len(bundle.text_encoders) == len(bundle.tokenizers) == 1
     assert bundle.safety_checker is None
     parts = (bundle.unet, bundle.vae, *bundle.text_encoders)
@@ -54,7 +54,7 @@ def test_a_stable_diffusion_folder(tiny_sd_folder):
 def test_an_sdxl_folder(tiny_sdxl_folder):
     """SDXL has two encoders, zeros for empty prompts, and a float32 VAE where it would overflow float16."""
     bundle = load_bundle(tiny_sdxl_folder, dtype=torch.float16)
-    assert (bundle.family, len(bundle.text_encoders)) == (Family.SDXL, 2)
+    assert (bundle.kind, len(bundle.text_encoders)) == (UNetKind.SDXL, 2)
     assert bundle.force_zeros_for_empty_prompt
     assert (bundle.unet.dtype, bundle.vae.dtype) == (torch.float16, torch.float32)
 

@@ -12,7 +12,7 @@ import pytest
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.unet.bundle import load_bundle
-from plait_serving.diffusion.families.unet.config import Family, check_vae_config
+from plait_serving.diffusion.families.unet.config import UNetKind, check_vae_config
 from plait_serving.diffusion.families.unet.scheduler import COSINE, EDM, EDM_READ, OF_BETAS, READ, scheduler_config
 
 _BETAS = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "num_train_timesteps": 1000}
@@ -75,9 +75,9 @@ NO_REASON = [
 ]
 
 
-def read(written: dict, name: str | None = None, family: Family = Family.SDXL):
+def read(written: dict, name: str | None = None, kind: UNetKind = UNetKind.SDXL):
     """What is made of a scheduler's file."""
-    return scheduler_config(Path("model"), written, ["diffusers", name or written["_class_name"]], family)
+    return scheduler_config(Path("model"), written, ["diffusers", name or written["_class_name"]], kind)
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_published_schedulers_load(name, folder):
 @pytest.mark.parametrize("name", VAES)
 def test_published_vaes_load(name):
     """As their files are."""
-    check_vae_config(VAES[name], Family.SDXL, Path("config.json"))
+    check_vae_config(VAES[name], UNetKind.SDXL, Path("config.json"))
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "sample"])
@@ -172,11 +172,11 @@ def test_every_key_was_looked_at():
 @pytest.mark.parametrize(
     ("family", "changes", "key"),
     [
-        (Family.SD1, {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 4}, "latents_mean"),
-        (Family.SDXL, {"latents_mean": [0.1] * 4}, "latents_mean"),
-        (Family.SDXL, {"latents_std": [2.0] * 4}, "latents_std"),
-        (Family.SDXL, {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 3}, "latents_mean"),
-        (Family.SDXL, {"shift_factor": 0.1}, "shift_factor"),
+        (UNetKind.SD1, {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 4}, "latents_mean"),
+        (UNetKind.SDXL, {"latents_mean": [0.1] * 4}, "latents_mean"),
+        (UNetKind.SDXL, {"latents_std": [2.0] * 4}, "latents_std"),
+        (UNetKind.SDXL, {"latents_mean": [0.1] * 4, "latents_std": [2.0] * 3}, "latents_mean"),
+        (UNetKind.SDXL, {"shift_factor": 0.1}, "shift_factor"),
     ],
 )
 def test_latents_of_a_vae_that_pipelines_do_not_scale_so_are_refused(family, changes, key):
