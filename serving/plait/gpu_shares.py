@@ -34,7 +34,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.sources.file_kinds import SUFFIX
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
 from plait_serving.images.config import ImagesSection
-from plait_serving.ranking.config import HnSection
+from plait_serving.ranking.config import HnSection, RankModelSection
 from plait_serving.sections import Section
 
 ConfigT = TypeVar("ConfigT", bound=ServedConfig)
@@ -133,14 +133,20 @@ def _floor(share: float) -> float:
     return math.floor(share * WHOLE) / WHOLE
 
 
+def _ranking(config: ServedConfig) -> Mapping[str, RankModelSection]:
+    return {} if config.recommend is None else config.recommend.models or {}
+
+
 def _wishes(config: ServedConfig) -> Iterator[_Wish]:
+    """The starter's ControlNets and recommenders are small, and no section of a file has room for a share of theirs:
+    they stay on a CPU."""
     if (images := config.images) is not None and images.device != "cpu":
         by_hand = 0.0 if ":" in images.device else None  # whoever numbers a device has chosen it
         largest = max(_half_bytes(Path(it.folder)) for it in images.base_models.values())
         yield _wish(ENGINE, images, images.memory_bytes or largest, by_hand)
-        for name, net in images.controlnet_services().items():
+        for name, net in images.controlnet_services().items() if images.controlnets is not None else ():
             yield _wish(CONTROLNET_PREFIX + name, net, _half_bytes(net.folder), by_hand)
-    for name, model in config.ranking_models.items():
+    for name, model in _ranking(config).items():
         for role, part in model.parts.items():
             if isinstance(part, HnSection):
                 yield _wish(worker_name(name, role), part, _DENSE_BYTES, None)
@@ -163,14 +169,13 @@ def _half_bytes(model: Path) -> int:
 
 
 def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:
-    """Return the configuration with these shares in its sections, those that a file leaves to the starter's written
-    out."""
+    """Return the configuration with these shares in its sections."""
     updates: dict[str, Any] = {}
     if config.images is not None and ENGINE in shares:
         updates["images"] = _images(config.images, shares)
-    if config.recommend is not None:
+    if config.recommend is not None and config.recommend.models is not None:
         models = {}
-        for name, model in config.ranking_models.items():
+        for name, model in config.recommend.models.items():
             parts = {role: worker_name(name, role) for role, part in model.parts.items() if isinstance(part, HnSection)}
             new = {role: _shared(getattr(model, role), shares[at]) for role, at in parts.items()}
             models[name] = model.model_copy(update=new)
@@ -179,11 +184,14 @@ def _written(config: ConfigT, shares: Mapping[str, float | None]) -> ConfigT:
 
 
 def _images(images: ImagesSection, shares: Mapping[str, float | None]) -> ImagesSection:
+    found = _shared(images, shares[ENGINE])
+    if images.controlnets is None:
+        return found
     nets = {
         name: _shared(net, shares.get(CONTROLNET_PREFIX + name, net.num_gpus))
-        for name, net in images.resolved_controlnets().items()
+        for name, net in images.controlnets.items()
     }
-    return _shared(images, shares[ENGINE]).model_copy(update={"controlnets": nets})
+    return found.model_copy(update={"controlnets": nets})
 
 
 def _shared(section: SectionT, share: float | None) -> SectionT:

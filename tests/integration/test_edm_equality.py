@@ -165,7 +165,7 @@ def test_requests_that_name_no_sampler_get_the_model_s_own(model, tmp_path):
             body, catalog, request_id="r", random_seed=1, preprocessors={}, decode_limits=DecodeLimits()
         )  # fmt: skip
         assert made.scheduler is (expected or Scheduler.DPMPP_2M_SDE)
-        assert catalog.model.samplers.among == AMONG
+        assert catalog.model.terms.samplers.among == AMONG
 
 
 def test_samplers_of_another_noise_are_refused(model):

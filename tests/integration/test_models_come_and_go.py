@@ -163,7 +163,7 @@ def parts_of(model, *, loaded: bool = True) -> list[tuple[str, weakref.ref]]:
     """What is made for one base model."""
     family = model.family
     parts = {
-        "model": model, "family": family, "outline": family._outline.unet, "preparer": family._preparer,
+        "model": model, "family": family, "outline": family._outline.unet, "preparer": family.preparer,
         "loras": model.loras if family.kind == "sdxl" else model, "auditor": family.auditor,
         "costs": model.costs, "forecast": model.forecast,
     }  # fmt: skip

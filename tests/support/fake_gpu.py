@@ -74,8 +74,11 @@ class FakeGpu(FakeTensorMode):
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.reads = 0
+        self._is_faking = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._is_faking:
+            return super().__torch_dispatch__(func, types, args, kwargs)
         given = tree_leaves((args, kwargs))
         there = any(isinstance(each, FakeTensor) for each in given)
         if not there and not any(isinstance(each, torch.device) and each.type == NAME for each in given):
@@ -87,7 +90,13 @@ class FakeGpu(FakeTensorMode):
         return tree_map(_real, super().__torch_dispatch__(func, types, args, kwargs))
 
     def _faked(self, value: torch.Tensor) -> torch.Tensor:
-        return value if isinstance(value, FakeTensor) else self.from_tensor(value)
+        found = value
+        if not isinstance(value, FakeTensor):
+            self._is_faking = True
+            found = self.from_tensor(value)
+            self._is_faking = False
+        found.constant = None  # torch would compute with what it knows of small ones, on a device that is not there
+        return found
 
 
 def _real(value: Any) -> Any:

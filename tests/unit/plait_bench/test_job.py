@@ -157,7 +157,7 @@ def test_without_a_checkout_there_are_no_benchmarks(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "plait_bench.job", None)
     code, stdout, stderr = run(capsys, "images")
     assert (code, stdout) == (1, "")
-    assert "run this in a clone of plait's repository" in stderr
+    assert "benchmarks are not installed: run this in a clone" in stderr
 
 
 def test_help_needs_no_torch(monkeypatch, capsys):

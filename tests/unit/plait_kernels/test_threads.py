@@ -89,6 +89,7 @@ set_threads(2)
 from pathlib import Path
 from plait_serving.diffusion.assemble import EngineSettings, build_engine, warm_up
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
+import plait_serving.diffusion.families.unet.family  # as for torch: what libraries start when they are imported
 before = foreign()
 knobs = EngineKnobs(threads=2)
 model = Path(sys.argv[1])
