@@ -82,7 +82,7 @@ _OTHERS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"joint_blocks[._]|transformer_blocks[._]\d+[._]attn2[._]", "Stable Diffusion 3"),
         (r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)", "Qwen-Image"),
         (r"(^|[._])layers[._]\d+[._](attention|feed_forward|adaLN_modulation)[._]", "Z-Image"),
-        (r"transformer_blocks[._]\d+[._](attn|ff|ff_context|norm1|norm1_context)[._]", "a transformer like FLUX.1"),
+        (r"^(lora_|lycoris_)?transformer[._]", "a transformer, as Stable Diffusion 3 and FLUX.1 are"),
     )
 )
 

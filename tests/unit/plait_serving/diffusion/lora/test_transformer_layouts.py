@@ -401,6 +401,21 @@ def test_what_matches_nothing_is_an_error(name, stem, says, tmp_path):
     assert f"{stem}.lora_down.weight" in message
 
 
+@pytest.mark.parametrize(
+    ("stem", "says"),
+    [
+        ("transformer.transformer_blocks.0.attn.to_q", "a transformer, as Stable Diffusion 3 and FLUX.1 are"),
+        ("lora_unet_double_blocks_0_img_attn_qkv", "FLUX.1"),
+        ("lora_unet_joint_blocks_0_x_block_attn_qkv", "Stable Diffusion 3"),
+    ],
+)
+def test_a_unet_says_that_a_file_is_for_a_transformer(stem, says, tmp_path):
+    """Its names tell it, before any shape does."""
+    unet = next(part for part in scaled_down(FamilyName.SDXL).parts if part.folder == "unet")
+    message = refusal(both(stem), LoraTargets.of({"unet": build_on_meta(unet)}), tmp_path)
+    assert f"(the file is for {says})" in message
+
+
 def test_a_control_lora_is_refused_by_name(tmp_path):
     """Black Forest Labs' has norms of its own and biases; one that diffusers saved has a wider input."""
     norms = {"double_blocks.0.img_attn.norm.query_norm.scale": torch.ones(16)}
