@@ -102,9 +102,9 @@ def check_unet_config(unet: Mapping[str, Any], vae: Mapping[str, Any], path: Pat
 
 def check_vae_config(vae: Mapping[str, Any], kind: UNetKind, path: Path) -> None:
     """Raise `ModelError` for a VAE of another class, or for latents that the kind's pipelines do not scale so."""
-    kind = vae.get("_class_name", "AutoencoderKL")
-    if kind != "AutoencoderKL":
-        raise ModelError(f"{path}: {kind} is not supported; AutoencoderKL is")
+    named = vae.get("_class_name", "AutoencoderKL")
+    if named != "AutoencoderKL":
+        raise ModelError(f"{path}: {named} is not supported; AutoencoderKL is")
     moments = [key for key in ("latents_mean", "latents_std") if vae.get(key) is not None]
     channels = vae.get("latent_channels", 4)
     are_read = kind is UNetKind.SDXL and [len(vae[key]) for key in moments] == [channels, channels]
