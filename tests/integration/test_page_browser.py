@@ -263,6 +263,24 @@ def test_shapes_are_sizes_of_the_model(window):
         assert page.run("return document.querySelectorAll('#shapes [aria-pressed=true]').length") == 1
 
 
+@pytest.mark.parametrize(
+    ("sizes", "offered"),
+    [
+        (("64x64", "40x80", "48x60"), {"64x64": "64x64", "40x80": "40x80"}),
+        (("48x48-72x64",), {"1:1": "64x64", "4:3": "72x56"}),
+        (("16x16",), {"16x16": "16x16"}),
+    ],
+    ids=["listed", "a range", "another"],
+)
+def test_only_sizes_that_are_allowed_are_offered(window, sizes, offered):
+    """Those that are listed, or shapes within a range."""
+    model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
+    model = replace(model, limits=replace(model.limits, sizes=sizes, max_edge_px=80))
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
+        shown = "return [...document.querySelectorAll('#shapes button')].map((b) => [b.innerText, b.title])"
+        assert dict(desk.ready().run(shown)) == offered
+
+
 def test_marks_and_samplers_options_are_on_the_page(window):
     """What a hint says can be done about it is there; a reload keeps it."""
     with Desk(window) as desk:

@@ -99,6 +99,13 @@ def check_unchanged(settings: Mapping[str, Any], options: Mapping[str, Any], whe
             raise RequestError(f"{where}{key[:200]}: {there}", param=key)
 
 
+def checkpoint_in(value: Any) -> str | None:
+    """Return the title of a model. Raises `RequestError` for what is none."""
+    if not isinstance(value, str | None):
+        raise RequestError(f"{CHECKPOINT}: the title of a model is a text", param=CHECKPOINT)
+    return value
+
+
 def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits) -> Asked:
     """Return what a request asks for. `checkpoint`: the model of requests that name none. Raises `RequestError` or
     `NotFound`, or pydantic's ValidationError with plait's names of fields."""
@@ -107,8 +114,10 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         if extra.get(name) not in nothing:
             raise RequestError(f"{name}: plait has nothing for it; leave it at {nothing[0]!r}", param=name)
     settings = dict(given.override_settings or {})
-    model = settings.pop(CHECKPOINT, None) or checkpoint
+    model = checkpoint_in(settings.pop(CHECKPOINT, None) or checkpoint)
     clip_skip = settings.pop(CLIP_SKIP, None) or 1
+    if type(clip_skip) is not int:
+        raise RequestError(f"override_settings.{CLIP_SKIP}: must be a whole number", param=CLIP_SKIP)
     check_unchanged(settings, options_of(model or ""), "override_settings.")
     card, _ = chosen_model(model, catalog)
     fields: dict[str, Any] = {
@@ -123,7 +132,7 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
     of_model = {
         "guidance_scale": given.cfg_scale,
         "negative_prompt": given.negative_prompt or None,
-        "clip_skip": clip_skip - 1 if isinstance(clip_skip, int) and clip_skip > 1 else None,
+        "clip_skip": clip_skip - 1 or None,
     }
     fields |= {name: value for name, value in of_model.items() if name in card.terms.takes}
     hints = [
@@ -207,7 +216,7 @@ def _control(unit: Mapping[str, Any], image: str | None) -> dict[str, Any]:
         "name": unit.get("model"),
         "image": given or image,
         "preprocess": False if module in _NO_MODULE else module,
-        **{name: float(value) for name, value in members.items() if isinstance(value, int | float)},
+        **{name: value for name, value in members.items() if value is not None},
     }
 
 

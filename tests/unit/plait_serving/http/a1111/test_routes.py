@@ -143,7 +143,8 @@ def test_other_options_stay_as_they_are(client):
         assert answer.json()["detail"].startswith(f"{name}: ")
         answer = client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "override_settings": {"grid_save": True}})
         assert answer.json()["detail"].startswith("override_settings.grid_save: ")
-    assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": "emo"}).status_code == 404
+    for model, status in (("emo", 404), (5, 400), ("emoji+noto:1." + "0" * 2**20, 400)):
+        assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": model}).status_code == status
     assert client.get(f"{SDAPI}/options").json() == options
 
 
@@ -169,6 +170,10 @@ def test_other_options_stay_as_they_are(client):
         ({"prompt": "[a:b:0.5]"}, 400, "[a:b:0.5]"),
         ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, 404, "sdxl"),
         ({"steps": "many"}, 400, "steps"),
+        ({"override_settings": {"sd_model_checkpoint": 5}}, 400, "sd_model_checkpoint"),
+        ({"override_settings": {"sd_model_checkpoint": "emoji" + "+" * 2**20}}, 400, "at most 1024"),
+        ({"override_settings": {"CLIP_stop_at_last_layers": "2"}}, 400, "CLIP_stop_at_last_layers"),
+        ({"override_settings": {"CLIP_stop_at_last_layers": -2}}, 400, "CLIP_stop_at_last_layers"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, status, named):
@@ -178,6 +183,15 @@ def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, stat
     assert named in answer.json()["detail"]
     assert isinstance(answer.json()["error"], str)
     assert service.submitted == []
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "[" * 400 + "]" * 400, "NaN"], ids=["surrogate", "deep", "nan"])
+def test_fields_of_others_come_back_whatever_they_are(client, value):
+    """What A1111 does not know is no reason for a failure after the image was made."""
+    body = f'{{"prompt": "x", "theirs": {value}, "width": 16, "height": 16}}'
+    answer = client.post(f"{SDAPI}/txt2img", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert json.dumps(answer.json()["parameters"]["theirs"]) == value
 
 
 def test_a_samplers_name_may_hold_its_spacing(client, service):
@@ -258,7 +272,8 @@ def test_controlnets_come_as_an_always_on_script(client, service):
     body |= {"alwayson_scripts": {"controlnet": {"args": [unit]}}, "init_images": [b64(png())]}
     assert client.post(f"{SDAPI}/img2img", json=body).is_success
     assert np.array_equal(service.submitted[-1].controlnets[0].image, first.image)
-    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"model": "None"}):
+    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"model": "None"},
+                  {"weight": 10**400}, {"weight": "much"}):  # fmt: skip
         body["alwayson_scripts"] = {"controlnet": {"args": [{**unit, **wrong}]}}
         assert client.post(f"{SDAPI}/img2img", json=body).status_code in (400, 404)
 
