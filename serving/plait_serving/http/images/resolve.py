@@ -35,7 +35,14 @@ from plait_serving.diffusion.values import (
     RgbImage,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
-from plait_serving.http.images.schemas import MAX_LIST, MAX_MODEL_CHARS, ControlNetBody, EditBody, GenerationBody, LoraBody
+from plait_serving.http.images.schemas import (
+    MAX_LIST,
+    MAX_MODEL_CHARS,
+    ControlNetBody,
+    EditBody,
+    GenerationBody,
+    LoraBody,
+)
 from plait_serving.images.codec import (
     DecodeLimits,
     decode_base64,
