@@ -64,7 +64,7 @@ class Desk:
         return self
 
     def __exit__(self, *_):
-        self.page.open("about:blank")
+        self.page.close()
         self.server.stop()
 
     def ready(self):

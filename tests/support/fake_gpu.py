@@ -26,7 +26,6 @@ class Allocator:
 
     def __init__(self) -> None:
         self.total, self.reserved, self.allocated = 80 << 30, 0, 0
-        self.emptied = 0
 
     def is_initialized(self) -> bool:
         return True
@@ -59,7 +58,6 @@ class Allocator:
         return self.allocated
 
     def empty_cache(self) -> None:
-        self.emptied += 1
         self.reserved = self.allocated
 
 

@@ -114,13 +114,13 @@ def forward(unet: Any, given: GuidedInputs) -> torch.Tensor:
     return output
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sdxl(run: GpuRun) -> None:
     """Stable Diffusion XL at 1024x1024, and its compiled peer."""
     _family(run, "sdxl", FamilyName.SDXL)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def sd15(run: GpuRun) -> None:
     """Stable Diffusion 1.5 at 512x512."""
     _family(run, "sd15", FamilyName.SD15)

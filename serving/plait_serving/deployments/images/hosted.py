@@ -155,7 +155,7 @@ class HostedImages:
         engine = self._engine
         pool, self._reports = engine.pool, self._reports + 1
         resident, wanted = set(pool.statistics().resident), engine.open_models()
-        load_s = {name: pool.load_s(model) for name, model in pool.models.items()}
+        load_s = {name: model.load_s for name, model in pool.models.items()}
         loras = {name for cache in pool.loras for name in cache.resident_names()}
         return ReplicaState(
             number=self._reports,

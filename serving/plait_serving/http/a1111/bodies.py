@@ -134,11 +134,14 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         "negative_prompt": given.negative_prompt or None,
         "clip_skip": clip_skip - 1 or None,
     }
-    fields |= {name: value for name, value in of_model.items() if name in card.terms.takes}
+    takes = card.terms.takes
+    if "true_cfg_scale" in takes:  # without which it has no use for one, and which A1111 does not know
+        takes -= {"negative_prompt"}
+    fields |= {name: value for name, value in of_model.items() if name in takes}
     hints = [
         f"{name}: {card.name} has no use for it"
         for name, value in of_model.items()
-        if name not in card.terms.takes and value is not None
+        if name not in takes and value is not None
     ]
     image = _image(given) if isinstance(given, Img2Img) else None
     fields["controlnets"] = _controls(given.alwayson_scripts or {}, image) or None
@@ -148,7 +151,11 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         return Asked(body=GenerationBody(**fields), hints=hints)
     if given.mask and given.inpaint_full_res:
         hints.append("inpaint_full_res: the whole picture is worked on, not its masked part enlarged")
-    fields |= {"image": image, "mask": _mask(given, limits), "strength": given.denoising_strength}
+    strength = given.denoising_strength
+    if card.terms.reads_images and strength is not None:
+        strength = None
+        hints.append(f"denoising_strength: {card.name} reads the image, and starts from noise")
+    fields |= {"image": image, "mask": _mask(given, limits), "strength": strength}
     return Asked(body=EditBody(**fields), hints=hints)
 
 

@@ -24,9 +24,13 @@ from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, 
 ON = HttpSettings(a1111_api=True)
 KEYS = tuple(ApiKey.from_secret(f"sk:{name}", tenant=name) for name in ("a", "b"))
 KEYED = HttpSettings(a1111_api=True, api_keys=KEYS)
+MODEL = replace(
+    FAKE_CATALOG.model,
+    terms=replace(FAKE_CATALOG.model.terms, takes=FAKE_CATALOG.model.terms.takes - {"true_cfg_scale"}),
+)
 TWO_MODELS = replace(
     FAKE_CATALOG,
-    models=(*FAKE_CATALOG.models, replace(FAKE_CATALOG.model, name="other")),
+    models=(MODEL, replace(MODEL, name="other")),
     aliases=(AliasCard(name="soft", model="other", loras={"noto": 0.5}),),
 )
 SDAPI = "/sdapi/v1"
@@ -219,6 +223,14 @@ def test_a_model_without_a_use_for_them_does_without(service):
     assert (request.prompt, request.guidance_scale, request.negative_prompt) == ("(red) apple", 1.0, None)
     assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 2.0)]
     assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"guidance_scale", "negative_prompt"}
+    takes = frozenset(("guidance_scale", "negative_prompt", "true_cfg_scale"))
+    terms = replace(terms, takes=takes, edits=False, reads_images=True)  # FLUX.1 Kontext, which A1111 does not know
+    service.offers = replace(FAKE_CATALOG, models=(replace(plain, terms=terms),))
+    answer = make_client(service, ON).post(f"{SDAPI}/img2img", json={**body, "init_images": [b64(png())]})
+    request = service.submitted[-1]
+    assert (request.guidance_scale, request.negative_prompt, request.edit) == (7.0, None, None)
+    assert request.reference is not None
+    assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"negative_prompt", "denoising_strength"}
 
 
 def test_an_image_is_started_from(client, service):
