@@ -212,13 +212,15 @@ def test_who_waits_sees_where(window):
 def test_a_refusal_is_told_in_the_servers_words(window):
     """In the card of the image that is not there, and in a message; so is a server that has gone."""
     failures = {"too much": Overloaded("the queue is full", retry_after_s=2.0)}
-    with Desk(window, FakeImageService(failures=failures)) as desk:
+    with Desk(window, FakeImageService(failures=failures), width=390, height=800) as desk:
         page = desk.ready()
         page.fill("#prompt", "too much")
         page.keys(ESCAPE)
         page.click("#generate")
         page.wait("return document.querySelector('.tile.failed .canvas')?.innerText === 'the queue is full'")
         assert "the queue is full" in page.text("#messages")
+        assert page.barriers() == []
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
         desk.server.stop()
         page.click("#generate")
         page.wait("return document.querySelector('.tile.failed .canvas')?.innerText === 'the server does not answer'")

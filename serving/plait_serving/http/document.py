@@ -83,7 +83,7 @@ _REQUEST_ID = {
 }
 _OWN_ID = {
     "name": "x-request-id", "in": "header", "required": False,
-    "description": "the request's id, in the answer and in the server's log too; another one if it has other characters",
+    "description": "the request's id, in its answer and in the server's log; ignored if it has other characters",
     "schema": {"type": "string", "pattern": f"^{ACCEPTED.pattern}$"},
 }  # fmt: skip
 _RETRY_AFTER = {

@@ -17,7 +17,7 @@ from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt_syntax import take_loras
 from plait_serving.diffusion.values import Scheduler, Sigmas
 from plait_serving.http.images.resolve import chosen_model
-from plait_serving.http.images.schemas import EditBody, GenerationBody
+from plait_serving.http.images.schemas import MAX_LIST, EditBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, painted_mask
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import BaseModelCard, Catalog
@@ -70,7 +70,7 @@ class Txt2Img(BaseModel):
 class Img2Img(Txt2Img):
     """`POST /sdapi/v1/img2img`."""
 
-    init_images: list[str]
+    init_images: Annotated[list[str], Field(max_length=MAX_LIST)]
     denoising_strength: float | None = 0.75
     mask: str | None = None
     mask_blur: Annotated[float | None, Field(ge=0, le=64)] = 4.0
