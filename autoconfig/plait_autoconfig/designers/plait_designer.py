@@ -49,13 +49,9 @@ _NOISE, _NOISE_TRIALS = 0.03, 2.0
 """The assumed relative noise of a trial before any cell has been measured twice, and how many repeats that guess
 counts as."""
 _MARGIN_NOISE = 0.05
-_LIKELY = 0.6
-"""The probability of being feasible above which open cells are preferred: as long as there are any, no other cell is
-proposed. Otherwise, once little is left to gain among feasible cells, a long shot at one that probably fails
-would look better."""
-_CAUTION = 2.0
-"""The power to which the probability of being feasible is raised: a failed trial costs more than a proposal that
-gains nothing."""
+_HOPELESS = 0.3
+"""Cells that are less likely to be feasible are proposed only when no others are left: once little is to be gained
+among feasible cells, a long shot at one that almost surely fails would look better."""
 _WEIGHTINGS = 5
 """The number of distinct weightings when there are several goals. Each needs a background of its own, which is kept."""
 _COSTED_UNIT = 0.3
@@ -172,12 +168,12 @@ class PlaitDesigner(SobolDesigner):
         beliefs = self.beliefs()
         if beliefs.loss.trust == 0.0 and not self._costed and len(self._seen()[0]) < _FIRST:
             return super()._choose(open_cells)
-        likely = open_cells[beliefs.feasible[open_cells] >= _LIKELY]
-        some = likely if likely.size else open_cells
+        hopeful = open_cells[beliefs.feasible[open_cells] >= _HOPELESS]
+        some = hopeful if hopeful.size else open_cells
         return int(some[self._scores(beliefs)[some].argmax()])
 
     def _scores(self, beliefs: Beliefs) -> Floats:
-        """Return the score of each cell (N,): its expected gain, discounted by the probability that it is feasible."""
+        """Return the score of each cell (N,): its expected gain times the probability that it is feasible."""
         if not self.trials:
             mean = beliefs.loss.mean()
             gain = np.maximum(np.median(mean) - mean, 1e-9)
@@ -186,7 +182,7 @@ class PlaitDesigner(SobolDesigner):
             if best is None:  # anything feasible is worth having; better than the usual loss even more
                 best = np.median(beliefs.loss.means, axis=1)
             gain = expected_improvement(beliefs.loss, best)
-        return gain * beliefs.feasible**_CAUTION
+        return gain * beliefs.feasible
 
     @property
     def _costed(self) -> bool:

@@ -106,9 +106,9 @@ def test_failures_teach_where_not_to_go():
 
 
 def test_failures_are_learned_without_a_library_too():
-    """Later trials fail less often than the space does (a quarter of it)."""
-    trials = search(plait(), fails_beyond(20.0), 16)
-    assert sum(trial.outcome.failure is not None for trial in trials[8:]) <= 2
+    """Later trials fail no more often than the space does (a quarter of it), though the best lies beside what fails."""
+    late = [trial for seed in range(3) for trial in search(plait(seed=seed), fails_beyond(20.0), 16)[8:]]
+    assert sum(trial.outcome.failure is not None for trial in late) <= len(late) / 4
 
 
 def test_broken_limits_are_avoided_like_failures():
