@@ -10,6 +10,7 @@ from typing import Any
 from fakes.measurer import service
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples, TuningSubject
 from plait_autoconfig.jobs.plan import RunMeasurement, RunSearch, next_step
+from plait_autoconfig.jobs.promised_rate import SLO_MET
 from plait_autoconfig.jobs.records import JobFacts, Record
 from plait_autoconfig.jobs.reporting import outlook_of, state_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -26,7 +27,9 @@ SUBJECT = TuningSubject(
 FAILED = {kind.value: TrialOutcome.failed(kind, "as the test wants it") for kind in FailureKind}
 
 
-def played(spec: JobSpec | None = None, *, fail: Mapping[str, str] | None = None, most: int = 10_000) -> JobState:
+def played(
+    spec: JobSpec | None = None, *, fail: Mapping[str, str] | None = None, most: int = 10_000, noise: float = 0.02
+) -> JobState:
     """The state of a job after at most so many measurements; configurations are tried in a shuffled order. ``fail``:
     ``knob=value`` to the kind of failure."""
     spec = spec or job()
@@ -41,16 +44,16 @@ def played(spec: JobSpec | None = None, *, fail: Mapping[str, str] | None = None
             kind, config = MeasurementKind.TRIAL, waiting.pop()
         else:
             break
-        records.append(_record(len(records), kind, config, _outcome(config, rng, fail or {})))
+        records.append(_record(len(records), kind, config, _outcome(config, rng, fail or {}, noise)))
     return state_of(spec, records, JobFacts(subject=SUBJECT))
 
 
-def _outcome(config: Config, rng: random.Random, fail: Mapping[str, str]) -> TrialOutcome:
+def _outcome(config: Config, rng: random.Random, fail: Mapping[str, str], noise: float) -> TrialOutcome:
     found = next((kind for setting, kind in fail.items() if setting in _settings(config)), None)
     if found is not None:
         return FAILED[found]
-    metrics = {name: value * rng.gauss(1.0, 0.02) for name, value in service(config).items()}
-    return TrialOutcome(metrics={**metrics, "cost_per_hour": service(config)["cost_per_hour"]})
+    metrics = {name: value * rng.gauss(1.0, noise) for name, value in service(config).items()}
+    return TrialOutcome(metrics={**metrics, "cost_per_hour": service(config)["cost_per_hour"], SLO_MET: 1.0})
 
 
 def _settings(config: Config) -> list[str]:

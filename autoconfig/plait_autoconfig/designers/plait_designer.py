@@ -19,6 +19,7 @@ from typing import ClassVar
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
+from plait_autoconfig.confidence import log_losses
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.uninformed import SobolDesigner
 from plait_autoconfig.library import LibraryRun
@@ -123,14 +124,6 @@ class PlaitDesigner(SobolDesigner):
             with one_thread():
                 self._latest = state, self._believed()
         return self._latest[1]
-
-    def ranked(self) -> tuple[Config, ...]:
-        """Return the cells that were tried and kept all limits, lowest expected loss first: a lucky trial counts only
-        as far as its neighbours and its noise allow."""
-        index, cells = self._seen()
-        loss = self.beliefs().loss.mean()
-        kept = [(loss[at], n) for n, at in enumerate(index) if self.objective.feasible(cells[n].outcome)]
-        return tuple(cells[n].config for _, n in sorted(kept))
 
     def _believed(self) -> Beliefs:
         rng = np.random.default_rng([self._seed, len(self.trials)])
@@ -259,7 +252,7 @@ class PlaitDesigner(SobolDesigner):
     def _losses(self, outcomes: Sequence[TrialOutcome], weights: Floats) -> Floats:
         """Return log losses (n,), less the cost if that is known; with several goals the largest weighted one, each
         scaled by its own spread. NaN for failures."""
-        each = [reading.log_losses(goal, outcomes) for goal in self.objective.goals]
+        each = [log_losses(goal, outcomes) for goal in self.objective.goals]
         if self._costed:
             return each[0] - reading.log_costs(outcomes)
         if len(each) == 1 or not outcomes:

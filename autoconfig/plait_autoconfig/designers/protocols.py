@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
@@ -50,14 +50,6 @@ class Designer(Protocol):
 
     def drop(self, config: Config) -> None:
         """Give back a configuration that was asked for and will not be measured. It may be proposed again."""
-
-
-@runtime_checkable
-class Recommends(Protocol):
-    """A designer that knows better than the numbers alone which of its trials were lucky."""
-
-    def ranked(self) -> tuple[Config, ...]:
-        """Return the configurations that were tried and probably keep all limits, best first."""
 
 
 class MakesDesigner(Protocol):

@@ -1,8 +1,7 @@
 """The answer of a job: which configuration, how much better than the reference, and with what confidence.
 
-After the search the best candidates and the reference are measured again, alternating. Only these fresh measurements
-count, because the best of many trials is partly the luckiest. They are compared as measured, since drift affects all
-of them alike.
+Which one is decided by everything that was measured (`confidence`); by how much it is better is said from fresh
+measurements of it and of the reference, because the best of many trials is partly the luckiest.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
-from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.plan import confirmation, ranked_candidates
+from plait_autoconfig.jobs.plan import candidates_of, verdict_on
 from plait_autoconfig.jobs.promised_rate import held_rate
 from plait_autoconfig.jobs.records import Record, config_key, fresh_trials, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
@@ -20,21 +18,30 @@ from plait_autoconfig.jobs.uncertainty import Noise
 from plait_autoconfig.objective import GOODPUT_PER_S, Goal
 from plait_autoconfig.values import Cell, Config, Trial, TrialOutcome, Value, cells_of
 
+_OPEN = 0.8  # less sure than this, the answer says that more could be found out
+
 
 def recommendations(spec: JobSpec, records: Sequence[Record]) -> tuple[Recommendation, ...]:
     """Return the answer of a finished search: one, or the front of several goals; none if nothing is feasible."""
     fresh = fresh_trials(records)
     own = config_key(spec.default)
-    confirmed = any(config_key(trial.config) != own for trial in fresh)
-    trials = fresh if confirmed else trials_of(records)
-    goal = spec.goal
-    if len(goal.goals) > 1:
-        chosen: Sequence[Cell] = goal.front(trials)
+    if len(spec.goal.goals) > 1:
+        trials = fresh if any(config_key(trial.config) != own for trial in fresh) else trials_of(records)
+        chosen = [config_key(cell.config) for cell in spec.goal.front(trials)]
+        sure = 0.0
     else:
-        best = goal.best(trials)
-        chosen = [] if best is None else [best]
-    reference = next((cell for cell in cells_of(trials) if config_key(cell.config) == own), None)
-    return tuple(_recommendation(spec, records, cell, reference, trials, confirmed=confirmed) for cell in chosen)
+        candidates = candidates_of(records)
+        now, _ = verdict_on(spec, candidates)
+        if now.leader is None:
+            return ()
+        chosen, sure = [config_key(candidates[now.leader].config)], now.sure
+        again = {config_key(cell.config) for cell in cells_of(fresh)}
+        trials = fresh if {chosen[0], own} <= again else trials_of(records)
+    cells = {config_key(cell.config): cell for cell in cells_of(trials)}
+    return tuple(
+        _recommendation(spec, records, cells[key], cells.get(own), trials, confirmed=trials is fresh, sure=sure)
+        for key in chosen
+    )
 
 
 def noise_of(metric: str, groups: Mapping[Hashable, Sequence[TrialOutcome]], *, seed: int) -> Noise:
@@ -59,6 +66,7 @@ def _recommendation(
     trials: Sequence[Trial],
     *,
     confirmed: bool,
+    sure: float,
 ) -> Recommendation:
     groups: dict[Hashable, list[TrialOutcome]] = {}
     for trial in trials:
@@ -87,7 +95,7 @@ def _recommendation(
         capacity=_capacity(spec, groups, cell),
         promise=held_rate(spec, records, cell.config),
     )
-    return _with_sentence(spec, records, made, reference)
+    return _with_sentence(spec, records, made, reference, sure)
 
 
 def changes_of(reference: Config, config: Config) -> dict[str, tuple[Value | None, Value | None]]:
@@ -114,13 +122,13 @@ def _values(metric: str, cell: Cell | None) -> list[float]:
 
 
 def _with_sentence(
-    spec: JobSpec, records: Sequence[Record], made: Recommendation, reference: Cell | None
+    spec: JobSpec, records: Sequence[Record], made: Recommendation, reference: Cell | None, sure: float
 ) -> Recommendation:
     if made.changes:
         text = f"{_settings(made)}: {_gains(made)}{_verdict(made)}."
     else:
         text = f"Keep the reference: {_why_keep(spec, records)}."
-    text += f" {_basis(made)}{_best_of(spec, records, made)}{_reach(made.capacity)}{_promised(made.promise)}"
+    text += f" {_basis(made)}{_best_of(spec, records, sure)}{_reach(made.capacity)}{_promised(made.promise)}"
     if reference is not None and reference.outcome.failure is None and not spec.goal.feasible(reference.outcome):
         missed = [name for name, excess in spec.goal.excesses(reference.outcome).items() if excess > 0.0]
         text += f" The reference itself misses {' and '.join(missed)}."
@@ -156,22 +164,17 @@ def _verdict(made: Recommendation) -> str:
 
 def _basis(made: Recommendation) -> str:
     if made.confirmed:
-        return f"From {made.rounds} fresh measurement{'s' * (made.rounds != 1)} of each, in turn, after the search."
+        return f"From {made.rounds} fresh measurement{'s' * (made.rounds != 1)} of it after the search."
     return "It was not measured again after the search, and the best of several trials is partly the luckiest."
 
 
-def _best_of(spec: JobSpec, records: Sequence[Record], made: Recommendation) -> str:
-    """Return how sure it is that no other candidate that was measured again is better; empty if it was the only one."""
-    if not made.confirmed or not made.changes or len(spec.goal.goals) > 1:
+def _best_of(spec: JobSpec, records: Sequence[Record], sure: float) -> str:
+    """Return how sure it is that nothing else that was tried is better; empty if nothing else was, or for a front."""
+    others = len({record.key for record in records if record.kind.compares and record.valid}) - 1
+    if not others or len(spec.goal.goals) > 1:
         return ""
-    done: dict[Hashable, list[Record]] = {}
-    for record in records:
-        if record.kind is MeasurementKind.CONFIRM and record.key != config_key(spec.default):
-            done.setdefault(record.key, []).append(record)
-    if len(done) < 2:
-        return ""
-    now = confirmation(spec, [group[0].config for group in done.values()], done)
-    return f" That none of the other {len(done) - 1} measured again is better by 1 %: {100.0 * now.sure:.0f} % sure."
+    said = f" That none of the other {others} that were tried is better by 1 %: {100.0 * sure:.0f} % sure."
+    return said if sure >= _OPEN else f"{said} More trials or a larger `confirm` would tell."
 
 
 def _reach(capacity: Interval | None) -> str:
@@ -195,7 +198,8 @@ def _promised(promise: PromisedRate | None) -> str:
 
 
 def _why_keep(spec: JobSpec, records: Sequence[Record]) -> str:
-    candidates = ranked_candidates(spec, records)
-    if not candidates:
+    own = config_key(spec.default)
+    others = [cell for cell in cells_of(trials_of(records)) if config_key(cell.config) != own]
+    if not any(spec.goal.feasible(cell.outcome) for cell in others):
         return "no other configuration that was tried keeps every limit"
-    return "none of the candidates was better when it was measured again"
+    return "none that was tried is likely to be better, by all that was measured"

@@ -279,8 +279,8 @@ class _JobWorker:
             self._say("trial_lost", "another worker had declared it lost", record.number)
 
     def _drift(self, record: Record) -> dict[str, float]:
-        """Return the divisors by metric; none for confirmations, whose references are measured in the same minutes."""
-        if record.kind not in {MeasurementKind.TRIAL, MeasurementKind.REFERENCE}:
+        """Return the divisors by metric; none for what is compared with nothing."""
+        if not record.kind.compares:
             return {}
         before = [each for each in self._store.records() if each.number != record.number]
         return drift_factors([*before, record], self._spec.reference)

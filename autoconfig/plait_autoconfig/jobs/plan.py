@@ -8,16 +8,16 @@ checks of the rate that is promised.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from plait_autoconfig.confidence import LeaderOdds, log_loss, standing
+from plait_autoconfig.confidence import Verdict, next_runs, verdict
 from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.jobs.promised_rate import is_wanted, next_check
 from plait_autoconfig.jobs.records import Record, config_key, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
-from plait_autoconfig.values import Cell, Config, cells_of, pooled
+from plait_autoconfig.values import Cell, Config, TrialOutcome
 
 _MAX_INVALID = 2  # measurements more than wanted, for those whose load test was invalid
 
@@ -103,8 +103,8 @@ def needed_s(spec: JobSpec, active: Sequence[Record]) -> float:
     trial may end early, what is compared with does not."""
     trial_s = _mean_s(active, {MeasurementKind.TRIAL, MeasurementKind.REFERENCE})
     whole_s = _mean_s(active, {MeasurementKind.REFERENCE, MeasurementKind.CONFIRM})
-    wholes = (1 + spec.confirm.best) * spec.confirm.times if spec.confirm.best else 0
-    return trial_s + (wholes + is_wanted(spec)) * whole_s  # all checks: each is one load, where a search has about four
+    # All checks count as one: each is one load, where a search has about four.
+    return trial_s + (spec.confirm.runs + is_wanted(spec)) * whole_s
 
 
 def _mean_s(active: Sequence[Record], kinds: Collection[MeasurementKind]) -> float:
@@ -176,23 +176,77 @@ def _by_key(records: Sequence[Record], kind: MeasurementKind) -> dict[Hashable, 
 # ---- confirmation ----------------------------------------------------------------------------------------------------
 
 
-def ranked_candidates(spec: JobSpec, records: Sequence[Record]) -> tuple[Cell, ...]:
-    """Return the feasible configurations of the search except the reference, best first; with several goals the front,
-    its ends first. They depend on the trials alone, so the confirmation does not change them."""
-    own = config_key(spec.default)
-    trials = [
-        trial
-        for trial in trials_of(record for record in records if record.kind is MeasurementKind.TRIAL)
-        if config_key(trial.config) != own
-    ]
-    goal = spec.goal
-    if len(goal.goals) > 1:
-        return _ends_first(goal.front(trials), goal.goals[0].metric)
-    feasible = [cell for cell in cells_of(trials) if goal.feasible(cell.outcome)]
-    return tuple(sorted(feasible, key=lambda cell: goal.losses(cell.outcome) or ()))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A configuration with its valid outcomes, drift divided out. `fresh`: how many measurements the confirmation made
+    or is making of it; `is_running`: whether one is going on."""
+
+    config: Config
+    outcomes: tuple[TrialOutcome, ...]
+    fresh: int
+    is_running: bool
 
 
-def _ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
+def candidates_of(records: Sequence[Record]) -> tuple[Candidate, ...]:
+    """Return everything that was measured, the reference included, in the order of the first measurements."""
+    groups: dict[Hashable, list[Record]] = {}
+    for record in records:
+        if record.kind.compares and (record.valid or record.status == "running"):
+            groups.setdefault(record.key, []).append(record)
+    return tuple(
+        Candidate(
+            config=group[0].config,
+            outcomes=outcomes,
+            fresh=sum(each.kind is MeasurementKind.CONFIRM for each in group),
+            is_running=any(each.status == "running" for each in group),
+        )
+        for group in groups.values()
+        if (outcomes := tuple(each.outcome for each in group if each.outcome is not None))
+    )
+
+
+def verdict_on(spec: JobSpec, candidates: Sequence[Candidate]) -> tuple[Verdict, int | None]:
+    """Return which candidate leads, of a job with one goal, and which is the reference."""
+    own = next((at for at, each in enumerate(candidates) if config_key(each.config) == config_key(spec.default)), None)
+    return verdict(spec.goal, [each.outcomes for each in candidates], sure=spec.confirm.sure, reference=own), own
+
+
+def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
+    """Return the next step of the confirmation; None when it is complete, pointless, or out of time."""
+    if not spec.confirm.best or (outlook.left_s is not None and outlook.left_s <= 0.0):
+        return None
+    made = [record for record in active if record.kind is MeasurementKind.CONFIRM]
+    if sum(record.raw is not None and not record.valid for record in made) > _MAX_INVALID:
+        return None
+    if len(spec.goal.goals) > 1:
+        return _confirming_front(spec, active)
+    candidates = candidates_of(active)
+    now, own = verdict_on(spec, candidates)
+    fresh = [each.fresh for each in candidates]
+    order = next_runs(now, fresh, own, most=spec.confirm.runs, times=spec.confirm.times)
+    free = [candidates[at].config for at in order if not candidates[at].is_running]
+    if not free or len(candidates) == 1:
+        return Wait() if order and len(candidates) > 1 else None
+    return RunMeasurement(MeasurementKind.CONFIRM, free[0])
+
+
+def _confirming_front(spec: JobSpec, active: Sequence[Record]) -> Step | None:
+    """Return the next step with several goals: the front and the reference in turn, `times` each."""
+    trials = trials_of(record for record in active if record.kind is MeasurementKind.TRIAL)
+    front = [cell for cell in spec.goal.front(trials) if config_key(cell.config) != config_key(spec.default)]
+    chosen = ends_first(front, spec.goal.goals[0].metric)[: spec.confirm.best]
+    if not chosen:
+        return None
+    done = _by_key(active, MeasurementKind.CONFIRM)
+    configs = [spec.default, *(cell.config for cell in chosen)]
+    groups = [done.get(config_key(config), []) for config in configs]
+    wanted = [at for at, group in enumerate(groups) if _wanted(group, spec.confirm.times)]
+    if wanted:
+        return RunMeasurement(MeasurementKind.CONFIRM, configs[min(wanted, key=lambda at: len(groups[at]))])
+    return Wait() if any(record.status == "running" for group in groups for record in group) else None
+
+
+def ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
     """Return both ends of the front, then the middle of the largest remaining gap, and so on."""
     ordered = sorted(front, key=lambda cell: cell.outcome.metrics[metric])
     if len(ordered) <= 2:
@@ -205,59 +259,15 @@ def _ends_first(front: Sequence[Cell], metric: str) -> tuple[Cell, ...]:
     return tuple(ordered[place] for place in chosen)
 
 
-def _confirming(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
-    """Return the next step of the confirmation; None when it is complete, pointless, or out of time."""
-    size = spec.confirm.best
-    candidates = [cell.config for cell in ranked_candidates(spec, active)] if size else []
-    done = _by_key(active, MeasurementKind.CONFIRM)
-    for start in range(0, len(candidates), max(1, size)):
-        batch = candidates[start : start + size]
-        step = _next_of_batch([spec.default, *_contenders(spec, batch, done)], done, spec.confirm.times)
-        if isinstance(step, RunMeasurement) and outlook.left_s is not None and outlook.left_s <= 0.0:
-            return None
-        if step is not None:
-            return step
-        if any(_is_confirmed(spec, done.get(config_key(config), [])) for config in batch):
-            return None
-    return None
-
-
 def _checking(spec: JobSpec, active: Sequence[Record], outlook: Outlook) -> Step | None:
     """Return the next check of the rate to promise; None when there is none, or out of time."""
-    due = next_check(spec, active)
+    if not is_wanted(spec):
+        return None
+    candidates = candidates_of(active)
+    leader = verdict_on(spec, candidates)[0].leader
+    due = None if leader is None else next_check(spec, active, candidates[leader].config)
     checks = [record for record in active if record.kind is MeasurementKind.CHECK]
     spoiled = sum(not record.valid for record in checks)
     if due is None or spoiled > _MAX_INVALID or (outlook.left_s is not None and outlook.left_s <= 0.0):
         return None
     return RunMeasurement(MeasurementKind.CHECK, *due)
-
-
-def confirmation(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> LeaderOdds:
-    """Return how the candidates compare by their confirmation measurements, by configuration, in `done`."""
-    groups = [done.get(config_key(config), []) for config in batch]
-    raw = [[record.raw for record in group if record.valid and record.raw is not None] for group in groups]
-    losses = [[log_loss(spec.goal, outcome) for outcome in group] for group in raw]
-    return standing(losses, sure=spec.confirm.sure, times=spec.confirm.times)
-
-
-def _contenders(spec: JobSpec, batch: Sequence[Config], done: Mapping[Hashable, Sequence[Record]]) -> list[Config]:
-    """Return the candidates that may still win; all of a front, where nobody does."""
-    if len(spec.goal.goals) > 1:
-        return list(batch)
-    now = confirmation(spec, batch, done)
-    return [config for at, config in enumerate(batch) if at == now.leader or now.chances[at] >= 1.0 - spec.confirm.sure]
-
-
-def _next_of_batch(configs: Sequence[Config], done: dict[Hashable, list[Record]], times: int) -> Step | None:
-    """Return the configuration with the fewest measurements so far, so that they alternate. None: all are done."""
-    groups = [done.get(config_key(config), []) for config in configs]
-    wanted = [index for index, group in enumerate(groups) if _wanted(group, times)]
-    if wanted:
-        return RunMeasurement(MeasurementKind.CONFIRM, configs[min(wanted, key=lambda index: len(groups[index]))])
-    return Wait() if any(record.status == "running" for group in groups for record in group) else None
-
-
-def _is_confirmed(spec: JobSpec, group: Sequence[Record]) -> bool:
-    """Return whether the configuration again kept all limits, on average."""
-    outcome = pooled(record.raw for record in group if record.raw is not None)
-    return outcome is not None and spec.goal.feasible(outcome)

@@ -12,11 +12,11 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from plait_autoconfig.jobs.measurer import MeasurementKind
-from plait_autoconfig.jobs.records import Record, config_key, fresh_trials
+from plait_autoconfig.jobs.records import Record, config_key
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import PromisedRate
 from plait_autoconfig.objective import GOODPUT_PER_S
-from plait_autoconfig.values import Config
+from plait_autoconfig.values import Config, pooled
 
 SLO_MET = "slo_met"
 """1 where a load at a given rate kept the scenario's SLO, else 0."""
@@ -51,18 +51,13 @@ def is_wanted(spec: JobSpec) -> bool:
     return spec.is_capacity_search and len(spec.goal.goals) == 1 and spec.confirm.best > 0
 
 
-def next_check(spec: JobSpec, records: Sequence[Record]) -> tuple[Config, float] | None:
-    """Return the configuration that the confirmation recommends, and the rate to offer it; None when that is over, or
-    for a job that makes no promise."""
-    if not is_wanted(spec):
-        return None
-    fresh = fresh_trials(records)
-    own = config_key(spec.default)
-    best = spec.goal.best(fresh) if any(config_key(trial.config) != own for trial in fresh) else None
-    if best is None or best.outcome.metrics.get(GOODPUT_PER_S, 0.0) <= 0.0:
-        return None
-    rate = next_rate(best.outcome.metrics[GOODPUT_PER_S], _checks(spec, records, config_key(best.config)))
-    return None if rate is None else (best.config, rate)
+def next_check(spec: JobSpec, records: Sequence[Record], leader: Config) -> tuple[Config, float] | None:
+    """Return what is recommended and the rate to offer it, at first what it reached afresh; None when that is over."""
+    again = [each.raw for each in records if each.kind is MeasurementKind.CONFIRM and each.key == config_key(leader)]
+    known = pooled(each for each in again if each is not None)
+    reached = 0.0 if known is None else known.metrics.get(GOODPUT_PER_S, 0.0)
+    rate = next_rate(reached, _checks(spec, records, config_key(leader))) if reached > 0.0 else None
+    return None if rate is None else (leader, rate)
 
 
 def held_rate(spec: JobSpec, records: Sequence[Record], config: Config) -> PromisedRate | None:
@@ -88,9 +83,9 @@ def _checks(spec: JobSpec, records: Sequence[Record], key: Hashable) -> list[Che
 
 
 def holds(spec: JobSpec, record: Record) -> bool:
-    """Return whether a check kept the SLO and the limits of the job."""
+    """Return whether a check is known to have kept the SLO, and the limits of the job."""
     outcome = record.raw
-    return outcome is not None and spec.goal.feasible(outcome) and outcome.metrics.get(SLO_MET, 1.0) > 0.0
+    return outcome is not None and spec.goal.feasible(outcome) and outcome.metrics.get(SLO_MET, 0.0) > 0.0
 
 
 def _in_a_row(checks: Sequence[CheckedRate]) -> int:

@@ -13,7 +13,7 @@ from plait_autoconfig.jobs.drift import drift_warnings, ratios, reference_outcom
 from plait_autoconfig.jobs.measurer import MeasurementKind, Samples
 from plait_autoconfig.jobs.plan import Done, NoReference, Outlook, next_step, why_over
 from plait_autoconfig.jobs.promised_rate import holds
-from plait_autoconfig.jobs.records import JobFacts, Record, config_key, fresh_trials, given_up, trials_of
+from plait_autoconfig.jobs.records import JobFacts, Record, config_key, given_up, trials_of
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.state import Best, DriftPoint, JobState, MeasurementRow, Phase, Remaining
 from plait_autoconfig.jobs.stopping import NoImprovement
@@ -117,10 +117,9 @@ def _phase(
 
 
 def _binding(spec: JobSpec, records: Sequence[Record], trials: Sequence[Trial]) -> str:
-    """Return why nothing is feasible: in the search, or in the confirmation."""
+    """Return why nothing is feasible: in the search, or by all that was measured."""
     why = spec.goal.why_none(trials) if trials else ""
-    fresh = fresh_trials(records)
-    again = "" if why or not fresh else spec.goal.why_none(fresh)
+    again = "" if why or not trials else spec.goal.why_none(trials_of(records))
     return f"measured again, {again}" if again else why
 
 

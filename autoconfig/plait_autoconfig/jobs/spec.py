@@ -123,28 +123,35 @@ class Budget(_SpecModel):
 
 
 class Confirm(_SpecModel):
-    """The `best` candidates are measured up to `times` more, alternating with the reference, before one is recommended.
+    """After the search at most (1 + `best`) x `times` runs, where they decide what is recommended, fewer if that is
+    sure sooner; the leader and the reference get `times` of them each.
 
-    One that is worse than the leader with the probability `sure` is not measured again.
+    A candidate that is worse than the leader with the probability `sure` is not measured again, and the reference stays
+    unless something is better with that probability.
     """
 
-    best: int = Field(default=2, ge=0, le=20)
+    best: int = Field(default=5, ge=0, le=20)
     times: int = Field(default=2, ge=1, le=50)
-    sure: float = Field(default=0.9, gt=0.5, lt=1)
+    sure: float = Field(default=0.95, gt=0.5, lt=1)
+
+    @property
+    def runs(self) -> int:
+        """The most runs."""
+        return (1 + self.best) * self.times if self.best else 0
 
 
 class Reference(_SpecModel):
     """The configuration that all others are compared with: what runs today, or a rule of thumb.
 
-    `every`: measured again after that many trials (0: only at the start), to detect a drifting host. A change of up
-    to `noise` counts as noise, and a larger one is divided out of later trials; one of more than `most_drift` raises
-    a warning, because then the correction cannot be trusted either.
+    `every`: measured again after that many trials (0: only at the start), to detect a drifting host. `noise`: what a
+    measurement usually scatters by, relative. A change that such noise does not explain is divided out of later
+    measurements; one of more than `most_drift` raises a warning, because then the correction cannot be trusted either.
     """
 
     config: dict[KnobName, Value]
     why: str = Field(default="", description="where these values come from")
     every: int = Field(default=5, ge=0)
-    noise: float = Field(default=0.1, ge=0)
+    noise: float = Field(default=0.1, gt=0)
     most_drift: float = Field(default=0.3, gt=0)
     warm_up: bool = Field(default=False, description="measure it once before, and forget the result")
 

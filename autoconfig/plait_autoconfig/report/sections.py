@@ -85,8 +85,8 @@ def drift(state: JobState) -> str:
         x="minutes", y=f"change of {metric_words(metric)}", label="How the default's own result moved over time"
     )
     note = (
-        "The default was measured again and again: what moves here is the machine, not the configuration. Up to "
-        f"±{100 * bound:.0f} % is taken for noise; more is divided out of the trials."
+        "The default was measured again and again: what moves here beyond noise (usually "
+        f"±{100 * bound:.0f} %) is the machine, and is divided out of later measurements."
     )
     figure = _figure(partial(charts.drift, drawn, axes, bound=bound))
     return section("Drift of the machine", note, figure)

@@ -1,4 +1,4 @@
-"""From trials to numbers: log losses and margins, of past services and of the one being tuned."""
+"""From trials to numbers: costs and margins, of past services and of the one being tuned."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import numpy as np
 
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.library import LibraryRun, usable_runs, weight_of
-from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Goal, Limit, Objective
+from plait_autoconfig.objective import ATTAINMENT, COST_PER_HOUR, Limit, Objective
 from plait_autoconfig.space import Space
 from plait_autoconfig.surrogate.background import Floats
 from plait_autoconfig.surrogate.pooling import PastSource
 from plait_autoconfig.values import Cell, Hardware, TrialOutcome, WorkloadFeatures, cells_of
-
-_FLOOR = 0.02
-"""The lower bound of a metric as a share of its best value: 50 times worse is bad enough, and a goodput of 0 has no
-logarithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +55,6 @@ def context_names(services: Sequence[PastService], own: dict[str, float]) -> tup
 def context_row(features: dict[str, float], names: Sequence[str]) -> Floats:
     """Return the named features (F,)."""
     return np.array([features[name] for name in names], np.float64)
-
-
-def log_losses(goal: Goal, outcomes: Sequence[TrialOutcome]) -> Floats:
-    """Return one number per outcome of one service, lower is better: ratios become differences. Failures are NaN.
-
-    A metric with a negative value among the outcomes has no logarithm: then it is used unchanged.
-    """
-    raw = np.array([np.nan if each.failure is not None else each.metrics[goal.metric] for each in outcomes])
-    sign = 1.0 if goal.direction == "min" else -1.0
-    known = raw[np.isfinite(raw)]
-    if not known.size or known.min() < 0.0 or known.max() == 0.0:
-        return sign * raw
-    lowest = known[known > 0].min() if goal.direction == "min" else _FLOOR * known.max()
-    return np.asarray(sign * np.log(np.maximum(raw, lowest)))
 
 
 def log_costs(outcomes: Sequence[TrialOutcome]) -> Floats:

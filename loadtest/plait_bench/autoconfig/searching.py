@@ -5,20 +5,21 @@ What a designer learns from its library is part of it, not of a search: it is le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
+from plait_autoconfig.confidence import next_runs, verdict
 from plait_autoconfig.designers import make_designer
 from plait_autoconfig.designers.plait_designer import PlaitDesigner, Pretrained
-from plait_autoconfig.designers.protocols import Designer, Recommends
+from plait_autoconfig.designers.protocols import Designer
 from plait_autoconfig.errors import Exhausted
-from plait_autoconfig.objective import Objective
-from plait_autoconfig.values import Config, Trial, cells_of
-from plait_bench.autoconfig.services import Suite, TuningTask
+from plait_autoconfig.jobs.spec import Confirm
+from plait_autoconfig.values import Trial, TrialOutcome
+from plait_bench.autoconfig.services import Service, Suite, TuningTask
 from plait_bench.benchmark import Reading, Say, Workload, pairs_of, readings
 
 OURS = "plait"
@@ -30,12 +31,14 @@ Make = Callable[[TuningTask, int], Designer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """The progress of a search: by trial the true `regrets` of the configuration that would be applied then.
+    """The progress of a search: by trial the true `regrets` of the configuration that would be applied then, and
+    `at_end`, after the last one, that of what a job would recommend once it has measured again.
 
     A search that tried every cell ends early; its last regret holds from then on.
     """
 
     regrets: tuple[float, ...]
+    at_end: float = 1.0
 
     def regret_at(self, trial: int) -> float:
         """Return the regret after that many trials."""
@@ -47,15 +50,12 @@ class Curve:
 
 
 def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
-    """Ask the designer for a cell, look up its outcome and report it back, `trials` times.
-
-    What would be applied is what the designer thinks is best of what it tried, or the best outcome shown if it has no
-    opinion (`Recommends`).
-    """
+    """Ask the designer for a cell, look up its outcome and report it back, `trials` times; then measure again as a job
+    does. What would be applied is decided as in a job (`confidence`)."""
     service = task.service
     designer = make(task, seed)
     rng = np.random.default_rng([seed, 1])
-    played: list[Trial] = []
+    shown: dict[int, list[TrialOutcome]] = {}
     regrets: list[float] = []
     for number in range(trials):
         try:
@@ -63,22 +63,36 @@ def play(make: Make, task: TuningTask, *, seed: int, trials: int) -> Curve:
         except Exhausted:
             break
         at = service.index[service.space.key(config)]
-        repeat = sum(each.config == config for each in played)
+        repeat = len(shown.get(at, ()))
         outcome = service.show(at, repeat, rng)
-        played.append(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
-        designer.tell(played[-1])
-        best = _ranked(designer, service.objective, played)
-        regrets.append(service.regret(service.index[service.space.key(best[0])]) if best else 1.0)
-    return Curve(regrets=tuple(regrets))
+        shown.setdefault(at, []).append(outcome)
+        designer.tell(Trial(number=number, config=config, outcome=outcome, seed=seed, repeat=repeat))
+        applied = _applied(service, shown)
+        regrets.append(1.0 if applied is None else service.regret(applied))
+    last = measured_again(service, shown, rng)
+    return Curve(regrets=tuple(regrets), at_end=1.0 if last is None else service.regret(last))
 
 
-def _ranked(designer: Designer, objective: Objective, played: Sequence[Trial]) -> Sequence[Config]:
-    """Return the feasible configurations that were tried, best first, in the opinion of the designer if it has one."""
-    if isinstance(designer, Recommends):
-        return designer.ranked()
-    goal = objective.require_one_goal()
-    feasible = [cell for cell in cells_of(played) if objective.feasible(cell.outcome)]
-    return [cell.config for cell in sorted(feasible, key=lambda cell: goal.loss(cell.outcome.metrics))]
+def measured_again(
+    service: Service, shown: dict[int, list[TrialOutcome]], rng: np.random.Generator, *, reference: int | None = None
+) -> int | None:
+    """Return the cell that a job recommends after a search. `shown`: the outcomes of each cell that was tried, to which
+    those of the confirmation are added; `reference`: one of the cells."""
+    confirm, cells = Confirm(), list(shown)
+    fresh, own = [0] * len(cells), None if reference is None else cells.index(reference)
+    while True:
+        now = verdict(service.objective, list(shown.values()), sure=confirm.sure, reference=own)
+        order = next_runs(now, fresh, own, most=confirm.runs, times=confirm.times)
+        if not order:
+            return None if now.leader is None else cells[now.leader]
+        at = cells[order[0]]
+        fresh[order[0]] += 1
+        shown[at].append(service.show(at, len(shown[at]), rng))
+
+
+def _applied(service: Service, shown: Mapping[int, Sequence[TrialOutcome]]) -> int | None:
+    leader = verdict(service.objective, list(shown.values()), sure=Confirm().sure).leader
+    return None if leader is None else list(shown)[leader]
 
 
 MARKS = (1, 3, 5, 10, 20, 30)
@@ -110,7 +124,7 @@ class Searching(Workload):
         """Load the suite. Raises `SystemUnavailable` without its data."""
         self.suite = self._load()
         self.metrics = {f"regret_at_{mark}": "share" for mark in MARKS}
-        self.metrics |= {"trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
+        self.metrics |= {"regret_at_end": "share", "trials_to_5pct": "trials", "extra_trials_to_5pct": "trials"}
         self.untimed = self.metrics
 
     def take(self, system: str, number: int) -> list[Reading]:
@@ -136,6 +150,7 @@ class Searching(Workload):
         """Summarise the searches of one seed over the services."""
         marks = [mark for mark in MARKS if mark <= self.suite.trials]
         found = {f"regret_at_{mark}": fmean(curve.regret_at(mark) for curve in curves) for mark in marks}
+        found["regret_at_end"] = fmean(curve.at_end for curve in curves)
         found["trials_to_5pct"] = _to_5pct(curves)
         if self.cold is not None and seed in self.cold.played.get(system, {}):
             found["extra_trials_to_5pct"] = found["trials_to_5pct"] - _to_5pct(self.cold.played[system][seed])

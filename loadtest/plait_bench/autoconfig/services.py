@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import chi2
 
-from plait_autoconfig.confidence import log_loss
+from plait_autoconfig.confidence import log_losses
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.errors import TunerError
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
@@ -246,7 +246,7 @@ def _tie(shown: Sequence[Sequence[TrialOutcome]], objective: Objective) -> float
     logs = [
         each
         for outcomes in shown
-        if len(each := np.array([log_loss(objective, outcome) for outcome in outcomes])) > 1 and np.isfinite(each).all()
+        if len(each := log_losses(objective.require_one_goal(), outcomes)) > 1 and np.isfinite(each).all()
     ]
     if not logs:
         return 0.0

@@ -194,7 +194,7 @@ class HostedImages:
 
     def _card(self, name: str, model: Model) -> BaseModelCard:
         family, defaults, terms = model.family, self._images.defaults, model.family.terms
-        width, height = nearest_size(family.width, family.height, model.limits.sizes)
+        width, height = nearest_size(family.width, family.height, model.limits.sizes, model.limits.size_multiple)
         return BaseModelCard(
             name=name,
             family=family.kind,

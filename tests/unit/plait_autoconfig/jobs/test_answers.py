@@ -32,13 +32,33 @@ def trial(number, config, value, p99=20.0, kind=MeasurementKind.TRIAL):
     return record(number, config, {"goodput_per_cost": value, "p99_ms": p99}, kind=kind)
 
 
-def test_drift_is_the_latest_reference_over_the_first_unless_it_is_noise():
-    """A metric that moved less than the noise is left alone; one that is not positive has no ratio."""
+def references(*values):
+    """The reference, again and again."""
+    return [reference(number, value) for number, value in enumerate(values)]
+
+
+def test_a_drift_is_corrected_once_noise_does_not_explain_it():
+    """A host at half its speed is seen in the fourth reference, and a metric that stayed is left alone; one difference
+    shows nothing."""
     spec = job()
-    records = [reference(0, 10.0), reference(1, 5.0), reference(2, 8.0, p99=21.0)]
-    assert drift_factors(records, spec.reference) == {"goodput_per_cost": pytest.approx(0.8)}
-    assert drift_factors(records[:1], spec.reference) == {}
+    factors = drift_factors(references(10.0, 10.1, 5.0, 5.1, 5.0), spec.reference)
+    assert factors == {"goodput_per_cost": pytest.approx(0.5, rel=0.2)}
+    assert drift_factors(references(10.0, 8.0), spec.reference) == {}
+    assert drift_factors(references(10.0, 9.0, 11.0, 10.5, 9.4), spec.reference) == {}
     assert drift_factors([], spec.reference) == {}
+
+
+def test_pure_noise_rarely_passes_for_a_drift():
+    """Of 200 series of five references with 10 % noise, at most 20 are corrected, and the rest not at all."""
+    rng = np.random.default_rng(0)
+    series = [references(*(10.0 * np.exp(0.1 * rng.standard_normal(5)))) for _ in range(200)]
+    assert sum(bool(drift_factors(each, job().reference)) for each in series) <= 20
+
+
+def test_references_of_the_confirmation_show_drift_too():
+    """They are measured last."""
+    later = [reference(at, 5.0, kind=MeasurementKind.CONFIRM) for at in (3, 4)]
+    assert drift_factors([*references(10.0, 10.0, 5.0), *later], job().reference)
 
 
 def test_too_much_drift_is_said_aloud():
@@ -49,26 +69,24 @@ def test_too_much_drift_is_said_aloud():
 
 
 def test_a_drifting_host_is_corrected_and_both_values_are_kept(tmp_path):
-    """The host slows down by 20 % with every measurement; corrected, equal configurations are about equal."""
+    """The host slows down by 10 % with every measurement; corrected, the last trials are about what they would be."""
     spec = job(
-        knobs={"replicas": {"kind": "int", "low": 1, "high": 8}},
+        knobs={"replicas": {"kind": "int", "low": 1, "high": 12}},
         constraints=[],
-        reference={"config": {"replicas": 4}, "every": 1, "most_drift": 9.0},
-        budget={"trials": 7},
+        reference={"config": {"replicas": 4}, "every": 1, "most_drift": 99.0},
+        budget={"trials": 10},
         confirm={"best": 0},
     )
-    state = run_directly(tmp_path, spec, drift=0.2)
+    state = run_directly(tmp_path, spec, drift=0.1)
     still = run_directly(tmp_path / "still", spec)
     true = {row.config["replicas"]: row.raw.metrics["goodput_per_cost"] for row in still.rows}
-    for row in state.rows[1:]:
-        if row.kind is MeasurementKind.TRIAL:
-            wanted = true[row.config["replicas"]]
-            assert row.outcome.metrics["goodput_per_cost"] == pytest.approx(wanted, rel=0.21)  # one step behind
-            assert row.raw.metrics["goodput_per_cost"] < 0.85 * wanted
-            assert row.raw.metrics["cost_per_hour"] == row.outcome.metrics["cost_per_hour"]
-    assert [point.ratios["goodput_per_cost"] for point in state.drift] == sorted(
-        [point.ratios["goodput_per_cost"] for point in state.drift], reverse=True
-    )
+    late = [row for row in state.rows[10:] if row.kind is MeasurementKind.TRIAL]
+    assert len(late) >= 4
+    for row in late:
+        wanted = true[row.config["replicas"]]
+        assert row.outcome.metrics["goodput_per_cost"] == pytest.approx(wanted, rel=0.3)
+        assert row.raw.metrics["goodput_per_cost"] < 0.5 * wanted
+        assert row.raw.metrics["cost_per_hour"] == row.outcome.metrics["cost_per_hour"]
 
 
 def test_intervals_hold_what_they_say():
@@ -113,7 +131,8 @@ def test_the_recommendation_counts_fresh_measurements_only():
     assert made.sentence.startswith(
         "replicas = 2: 1.29 times as good as the reference in goodput_per_cost (95 % sure: "
     )
-    assert "From 2 fresh measurements of each, in turn, after the search." in made.sentence
+    assert "From 2 fresh measurements of it after the search." in made.sentence
+    assert "That none of the other 2 that were tried is better by 1 %: " in made.sentence
 
 
 def test_the_rate_that_was_searched_for_has_an_interval():
@@ -137,12 +156,12 @@ def test_the_rate_that_was_searched_for_has_an_interval():
 
 def test_the_reference_stays_when_no_candidate_holds_up():
     """The best answer may be what runs already."""
-    records = [reference(0, 10.0), trial(1, BETTER, 12.0)]
-    records += [reference(2, 10.0, kind=MeasurementKind.CONFIRM), trial(3, BETTER, 9.0, kind=MeasurementKind.CONFIRM)]
+    records = [*references(10.0, 10.1, 9.9), trial(3, BETTER, 11.0)]
+    records += [reference(4, 10.0, kind=MeasurementKind.CONFIRM), trial(5, BETTER, 9.0, kind=MeasurementKind.CONFIRM)]
     (made,) = recommendations(job(**ALONE), records)
     assert made.config == DEFAULT
     assert made.changes == {}
-    assert made.sentence.startswith("Keep the reference: none of the candidates was better")
+    assert made.sentence.startswith("Keep the reference: none that was tried is likely to be better")
 
 
 def test_an_unconfirmed_answer_says_so():
@@ -195,12 +214,12 @@ def test_candidates_that_miss_a_limit_when_measured_again_leave_no_answer_but_th
     records = [reference(0, 10.0, p99=80.0), trial(1, BETTER, 20.0), trial(2, WORSE, 5.0, p99=70.0)]
     records += [
         reference(3, 10.0, p99=80.0, kind=MeasurementKind.CONFIRM),
-        trial(4, BETTER, 20.0, p99=55.0, kind=MeasurementKind.CONFIRM),
+        trial(4, BETTER, 20.0, p99=95.0, kind=MeasurementKind.CONFIRM),
     ]
     spec = job(**ALONE, limits=["p99_ms <= 50"], confirm={"best": 1, "times": 1})
     state = state_of(spec, records)
     assert (state.phase, state.answers) == ("finished", ())
-    assert state.binding.startswith("measured again, none of 2 configurations is feasible: p99_ms <= 50 was missed")
+    assert state.binding.startswith("measured again, none of 3 configurations is feasible: p99_ms <= 50 was missed")
 
 
 def test_several_goals_end_with_a_front(tmp_path):

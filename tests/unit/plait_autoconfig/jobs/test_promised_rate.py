@@ -151,6 +151,18 @@ def test_checks_that_the_generator_spoiled_are_repeated_a_few_times() -> None:
     assert isinstance(next_step(spec, records, Outlook()), Done)
 
 
+def test_a_check_that_does_not_say_whether_the_slo_was_met_held_nothing() -> None:
+    """What is not known is not promised."""
+    spec = job(**ALONE)
+    records = searched(spec)
+    step = next_step(spec, records, Outlook())
+    assert isinstance(step, RunMeasurement)
+    records.append(checked(len(records), step, TrialOutcome(metrics=metrics_of(BEST, spec))))
+    lower = next_step(spec, records, Outlook())
+    assert isinstance(lower, RunMeasurement)
+    assert lower.rate_per_s == pytest.approx(36.0)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from fakes.bench import calm
+from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.uninformed import RandomDesigner
+from plait_autoconfig.jobs.measurer import MeasurementKind
 from plait_autoconfig.knobs import ChoiceKnob, IntKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.rows import dump_lines
@@ -18,10 +20,12 @@ from plait_autoconfig.space import Space
 from plait_autoconfig.values import FailureKind, Trial, TrialOutcome
 from plait_bench import autoconfig
 from plait_bench.autoconfig import synthetic
-from plait_bench.autoconfig.searching import Curve, Searching, play
+from plait_bench.autoconfig.searching import Curve, Searching, measured_again, play
 from plait_bench.autoconfig.services import Service, TuningTask, falcon_suite, recorded_runs, recorded_suites
 from plait_bench.errors import BenchError
 from plait_bench.runner import RunPlan, run
+from support.tune_jobs import job
+from support.tuned import played
 
 SPACE = Space(
     (
@@ -201,6 +205,27 @@ def test_a_search_is_judged_on_the_truth():
     assert len(curve.regrets) == 12
     assert all(0.0 <= each <= 1.0 for each in curve.regrets)
     assert len(curve.regrets) == 12
+
+
+def test_the_bench_decides_as_a_job_does():
+    """The records of a job with noise, replayed cell by cell: as many runs, and the same recommendation."""
+    state = played(job(budget={"trials": 8}), noise=0.1)
+    rows = [row for row in state.rows if row.kind is not MeasurementKind.CHECK]
+    space, cells = state.spec.space, state.spec.space.cells()
+    key_of = {space.key(cell): at for at, cell in enumerate(cells)}
+    every: dict[int, list[TrialOutcome]] = {}
+    shown: dict[int, list[TrialOutcome]] = {}
+    for row in rows:
+        every.setdefault(key_of[space.key(row.config)], []).append(row.outcome)
+        if row.kind is not MeasurementKind.CONFIRM:
+            shown.setdefault(key_of[space.key(row.config)], []).append(row.outcome)
+    truth = tuple(every.get(at, [rows[0].outcome])[0] for at in range(len(cells)))
+    service = Service(space=space, objective=state.spec.goal, truth=truth, context=ServiceContext(), shown=every)
+    reference = key_of[space.key(state.spec.default)]
+    last = measured_again(service, shown, np.random.default_rng(0), reference=reference)
+    assert any(row.kind is MeasurementKind.CONFIRM for row in rows)
+    assert cells[last] == state.recommendation.config
+    assert {at: len(each) for at, each in shown.items()} == {at: len(each) for at, each in every.items()}
 
 
 def test_trials_are_counted_to_the_first_good_one():
