@@ -28,6 +28,7 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, bac
 from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.compiled_cache import CompiledCache
 from plait_kernels.executors.openvino_core import core
+from plait_kernels.heap import return_memory
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _CALLS_IN_USE = 200
 """A copy that was used within so many calls does not make room for another."""
 _MAX_SEEN = 256
 """Of how many shapes is known how often they came, or that they have no copy."""
-_LARGER, _SMALLER_CALLS = 4, 32
+_LARGER, _SMALLER_CALLS = 4, 128
 """The model keeps what its largest shape took to compute in: 260 MiB where the starter made one image of 368x368. That
 goes back after so many calls in a row whose input is at most a fourth of the largest one's."""
 
@@ -158,6 +159,7 @@ class OpenVinoProgram:
         self._largest = max(self._largest, size)
         if self._smaller_calls == _SMALLER_CALLS:
             self._compiled.release()
+            background.start("plait-return-memory", return_memory)  # .1 s, of a GB
             self._largest, self._smaller_calls = size, 0
 
     def _key(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> Key:
