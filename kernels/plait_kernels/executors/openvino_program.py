@@ -28,6 +28,7 @@ from plait_kernels.executors import AdaptedLayer, ExecutorError, RowFactors, bac
 from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.compiled_cache import CompiledCache
 from plait_kernels.executors.openvino_core import core
+from plait_kernels.heap import return_memory
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +44,9 @@ _CALLS_IN_USE = 200
 """A copy that was used within so many calls does not make room for another."""
 _MAX_SEEN = 256
 """Of how many shapes is known how often they came, or that they have no copy."""
+_LARGER, _SMALLER_CALLS = 4, 128
+"""The model keeps what its largest shape took to compute in: 260 MiB where the starter made one image of 368x368. That
+goes back after so many calls in a row whose input is at most a fourth of the largest one's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -97,6 +101,7 @@ class OpenVinoProgram:
         self._copies: OrderedDict[Key, _Copy] = OrderedDict()
         self._seen: OrderedDict[Key, int | None] = OrderedDict()  # None: a copy failed
         self._calls = 0
+        self._largest = self._smaller_calls = 0
         self._is_copying = False
 
     @property
@@ -130,6 +135,7 @@ class OpenVinoProgram:
         """Return what the copy for these shapes computes, or the model for any."""
         key = self._key(inputs, factors)
         self._calls += 1
+        self._may_release(inputs[0].numel())
         copy = self._copies.get(key)
         if copy is None:
             self._may_copy(key)
@@ -146,6 +152,15 @@ class OpenVinoProgram:
                 return wanted
             copy.is_proven = True
         return outputs
+
+    def _may_release(self, size: int) -> None:
+        """Have the model give back what larger shapes took, if they do not come any more."""
+        self._smaller_calls = self._smaller_calls + 1 if _LARGER * size <= self._largest else 0
+        self._largest = max(self._largest, size)
+        if self._smaller_calls == _SMALLER_CALLS:
+            self._compiled.release()
+            background.start("plait-return-memory", return_memory)  # .1 s, of a GB
+            self._largest, self._smaller_calls = size, 0
 
     def _key(self, inputs: Sequence[torch.Tensor], factors: RowFactors | None) -> Key:
         by_path, rows = ({}, 1) if factors is None else (factors.by_path, factors.given)
@@ -284,6 +299,7 @@ class _Compiled:
     """A compiled model's one request, and what it is bound to. One thread at a time."""
 
     def __init__(self, compiled: ov.CompiledModel, layers: Sequence[AdaptedLayer]) -> None:
+        self._compiled = compiled
         self._request = compiled.create_infer_request()
         self._layers = layers
         self._bound: tuple[int, RowFactors | None] = (-1, None)
@@ -300,6 +316,10 @@ class _Compiled:
             self._give(index, value)
         self._request.infer()
         return [torch.from_numpy(tensor.data) for tensor in self._request.output_tensors]
+
+    def release(self) -> None:
+        """Give back what calls are computed in; the next one takes what it needs."""
+        self._compiled.release_memory()
 
     def _give(self, index: int, value: torch.Tensor) -> None:
         """Have the request read an input where it is. Nothing is done where it does: what is given is kept, so that

@@ -14,9 +14,9 @@ import torch
 
 from plait_kernels.devices import allocated_bytes, default_device, free_bytes, is_gpu
 from plait_kernels.executors.graphs import give_back, pool_bytes
+from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.weight_files import WeightFiles
-from plait_serving.heap import return_memory
 
 _log = logging.getLogger(__name__)
 

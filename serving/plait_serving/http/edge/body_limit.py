@@ -13,8 +13,8 @@ from collections import Counter
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from plait_kernels.heap import return_memory
 from plait_serving.diffusion.errors import Overloaded
-from plait_serving.heap import return_memory
 from plait_serving.http.edge.auth import Principal
 from plait_serving.http.edge.errors import ApiError, BodyRefused
 

@@ -388,3 +388,43 @@ def test_the_code_that_is_kept_for_new_sizes_is_bounded(tmp_path, block, monkeyp
     assert answers(executor.prepare("k", lambda: small_computation(block)), block)
     assert answers(executor.open("k"), block)
     assert told == {"compile_model": 48, "import_model": 48}
+
+
+def test_what_a_large_shape_took_goes_back(converted, block, monkeypatch):
+    """Once it comes no more: after 128 calls in a row that are a fourth of it at most. What is computed stays right."""
+    released, release = [], openvino_program.ov.CompiledModel.release_memory
+    monkeypatch.setattr(
+        openvino_program.ov.CompiledModel, "release_memory", lambda self: (released.append(self), release(self))
+    )
+    program = openvino_at(converted, copies_bytes=0).open("k")
+
+    def run(*sizes):
+        for height, width in sizes:
+            inputs = small_inputs(1, height, width)
+            got, wanted = program.run(inputs)[0], by_hand(block, inputs)[0]
+            assert float((got - wanted).abs().max()) < 1e-4
+
+    run((16, 16), *[(8, 8)] * 127, (16, 9), *[(4, 4)] * 127)
+    assert released == []
+    run((4, 4))
+    assert len(released) == 1
+    run(*[(4, 4)] * 200, (16, 16), (4, 4))
+    assert len(released) == 1
+
+
+def test_a_single_token_after_that_spoils_nothing(tmp_path):
+    """A dynamic model whose very first sequence has one token is wrong for longer ones; one that gave back is not
+    new."""
+
+    class SelfAttention(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            heads = x.flatten(2).transpose(1, 2).unflatten(2, (3, 16)).transpose(1, 2)
+            return (torch.nn.functional.scaled_dot_product_attention(heads, heads, heads),)
+
+    module = SelfAttention().eval()
+    shape = InputSpec(name="x", shape=(None, 48, None, None))
+    computation = Computation(module=module, inputs=(shape,), example=(torch.randn(2, 48, 4, 4),))
+    program = openvino_at(tmp_path, copies_bytes=0).prepare("k", lambda: computation)
+    for side in (8, *[1] * 129, 4, 8):
+        x = torch.randn(2, 48, side, side)
+        torch.testing.assert_close(program.run([x])[0], module(x)[0], atol=1e-4, rtol=1e-4)
