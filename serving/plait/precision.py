@@ -70,7 +70,9 @@ def _largest_bytes(images: ImagesSection) -> int:
 def _bytes_of(base: BaseSource) -> int:
     folder = Path(base.folder)
     if base.is_file:
-        return sum(info.end - info.begin for key, info in tensors_of(folder).items() if key.startswith(DENOISER))
+        sizes = {key: info.end - info.begin for key, info in tensors_of(folder).items()}
+        # A file of FLUX.1 may be its transformer alone, without a beginning of names.
+        return sum(size for key, size in sizes.items() if key.startswith(DENOISER)) or sum(sizes.values())
     if base.is_hub_id and base.revision is not None and not folder.is_dir():
         from plait_serving.diffusion.sources.hub import fetch_from_hub
 

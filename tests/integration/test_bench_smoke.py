@@ -55,7 +55,8 @@ def _document(folder: Path, variety: Variety, names: Sequence[str]) -> Mapping[s
             host_cores=1,
         )
     try:
-        result = bench.measured(benchmark, RunPlan(rounds=1, trials=1, settles=False))
+        with torch.compiler.set_stance("force_eager"):  # compiling takes minutes
+            result = bench.measured(benchmark, RunPlan(rounds=1, trials=1, settles=False))
     finally:
         torch.set_num_threads(threads)
     return document("images", "abc123", host_facts(), result)

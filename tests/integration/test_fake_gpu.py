@@ -15,6 +15,7 @@ import torch
 
 from fakes.graphs import FakeCapture
 from plait_kernels.executors import cuda_capture, graphs
+from plait_serving.deployments.images.counted import gpu_families
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.families import open_family
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
@@ -102,7 +103,7 @@ def test_a_request_with_everything_runs_on_a_gpu(
 def test_an_out_of_memory_gives_up_graphs_and_what_torch_keeps(
     gpu: FakeGpu, tiny_sd_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Then half the batch is tried, and graphs come back."""
+    """Then half the batch is tried, and graphs come back; metrics say all of it."""
     run = Run(tiny_sd_folder, {}, ExecutorName.AUTO)
     run.images([make_request(), make_request(seed=1)], {})
     memory, kept = graphs.graph_memory(torch.device(NAME)), []
@@ -120,6 +121,12 @@ def test_an_out_of_memory_gives_up_graphs_and_what_torch_keeps(
     assert len(run.images([make_request(), make_request(seed=1)], {})) == 2
     assert kept[0] == (0, 0, 1 << 30)
     assert memory.graphs
+    assert {sample.name: sample.value for each in gpu_families() for sample in each.samples} == {
+        "plait_gpu_free_bytes": MEMORY.total - (1 << 30),
+        "plait_gpu_graph_bytes": memory.nbytes,
+        "plait_gpu_graphs": memory.graphs,
+        "plait_gpu_short_of_memory_total": 1,
+    }
 
 
 def test_what_is_free_is_what_torch_keeps_too(gpu: FakeGpu) -> None:

@@ -64,7 +64,7 @@ class Desk:
         return self
 
     def __exit__(self, *_):
-        self.page.open("about:blank")
+        self.page.close()
         self.server.stop()
 
     def ready(self):
@@ -212,13 +212,15 @@ def test_who_waits_sees_where(window):
 def test_a_refusal_is_told_in_the_servers_words(window):
     """In the card of the image that is not there, and in a message; so is a server that has gone."""
     failures = {"too much": Overloaded("the queue is full", retry_after_s=2.0)}
-    with Desk(window, FakeImageService(failures=failures)) as desk:
+    with Desk(window, FakeImageService(failures=failures), width=390, height=800) as desk:
         page = desk.ready()
         page.fill("#prompt", "too much")
         page.keys(ESCAPE)
         page.click("#generate")
         page.wait("return document.querySelector('.tile.failed .canvas')?.innerText === 'the queue is full'")
         assert "the queue is full" in page.text("#messages")
+        assert page.barriers() == []
+        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
         desk.server.stop()
         page.click("#generate")
         page.wait("return document.querySelector('.tile.failed .canvas')?.innerText === 'the server does not answer'")
@@ -261,6 +263,24 @@ def test_shapes_are_sizes_of_the_model(window):
         made = desk.make("frog face")
         assert (made.width, made.height) == (56, 80)
         assert page.run("return document.querySelectorAll('#shapes [aria-pressed=true]').length") == 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "offered"),
+    [
+        (("64x64", "40x80", "48x60"), {"64x64": "64x64", "40x80": "40x80"}),
+        (("48x48-72x64",), {"1:1": "64x64", "4:3": "72x56"}),
+        (("16x16",), {"16x16": "16x16"}),
+    ],
+    ids=["listed", "a range", "another"],
+)
+def test_only_sizes_that_are_allowed_are_offered(window, sizes, offered):
+    """Those that are listed, or shapes within a range."""
+    model = replace(FAKE_CATALOG.model, default_width=64, default_height=64)
+    model = replace(model, limits=replace(model.limits, sizes=sizes, max_edge_px=80))
+    with Desk(window, FakeImageService(catalog=replace(FAKE_CATALOG, models=(model,)))) as desk:
+        shown = "return [...document.querySelectorAll('#shapes button')].map((b) => [b.innerText, b.title])"
+        assert dict(desk.ready().run(shown)) == offered
 
 
 def test_marks_and_samplers_options_are_on_the_page(window):

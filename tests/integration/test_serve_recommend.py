@@ -28,7 +28,7 @@ from plait.server.ports import hold_port
 from plait.tuning.measure.usage import replica_pids
 from plait_disagg.errors import WorkerUnavailable
 from plait_disagg.package import Package
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric.rpc.replicas import Replica
 from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.ranking.worker import remote_ranker
@@ -75,7 +75,7 @@ class Deployed:
         """The processes of the ingress's replicas."""
         return [pid for pid, name in replica_pids("rank", run_id=None).items() if name == INGRESS]
 
-    def ranker(self, model: str = "tiny", role: str = "cn") -> RemoteRanker:
+    def ranker(self, model: str = "tiny", role: str = "cn") -> CoreRanker:
         """As the ingress has one."""
         return remote_ranker(model, self.serve.get_deployment_handle(f"{role}-{model}", "rank"))
 
@@ -288,7 +288,7 @@ def _new_pid(deployed: Deployed, deployment: str, old: int) -> bool:
         return False
 
 
-async def _until_ready(ranker: RemoteRanker) -> None:
+async def _until_ready(ranker: CoreRanker) -> None:
     await _until(lambda: ranker.core.ready() is None)
 
 

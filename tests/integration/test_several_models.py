@@ -22,7 +22,7 @@ from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.models import switching
-from plait_serving.diffusion.models.pool import ModelPool
+from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.values import ControlRef, Failed, Finished, ImageRequest, LoraRef, Scheduler
 from plait_serving.images.config import ControlNetSection, ImagesSection
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
@@ -189,7 +189,7 @@ def test_a_request_in_work_is_paused_for_another_model_and_goes_on_where_it_was(
 
 def test_what_was_used_last_stays_where_memory_has_room_for_two(folders, engine_of, sizes, monkeypatch):
     """Of two that load equally fast, the third model takes the place of the one that was idle for longest."""
-    monkeypatch.setattr(ModelPool, "load_s", lambda self, model: 1.0)
+    monkeypatch.setattr(Model, "load_s", 1.0)
     several = engine_of(folders, memory_bytes=sizes["xl"] + sizes["a"])
     engine = several
     assert engine.pool.statistics().resident == ("a",)

@@ -17,7 +17,8 @@ import torch
 
 from fakes import ranking_model as kit
 from plait_disagg.errors import RankError
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.remote import RemoteCore
 from plait_fabric import Unreachable, connect, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support.rank_fabric import QUICK, until
@@ -87,7 +88,7 @@ def cluster() -> Iterator[Cluster]:
 async def test_an_hn_and_a_cn_are_killed_under_load(cluster: Cluster) -> None:
     """No answer is wrong, and none comes, nor any error, after its deadline; what was lost with one worker is asked of
     the other, so hardly anything fails; both are used again when they are back, without a restart of anything else."""
-    ranker = RemoteRanker("tiny", cluster.connect, replicas=2, backoff=QUICK)
+    ranker = CoreRanker(RemoteCore("tiny", cluster.connect, replicas=2, backoff=QUICK))
     try:
         await until(lambda: ranker.metrics()["workers"] == 2)
         load = _Load(ranker)
@@ -110,7 +111,7 @@ async def test_an_hn_and_a_cn_are_killed_under_load(cluster: Cluster) -> None:
 class _Load:
     """Some callers that ask without a pause, each request with a deadline."""
 
-    def __init__(self, ranker: RemoteRanker) -> None:
+    def __init__(self, ranker: CoreRanker) -> None:
         self.going = True
         self.answered = self.failed = self.wrong = self.slow = 0
         self._ranker = ranker

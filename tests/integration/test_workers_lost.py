@@ -21,6 +21,7 @@ from fakes import ranking_model as kit
 from plait_disagg.errors import RankError, WorkerUnavailable
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.workers import remote
+from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import PeerLost, connect
 from support.paused import pause
 from support.rank_fabric import Rig, hello_header, until
@@ -153,9 +154,7 @@ async def test_what_a_stopping_worker_refuses_is_asked_of_another(rig: Rig) -> N
 
 async def test_a_card_is_known_once_a_worker_said_it(rig: Rig) -> None:
     """Until then it is unavailable; it stays known when the worker is lost."""
-    from plait_disagg.workers.remote import RemoteRanker
-
-    ranker = RemoteRanker("tiny", rig.connect("cn"))
+    ranker = CoreRanker(remote.RemoteCore("tiny", rig.connect("cn")))
     with pytest.raises(WorkerUnavailable):
         _ = ranker.card
     with pytest.raises(WorkerUnavailable):

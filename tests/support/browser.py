@@ -54,8 +54,10 @@ class Browser:
         self.devtools("Emulation.setEmulatedMedia", features=features)
 
     def close(self) -> None:
-        """Ends it."""
-        self._ask("DELETE", self._path)
+        """Ends it. Idempotent."""
+        if self._path:
+            self._ask("DELETE", self._path)
+            self._path = ""
 
     def open(self, url: str) -> None:
         """Loads a page."""
@@ -156,7 +158,7 @@ class Browser:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Callable[..., Browser]]:
-    """What opens windows, each with a profile of its own; all end with it."""
+    """What opens windows, each with a profile of its own; those that nobody closed end with it."""
     assert DRIVER is not None
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     opened: list[Browser] = []

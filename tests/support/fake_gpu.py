@@ -1,7 +1,7 @@
 """A device that is not there: tensors of `gpux` have shapes, dtypes and a place, and no memory.
 
-torch registers it as a device of its own, so whatever mixes places raises, as on a GPU. Each value that the host reads
-back stops a GPU; `FakeGpu` counts those and says that all is well.
+torch registers it as a device of its own, so whatever mixes places raises, as on a GPU. Values that the host reads back
+say that all is well.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ class Allocator:
 
     def __init__(self) -> None:
         self.total, self.reserved, self.allocated = 80 << 30, 0, 0
-        self.emptied = 0
 
     def is_initialized(self) -> bool:
         return True
@@ -59,7 +58,6 @@ class Allocator:
         return self.allocated
 
     def empty_cache(self) -> None:
-        self.emptied += 1
         self.reserved = self.allocated
 
 
@@ -69,11 +67,10 @@ _setup_privateuseone_for_python_backend(NAME, backend_module=MEMORY)
 
 class FakeGpu(FakeTensorMode):
     """Computes shapes and places of what is on the device; what is on the CPU is real, and zeros where it came from
-    there. `reads`: how often the host waited for a value of the device."""
+    there."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
-        self.reads = 0
         self._is_faking = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -84,7 +81,6 @@ class FakeGpu(FakeTensorMode):
         if not there and not any(isinstance(each, torch.device) and each.type == NAME for each in given):
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.reads += 1
             return True if args[0].dtype is torch.bool else 1
         args, kwargs = tree_map_only(torch.Tensor, self._faked, (args, kwargs or {}))
         return tree_map(_real, super().__torch_dispatch__(func, types, args, kwargs))

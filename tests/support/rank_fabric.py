@@ -23,7 +23,7 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.remote import RemoteCore
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, Listener, Unreachable, connect, listen, new_secret
 from plait_fabric.rpc.client import Connect
@@ -136,11 +136,11 @@ class Rig:
         self._stops.append(lambda: front.stop(drain_s=0.5))
         return front
 
-    async def ranker(self, *names: str, **options: Any) -> RemoteRanker:
+    async def ranker(self, *names: str, **options: Any) -> CoreRanker:
         """A remote ranker that is ready."""
         names = names or ("cn",)
         options = {"replicas": len(names), "backoff": QUICK} | options
-        ranker = RemoteRanker("tiny", self.connect(*names), **options)
+        ranker = CoreRanker(RemoteCore("tiny", self.connect(*names), **options))
         self._stops.append(lambda: ranker.core.stop(drain_s=0.5))
         await until(lambda: ranker.core.ready() is None)
         return ranker

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from plait_disagg.errors import BadInput, Busy, DeadlinePassed, RankError, WorkerUnavailable
@@ -23,7 +22,6 @@ from plait_disagg.messages.wire import (
 )
 from plait_disagg.queue.jobs import Outcome, RankJob, as_rank_error, deliver_all
 from plait_disagg.values import ModelCard, RankAnswer
-from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import FabricError, Message
 from plait_fabric.rpc.client import Client, Connect
 from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLost, bare
@@ -235,14 +233,6 @@ class RemoteCore:
             self._send(job)
         except RankError as last:
             job.fail(last)
-
-
-class RemoteRanker(CoreRanker):
-    """A `Ranker` whose model is in other processes."""
-
-    def __init__(self, model: str, connect: Connect, **options: Any) -> None:
-        """Start a `RemoteCore` with these arguments."""
-        super().__init__(RemoteCore(model, connect, **options))
 
 
 _MEAN, _DEVIATION = 1 / 8, 1 / 4

@@ -35,14 +35,15 @@ _POLL_S = 0.2
 class AuditPlan:
     """What is audited. `every`: one call in so many, beside the first of each shape; 0: no audit at all.
 
-    `pending_bytes` bounds the calls that wait for an idle moment; `kept` the files of drifts in `folder`;
+    `pending_bytes` bounds the calls that wait for an idle moment, one of which always may: with every size an image has
+    a first call, each step of a busy day could wait. `kept` bounds the files of drifts in `folder`;
     `known_shapes` what is remembered of a program: one that drifts at so many is trusted with none. Nothing is computed
     before the process was idle for `quiet_s`.
     """
 
     every: int = 10_000
     folder: Path | None = None
-    pending_bytes: int = 256 << 20
+    pending_bytes: int = 64 << 20
     kept: int = 16
     known_shapes: int = 1024
     quiet_s: float = 1.0
@@ -50,8 +51,8 @@ class AuditPlan:
 
 @dataclass(slots=True, kw_only=True)
 class AuditStatistics:
-    """Counts since the start. `skipped`: calls that found no room to wait. `largest`: the largest difference, as a
-    share of the tolerance."""
+    """Counts since the start. `skipped`: calls that found no room to wait; the next of such a shape may. `largest`: the
+    largest difference, as a share of the tolerance."""
 
     checked: int = 0
     drifted: int = 0
@@ -96,6 +97,8 @@ class Auditor:
         self._lock = threading.Lock()
         self._pending: deque[_Sample] = deque()
         self._pending_bytes = 0
+        self.is_full = False
+        """Whether a call found no room and none has been audited since."""
         self._worker: threading.Thread | None = None
         self._statistics = AuditStatistics()
         self._audited: set[AuditedProgram] = set()
@@ -119,22 +122,24 @@ class Auditor:
                 largest=kept.largest,
             )  # fmt: skip
 
-    def add(self, sample: _Sample) -> None:
-        """Let a call wait for an idle moment, if there is room."""
+    def add(self, sample: _Sample) -> bool:
+        """Let a call wait for an idle moment, if there is room; return whether there is."""
         with self._lock:
-            if self._pending_bytes + sample.nbytes > self.plan.pending_bytes:
+            self.is_full = bool(self._pending) and self._pending_bytes + sample.nbytes > self.plan.pending_bytes
+            if self.is_full:
                 self._statistics.skipped += 1
-                return
+                return False
             self._pending.append(sample)
             self._pending_bytes += sample.nbytes
             if self._worker is None:
                 self._worker = background.start("plait-audit", self._work)
+            return True
 
     def forget(self) -> None:
         """Drop the calls that wait or are being audited, and with them their programs."""
         with self._lock:
             self._pending.clear()
-            self._pending_bytes = 0
+            self._pending_bytes, self.is_full = 0, False
             self._audited.clear()
 
     def wait(self) -> None:
@@ -168,6 +173,7 @@ class Auditor:
                 return None
             sample = self._pending.popleft()
             self._pending_bytes -= sample.nbytes
+            self.is_full = False
             self._audited.add(sample.program)
             return sample
 
@@ -324,11 +330,13 @@ class AuditedProgram:
         outputs = self._program.run(inputs, factors, copy=copy)
         if kept and self._wants(shapes):
             own = _copies(outputs)
-            self._auditor.add(_Sample(program=self, key=shapes, inputs=kept, factors=factors, outputs=own))
+            sample = _Sample(program=self, key=shapes, inputs=kept, factors=factors, outputs=own)
+            if not self._auditor.add(sample):
+                self._known.pop(shapes, None)
         return outputs
 
     def _may_sample(self, is_new: bool) -> bool:
-        return is_new or self._calls % self._auditor.plan.every == 0
+        return not self._auditor.is_full and (is_new or self._calls % self._auditor.plan.every == 0)
 
     def _wants(self, key: Hashable) -> bool:
         """Return whether a call is the first of its key, or one in so many."""

@@ -208,6 +208,12 @@ def give_back(device: torch.device, *, short: bool = False) -> None:
     empty_cache(device)
 
 
+def give_up() -> None:
+    """Have all graphs of this process give up what they have of its GPUs, as memory was short."""
+    for device in on_gpus():
+        give_back(device, short=True)
+
+
 def on_gpus() -> Mapping[torch.device, GraphMemory]:
     """Return the memories of graphs of this process, by GPU. From any thread."""
     return dict(_ON)

@@ -61,7 +61,7 @@ class OpenVinoSettings:
     precision: str = "float32"
     threads: Callable[[], int] = lambda: len(os.sched_getaffinity(0))
     aside: Callable[[Callable[[], None]], None] = lambda work: work()
-    copies_bytes: int = 256 << 20
+    copies_bytes: int = 512 << 20
     free_bytes: Callable[[], int] = lambda: sys.maxsize
 
     def options(self) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.remote import RemoteCore
 from plait_disagg.workers.whole import WholeCore, WholeRanker
 from plait_fabric import connect, listen, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
@@ -70,7 +70,7 @@ def split(package: Package, threads: int, hns: Sequence[int]) -> Ranker:
 
 def apart(package: Package, threads: int) -> Ranker:
     """Open a ranker with both halves in one child."""
-    ranker = RemoteRanker(package.manifest.name, start_child(package, threads, "whole"))
+    ranker = CoreRanker(RemoteCore(package.manifest.name, start_child(package, threads, "whole")))
     wait_until_ready(ranker.core)
     return ranker
 

@@ -22,6 +22,7 @@ PARTS = {
     "sdxl": "plait_bench.gpu.denoisers:sdxl",
     "operators": "plait_bench.gpu.operators:operators",
     "sd15": "plait_bench.gpu.denoisers:sd15",
+    "flux": "plait_bench.gpu.transformers:flux",
     "controlnet": "plait_bench.gpu.controlnets:controlnet",
     "switching": "plait_bench.gpu.switching:switching",
     "dense": "plait_bench.gpu.dense:dense",

@@ -43,7 +43,7 @@ def _runner(run: GpuRun, memory: GraphMemory) -> ControlNetModelRunner:
     return runner
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def controlnet(run: GpuRun) -> None:
     """Measure a guided image's step until its second half could start, at each place."""
     one = GuidedUNet.made(run, FamilyName.SDXL)

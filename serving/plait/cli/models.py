@@ -219,6 +219,7 @@ def merge_loras(
     from plait.config import load_config
     from plait.errors import PlaitError
     from plait.offline.images import OrderError, parse_lora
+    from plait.offline.merging import check_merge, merge
     from plait_serving.diffusion.sources.staging import require_new_folder
 
     images = load_config(config).images
@@ -233,10 +234,9 @@ def merge_loras(
     scales = dict(wanted)
     if len(scales) < len(wanted):
         raise typer.BadParameter("names a LoRA twice", param_hint="--lora")
+    chosen = check_merge(images, base, scales)
     print("loading the model classes ...", file=sys.stderr, flush=True)
-    from plait.offline.merging import merge
-
-    for part in merge(images, base, scales, out):
+    for part in merge(images, chosen, scales, out):
         print(
             f"{part.component}: {part.changed} of {part.weights} weights changed, rounded to {part.dtype} "
             f"(at most {part.tolerance:.1e} of each)",

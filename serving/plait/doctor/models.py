@@ -10,7 +10,7 @@ from pathlib import Path
 from plait.config import PlaitConfig, ServedConfig
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
-from plait.offline.inventory import more_models, read_json, tensors_of
+from plait.offline.inventory import lora_names, more_models, read_json, tensors_of
 from plait_disagg.package.manifest import PackageError, read_manifest, sha256_of
 from plait_serving.diffusion.errors import EngineError, LoraError, ModelError
 from plait_serving.diffusion.families import family_row, row_of_file
@@ -61,7 +61,7 @@ def check_folders(config: ServedConfig) -> Iterator[CheckResult]:
         yield from _twins(images)
         for number, (name, base) in enumerate(images.base_models.items()):
             key = "images.model" if images.models is None else f"images.models.{name}"
-            for found in () if base.is_starter or base.is_hub_id else _base_model(base, key):
+            for found in () if base.is_starter or base.is_hub_id else check_base(base, key):
                 yield found if number == 0 else _as_warning(found)
         for name, section in (images.controlnets or {}).items():
             yield _weights(section.folder, f"images.controlnets.{name}.folder")
@@ -69,7 +69,7 @@ def check_folders(config: ServedConfig) -> Iterator[CheckResult]:
             if folder is not None and not folder.is_dir():
                 yield finding("models", False, f"images.{key}: {_missing(folder)}", "make it, or correct the key")
         for name, folder in more_models(images).items():
-            yield from map(_as_warning, _base_model(BaseSource(model=str(folder)), f"images.models_folder, {name}"))
+            yield from map(_as_warning, check_base(BaseSource(model=str(folder)), f"images.models_folder, {name}"))
         yield from _aliases(images)
     for name, ranking in ({} if config.recommend is None else config.recommend.models or {}).items():
         try:
@@ -89,7 +89,8 @@ def _as_warning(found: CheckResult) -> CheckResult:
     return replace(found, verdict=CheckStatus.WARN) if found.verdict is CheckStatus.FAIL else found
 
 
-def _base_model(base: BaseSource, key: str) -> Iterator[CheckResult]:
+def check_base(base: BaseSource, key: str) -> Iterator[CheckResult]:
+    """Check a base model's folder or file, which `key` names."""
     folder = Path(base.model)
     if base.is_file:
         yield _single_file(folder, key)
@@ -130,8 +131,7 @@ def _twins(images: ImagesSection) -> Iterator[CheckResult]:
 
 def _aliases(images: ImagesSection) -> Iterator[CheckResult]:
     """What an alias names may come later."""
-    folder, store = images.resolved_lora_folder(), images.loras.store
-    names = list_loras(folder).files if folder is not None else {} if store is None else store.entries
+    names = lora_names(images) if images.aliases else ()
     for name, alias in images.aliases.items():
         for lora in alias.loras:
             detail = f"images.aliases.{name}.loras: there is no LoRA {lora!r}{hint(lora, names)}"

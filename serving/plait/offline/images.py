@@ -19,11 +19,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from plait.offline.inventory import more_models
+from plait.offline.inventory import lora_names, more_models
 from plait_serving.diffusion.admission import ImageLimits, check_size
 from plait_serving.diffusion.errors import EngineStopped, RequestError
 from plait_serving.diffusion.knobs import Placement
-from plait_serving.diffusion.lora.listing import list_loras
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, ImageResult, Preview
 from plait_serving.http.images.resolve import resolve
 from plait_serving.http.images.schemas import EditBody, GenerationBody
@@ -138,12 +137,10 @@ def parse_order(
 
 def check_order(order: ImageOrder, images: ImagesSection) -> None:
     """Check what the configuration alone tells: names and the size. Raises `OrderError`."""
-    folder, store = images.resolved_lora_folder(), images.loras.store
-    loras = list_loras(folder).files if folder is not None else {} if store is None else store.entries
     models = (*images.base_models, *images.aliases, *more_models(images))
     body, one = order.body, order.body.model
     named: list[tuple[str, str, Sequence[str], Iterable[str]]] = [
-        ("LoRA", "--lora", [it.name for it in body.loras or ()], loras),
+        ("LoRA", "--lora", [it.name for it in body.loras or ()], lora_names(images)),
         ("ControlNet", "--controlnet", [it.name for it in body.controlnets or ()], images.resolved_controlnets()),
         ("model", "--model", [] if one is None or "+" in one else [one], models),
     ]
@@ -153,7 +150,8 @@ def check_order(order: ImageOrder, images: ImagesSection) -> None:
                 near = hint(name, known) or f"; there is {', '.join(islice(known, _SHOWN)) or 'none'}"
                 raise OrderError(f"{option}: there is no {kind} {name!r}{near}")
     if body.size is not None:
-        limits = ImageLimits(max_edge_px=images.limits.max_edge_px, max_pixels=images.limits.max_pixels)
+        asked = images.limits
+        limits = ImageLimits(max_edge_px=asked.max_edge_px, max_pixels=asked.max_pixels, sizes=asked.sizes)
         try:
             check_size(*body.size, limits)
         except RequestError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from plait_serving.diffusion.errors import LoraError, ModelError
 from plait_serving.diffusion.families import family_row, kind_of_controlnet, row_of_file
 from plait_serving.diffusion.lora.container import TensorInfo, inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
+from plait_serving.diffusion.lora.listing import list_loras
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES
@@ -66,6 +67,12 @@ def _of_images(images: ImagesSection) -> list[ModelEntry]:
     ]
     families = {base.family for base in bases}
     return [*bases, *controlnets, *_loras(images, families.pop() if len(families) == 1 else "unknown")]
+
+
+def lora_names(images: ImagesSection) -> Collection[str]:
+    """Return the names of the LoRAs that a configuration offers."""
+    folder, store = images.resolved_lora_folder(), images.loras.store
+    return list_loras(folder).files if folder is not None else () if store is None else store.entries
 
 
 def more_models(images: ImagesSection) -> dict[str, Path]:

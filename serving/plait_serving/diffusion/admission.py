@@ -102,12 +102,14 @@ def size_range(text: str) -> tuple[tuple[int, int], tuple[int, int]]:
     return (int(first[1]), int(first[2])), (int(last[1]), int(last[2]))
 
 
-def nearest_size(width: int, height: int, sizes: Sequence[str]) -> tuple[int, int]:
-    """Return the size that is allowed and nearest to this one."""
-    found = [(width, height)] if not sizes else []
-    for (least_w, least_h), (most_w, most_h) in map(size_range, sizes):
-        found.append((min(max(width, least_w), most_w), min(max(height, least_h), most_h)))
-    return min(found, key=lambda size: abs(size[0] - width) + abs(size[1] - height))
+def nearest_size(width: int, height: int, sizes: Sequence[str], multiple: int = 1) -> tuple[int, int]:
+    """Return the size nearest to this one that is allowed and has such edges; this one if there is none."""
+    found = []
+    for least, most in map(size_range, sizes):
+        low, high = [-(-edge // multiple) * multiple for edge in least], [edge // multiple * multiple for edge in most]
+        if low[0] <= high[0] and low[1] <= high[1]:
+            found.append((min(max(width, low[0]), high[0]), min(max(height, low[1]), high[1])))
+    return min(found, key=lambda size: abs(size[0] - width) + abs(size[1] - height), default=(width, height))
 
 
 def check_size(width: int, height: int, limits: ImageLimits) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from plait_kernels.devices import is_gpu
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_kernels.threads import one_thread
 from plait_serving.diffusion.protocols import Denoiser
@@ -74,7 +75,7 @@ class DecodeQueue:
         """Start what waits, up to the first that is decoded here; return whether there was one."""
         while (taken := self._waiting.take()) is not None:
             tenant, decode = taken
-            size, on_cpu = decode.latents.numel(), decode.latents.device.type == "cpu"
+            size, on_cpu = decode.latents.numel(), not is_gpu(decode.latents.device)
             if not decodes_here(on_cpu=on_cpu, stepping=stepping, expected_s=self._seconds.get(size)):
                 self._waiting_aside.put(tenant, decode)
                 self._last_aside = self._aside.submit(self._use_next_aside)

@@ -12,11 +12,12 @@ from typing import TypeAlias
 
 import torch
 
-from plait_kernels.executors.graphs import capture_waiting
+from plait_kernels.device_errors import is_out_of_memory
+from plait_kernels.executors.graphs import capture_waiting, give_up
 from plait_kernels.heartbeat import ThreadHeartbeat
 from plait_serving.diffusion.decoding import DecodeQueue
 from plait_serving.diffusion.edits import overlaid
-from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped
+from plait_serving.diffusion.errors import Cancelled, DeadlineMissed, EngineError, EngineStopped, OutOfMemory
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.models.pool import ModelPool
@@ -339,12 +340,19 @@ class DenoiseLoop:
         self._decodes.submit(job.request.tenant.name, latents, partial(self._decode, job, decode))
 
     def _fail(self, job: ImageJob, error: Exception) -> None:
-        """End a job without touching its batch mates. An error that is no `EngineError` is a bug and logged as one."""
-        if job.phase is not RequestPhase.ACTIVE:
-            return
-        if not isinstance(error, EngineError):
+        """End a job without touching its batch mates."""
+        if job.phase is RequestPhase.ACTIVE:
+            self._let_go(job)
+            self._end(job, error)
+
+    def _end(self, job: ImageJob, error: Exception) -> None:
+        """Tell a job's error. One that is no `EngineError` is a bug and logged as one, unless memory was short: then
+        graphs give theirs up before the next step. From any thread."""
+        if is_out_of_memory(error):
+            self.between_steps(give_up)
+            error = OutOfMemory("the request does not fit the device")
+        elif not isinstance(error, EngineError):
             _log.error("request %s failed", job.request.request_id, exc_info=error)
-        self._let_go(job)
         self._registry.close(job, Failed(error=error))
 
     def _let_go(self, job: ImageJob) -> None:
@@ -372,9 +380,7 @@ class DenoiseLoop:
             images, flagged = decode(latents)
             images = overlaid(images, flagged, job.request.edit)
         except Exception as error:
-            if not isinstance(error, EngineError):
-                _log.exception("request %s: decoding failed", job.request.request_id)
-            self._registry.close(job, Failed(error=error))
+            self._end(job, error)
             return False
         now_s = self._clock()
         decode_s, request = now_s - started_s, job.request

@@ -12,6 +12,7 @@ from typing import Any
 
 from plait_serving.http.edge.auth import is_open
 from plait_serving.http.edge.errors import V2, ErrorBody
+from plait_serving.http.edge.request_id import ACCEPTED
 
 _METHODS = ("get", "post", "put", "patch", "delete")
 
@@ -80,6 +81,11 @@ _EXAMPLES: Mapping[str, Any] = {
 _REQUEST_ID = {
     "x-request-id": {"description": "the request's id, in the server's log too", "schema": {"type": "string"}},
 }
+_OWN_ID = {
+    "name": "x-request-id", "in": "header", "required": False,
+    "description": "the request's id, in its answer and in the server's log; ignored if it has other characters",
+    "schema": {"type": "string", "pattern": f"^{ACCEPTED.pattern}$"},
+}  # fmt: skip
 _RETRY_AFTER = {
     "retry-after": {
         "description": "seconds",
@@ -110,8 +116,10 @@ def complete(document: dict[str, Any], examples: Mapping[str, Any], names: Mappi
                 parameter["schema"] = parameter["schema"]["anyOf"][0]
             if parameter["name"] in names and parameter["in"] == "path":
                 parameter["example"] = names[parameter["name"]]
-        example = {**_EXAMPLES, **examples}.get(path)
-        if example is not None and (body := operation.get("requestBody")):
+        if (body := operation.get("requestBody")) is None:
+            continue
+        operation.setdefault("parameters", []).append(_OWN_ID)
+        if (example := {**_EXAMPLES, **examples}.get(path)) is not None:
             body["content"]["application/json"]["example"] = example
 
 

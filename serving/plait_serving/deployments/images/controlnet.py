@@ -38,7 +38,7 @@ from plait_serving.deployments.fabric_endpoints import (
     open_listeners,
     socket_folder,
 )
-from plait_serving.deployments.images.counted import audit_families
+from plait_serving.deployments.images.counted import audit_families, gpu_families
 from plait_serving.deployments.process import configure_logging, seconds_to_start
 from plait_serving.deployments.ray_internals import given_knobs
 from plait_serving.deployments.scaling import PRESSURE
@@ -149,8 +149,8 @@ class ControlNetDeployment:
         return {PRESSURE: self._gauge.read()}
 
     async def metric_families(self) -> ReplicaMetrics:
-        """Return what this replica's audits found, for `/metrics`."""
-        found = audit_families({self._controlnet: self._auditor.statistics()})
+        """Return what this replica's audits found, and what it has of a GPU, for `/metrics`."""
+        found = [*audit_families({self._controlnet: self._auditor.statistics()}), *gpu_families()]
         return ReplicaMetrics(replica=this_process(), families=found)
 
     def reconfigure(self, user_config: Mapping[str, Any]) -> None:

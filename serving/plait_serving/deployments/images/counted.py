@@ -72,13 +72,11 @@ def _engine_families(served: Engine) -> list[Metric]:
 
 
 def gpu_families() -> list[Metric]:
-    """Return what this process has of its GPUs; nothing without one."""
+    """Return what this process has of its GPUs; without one the families are empty."""
     from plait_kernels.executors.graphs import on_gpus
     from plait_serving.diffusion.memory import available_bytes
 
     gpus = {(str(device),): (device, memory) for device, memory in on_gpus().items()}
-    if not gpus:
-        return []
     free = {name: available_bytes(device) for name, (device, _) in gpus.items()}
     taken = {name: memory.nbytes + memory.capture.pool_bytes for name, (_, memory) in gpus.items()}
     graphs = {name: memory.graphs for name, (_, memory) in gpus.items()}

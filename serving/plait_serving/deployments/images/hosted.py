@@ -155,7 +155,7 @@ class HostedImages:
         engine = self._engine
         pool, self._reports = engine.pool, self._reports + 1
         resident, wanted = set(pool.statistics().resident), engine.open_models()
-        load_s = {name: pool.load_s(model) for name, model in pool.models.items()}
+        load_s = {name: model.load_s for name, model in pool.models.items()}
         loras = {name for cache in pool.loras for name in cache.resident_names()}
         return ReplicaState(
             number=self._reports,
@@ -194,7 +194,7 @@ class HostedImages:
 
     def _card(self, name: str, model: Model) -> BaseModelCard:
         family, defaults, terms = model.family, self._images.defaults, model.family.terms
-        width, height = nearest_size(family.width, family.height, model.limits.sizes)
+        width, height = nearest_size(family.width, family.height, model.limits.sizes, model.limits.size_multiple)
         return BaseModelCard(
             name=name,
             family=family.kind,

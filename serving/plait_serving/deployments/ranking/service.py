@@ -13,7 +13,7 @@ from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.ranker import CoreRanker
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.deployments.ranking.package_source import RankModel, RankSource
@@ -43,7 +43,7 @@ class _RemoteRankingService(LocalRankingService):
         return await answers_of(self._workers)
 
 
-def _served(name: str, model: RankModel, ranker: RemoteRanker) -> ServedRanker:
+def _served(name: str, model: RankModel, ranker: CoreRanker) -> ServedRanker:
     refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
     return ServedRanker(ranker=ranker, items=model.source.items(), refreshes=refreshes)
 

@@ -28,8 +28,9 @@ from plait_disagg.values import ModelCard
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.core_server import CoreServer
 from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.refresher import Refresher
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.remote import RemoteCore
 from plait_disagg.workers.shard import ShardWorker
 from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Listener, new_secret
@@ -286,11 +287,12 @@ class RankWorker:
                 shard.close()
 
 
-class _ServeRanker(RemoteRanker):
+class _ServeRanker(CoreRanker):
     """Asks the workers whether they are ready: a CN may be there without its HNs."""
 
     def __init__(self, name: str, handle: Any) -> None:
-        super().__init__(name, ServeReplicas(f"model {name}", handle).connect, max_replicas=MAX_WORKERS)
+        connect = ServeReplicas(f"model {name}", handle).connect
+        super().__init__(RemoteCore(name, connect, max_replicas=MAX_WORKERS))
         self._handle = handle
 
     async def ready(self) -> str | None:
@@ -309,7 +311,7 @@ class _ServeRanker(RemoteRanker):
         return next((it for it in answers if isinstance(it, str)), f"no worker answered within {HEALTH_TIMEOUT_S:g} s")
 
 
-def remote_ranker(name: str, handle: Any) -> RemoteRanker:
+def remote_ranker(name: str, handle: Any) -> CoreRanker:
     """Return a ranker for the model whose CNs or whole workers form that deployment, however many there are at a time.
     It starts connecting at once."""
     return _ServeRanker(name, handle)

@@ -18,6 +18,10 @@ from plait_serving.diffusion.stepper import Stepper
 
 _log = logging.getLogger(__name__)
 
+_READ_BYTES_PER_S = 1e9
+_MIN_LOAD_S = 0.1
+"""What loading is thought to take before it was measured: a local disk's pace, and building the modules."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Model:
@@ -27,6 +31,10 @@ class Model:
     `stepper`: None while the model is not resident. `leaves`: it is about to make room, and begins no request any more.
     Both are the compute thread's. `is_retired`: it takes no request any more, and leaves for good after the last one.
     `goes_to_sleep`: it leaves after the last one, until it is asked for again.
+
+    By the pool's clock: `used_s`, when it was last used; `woken_s`, when it was told to come without a request;
+    `overtaken_s`: the seconds that requests computed which arrived after those that wait for it. `loaded_in_s`: what it
+    was last loaded in.
     """
 
     name: str
@@ -42,6 +50,10 @@ class Model:
     leaves: bool = False
     is_retired: bool = False
     goes_to_sleep: bool = False
+    used_s: float = 0.0
+    woken_s: float | None = None
+    overtaken_s: float = 0.0
+    loaded_in_s: float | None = None
 
     def __post_init__(self) -> None:
         self.forecast = WorkForecast(self.costs)
@@ -50,6 +62,11 @@ class Model:
     def nbytes(self) -> int:
         """What its weights take in memory."""
         return self.family.weights_bytes
+
+    @property
+    def load_s(self) -> float:
+        """The seconds that loading it is expected to take."""
+        return _MIN_LOAD_S + self.nbytes / _READ_BYTES_PER_S if self.loaded_in_s is None else self.loaded_in_s
 
     def load(self) -> Stepper:
         """Bring the weights into memory, on any thread; return what steps them. Raises `ModelError`."""

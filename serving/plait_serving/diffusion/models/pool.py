@@ -27,9 +27,6 @@ from plait_serving.diffusion.units import ImageJob
 
 _log = logging.getLogger(__name__)
 
-_READ_BYTES_PER_S = 1e9
-_MIN_LOAD_S = 0.1
-"""What loading is thought to take before it was measured: a local disk's pace, and building the modules."""
 _DRAIN_SHARE = 1.0
 """Requests in work may end before their model leaves if that takes at most so many times what loading the other one
 does: preparing them again is work, too, but whoever waits has waited long."""
@@ -88,10 +85,6 @@ class ModelPool:
         self._arrived: deque[tuple[Model, Stepper | EngineError, float]] = deque()
         self._switch: Switch | None = None
         self._is_loading = False
-        self._load_s: dict[str, float] = {}
-        self._used_s: dict[str, float] = {}
-        self._woken_s: dict[str, float] = {}
-        self._overtaken_s: dict[str, float] = {}
         self._loads = 0
         self._gives_way_s = 0.0
         """When what leaves has to be gone, whatever it has begun."""
@@ -144,7 +137,6 @@ class ModelPool:
 
     def add(self, model: Model) -> None:
         """Serve one more model; nothing is loaded yet."""
-        self._load_s.pop(model.name, None)
         with self._changing:
             old = self._models.get(model.name)
             self._models = {**self._models, model.name: model}  # others read the old one meanwhile
@@ -256,14 +248,15 @@ class ModelPool:
 
     def sleep(self, name: str) -> None:
         """Let a model's weights leave once no request for it is open; the next one brings them back."""
-        self._models[name].goes_to_sleep = True
-        self._woken_s.pop(name, None)
+        model = self._models[name]
+        model.goes_to_sleep, model.woken_s = True, None
 
     def wake(self, name: str) -> None:
         """Bring a model's weights into memory as if a request for it had arrived."""
-        self._models[name].goes_to_sleep = False
-        if self._models[name].stepper is None:
-            self._woken_s[name] = self._clock()
+        model = self._models[name]
+        model.goes_to_sleep = False
+        if model.stepper is None:
+            model.woken_s = self._clock()
 
     def may_run(self, job: ImageJob) -> bool:
         """Return whether the next step could be one of this job."""
@@ -286,14 +279,14 @@ class ModelPool:
 
     def stepped(self, batch: Sequence[ImageJob], waiting: Sequence[ImageJob], seconds: float) -> None:
         """Record what a step took, and which models it overtook."""
-        now_s = self._clock()
         latest_s = max(job.spent.accepted_at_s for job in batch)
-        self._used_s[batch[0].request.model] = now_s
+        self._models[batch[0].request.model].used_s = self._clock()
         if len(self._models) == 1:
             return
         for name, oldest_s in _oldest(waiting).items():
-            if self._models[name].stepper is None and latest_s > oldest_s:
-                self._overtaken_s[name] = self._overtaken_s.get(name, 0.0) + seconds
+            model = self._models[name]
+            if model.stepper is None and latest_s > oldest_s:
+                model.overtaken_s += seconds
 
     def tend(self, jobs: Sequence[ImageJob]) -> Mapping[str, EngineError]:
         """Take in what was loaded, and switch if that is due; return why models could not be loaded, by name."""
@@ -318,12 +311,8 @@ class ModelPool:
             nbytes=self._holdings.all_bytes(here),
             budget_bytes=self._holdings.budget_bytes(here),
             loads=self._loads,
-            load_s=dict(self._load_s),
+            load_s={name: it.loaded_in_s for name, it in self._models.items() if it.loaded_in_s is not None},
         )
-
-    def load_s(self, model: Model) -> float:
-        """Return the seconds that loading it is expected to take."""
-        return self._load_s.get(model.name, _MIN_LOAD_S + model.nbytes / _READ_BYTES_PER_S)
 
     @property
     def rest_s(self) -> float | None:
@@ -343,11 +332,15 @@ class ModelPool:
         self._holdings.begin()  # what is known of all models without their weights counts for none of them
         started_s = self._clock()
         model.stepper = model.load()
-        self._load_s[model.name] = self._clock() - started_s
+        model.loaded_in_s = self._clock() - started_s
 
     @property
     def _here(self) -> list[Model]:
         return [model for model in self._models.values() if model.stepper is not None]
+
+    @property
+    def _woken(self) -> list[str]:
+        return [model.name for model in self._models.values() if model.woken_s is not None]
 
     def _look(self, jobs: Sequence[ImageJob]) -> None:
         """Measure if it is time; if the models hold too much, also after what was freed was given back, the one without
@@ -364,26 +357,24 @@ class ModelPool:
 
     def _surplus(self, jobs: Sequence[ImageJob]) -> str | None:
         demands, budget_bytes = self._demands(jobs)
-        in_use = {*self._open_models(), *self._woken_s}
+        in_use = {*self._open_models(), *self._woken}
         return surplus(demands, in_use=in_use, budget_bytes=budget_bytes, now_s=self._clock())
 
     def _needs_first(self, jobs: Sequence[ImageJob]) -> bool:
-        return self.first.stepper is None and bool(jobs or self._woken_s)
+        return self.first.stepper is None and bool(jobs or self._woken)
 
     def _take_in(self) -> dict[str, EngineError]:
         failed: dict[str, EngineError] = {}
         while self._arrived:
             model, found, seconds = self._arrived.popleft()
             self._switch, self._is_loading = None, False
-            self._overtaken_s.pop(model.name, None)
-            self._woken_s.pop(model.name, None)
+            model.overtaken_s, model.woken_s = 0.0, None
             if isinstance(found, EngineError):
                 _log.error("%s could not be loaded: %s", model.name, found.message)
                 failed[model.name] = found
                 continue
             model.stepper = found
-            self._used_s[model.name] = self._clock()
-            self._load_s[model.name] = seconds
+            model.used_s, model.loaded_in_s = self._clock(), seconds
             self._loads += 1
             _log.info("%s is resident after %.2f s", model.name, seconds)
         return failed
@@ -393,7 +384,7 @@ class ModelPool:
         open_models = self._open_models() if unwanted else ()
         for model in unwanted:
             if model.is_retired:
-                self._woken_s.pop(model.name, None)
+                model.woken_s = None
             if model.name not in open_models:
                 model.goes_to_sleep = False
                 if model.stepper is not None:
@@ -408,12 +399,10 @@ class ModelPool:
             return
         with self._changing:
             self._models = {other: each for other, each in self._models.items() if each is not model}
-        for table in (self._load_s, self._used_s, self._overtaken_s):
-            table.pop(name, None)
         model.close()
 
     def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
-        if not self._woken_s and all(self._models[job.request.model].stepper is not None for job in jobs):
+        if not self._woken and all(self._models[job.request.model].stepper is not None for job in jobs):
             return None
         demands, budget_bytes = self._demands(jobs)
         return next_switch(demands, budget_bytes=budget_bytes, now_s=self._clock())
@@ -427,18 +416,18 @@ class ModelPool:
         for job in jobs:
             name = job.request.model
             model = self._models[name]
-            need_s = job.left_s + (self.load_s(model) if model.stepper is None else 0.0)
+            need_s = job.left_s + (model.load_s if model.stepper is None else 0.0)
             if job.deadline_at_s is not None and job.deadline_at_s - now_s < 2 * need_s:
                 short.add(name)
         demands = [
             ModelDemand(
                 name=name,
                 nbytes=model.nbytes + beyond_bytes if model in here else min(model.nbytes + beyond_bytes, budget_bytes),
-                load_s=self.load_s(model),
+                load_s=model.load_s,
                 is_resident=model.stepper is not None,
-                oldest_s=oldest.get(name, self._woken_s.get(name)),
-                overtaken_s=self._overtaken_s.get(name, 0.0),
-                used_s=self._used_s.get(name, 0.0),
+                oldest_s=oldest.get(name, model.woken_s),
+                overtaken_s=model.overtaken_s,
+                used_s=model.used_s,
                 is_short=name in short,
             )
             for name, model in self._models.items()
@@ -448,7 +437,7 @@ class ModelPool:
     def _begin(self, switch: Switch) -> None:
         for name in switch.leave:
             self._models[name].leaves = True
-        self._gives_way_s = self._clock() + _DRAIN_SHARE * self.load_s(self._models[switch.load])
+        self._gives_way_s = self._clock() + _DRAIN_SHARE * self._models[switch.load].load_s
 
     def _have_left(self, jobs: Sequence[ImageJob], switch: Switch) -> bool:
         """Let go of the models that leave; those whose requests in work end soon go on until then. Return whether all

@@ -17,7 +17,7 @@ from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.prompt_syntax import take_loras
 from plait_serving.diffusion.values import Scheduler, Sigmas
 from plait_serving.http.images.resolve import chosen_model
-from plait_serving.http.images.schemas import EditBody, GenerationBody
+from plait_serving.http.images.schemas import MAX_LIST, EditBody, GenerationBody
 from plait_serving.images.codec import DecodeLimits, decode_base64, painted_mask
 from plait_serving.images.infotext import SAMPLER_NAMES
 from plait_serving.images.service import BaseModelCard, Catalog
@@ -70,7 +70,7 @@ class Txt2Img(BaseModel):
 class Img2Img(Txt2Img):
     """`POST /sdapi/v1/img2img`."""
 
-    init_images: list[str]
+    init_images: Annotated[list[str], Field(max_length=MAX_LIST)]
     denoising_strength: float | None = 0.75
     mask: str | None = None
     mask_blur: Annotated[float | None, Field(ge=0, le=64)] = 4.0
@@ -99,6 +99,13 @@ def check_unchanged(settings: Mapping[str, Any], options: Mapping[str, Any], whe
             raise RequestError(f"{where}{key[:200]}: {there}", param=key)
 
 
+def checkpoint_in(value: Any) -> str | None:
+    """Return the title of a model. Raises `RequestError` for what is none."""
+    if not isinstance(value, str | None):
+        raise RequestError(f"{CHECKPOINT}: the title of a model is a text", param=CHECKPOINT)
+    return value
+
+
 def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: DecodeLimits) -> Asked:
     """Return what a request asks for. `checkpoint`: the model of requests that name none. Raises `RequestError` or
     `NotFound`, or pydantic's ValidationError with plait's names of fields."""
@@ -107,8 +114,10 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         if extra.get(name) not in nothing:
             raise RequestError(f"{name}: plait has nothing for it; leave it at {nothing[0]!r}", param=name)
     settings = dict(given.override_settings or {})
-    model = settings.pop(CHECKPOINT, None) or checkpoint
+    model = checkpoint_in(settings.pop(CHECKPOINT, None) or checkpoint)
     clip_skip = settings.pop(CLIP_SKIP, None) or 1
+    if type(clip_skip) is not int:
+        raise RequestError(f"override_settings.{CLIP_SKIP}: must be a whole number", param=CLIP_SKIP)
     check_unchanged(settings, options_of(model or ""), "override_settings.")
     card, _ = chosen_model(model, catalog)
     fields: dict[str, Any] = {
@@ -123,13 +132,16 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
     of_model = {
         "guidance_scale": given.cfg_scale,
         "negative_prompt": given.negative_prompt or None,
-        "clip_skip": clip_skip - 1 if isinstance(clip_skip, int) and clip_skip > 1 else None,
+        "clip_skip": clip_skip - 1 or None,
     }
-    fields |= {name: value for name, value in of_model.items() if name in card.terms.takes}
+    takes = card.terms.takes
+    if "true_cfg_scale" in takes:  # without which it has no use for one, and which A1111 does not know
+        takes -= {"negative_prompt"}
+    fields |= {name: value for name, value in of_model.items() if name in takes}
     hints = [
         f"{name}: {card.name} has no use for it"
         for name, value in of_model.items()
-        if name not in card.terms.takes and value is not None
+        if name not in takes and value is not None
     ]
     image = _image(given) if isinstance(given, Img2Img) else None
     fields["controlnets"] = _controls(given.alwayson_scripts or {}, image) or None
@@ -139,7 +151,11 @@ def asked(given: Txt2Img, checkpoint: str | None, catalog: Catalog, limits: Deco
         return Asked(body=GenerationBody(**fields), hints=hints)
     if given.mask and given.inpaint_full_res:
         hints.append("inpaint_full_res: the whole picture is worked on, not its masked part enlarged")
-    fields |= {"image": image, "mask": _mask(given, limits), "strength": given.denoising_strength}
+    strength = given.denoising_strength
+    if card.terms.reads_images and strength is not None:
+        strength = None
+        hints.append(f"denoising_strength: {card.name} reads the image, and starts from noise")
+    fields |= {"image": image, "mask": _mask(given, limits), "strength": strength}
     return Asked(body=EditBody(**fields), hints=hints)
 
 
@@ -207,7 +223,7 @@ def _control(unit: Mapping[str, Any], image: str | None) -> dict[str, Any]:
         "name": unit.get("model"),
         "image": given or image,
         "preprocess": False if module in _NO_MODULE else module,
-        **{name: float(value) for name, value in members.items() if isinstance(value, int | float)},
+        **{name: value for name, value in members.items() if value is not None},
     }
 
 

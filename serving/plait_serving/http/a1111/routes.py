@@ -17,9 +17,17 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from plait_serving.diffusion.errors import NotFound, RequestError
+from plait_serving.diffusion.errors import NotFound
 from plait_serving.diffusion.values import ImageResult, Progress, Sigmas
-from plait_serving.http.a1111.bodies import CHECKPOINT, Img2Img, Txt2Img, asked, check_unchanged, options_of
+from plait_serving.http.a1111.bodies import (
+    CHECKPOINT,
+    Img2Img,
+    Txt2Img,
+    asked,
+    check_unchanged,
+    checkpoint_in,
+    options_of,
+)
 from plait_serving.http.context import ContextDep, RouteContext
 from plait_serving.http.edge.auth import Principal, principal
 from plait_serving.http.edge.json_body import JsonRoute
@@ -113,7 +121,8 @@ def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints
         "job_timestamp": "", "clip_skip": asked.clip_skip + 1, "is_using_inpainting_conditioning": False,
         "interrupted": result is None, "hints": hints,
     }  # fmt: skip
-    parameters = given.model_dump(mode="json", exclude={"init_images", "mask", "alwayson_scripts"})
+    left_out = ("init_images", "mask", "alwayson_scripts")
+    parameters = {name: value for name, value in given if name not in left_out}  # as they came: JSON, all of them
     encoded = [base64_of(reply.encoded(image, index)) for index, image in enumerate(sent)]
     return json.dumps({"images": encoded, "parameters": parameters, "info": json.dumps(info)}).encode()
 
@@ -134,10 +143,8 @@ async def set_options(given: dict[str, Any], context: ContextDep, who: Who) -> N
     current = options_of(await _checkpoint(context, who.tenant))
     changed = {key: value for key, value in given.items() if key != CHECKPOINT}
     check_unchanged(changed, current)
-    model = given.get(CHECKPOINT, current[CHECKPOINT])
-    if model != current[CHECKPOINT]:
-        if not isinstance(model, str):
-            raise RequestError(f"{CHECKPOINT}: the title of a model is a text", param=CHECKPOINT)
+    model = checkpoint_in(given.get(CHECKPOINT))
+    if model is not None and model != current[CHECKPOINT]:
         chosen_model(model, await context.image_service.catalog(anew=True))
         await context.desk.choose(who.tenant, model)
 

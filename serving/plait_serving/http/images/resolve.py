@@ -35,7 +35,14 @@ from plait_serving.diffusion.values import (
     RgbImage,
 )
 from plait_serving.http.edge.tenants import TenantLimits, tenant_of
-from plait_serving.http.images.schemas import MAX_LIST, ControlNetBody, EditBody, GenerationBody, LoraBody
+from plait_serving.http.images.schemas import (
+    MAX_LIST,
+    MAX_MODEL_CHARS,
+    ControlNetBody,
+    EditBody,
+    GenerationBody,
+    LoraBody,
+)
 from plait_serving.images.codec import (
     DecodeLimits,
     decode_base64,
@@ -264,6 +271,8 @@ def chosen_model(text: str | None, catalog: Catalog) -> tuple[BaseModelCard, lis
     """
     if text is None:
         return catalog.model, []
+    if len(text) > MAX_MODEL_CHARS:
+        raise RequestError(f"a model's name has at most {MAX_MODEL_CHARS} characters", param="model")
     text = "+".join(map(composed, text.split("+")))  # nothing is composed with a +
     card, alias = catalog.base(text), catalog.alias(text)
     if card is not None:

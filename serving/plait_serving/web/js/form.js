@@ -64,9 +64,9 @@ export class Form {
     this.source.know(takes(model, "mask"));
     this.fields.know(model.controls ?? []);
     byId("finer").hidden = !model.controls?.length;
-    byId("shapes").replaceChildren(...[...shapesOf(model)].map(([size, [x, y]]) => h("button", { type: "button", class: "chip shape",
+    byId("shapes").replaceChildren(...[...shapesOf(model)].map(([size, name]) => h("button", { type: "button", class: "chip shape",
       title: size, dataset: { size }, onclick: () => { this.setSize(size); this.keepDraft(); } },
-    h("span", { style: { "aspect-ratio": `${x} / ${y}` } }), `${x}:${y}`)));
+    h("span", { style: { "aspect-ratio": size.replace("x", " / ") } }), name)));
     this.setSize(model.default_size);
     byId("n").max = limits.max_images ?? 10;
     this.prompt.know(this.words[model.base ?? model.id]?.concepts ?? []);
@@ -168,16 +168,21 @@ function randomSeed() {
   return crypto.getRandomValues(new Uint32Array(1))[0] % SEED_END;
 }
 
-/** Return shapes by the size that a model makes of each: as many pixels as it was trained for. */
+/** Return shapes by size: of those that are listed, or else by what a model makes of each, as many pixels as it was
+ * trained for, where they are allowed. */
 function shapesOf({ default_size: size, limits }) {
   const [width, height] = size.split("x").map(Number);
   const step = limits.size_multiple;
   const edge = (share) => Math.max(1, Math.round(Math.sqrt(width * height * share) / step)) * step;
+  const ranges = (limits.sizes ?? []).map((text) => text.split("-").map((end) => end.split("x").map(Number)));
+  const listed = ranges.filter((ends) => ends.length === 1).map(([edges]) => [edges, edges.join("x")]);
+  const shapes = SHAPES.map(([x, y]) => [[edge(x / y), edge(y / x)], `${x}:${y}`]);
+  const fits = (edges) => edges[0] * edges[1] <= limits.max_pixels && Math.max(...edges) <= limits.max_edge_px
+    && Math.min(...edges) >= limits.min_edge_px && edges.every((each) => each % step === 0) && (ranges.length === 0
+    || ranges.some(([least, most = least]) => edges.every((each, i) => least[i] <= each && each <= most[i])));
   const found = new Map();
-  for (const [x, y] of SHAPES) {
-    const edges = [edge(x / y), edge(y / x)];
-    const fits = edges[0] * edges[1] <= limits.max_pixels && Math.max(...edges) <= limits.max_edge_px;
-    if (fits && Math.min(...edges) >= limits.min_edge_px && !found.has(edges.join("x"))) found.set(edges.join("x"), [x, y]);
+  for (const [edges, name] of [...listed, ...shapes]) {
+    if (fits(edges) && !found.has(edges.join("x"))) found.set(edges.join("x"), name);
   }
   return found;
 }

@@ -28,7 +28,8 @@ from plait_disagg.refresh.publish import publish
 from plait_disagg.refresh.update import Update
 from plait_disagg.tables.storage import open_tables, write_tables
 from plait_disagg.values import RankAnswer
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.remote import RemoteCore
 from support import refresh as kit
 from support.rank_fabric import QUICK, Rig, until
 
@@ -470,9 +471,9 @@ class TestPublishing:
             open_live(package.folder, sparse=True, dense=True)
 
 
-async def connected(rig: Rig) -> RemoteRanker:
+async def connected(rig: Rig) -> CoreRanker:
     """A client as the ingress is one."""
-    ranker = RemoteRanker("parts", rig.connect("cn"), backoff=QUICK)
+    ranker = CoreRanker(RemoteCore("parts", rig.connect("cn"), backoff=QUICK))
     rig.at_end(lambda: ranker.core.stop(drain_s=0.5))
     await until(lambda: ranker.core.ready() is None)
     return ranker

@@ -137,20 +137,37 @@ def test_rounding_is_no_drift():
 
 
 def test_nothing_is_computed_while_others_compute():
-    """Calls wait for an idle moment; where there is no room left, they are let go."""
+    """Calls wait for an idle moment; where there is no room left, they are let go, and the next of their shape may."""
     busy = threading.Event()
     one_call = sum(value.nbytes for value in small_inputs(1, 4, 4)) + sum(
         value.nbytes for value in reference().run(small_inputs(1, 4, 4))
     )
     auditor = auditor_in(idle=busy.is_set, pending_bytes=2 * one_call)
     audited = watched(auditor, WrongSomewhere(lambda _: False))
-    for height, width in ((4, 4), (2, 8), (8, 2)):
+    for height, width in ((4, 4), (2, 8), (8, 2), (8, 2)):
         audited.run(small_inputs(1, height, width))
     assert auditor.statistics().checked == 0
     assert auditor.statistics().skipped == 1
     busy.set()
     auditor.wait()
     assert auditor.statistics().checked == 2
+    for _ in range(2):
+        audited.run(small_inputs(1, 8, 2))
+    auditor.wait()
+    assert auditor.statistics().checked == 3
+
+
+def test_a_call_that_is_larger_than_the_room_waits_alone():
+    """Halves of large models are audited, too."""
+    busy = threading.Event()
+    auditor = auditor_in(idle=busy.is_set, pending_bytes=1)
+    audited = watched(auditor, WrongSomewhere(lambda _: False))
+    for height in (2, 3):
+        audited.run(small_inputs(1, height, 4))
+    busy.set()
+    auditor.wait()
+    found = auditor.statistics()
+    assert (found.checked, found.skipped) == (1, 1)
 
 
 def test_an_audit_stops_when_a_request_comes():

@@ -7,8 +7,12 @@ import time
 
 import numpy as np
 import pytest
+import torch
 
 from fakes.engine import FakeDenoiser, FakeProvider
+from fakes.graphs import FakeCapture
+from plait_kernels.executors import graphs
+from plait_kernels.executors.graphs import GraphMemory
 from plait_serving.diffusion.errors import (
     Cancelled,
     DeadlineMissed,
@@ -16,6 +20,7 @@ from plait_serving.diffusion.errors import (
     LoraError,
     NotFound,
     NumericalError,
+    OutOfMemory,
     Overloaded,
     RequestError,
 )
@@ -256,6 +261,24 @@ def test_a_lost_device_ends_the_engine(rig, monkeypatch, method):
         built.ask().result()
     assert not built.engine.alive
     assert built.engine.statistics().failed == 1
+
+
+@pytest.mark.parametrize("method", ["begin", "predict", "finish"])
+def test_what_does_not_fit_alone_fails_alone(rig, monkeypatch, method):
+    """In an encoder, the denoiser or the decoder: it is told so, graphs give theirs up, and the next one is served."""
+    works, memory = getattr(FakeDenoiser, method), GraphMemory(FakeCapture(), budget_bytes=1)
+    monkeypatch.setitem(graphs._ON, torch.device("cpu"), memory)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    built = rig()
+    monkeypatch.setattr(FakeDenoiser, method, full)
+    with pytest.raises(OutOfMemory):
+        built.ask().result()
+    monkeypatch.setattr(FakeDenoiser, method, works)
+    assert built.ask().result().images
+    assert memory.given_up == 1
 
 
 def test_loading_overlaps_other_work_and_the_request_waits_for_its_set(rig):

@@ -37,6 +37,13 @@ def test_another_size_is_refused_by_those_that_are_allowed(size, nearest):
     check_numbers(warm_up, ImageLimits(sizes=SIZES), ALL_TERMS)  # which is plait's own, as small as can be
 
 
+def test_what_requests_without_a_size_get_is_one_that_the_model_makes():
+    """Of a range whose ends are no multiples of its edges, too; its own if it makes none of those."""
+    assert nearest_size(64, 64, ("100x100-200x200",), 8) == (104, 104)
+    assert nearest_size(512, 512, ("500x500", "768x768", "100x100-107x400"), 16) == (768, 768)
+    assert nearest_size(64, 64, ("100x100",), 8) == (64, 64)
+
+
 @pytest.fixture
 def virtual():
     """An engine of a model of 16x16 pixels, whose calls take a second."""

@@ -75,6 +75,12 @@ class FlowFamily(Family):
             tokenizers=None if outline else self.outline.tokenizers,
         )
 
+    def check_clip(self, part: str, texts: Mapping[str, str | None]) -> None:
+        """Raise `RequestError` for texts, by field, that a CLIP alone reads and that are longer than it reads."""
+        room = int(self.outline.tokenizers[part].model_max_length) - 2
+        for name, text in texts.items():
+            self.tokens.check_fits(part, text or "", room, param=name, hint="CLIP alone reads it")
+
     def size_of(
         self,
         request: ImageRequest,

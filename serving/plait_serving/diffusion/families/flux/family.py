@@ -73,13 +73,17 @@ class FluxFamily(FlowFamily):
         guided, length, most = is_guided(request), length_of(request, self.outline), longest(self.outline)
         if length > most:
             raise RequestError(f"this model reads at most {most} tokens", param="max_sequence_length")
-        if not guided and request.negative_prompt:
-            raise RequestError("it takes effect with a true_cfg_scale above 1", param="negative_prompt")
+        for name in ("negative_prompt", "negative_prompt_2"):
+            if not guided and getattr(request, name):
+                needs = "a true_cfg_scale above 1" + " and a negative_prompt" * name.endswith("_2")
+                raise RequestError(f"it takes effect with {needs}", param=name)
         if not guided and request.true_cfg_scale > 1.0:
             raise RequestError("it takes effect with a negative_prompt", param="true_cfg_scale")
-        negative = request.negative_prompt_2 or request.negative_prompt or ""
-        texts = {"prompt" if request.prompt_2 is None else "prompt_2": request.prompt_2 or request.prompt}
-        texts |= {"negative_prompt": negative} if guided else {}
+        texts = dict[str, str]()
+        for name in ("prompt", "negative_prompt") if guided else ("prompt",):
+            first, second = getattr(request, name), getattr(request, f"{name}_2")
+            texts |= {f"{name}_2": second} if second else {name: first}
+            self.check_clip(CLIP, {name: first} if second else {})
         return self.size_of(
             request,
             texts,

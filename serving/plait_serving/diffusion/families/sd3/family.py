@@ -65,6 +65,7 @@ class Sd3Family(FlowFamily):
         if request.clip_skip > layers:
             raise RequestError(f"this model's text encoders can leave out at most {layers} layers", param="clip_skip")
         length, guided = length_of(request), is_guided(request)
+        self.check_clip(CLIPS[1], {name: getattr(request, name) for name in ("prompt_2", "negative_prompt_2")})
         texts = {"prompt": request.prompt, **({"negative_prompt": request.negative_prompt or ""} if guided else {})}
         reader, room = (T5, length - 1) if self._has_t5 else (CLIPS[0], self._clip_room - 2)
         hint = "max_sequence_length gives more room" if self._has_t5 else "it has no T5, which reads more"

@@ -196,9 +196,11 @@ class ControlNetModelRunner:
         except Exception as error:
             if is_device_lost(error):
                 raise
-            if len(blocks) == 1:
-                return [_as_engine_error(error)]
-        give_back(self.device, short=True)
+            failure, is_full = _as_engine_error(error), is_out_of_memory(error)
+        if is_full:
+            give_back(self.device, short=True)
+        if len(blocks) == 1:
+            return [failure]
         half = len(blocks) // 2
         return self._try_batch(blocks[:half]) + self._try_batch(blocks[half:])
 

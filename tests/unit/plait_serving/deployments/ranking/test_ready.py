@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.ranker import CoreRanker
 from plait_serving.deployments.ranking.worker import remote_ranker
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.ranking.service import ServedRanker
@@ -37,10 +37,10 @@ class Handle:
 async def test_one_ready_worker_is_enough(monkeypatch, answers, reason):
     """A CN that lost its HNs is there and cannot answer; another one may."""
 
-    async def connected(_: RemoteRanker) -> None:
+    async def connected(_: CoreRanker) -> None:
         return None
 
-    monkeypatch.setattr(RemoteRanker, "ready", connected)
+    monkeypatch.setattr(CoreRanker, "ready", connected)
     ranker = remote_ranker("picks", Handle(*answers))
     try:
         health = await LocalRankingService({"picks": ServedRanker(ranker=ranker)}).health()

@@ -24,9 +24,13 @@ from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, 
 ON = HttpSettings(a1111_api=True)
 KEYS = tuple(ApiKey.from_secret(f"sk:{name}", tenant=name) for name in ("a", "b"))
 KEYED = HttpSettings(a1111_api=True, api_keys=KEYS)
+MODEL = replace(
+    FAKE_CATALOG.model,
+    terms=replace(FAKE_CATALOG.model.terms, takes=FAKE_CATALOG.model.terms.takes - {"true_cfg_scale"}),
+)
 TWO_MODELS = replace(
     FAKE_CATALOG,
-    models=(*FAKE_CATALOG.models, replace(FAKE_CATALOG.model, name="other")),
+    models=(MODEL, replace(MODEL, name="other")),
     aliases=(AliasCard(name="soft", model="other", loras={"noto": 0.5}),),
 )
 SDAPI = "/sdapi/v1"
@@ -143,7 +147,8 @@ def test_other_options_stay_as_they_are(client):
         assert answer.json()["detail"].startswith(f"{name}: ")
         answer = client.post(f"{SDAPI}/txt2img", json={"prompt": "x", "override_settings": {"grid_save": True}})
         assert answer.json()["detail"].startswith("override_settings.grid_save: ")
-    assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": "emo"}).status_code == 404
+    for model, status in (("emo", 404), (5, 400), ("emoji+noto:1." + "0" * 2**20, 400)):
+        assert client.post(f"{SDAPI}/options", json={"sd_model_checkpoint": model}).status_code == status
     assert client.get(f"{SDAPI}/options").json() == options
 
 
@@ -169,6 +174,10 @@ def test_other_options_stay_as_they_are(client):
         ({"prompt": "[a:b:0.5]"}, 400, "[a:b:0.5]"),
         ({"override_settings": {"sd_model_checkpoint": "sdxl"}}, 404, "sdxl"),
         ({"steps": "many"}, 400, "steps"),
+        ({"override_settings": {"sd_model_checkpoint": 5}}, 400, "sd_model_checkpoint"),
+        ({"override_settings": {"sd_model_checkpoint": "emoji" + "+" * 2**20}}, 400, "at most 1024"),
+        ({"override_settings": {"CLIP_stop_at_last_layers": "2"}}, 400, "CLIP_stop_at_last_layers"),
+        ({"override_settings": {"CLIP_stop_at_last_layers": -2}}, 400, "CLIP_stop_at_last_layers"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, status, named):
@@ -178,6 +187,15 @@ def test_what_cannot_be_done_is_refused_in_its_words(client, service, sent, stat
     assert named in answer.json()["detail"]
     assert isinstance(answer.json()["error"], str)
     assert service.submitted == []
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "[" * 400 + "]" * 400, "NaN"], ids=["surrogate", "deep", "nan"])
+def test_fields_of_others_come_back_whatever_they_are(client, value):
+    """What A1111 does not know is no reason for a failure after the image was made."""
+    body = f'{{"prompt": "x", "theirs": {value}, "width": 16, "height": 16}}'
+    answer = client.post(f"{SDAPI}/txt2img", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert json.dumps(answer.json()["parameters"]["theirs"]) == value
 
 
 def test_a_samplers_name_may_hold_its_spacing(client, service):
@@ -205,6 +223,14 @@ def test_a_model_without_a_use_for_them_does_without(service):
     assert (request.prompt, request.guidance_scale, request.negative_prompt) == ("(red) apple", 1.0, None)
     assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 2.0)]
     assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"guidance_scale", "negative_prompt"}
+    takes = frozenset(("guidance_scale", "negative_prompt", "true_cfg_scale"))
+    terms = replace(terms, takes=takes, edits=False, reads_images=True)  # FLUX.1 Kontext, which A1111 does not know
+    service.offers = replace(FAKE_CATALOG, models=(replace(plain, terms=terms),))
+    answer = make_client(service, ON).post(f"{SDAPI}/img2img", json={**body, "init_images": [b64(png())]})
+    request = service.submitted[-1]
+    assert (request.guidance_scale, request.negative_prompt, request.edit) == (7.0, None, None)
+    assert request.reference is not None
+    assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"negative_prompt", "denoising_strength"}
 
 
 def test_an_image_is_started_from(client, service):
@@ -228,6 +254,8 @@ def test_an_image_is_started_from(client, service):
     for wrong in ({"init_images": []}, {"init_images": [b64(png())] * 2}, {"init_images": None}, {"resize_mode": 1}):
         answer = client.post(f"{SDAPI}/img2img", json={**body, **wrong})
         assert (answer.status_code, next(iter(wrong)) in answer.json()["detail"]) == (400, True)
+    answer = client.post(f"{SDAPI}/img2img", json={**body, "init_images": [0] * 1000})
+    assert "(and 999 more)" not in answer.json()["detail"]  # each is an error that takes its time
 
 
 def test_a_mask_with_transparent_pixels_is_read_as_a1111_does(client, service):
@@ -258,7 +286,8 @@ def test_controlnets_come_as_an_always_on_script(client, service):
     body |= {"alwayson_scripts": {"controlnet": {"args": [unit]}}, "init_images": [b64(png())]}
     assert client.post(f"{SDAPI}/img2img", json=body).is_success
     assert np.array_equal(service.submitted[-1].controlnets[0].image, first.image)
-    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"model": "None"}):
+    for wrong in ({"control_mode": "My prompt is more important"}, {"mask": b64(png())}, {"model": "None"},
+                  {"weight": 10**400}, {"weight": "much"}):  # fmt: skip
         body["alwayson_scripts"] = {"controlnet": {"args": [{**unit, **wrong}]}}
         assert client.post(f"{SDAPI}/img2img", json=body).status_code in (400, 404)
 

@@ -77,7 +77,7 @@ def test_extra_body_reaches_the_top_level(client, service):
     ("sent", "member"),
     [
         # langchain_community/utilities/dalle_image_generator.py, `DallEAPIWrapper.run` with its defaults
-        ({"n": 1, "size": "1024x1024", "model": "dall-e-2", "quality": "standard"}, "url"),
+        ({"n": 1, "size": "1024x1024", "model": "dall-e-2"}, "url"),
         # llama_index/tools/openai/image_generation/base.py, `image_generation` with its defaults, and with `download`
         ({"n": 1, "model": "dall-e-3", "quality": "standard", "size": "1024x1024", "response_format": "url",
           "style": "vivid", "timeout": None}, "url"),

@@ -8,7 +8,8 @@ import logging
 import pytest
 from starlette.testclient import TestClient
 
-from plait_disagg.workers.remote import RemoteRanker
+from plait_disagg.workers.ranker import CoreRanker
+from plait_disagg.workers.remote import RemoteCore
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from plait_serving.http.app import create_app
@@ -28,7 +29,7 @@ def nobody(left_out: frozenset[str]) -> ReplicaLink:
 def test_errors_name_no_socket_and_no_replica(caplog: pytest.LogCaptureFixture) -> None:
     """Finding 12: a 503 told whoever asked the paths of sockets, `/health` even without a key. The log has them."""
     with caplog.at_level(logging.WARNING, logger="plait_fabric"):
-        ranker = RemoteRanker("picks", nobody, backoff=Backoff(first_s=0.01, max_s=0.01))
+        ranker = CoreRanker(RemoteCore("picks", nobody, backoff=Backoff(first_s=0.01, max_s=0.01)))
         wait_for(lambda: WHERE in caplog.text)
         app = create_app(None, HttpSettings(), ranking=LocalRankingService({"picks": ServedRanker(ranker=ranker)}))
         client = TestClient(app, raise_server_exceptions=False)

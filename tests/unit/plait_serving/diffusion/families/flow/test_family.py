@@ -84,6 +84,10 @@ IMAGE = np.zeros((32, 32, 3), np.uint8)
     ("sd3", {"prompt": "red " * 300}, "prompt"),
     ("sd3", {"negative_prompt": "red " * 300}, "negative_prompt"),
     ("dev", {"prompt_2": "red " * 600}, "prompt_2"),
+    ("dev", {"negative_prompt_2": "blue", "true_cfg_scale": 1.0}, "negative_prompt_2"),
+    ("dev", {"negative_prompt": "blue", "negative_prompt_2": "red " * 600, "true_cfg_scale": 2.0}, "negative_prompt_2"),
+    ("dev", {"prompt": "red " * 80, "prompt_2": "red"}, "prompt"),
+    ("sd3", {"prompt_2": "red " * 80}, "prompt_2"),
 ])  # fmt: skip
 def test_what_means_nothing_to_a_model_is_refused_by_field(family_of, model, more, field):
     """Fields, samplers and sizes of other models, and values that mean nothing together."""

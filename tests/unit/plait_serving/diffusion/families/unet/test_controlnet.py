@@ -14,6 +14,7 @@ from diffusers import ControlNetModel, StableDiffusionControlNetPipeline
 from PIL import Image
 
 from plait_serving.diffusion.errors import EngineError, ModelError, OutOfMemory, RequestError
+from plait_serving.diffusion.families.unet import controlnet
 from plait_serving.diffusion.families.unet.controlnet import ControlNetModelRunner, ControlRows, by_key, load_controlnet
 from plait_serving.diffusion.protocols import Residuals
 from support import controlnet as kit
@@ -226,9 +227,11 @@ def test_one_block_that_fails_fails_alone(sd: Path) -> None:
     assert [type(answer) for answer in answers] == [Residuals, ModelError, ModelError, Residuals]
 
 
-def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
-    """Out of memory: the batch is halved until it fits; one request that does not fit alone is told so."""
-    room = 2
+def test_batch_that_does_not_fit_is_halved(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory: the batch is halved until it fits; one request that does not fit alone is told so. Each time what
+    graphs have is given up."""
+    room, given_up = 2, list[bool]()
+    monkeypatch.setattr(controlnet, "give_back", lambda _, short: given_up.append(short))
 
     class Small(ControlNetModelRunner):
         def residuals(self, blocks: list[ControlRows]) -> list[Residuals]:
@@ -242,7 +245,9 @@ def test_batch_that_does_not_fit_is_halved(sd: Path) -> None:
     for answer, wanted in zip(runner.try_residuals(blocks), alone, strict=True):
         assert kit.ulps(answer, wanted) <= EQUAL
     room = 0
+    given_up.clear()
     assert all(isinstance(answer, OutOfMemory) for answer in runner.try_residuals(blocks[:2]))
+    assert given_up == [True] * 3
 
 
 def test_a_lost_device_is_no_answer(sd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
