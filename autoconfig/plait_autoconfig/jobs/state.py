@@ -87,7 +87,7 @@ class Recommendation:
     """The answer of a job. `gain`: times better than the reference, by goal, with its interval; `chance`: the
     probability that it is better.
 
-    `confirmed`: from measurements made for this purpose alone, `rounds` of each, alternating with the reference.
+    `confirmed`: told from measurements made after the search alone, `rounds` of it; the reference's are fresh, too.
     `sentence`: a complete summary. `config` may be the reference itself. `changes`: knob: (reference, recommended).
     `capacity`: the rate per second that it answers in time, if the job searched for that; `promise`: the rate that held
     when it was offered again, None if that was not tried.
