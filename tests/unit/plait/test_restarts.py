@@ -74,7 +74,21 @@ OTHER = {
 }
 TEXTS = (
     *("auto", "user", "cpu", "torch", "openvino", "float32", "whole", "split", "arrival", "first", "active", "tcp"),
-    *("nixl", "float16", "int8", "alone", "always", "never", "local", "ddim", "euler", "none", "direct", "10.0.0.1"),
+    *(
+        "nixl",
+        "float16",
+        "int8",
+        "alone",
+        "always",
+        "never",
+        "local",
+        "ddim",
+        "euler",
+        "none",
+        "direct",
+        "10.0.0.1",
+        "url",
+    ),
     *(
         "2" * 64,
         "/else",
@@ -112,7 +126,7 @@ def others(value: Any) -> Iterator[Any]:
         yield from (value + 1, value - 1, value * 2, value / 2)
     elif isinstance(value, list):
         yield from (value[:1], [], ["b"], ["https://b.example"], [0], [{**KEY, "role": "user"}], [KEY, KEY])
-    yield from (*TEXTS, 1, 2.0, True, None, ["b"], {"min": 1, "max": 2}, {"a": "/a"})
+    yield from (*TEXTS, 1, 2.0, True, None, ["b"], ["10.0.0.1"], ["64x64"], {"min": 1, "max": 2}, {"a": "/a"})
 
 
 def changed(base: Mapping[str, Any], path: tuple[Any, ...]) -> PlaitConfig | None:
