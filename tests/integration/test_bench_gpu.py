@@ -44,6 +44,7 @@ def run(folder: Path, *arguments: str) -> tuple[int, list[dict[str, object]], st
     return done.returncode, rows, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     """Rows of all, none failed, and nothing else in the folder than what may be brought back."""
     code, rows, said = run(tmp_path, "--minutes", "9")

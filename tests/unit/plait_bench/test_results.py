@@ -117,7 +117,7 @@ def test_every_benchmark_has_a_section():
 
 def test_the_readme_opens_with_what_wins_beside_what_does_not():
     """A ratio of which one fifth is not on the right side of one is marked; what was not recorded is said."""
-    key = {"workload": "same16", "metric": "images_per_s", "system": "plait/diffusers_batched"}
+    key = {"workload": "mixed16", "metric": "images_per_s", "system": "plait/diffusers_fair"}
     text = "before\n<!-- headlines -->\nstale\n<!-- /headlines -->\nafter\n"
 
     def filled(value):
@@ -125,10 +125,10 @@ def test_the_readme_opens_with_what_wins_beside_what_does_not():
 
     assert filled(2.0)[0] == "before"
     assert filled(2.0)[-1] == "after"
-    assert filled(2.0)[4].startswith("| **2.00** (1.80 to 2.20) | [`same16`](serving/README.md#benchmarks)")
+    assert filled(2.0)[4].startswith("| **2.00** (1.80 to 2.20) | [`mixed16`](serving/README.md#benchmarks)")
     assert results.NOT_AHEAD not in filled(2.0)[4]
-    assert filled(1.05)[4].startswith(f"| **1.05** (0.95 to 1.16) | {results.NOT_AHEAD}[`same16`]")
-    assert filled(2.0)[-3].startswith(f"{results.NOT_RECORDED} [`mixed16`]")
+    assert filled(1.05)[4].startswith(f"| **1.05** (0.95 to 1.16) | {results.NOT_AHEAD}[`mixed16`]")
+    assert filled(2.0)[-3].startswith(f"{results.NOT_RECORDED} [`sd15-bf16-mixed4`]")
     with pytest.raises(BenchError, match="no <!-- headlines --> block"):
         results.with_headlines("nothing", only())
 
