@@ -38,8 +38,8 @@ Key: TypeAlias = tuple[tuple[int, ...], ...]
 _CODE_BYTES = 24 << 20
 """What generated code holds; twice that if factors are inputs."""
 _CALLS_BEFORE_COPY = 3
-"""With 8, or with 256 instead of 512 MiB of copies, `plait bench images --workload mixed16` took some 1.7 times as
-long: its requests are of many ranks, each of which is a shape."""
+"""Requests of many ranks, each of which is a shape (`plait bench images --workload mixed16`), gained by few calls and
+by room for many copies, and by neither alone."""
 _CALLS_IN_USE = 200
 """A copy that was used within so many calls does not make room for another."""
 _MAX_SEEN = 256
