@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
@@ -34,15 +34,17 @@ class ResidentWeights:
 
         `mapped` loads a module with the files' own bytes. Parts named in `always` stay in memory.
         """
+        stay = tuple(f"{part}." for part in always)
         self._module = module
         self._name = name
         self._dtype = dtype
         self._mapped = mapped
-        self._always = always
+        # What stays may be running on another thread at any time: nobody may touch it after this.
+        self._going = {name: each for name, each in module.named_parameters() if not name.startswith(stay)}
         self._resident = resident
         self._lock = threading.Lock()
         if not resident:
-            self._keep_always()
+            _bring([each for name, each in module.named_parameters() if name.startswith(stay)], dtype)
 
     @property
     def resident(self) -> bool:
@@ -58,8 +60,7 @@ class ResidentWeights:
         if self._resident:
             return
         started_s = time.perf_counter()
-        for parameter in self._module.parameters():
-            parameter.data = parameter.data.to(self._dtype, copy=True)
+        _bring(self._going.values(), self._dtype)
         self._resident = True
         nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
         _log.info("%s: %.1f GB for torch in %.1f s", self._name, nbytes / 1e9, time.perf_counter() - started_s)
@@ -73,14 +74,12 @@ class ResidentWeights:
         if not self._resident:
             return
         mapped = dict(self._mapped().named_parameters())
-        for name, parameter in self._module.named_parameters():
-            # What stays may be running now.
-            if not name.startswith(tuple(f"{part}." for part in self._always)):
-                parameter.data = mapped[name].data
+        for name, parameter in self._going.items():
+            parameter.data = mapped[name].data
         self._resident = False
 
-    def _keep_always(self) -> None:
-        for name in self._always:
-            part = getattr(self._module, name, None)
-            if part is not None:
-                part.to(self._dtype)
+
+def _bring(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Replace mapped bytes by a copy in memory."""
+    for parameter in parameters:
+        parameter.data = parameter.data.to(dtype, copy=True)

@@ -78,13 +78,12 @@ def test_a_large_table_takes_no_room_and_opens_at_once(tmp_path: Path):
     write_tables(file, {"large": ZeroRows(rows=78_125_000, dim=64), "small": WEIGHTS["t1"]})
     assert file.stat().st_size > 20e9
     assert file.stat().st_blocks * 512 < 1 << 20
-    before = resident_bytes()
     tables = FusedTables(open_tables(file))
     assert "rr" in mapping_flags(file), "random reads: each row would bring megabytes with it"
     large, small = tables.lookup([make_ask("large", "sum", [[0, 78_124_999]]), make_ask("small", "rows", [[3]])])
     assert torch.equal(large, torch.zeros(1, 64))
     assert torch.equal(small[0, 0], WEIGHTS["t1"][3])
-    assert resident_bytes() - before < 32 << 20
+    assert mapped_bytes(os.getpid(), str(file))["Rss"] < 32 << 20
 
 
 def test_a_small_file_is_read_ahead(path: Path):
@@ -124,11 +123,6 @@ def mapping_flags(path: Path) -> list[str]:
         elif inside and words[0] == "VmFlags:":
             return words[1:]
     return []
-
-
-def resident_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 READER = """

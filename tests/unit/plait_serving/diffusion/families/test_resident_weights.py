@@ -36,11 +36,13 @@ def test_weights_come_and_go(mapped):
     live, weights = mapped
     assert not weights.resident
     assert (live["head"].weight.dtype, live["body"].weight.dtype) == (torch.float32, torch.float16)
+    kept = live["head"].weight.data_ptr()
+    assert kept != FILE["head"].weight.data_ptr()
     weights.take()
     assert weights.resident
     assert {parameter.dtype for parameter in live.parameters()} == {torch.float32}
     assert torch.equal(live["body"].weight, FILE["body"].weight.float())
-    kept = live["head"].weight.data_ptr()
+    assert live["head"].weight.data_ptr() == kept, "it may be running: its memory must not be freed under it"
     weights.release()
     assert live["body"].weight.data_ptr() == FILE["body"].weight.data_ptr()
     assert (live["head"].weight.data_ptr(), live["head"].weight.dtype) == (kept, torch.float32)
