@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from plait_kernels.attention import FasterAttention, pays
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_kernels.executors.adapters import plus_factors
 from plait_serving.diffusion.errors import EngineError
@@ -85,6 +86,9 @@ class FlowDenoiser(ABC):
             AdaptedLayer(path=path, width_in=layer.in_features, width_out=layer.out_features)
             for path, layer in self._layers.items()
         ]
+        self._attention = FasterAttention() if pays(bundle.device, bundle.dtype) else nullcontext()
+        if bundle.dtype is torch.bfloat16:  # SD3.5 at 512 pixels on a CPU with AVX-512 BF16: 3.6 s instead of 5.0
+            bundle.vae.to(memory_format=torch.channels_last)
         self._factors = FactorStore(_COMPONENT, adapted, dtype=bundle.dtype, device=bundle.device)
 
     @property
@@ -155,7 +159,7 @@ class FlowDenoiser(ABC):
         """Predict all rows of all requests in one call of the transformer."""
         layout = BatchLayout.of([call.conditioning for call in calls])
         (factors,) = self._factors.of([call.loras for call in calls], layout)
-        with self._adding(factors):
+        with self._adding(factors), self._attention:
             output = self.run(Rows.of(calls, layout))
         return guided_outputs(output, layout, [self.scale_of(call.request) for call in calls])
 
