@@ -23,7 +23,6 @@ from torch import nn
 from plait_serving.diffusion.families.factors import Kept
 from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.merge import Merger
-from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
@@ -170,10 +169,7 @@ class TextEncoders:
         with self._lock:
             if not self._modules:
                 self._among.leave()  # they left because memory is short
-                parts = next(iter(self._holders.values()))
-                need = MemoryNeed.of((each.files, each.dtype) for each in parts.values())
-                check_memory(", ".join(str(each.files.folder) for each in parts.values()), need, self.device)
-                self._load(parts)
+                self._load(next(iter(self._holders.values())))
             return self._modules[part]
 
     def _load(self, parts: Parts) -> None:

@@ -362,11 +362,15 @@ class ModelPool:
             self._let_go(self._models[name], ())
 
     @property
+    def _encoders_are_here(self) -> bool:
+        """Whether text encoders are in memory that can leave."""
+        return any(model.least_nbytes < model.nbytes for model in self._here)
+
+    @property
     def _encoders_are_surplus(self) -> bool:
-        """Whether the models hold too much, and text encoders that can leave are part of it."""
+        """Whether they are part of too much."""
         here = self._here
-        may_leave = any(model.least_nbytes < model.nbytes for model in here)
-        return may_leave and self._holdings.all_bytes(here) > self._holdings.budget_bytes(here)
+        return self._encoders_are_here and self._holdings.all_bytes(here) > self._holdings.budget_bytes(here)
 
     def _encoders_leave(self) -> None:
         self.encoders.leave()
@@ -433,14 +437,17 @@ class ModelPool:
 
     def _demands(self, jobs: Sequence[ImageJob], *, left: bool = False) -> tuple[list[ModelDemand], int]:
         """Return what is asked of each model, and the budget. No absent one is expected to hold more than that: with
-        none beside it each is tried. `left`: as if text encoders had left, but with room for any one of them."""
+        none beside it each is tried. `left`: as if text encoders had left that can; those of residents come back for a
+        text one at a time, so there must be room for the largest, also when all really have."""
         oldest, now_s, here = _oldest(jobs), self._clock(), self._here
         beyond_bytes, budget_bytes = self._holdings.beyond_bytes(here), self._holdings.budget_bytes(here)
-        if left:
-            budget_bytes -= max((model.family.visiting_bytes for model in self._models.values()), default=0)
-        sizes = {
-            name: (model.least_nbytes if left else model.nbytes) + beyond_bytes for name, model in self._models.items()
-        }
+        sizes = {name: model.nbytes + beyond_bytes for name, model in self._models.items()}
+        if left or not self._encoders_are_here:
+            room_bytes = max((model.family.visiting_bytes for model in here), default=0)
+            budget_bytes = max(0, budget_bytes - room_bytes)
+            for name, model in self._models.items():
+                more_bytes = 0 if model in here else max(0, model.family.visiting_bytes - room_bytes)
+                sizes[name] = model.least_nbytes + more_bytes + beyond_bytes
         short: set[str] = set()
         for job in jobs:
             name = job.request.model

@@ -36,8 +36,8 @@ class SimpleEncoders:
 @dataclass
 class Server:
     """A process whose models take `WEIGHTS` when they are loaded, and grow to `PROGRAMS` more, a tenth a second, while
-    they step. One second passes at each step. Each model has a text encoder of `encoder` bytes, which comes with it,
-    and for a request."""
+    they step. One second passes at each step. Each model but those of `bare` has a text encoder of `encoder` bytes,
+    which comes with it, and for a request."""
 
     names: tuple[str, ...]
     budget: int
@@ -45,6 +45,7 @@ class Server:
     known: int = 0  # what is read of all models before the first is loaded: names, tokenizers
     now_s: float = 0.0
     encoder: int = 0
+    bare: tuple[str, ...] = ()
     reading: set[str] = field(default_factory=set)  # the models whose text encoders are here
     base: int = 300 * MB
     garbage: int = 0
@@ -77,9 +78,11 @@ class Server:
         self.garbage = 0
 
     def model(self, name: str) -> Model:
+        encoder = 0 if name in self.bare else self.encoder
+
         def load() -> SimpleNamespace:
             self.held[name] = WEIGHTS
-            self.reading.add(name)
+            self.reading |= {name} - {*self.bare}
             return SimpleNamespace()
 
         def leave() -> None:
@@ -87,10 +90,10 @@ class Server:
             self.reading.discard(name)
 
         def shared_bytes(*, left: bool = False) -> int:
-            return 0 if left or (name in self.held and name not in self.reading) else self.encoder
+            return 0 if left or (name in self.held and name not in self.reading) else encoder
 
         family = SimpleNamespace(
-            weights_bytes=WEIGHTS, load=load, leave=leave, visiting_bytes=self.encoder, shared_bytes=shared_bytes,
+            weights_bytes=WEIGHTS, load=load, leave=leave, visiting_bytes=encoder, shared_bytes=shared_bytes,
         )  # fmt: skip
         return Model(name=name, family=family, limits=ImageLimits(), loras=FakeProvider(), costs=StepCosts())
 
@@ -114,7 +117,7 @@ class Server:
         job = next((job for job in self.jobs if self.pool.may_run(job)), None)
         if job is not None:
             name = job.request.model
-            if not job.has_begun and name not in self.reading:
+            if not job.has_begun and name not in (*self.reading, *self.bare):
                 self.pool.encoders.leave()
                 self.reading.add(name)
             self.held[name] = min(WEIGHTS + PROGRAMS, self.held[name] + PROGRAMS // 10)
@@ -257,6 +260,20 @@ def test_text_encoders_make_room_before_a_model_does():
             server.run()
         assert server.pool.statistics().loads == loads
         assert server.peak <= server.budget
+
+
+def test_room_is_kept_for_the_text_encoder_that_comes_next():
+    """When all have left, a model without one does not take it."""
+    used = WEIGHTS + PROGRAMS // 10
+    server = Server(("a", "b", "x"), encoder=400 * MB, bare=("x",), budget=300 * MB + 3 * used + 390 * MB)
+    for name in ("a", "b"):
+        server.ask(name, steps=1)
+        server.run()
+    server.pool.encoders.leave()
+    for name in ("x", "a", "b", "x"):
+        server.ask(name, steps=1)
+        server.run()
+    assert server.peak <= server.budget
 
 
 def test_text_encoders_stay_where_there_is_room():
