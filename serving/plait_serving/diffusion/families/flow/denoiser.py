@@ -7,7 +7,7 @@ but for files that change what takes no factors (norms, convolutions, DoRA).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -20,10 +20,11 @@ from plait_kernels.attention import FasterAttention, pays
 from plait_kernels.executors import AdaptedLayer, Factors, RowFactors
 from plait_kernels.executors.adapters import plus_factors
 from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.families.encoders import Call, EncodedText, TextEncoders
 from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.flow.bundle import FlowBundle
 from plait_serving.diffusion.families.flow.schedules import FlowSampler
-from plait_serving.diffusion.families.flow.texts import TextEncoders, TextTokens
+from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.families.rows import (
     BatchLayout,
     guided_outputs,
@@ -70,13 +71,13 @@ class FlowDenoiser(ABC):
     of a guidance by two rows (`scale_of`).
     """
 
-    def __init__(self, bundle: FlowBundle, tokens: TextTokens) -> None:
-        """Take the bundle, and the tokens of its tokenizers."""
+    def __init__(self, bundle: FlowBundle, tokens: TextTokens, encoders: Iterable[TextEncoders] = ()) -> None:
+        """Take the bundle, the tokens of its tokenizers, and the text encoders, which others may have, too."""
         self.bundle, self.tokens = bundle, tokens
         self.transformer: Any = bundle.modules[_COMPONENT]
         self.merger = Merger({_COMPONENT: bundle.modules[_COMPONENT]})
-        self.text_merger = text_merger = Merger(bundle.clips)
-        self.texts = TextEncoders(bundle.modules, device=bundle.device, version=lambda: text_merger.version)
+        self.encoders = {part: each for each in encoders for part in each.parts}
+        self.text_merger = next((each.merger for each in self.encoders.values() if each.adapts), Merger({}))
         self._layers = {
             f"{_COMPONENT}.{path}": module
             for path, module in bundle.modules[_COMPONENT].named_modules()
@@ -113,6 +114,10 @@ class FlowDenoiser(ABC):
     def may_take(self, weights: Sequence[LoadedLora]) -> bool:  # noqa: ARG002
         """Return False: what can be an input is one."""
         return False
+
+    def encoded(self, call: Call) -> EncodedText:
+        """Make a text encoder call, or remember its result."""
+        return self.encoders[call.part].run(call)
 
     def latent_shape(self, width: int, height: int) -> tuple[int, int, int]:
         """Return `(c, h, w)` of one image's latents."""
