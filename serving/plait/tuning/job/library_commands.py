@@ -107,9 +107,13 @@ def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="
 @app.command("job")
 @_errors_as_messages()
 def job_command(
-    library: Library,
+    library: Annotated[Path, typer.Argument(help="a library; or a CSV file, with --map, which becomes one beside it")],
     *,
     scenario: Annotated[str, typer.Option(help="the load: a built-in scenario of `plait loadtest`, or a YAML file")],
+    map_: Annotated[Path | None, typer.Option("--map", help="YAML that says which column is what")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="YAML with the target of a service of yours: command, ready, ...")
+    ] = None,
     run_id: Annotated[str | None, typer.Option("--run", help="which run, as `list` prints it; the last")] = None,
     out: Annotated[Path, typer.Option(help="the job file to write")] = Path("job.yaml"),
     only_measured: Annotated[
@@ -122,9 +126,13 @@ def job_command(
     from plait_autoconfig.drafting import draft_job
     from plait_autoconfig.jobs.job_file import parse_job
 
+    if library.suffix.lower() == ".csv":
+        source, library = library, library.with_suffix(".log")
+        import_command(source, library, map_)
     run = _run(library, run_id)
     where = os.path.relpath(library, out.parent)
-    settings = draft_job(run, app=_app_of(run), scenario=scenario, library=where, only_measured=only_measured)
+    whose = {"app": _app_of(run)} if target is None else _target(target)
+    settings = draft_job(run, target=whose, scenario=scenario, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
     with out.open("x", encoding="utf-8") as file:
@@ -140,6 +148,19 @@ def _run(library: Path, run_id: str | None) -> LibraryRun:
     if not runs or run_id not in {*runs, None}:
         raise LibraryError(f"{library} has no run {run_id or ''!r}; it has {', '.join(runs) or 'none'}")
     return runs[run_id or list(runs)[-1]]
+
+
+def _target(path: Path) -> dict[str, Any]:
+    from plait.errors import PlaitError
+    from plait_loadtest import strict_yaml
+
+    try:
+        found = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))[1]
+    except (OSError, UnicodeDecodeError, strict_yaml.NotYaml) as error:
+        raise PlaitError(f"{path}: {error}") from error
+    if not isinstance(found, dict):
+        raise PlaitError(f"{path}: a target is a mapping of settings")
+    return found
 
 
 def _app_of(run: LibraryRun) -> str:
