@@ -14,14 +14,12 @@ _GOALS = {"goodput_per_cost": "max", "goodput_per_s": "max", "p99_ms": "min"}
 """What a job is for where nobody said so: the first of these that was measured."""
 
 
-def draft_job(
-    run: LibraryRun, *, target: Mapping[str, Any], scenario: str, library: str, only_measured: bool
-) -> dict[str, Any]:
+def draft_job(run: LibraryRun, *, target: Any, scenario: str, library: str, only_measured: bool) -> dict[str, Any]:
     """Return the settings of a job on the service of a past run, which learns from the library that holds it.
 
-    The reference is the configuration that was measured most often, or the first. `target`: the job's; `only_measured`:
-    it proposes nothing that was not measured before. A knob that was measured only with some values of another one is
-    active only with these. Raises `LibraryError` for a run without a measurement or without a knob that
+    The reference is the configuration that was measured most often, or the first. `target`: the job's, unchecked;
+    `only_measured`: it proposes nothing that was not measured before. A knob that was measured only with some values of
+    another one is active only with these. Raises `LibraryError` for a run without a measurement or without a knob that
     varied.
     """
     ran = [trial for trial in run.trials if trial.outcome.failure is None]
@@ -37,7 +35,7 @@ def draft_job(
     usual = max(cells_of(ran), key=lambda cell: len(cell.trials))
     settings: dict[str, Any] = {
         "name": "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run.service)[:64],
-        "target": dict(target),
+        "target": target,
         "knobs": {
             name: _knob(run, name, values[name]) | conditions.get(name, {})
             for name in sorted(varied, key=conditions.__contains__)  # after the knobs that they depend on

@@ -203,7 +203,7 @@ class ChildRunner:
         self._process = self._connection = None
         connection.close()
         ended = _ends_within(process.pid, grace_s)
-        self._unrestored = bool(self._spec.target.live) and not ended
+        self._unrestored = self._spec.target.is_shared and not ended
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         return process.wait()

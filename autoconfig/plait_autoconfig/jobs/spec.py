@@ -53,6 +53,11 @@ class TuningTarget(_SpecModel):
     deployments: tuple[str, ...] = Field(default=(), description="whose knobs are tuned; none: those that knobs name")
     live: Literal[False] | LiveTuning = False
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether trials change what others use: one worker at a time, and it is given back."""
+        return bool(self.live)
+
 
 _Address: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/]")]
 
@@ -69,7 +74,7 @@ class ServiceTarget(_SpecModel):
     """Any service that answers over HTTP: `command` starts one for each configuration, or `apply` changes one that
     runs. Both are lists of arguments, without a shell.
 
-    `{port}` in these, in `ready` and `url` is a free port of this machine, `{file}` the path of what `knobs: file`
+    `{port}` in `command`, `ready` and `url` is a free port of this machine, `{file}` the path of what `knobs: file`
     writes: `file` with the value of each knob at the path that it sets, `applications.0.route_prefix`; an entry of a
     list goes by its position or its `name`. `argv` appends `--NAME=VALUE`, and `--NAME` or `--no-NAME` for true and
     false.
@@ -88,6 +93,11 @@ class ServiceTarget(_SpecModel):
     file: str | None = None
     folder: str = Field(default=".", description="where both run: that of the job's file")
     reserves: Reserves = Reserves()
+
+    @property
+    def is_shared(self) -> bool:
+        """See `TuningTarget`."""
+        return bool(self.apply)
 
     @property
     def address(self) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from plait.errors import PlaitError
@@ -31,16 +32,17 @@ def as_environment(settings: Mapping[str, Value]) -> dict[str, str]:
     return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in settings.items()}
 
 
-def as_file(text: str, settings: Mapping[str, Value], *, is_json: bool) -> str:
+def as_file(path: Path, settings: Mapping[str, Value]) -> str:
     """Return the text of a YAML or JSON file with the values at the paths that the names are, `server.threads`; an
     entry of a list goes by its position or its `name`. Comments of YAML stay. Raises `PlaitError`."""
     paths: dict[tuple[str, ...], Any] = {tuple(name.split(".")): value for name, value in settings.items()}
-    if not is_json:
-        return with_settings(text, paths)
     try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return with_settings(text, paths)
         data = json.loads(text)
-    except ValueError as error:
-        raise PlaitError(f"target.file is not JSON: {error}") from error
-    for path, value in paths.items():
-        set_at(data, path, value)
+    except (OSError, ValueError) as error:
+        raise PlaitError(f"{path}: {error}") from error
+    for place, value in paths.items():
+        set_at(data, place, value)
     return json.dumps(data, indent=2) + "\n"

@@ -27,8 +27,7 @@ def exported(target: TuningTarget | ServiceTarget, settings: Mapping[str, Value]
         return "".join(f"{name}={shlex.quote(value)}\n" for name, value in as_environment(settings).items())
     if target.file is None:
         raise PlaitError(f"--as {form}: the job has no target.file that the values could be written into")
-    text = _text_of(Path(target.file))
-    return as_file(text, settings, is_json=target.file.endswith(".json"))
+    return as_file(Path(target.file), settings)
 
 
 def _of_plait(target: TuningTarget, settings: Mapping[str, Value], form: str) -> str:
@@ -42,16 +41,9 @@ def _of_plait(target: TuningTarget, settings: Mapping[str, Value], form: str) ->
         return render_serve(serve_application(tuned), host=tuned.server.host, port=tuned.server.port)
     written = settings_of(config, settings)
     if form == "file":
-        return with_settings("" if path is None else _text_of(path), written)
+        return with_settings("" if path is None else path.read_text(encoding="utf-8"), written)
     if form == "argv":  # as `plait serve` takes them
         return shlex.join(
             word for at, value in written.items() for word in ("--set", f"{'.'.join(at)}={json.dumps(value)}")
         )
     raise PlaitError(f"--as {form}: plait takes no knobs from its environment; it has file, serve and argv")
-
-
-def _text_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlaitError(f"{path} cannot be read: {error}") from error

@@ -112,7 +112,10 @@ def job_command(
     scenario: Annotated[str, typer.Option(help="the load: a built-in scenario of `plait loadtest`, or a YAML file")],
     map_: Annotated[Path | None, typer.Option("--map", help="YAML that says which column is what")] = None,
     target: Annotated[
-        Path | None, typer.Option(help="YAML with the target of a service of yours: command, ready, ...")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="YAML with the target of a service of yours: command, ready, ..."
+        ),
     ] = None,
     run_id: Annotated[str | None, typer.Option("--run", help="which run, as `list` prints it; the last")] = None,
     out: Annotated[Path, typer.Option(help="the job file to write")] = Path("job.yaml"),
@@ -131,7 +134,7 @@ def job_command(
         import_command(source, library, map_)
     run = _run(library, run_id)
     where = os.path.relpath(library, out.parent)
-    whose = {"app": _app_of(run)} if target is None else _target(target)
+    whose = {"app": _app_of(run)} if target is None else yaml.safe_load(target.read_text(encoding="utf-8"))
     settings = draft_job(run, target=whose, scenario=scenario, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
@@ -148,19 +151,6 @@ def _run(library: Path, run_id: str | None) -> LibraryRun:
     if not runs or run_id not in {*runs, None}:
         raise LibraryError(f"{library} has no run {run_id or ''!r}; it has {', '.join(runs) or 'none'}")
     return runs[run_id or list(runs)[-1]]
-
-
-def _target(path: Path) -> dict[str, Any]:
-    from plait.errors import PlaitError
-    from plait_loadtest import strict_yaml
-
-    try:
-        found = strict_yaml.parse(path.read_text(encoding="utf-8"), str(path))[1]
-    except (OSError, UnicodeDecodeError, strict_yaml.NotYaml) as error:
-        raise PlaitError(f"{path}: {error}") from error
-    if not isinstance(found, dict):
-        raise PlaitError(f"{path}: a target is a mapping of settings")
-    return found
 
 
 def _app_of(run: LibraryRun) -> str:

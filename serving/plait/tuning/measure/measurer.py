@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import time
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -118,8 +119,9 @@ class PlaitMeasurer:
         shown = run_loads(subject.running, plan, folder=task.folder, log_path=subject.log_path, say=say, known=drifted)
         if shown.guard_breached or (shown.outcome.failure is not None and not shown.outcome.invalid):
             subject.after_failure()
+        seen = {name: value for name, value in shown.outcome.metrics.items() if name not in subject.unseen}
         return Measured(
-            outcome=shown.outcome,
+            outcome=replace(shown.outcome, metrics=seen),
             duration_s=time.monotonic() - started_s,
             load_s=shown.load_s,
             samples=shown.samples,

@@ -27,7 +27,9 @@ _RESTARTS = frozenset({Effect.RESTARTED, Effect.ADDED, Effect.SCALED})
 
 class PlaitSubject:
     """An application of plait to be measured; made when the job is sound and its Ray runs. `name`, `features`: as the
-    library remembers it. `log_path`: where its processes write."""
+    library remembers it. `log_path`: where its processes write. `unseen`: metrics that cannot be seen of it."""
+
+    unseen: frozenset[str] = frozenset()
 
     def __init__(self, spec: JobSpec, *, compose: Compose, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another process tunes the live service."""

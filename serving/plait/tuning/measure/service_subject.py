@@ -53,14 +53,18 @@ class ServiceSubject:
         """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
         self._spec, self._target = spec, target
         self.name, self.log_path = spec.name, folder / "service.log"
-        self._written = folder / f"configuration{Path(target.file or '').suffix}"
+        self._written = folder / f"configuration-{os.getpid()}{Path(target.file or '').suffix}"  # one for each worker
+        self._changed = folder / "changed"  # as long as the hook has set anything but the reference
         self._run_id = secrets.token_hex(8)
         self._process: subprocess.Popen[bytes] | None = None
         self._config: Config | None = None
-        self._has_applied = False
         self._state: PortState | None = None
         self._port = 0
         self.scenarios = scenarios_of(spec)
+        self.unseen: frozenset[str] = frozenset()
+        if target.apply:  # whose processes are not ours to see
+            self.unseen = frozenset({"cpu_cores", "used_cost_per_hour"})
+            self.unseen |= {"memory_gib"} if target.reserves.memory_gib is None else set()
         self._check()
         self.costs = known_costs(spec, self._reserved_by)
         clean_up_others(root)
@@ -103,7 +107,7 @@ class ServiceSubject:
         if self._process is None:
             return {}
         main = {self._process.pid: _MAIN} if self._process.poll() is None else {}
-        return dict.fromkeys((each.pid for each in self._members(self._process)), _CHILD) | main
+        return dict.fromkeys((each.pid for each in processes.members(self._run_id, self._process.pid)), _CHILD) | main
 
     def apply(self, config: Config, *, limit_s: float) -> Applied:
         """Start the service with this configuration, or have the hook set it, unless it is in force. Raises
@@ -132,12 +136,14 @@ class ServiceSubject:
 
     def restore(self) -> None:
         """Have the hook set the reference again, if it set anything else."""
-        if self._has_applied and self._config != self._spec.default:
+        if self._changed.exists():
             self.apply(self._spec.default, limit_s=self._spec.start_limit_s)
+            self._changed.unlink()
 
     def close(self) -> None:
         """End what the command started."""
         left = self._end()
+        self._written.unlink(missing_ok=True)
         state, self._state = self._state, None
         if state is not None:
             if not left:
@@ -150,18 +156,14 @@ class ServiceSubject:
 
     def _check(self) -> None:
         """Refuse what cannot be measured. Raises `JobRefused`."""
-        there = METRICS - {QUALITY_DRIFT}
-        if self._target.apply:  # whose processes are not ours to see
-            unseen = {"cpu_cores", "used_cost_per_hour"}
-            there -= unseen if self._target.reserves.memory_gib is not None else unseen | {"memory_gib"}
-        check_metrics(self._spec, there)
+        check_metrics(self._spec, METRICS - self.unseen - {QUALITY_DRIFT})
         program = (self._target.command or self._target.apply)[0]
         if shutil.which(str(Path(self._target.folder, program)) if "/" in program else program) is None:
             field = "command" if self._target.command else "apply"
             raise JobRefused(f"target.{field}: there is no program {program!r}")
         try:
             self._handed_over(self._spec.default)
-        except (OSError, PlaitError) as error:
+        except PlaitError as error:
             raise JobRefused(f"target: {error}") from error
 
     def _claimed(self, root: Path) -> PortState:
@@ -197,9 +199,7 @@ class ServiceSubject:
             return list(as_argv(settings)), {}
         if self._target.knobs == "env":
             return [], as_environment(settings)
-        given = Path(self._target.file or "")
-        text = as_file(given.read_text(encoding="utf-8"), settings, is_json=given.suffix == ".json")
-        self._written.write_text(text, encoding="utf-8")
+        self._written.write_text(as_file(Path(self._target.file or ""), settings), encoding="utf-8")
         return [], {}
 
     def _start(self, config: Config) -> subprocess.Popen[bytes]:
@@ -224,8 +224,9 @@ class ServiceSubject:
             raise RefusedStart(f"{command[0]}: {error}") from error
 
     def _run_hook(self, config: Config, *, limit_s: float) -> None:
+        if config != self._spec.default:
+            self._changed.touch()
         hook = self._start(config)
-        self._has_applied = True
         try:
             code = hook.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -261,16 +262,15 @@ class ServiceSubject:
             return f"{url}: {error}"
         return ""
 
-    def _members(self, process: subprocess.Popen[bytes]) -> frozenset[processes.ProcessId]:
-        return processes.members(self._run_id, process.pid)
-
     def _end(self) -> tuple[processes.ProcessId, ...]:
         """End the processes of the command, and return those that survived."""
         process, self._process = self._process, None
         if process is None:
             return ()
         main = processes.identify(process.pid)
-        left = processes.end(self._members(process) | ({main} if main else set()), grace_s=_STOP_S)
+        left = processes.end(
+            processes.members(self._run_id, process.pid) | ({main} if main else set()), grace_s=_STOP_S
+        )
         process.poll()
         return left
 

@@ -6,11 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
-from plait.tuning.measure.cost import ReservedResources, cost_metrics
+from plait.tuning.measure.application import RunningApplication
+from plait.tuning.measure.cost import cost_metrics
 from plait.tuning.measure.failures import Evidence, of_load
 from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
+from plait.tuning.measure.service_subject import ServiceSubject
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
 from plait_autoconfig.jobs.promised_rate import SLO_MET
@@ -28,27 +30,8 @@ _GIB = 1 << 30
 _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment", SLO_MET})
 
 
-class Running(Protocol):
-    """What a load needs to know of what runs: plait's application, or any service."""
-
-    @property
-    def url(self) -> str:
-        """Scheme, host and port that take requests."""
-
-    @property
-    def prefix(self) -> str:
-        """The path below which it is served; may be empty."""
-
-    @property
-    def reserved(self) -> ReservedResources:
-        """What it is priced by."""
-
-    @property
-    def may_end(self) -> frozenset[str]:
-        """Names in `pids` of processes whose end is no failure."""
-
-    def pids(self) -> dict[int, str]:
-        """Return its processes on this machine: pid to a name, such as the deployment."""
+Running: TypeAlias = RunningApplication | ServiceSubject
+"""What takes the load. Processes of `pids` whose name is in `may_end` may end; `reserved` is what it is priced by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

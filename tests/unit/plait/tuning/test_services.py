@@ -84,21 +84,22 @@ def test_a_serve_yaml_has_the_values_and_keeps_its_comments() -> None:
     assert spec.reserved_by["cores"].value(config) == 6.0  # type: ignore[union-attr]
 
 
-def test_values_take_the_form_of_arguments_variables_and_files() -> None:
+def test_values_take_the_form_of_arguments_variables_and_files(tmp_path: Path) -> None:
     """What is missing is added where it belongs; what cannot be is refused by name."""
     assert as_argv({"a-b": 1, "on": True, "off": False, "w": "x y"}) == ("--a-b=1", "--on", "--no-off", "--w=x y")
     assert as_environment({"A": 0.5, "B": True}) == {"A": "0.5", "B": "true"}
     with pytest.raises(PlaitError, match="a-b: no variable"):
         as_environment({"a-b": 1})
-    text = "a:\n- name: x\n  b: 1   # one\n- {name: y}\n"
-    after = as_file(text, {"a.x.b": 2, "a.x.c.d": 3, "a.1.b": 4}, is_json=False)
+    path = tmp_path / "a.yaml"
+    path.write_text("a:\n- name: x\n  b: 1   # one\n- {name: y}\n")
+    (as_json := tmp_path / "a.json").write_text(json.dumps(yaml.safe_load(path.read_text())))
+    after = as_file(path, {"a.x.b": 2, "a.x.c.d": 3, "a.1.b": 4})
     assert yaml.safe_load(after) == {"a": [{"name": "x", "b": 2, "c": {"d": 3}}, {"name": "y", "b": 4}]}
     assert "# one" in after
-    as_json = as_file(json.dumps(yaml.safe_load(text)), {"a.x.b": 2, "a.x.c.d": 3, "a.1.b": 4}, is_json=True)
-    assert json.loads(as_json) == yaml.safe_load(after)
-    for is_json in (False, True):
+    assert json.loads(as_file(as_json, {"a.x.b": 2, "a.x.c.d": 3, "a.1.b": 4})) == yaml.safe_load(after)
+    for each in (path, as_json):
         with pytest.raises(PlaitError, match=r"a\.z\.b: the list has no such entry"):
-            as_file('{"a": [{"name": "x"}]}', {"a.z.b": 1}, is_json=is_json)
+            as_file(each, {"a.z.b": 1})
 
 
 def test_an_answer_for_plait_is_a_plait_yaml_a_serve_yaml_and_arguments(
