@@ -54,7 +54,7 @@ JOB: dict[str, Any] = {
     ],
     "objective": "min cost at rate 30",
     "rate_tolerance": 0.1,
-    "budget": {"trials": 2},
+    "budget": {"trials": 6},  # a busy host makes some invalid
     "confirm": {"best": 1, "times": 1},
     "reference": {"config": {"slots": 16}, "every": 0},
     "designer": {"name": "random"},
@@ -88,22 +88,23 @@ def written(folder: Path, **changes: Any) -> str:
 def test_a_server_in_another_language_is_tuned_by_what_the_guide_says(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The guide's job, shorter. One slot cannot answer 30 requests a second of 100 ms each and four can: these are
-    recommended, as arguments, without the knob that does not count."""
+    """The guide's job, shorter. One slot refuses most of 30 requests a second of 100 ms each, and four answer them, at
+    whatever pace: these are recommended, as arguments, and where no queue is its length is not given."""
     shutil.copy(SERVER, folder / "server.mjs")
     (text,) = [block.text for block in blocks_of(GUIDE, read(GUIDE)) if "server.mjs" in block.text]
     job = yaml.safe_load(text)
-    job["scenarios"][0] |= {"duration_s": 3, "slo": {"latency_ms": 1500, "percentile": 90}}
+    job["scenarios"][0] |= {"duration_s": 3, "slo": {"latency_ms": 20_000, "percentile": 90}}
     job["scenarios"][0]["arrivals"]["kind"] = "constant"
-    tried = [{"workers": 1, "queue": True, "length": 100}, {"workers": 4, "queue": True, "length": 100}]
+    tried = [{"workers": 1, "queue": False}, {"workers": 4, "queue": True, "length": 100}]
     short = {name: JOB[name] for name in ("objective", "rate_tolerance", "budget", "confirm", "trial_limit_s")}
-    reference = {"config": {"workers": 16, "queue": False}, "every": 0}
+    reference = {"config": {"workers": 16, "queue": True, "length": 100}, "every": 0}
     job |= {**short, "reference": reference, "candidates": tried, "prices": {"gib": 0}}
     path, out = folder / "job.yaml", str(folder / "out")
     path.write_text(yaml.safe_dump(job, sort_keys=False))
     assert root.main(["tune", "run", str(path), "--out", out]) == 0
     state, _ = open_state(folder / "out")
-    shown = {row.config["workers"]: row for row in state.rows if row.kind is not MeasurementKind.CONFIRM}
+    compared = [row for row in state.rows if row.outcome is not None and not row.outcome.invalid]
+    shown = {row.config["workers"]: row for row in compared if row.kind is not MeasurementKind.CONFIRM}
     assert {workers: row.feasible for workers, row in shown.items()} == {16: True, 4: True, 1: False}
     assert shown[4].restarted == ("service",)
     assert shown[4].outcome is not None
@@ -245,10 +246,14 @@ def test_a_hook_changes_what_runs_and_sets_the_reference_in_the_end(folder: Path
 CAPACITY = {
     "objective": "max goodput_per_cost",
     "knobs": {"slots": {"kind": "choice", "values": [2, 8], "ordered": True, "sets": "workers"}},
-    "scenarios": [{**JOB["scenarios"][0], "duration_s": 2, "slo": {"latency_ms": 400, "percentile": 90}}],
+    "scenarios": [{**JOB["scenarios"][0], "slo": {"latency_ms": 20_000, "percentile": 90}}],
     "reference": {"config": {"slots": 2}, "every": 0},
-    "target": {**JOB["target"], "reserves": {"cores": "3 + slots", "memory_gib": 0}},
-    "budget": {"trials": 1},
+    "target": {
+        **JOB["target"],
+        "command": [*JOB["target"]["command"], "--no-queue"],
+        "reserves": {"cores": "3 + slots", "memory_gib": 0},
+    },
+    "budget": {"trials": 2},
 }
 
 
@@ -275,7 +280,7 @@ def test_a_job_on_it_survives_kill_9_in_every_phase_and_its_promise_is_checked(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the search, in the confirmation and in the checks at the end; `status` says that nobody works on it. What was
-    measured stays, and the rate that is promised is one that eight slots of 100 ms can hold."""
+    measured stays, and the rate that is promised is what eight slots of 100 ms can answer, however slow the host."""
     job, out = written(folder, **CAPACITY), folder / "out"
     for kind in (MeasurementKind.TRIAL, MeasurementKind.CONFIRM, MeasurementKind.CHECK):
         worker = subprocess.Popen([sys.executable, "-m", "plait.cli.main", "tune", "run", job, "--out", str(out)])
@@ -297,7 +302,7 @@ def test_a_job_on_it_survives_kill_9_in_every_phase_and_its_promise_is_checked(
     promise = state.recommendation.promise
     assert promise is not None
     assert promise.rate_per_s is not None
-    assert 20.0 < promise.rate_per_s < 80.0 * 1.2  # two seconds of more would end later than the SLO
+    assert 25.0 < promise.rate_per_s < 100.0  # two slots answer 20, eight 80, and a tenth may be refused
 
 
 def children_of(pid: int) -> list[int]:

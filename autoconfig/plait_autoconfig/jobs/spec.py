@@ -120,10 +120,9 @@ class ServiceTarget(_SpecModel):
 
 
 def _kind_of(target: object) -> str:
-    service = {"command", "apply", "ready", "url"}
-    if isinstance(target, Mapping):
-        return "service" if service & target.keys() else "plait"
-    return "service" if isinstance(target, ServiceTarget) else "plait"
+    named = target.keys() if isinstance(target, Mapping) else set()
+    is_service = isinstance(target, ServiceTarget) or named & {"command", "apply", "ready", "url"}
+    return "service" if is_service else "plait"
 
 
 Target: TypeAlias = Annotated[

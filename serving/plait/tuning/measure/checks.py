@@ -49,9 +49,10 @@ class PreparedJob:
 
 def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
     """Check knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
+    assert isinstance(spec.target, TuningTarget)
     check_metrics(spec, METRICS)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
-    _check_deployments(plait_target(spec), sets.values())
+    _check_deployments(spec.target, sets.values())
     try:
         check_names(config, sets.values())
         for name, knob in spec.knobs.items():
@@ -64,13 +65,6 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
     for scenario in scenarios:
         _check_model(scenario, config)
     return PreparedJob(config=config, scenarios=scenarios, guard=guard_of(spec))
-
-
-def plait_target(spec: JobSpec) -> TuningTarget:
-    """Return the target of a job on an application of plait. Raises `JobRefused` for another one."""
-    if isinstance(spec.target, TuningTarget):
-        return spec.target
-    raise JobRefused("target: this names a service that is no application of plait")
 
 
 def scenarios_of(spec: JobSpec) -> tuple[Scenario, ...]:

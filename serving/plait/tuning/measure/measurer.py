@@ -74,7 +74,7 @@ class PlaitMeasurer:
         if not isinstance(spec.target, ServiceTarget):
             if spec.target.live and not self._may_be_live:
                 raise JobRefused("target.live: the service that users are on is only tuned with the flag --live")
-            self._subject = PlaitSubject(spec, compose=self._compose, root=self._root, folder=self._folder)
+            self._subject = PlaitSubject(spec, spec.target, compose=self._compose, root=self._root, folder=self._folder)
         elif self._may_run_commands:
             self._subject = ServiceSubject(spec, spec.target, root=self._root, folder=self._folder)
         else:
@@ -165,6 +165,7 @@ def _described(spec: JobSpec, subject: Subject) -> TuningSubject:
     """Return what the library remembers of the service, its load and this machine."""
     rates = [getattr(each.arrivals, "rate_per_s", 0.0) for each in subject.scenarios]
     slos = [slo.latency_ms for each in subject.scenarios for slo in (each.slo, *each.slos.values()) if slo is not None]
+    workload = {"offered_per_s": max(rates), "slo_ms": min(slos, default=0.0), "scenarios": float(len(rates))}
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     hardware = Hardware(
         name=platform.machine(),
@@ -172,18 +173,11 @@ def _described(spec: JobSpec, subject: Subject) -> TuningSubject:
         memory_bytes=memory_bytes,
         price_per_hour=spec.prices.core * usable_cores(),
     )
+    versions = {name: version(name) for name in ("plait", "ray", "torch")}
     return TuningSubject(
         service=subject.name,
-        workload={
-            "offered_per_s": max(rates),
-            "slo_ms": min(slos, default=0.0),
-            "scenarios": float(len(rates)),
-            **subject.features,
-        },
+        workload={**workload, **subject.features},
         hardware=hardware,
-        versions={
-            **{name: version(name) for name in ("plait", "ray", "torch")},
-            "python": platform.python_version(),
-        },
+        versions=versions | {"python": platform.python_version()},
         costs=subject.costs,
     )

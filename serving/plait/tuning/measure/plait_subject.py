@@ -9,13 +9,13 @@ from plait.config import PlaitConfig
 from plait.deployments import Effect, logical_cpus
 from plait.errors import StateError
 from plait.tuning.measure.application import Applied, Compose, RunningApplication
-from plait.tuning.measure.checks import max_replicas_config, plait_target, prepare, target_config
+from plait.tuning.measure.checks import max_replicas_config, prepare, target_config
 from plait.tuning.measure.clone import Clone
 from plait.tuning.measure.cost import host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs
 from plait.tuning.measure.live import LiveBusy, LiveServer
 from plait_autoconfig.errors import JobBusy, JobRefused
-from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.spec import JobSpec, TuningTarget
 from plait_autoconfig.values import Config
 from plait_kernels.cores import usable_cores
 from plait_serving.diffusion.request_terms import RequestTerms
@@ -31,9 +31,8 @@ class PlaitSubject:
 
     unseen: frozenset[str] = frozenset()
 
-    def __init__(self, spec: JobSpec, *, compose: Compose, root: Path, folder: Path) -> None:
+    def __init__(self, spec: JobSpec, target: TuningTarget, *, compose: Compose, root: Path, folder: Path) -> None:
         """Raises `JobRefused` before anything is started, `JobBusy` if another process tunes the live service."""
-        target = plait_target(spec)
         config = target_config(target, live=bool(target.live))
         prepared = prepare(spec, config)
         self._application: Clone | LiveServer

@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -29,7 +30,6 @@ from plait_autoconfig.jobs.runner import last_lines
 from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
 from plait_autoconfig.values import Config
 
-_HOST = "127.0.0.1"
 _ASK_S = 0.1
 _ANSWER_S = 5.0
 _STOP_S = 10.0
@@ -69,7 +69,7 @@ class ServiceSubject:
         self.costs = known_costs(spec, self._reserved_by)
         clean_up_others(root)
         if any("{port}" in each for each in (target.ready or "", target.address, *target.command)):
-            self._port = free_port(_HOST)
+            self._port = free_port("127.0.0.1")
         if target.command:
             self._state = self._claimed(root)
             if not self._problem():
@@ -121,8 +121,15 @@ class ServiceSubject:
         else:
             self._end()
             self._process = self._start(config)
-        while problem := self._problem():
-            self._check_exit(until_s, limit_s, problem)
+        while True:
+            problem = self._problem()
+            code = None if self._process is None else self._process.poll()
+            if code is not None:  # even if somebody else answers there
+                raise RefusedStart(self._ended(code))
+            if not problem:
+                break
+            if time.monotonic() >= until_s:
+                raise NotReady(f"not ready after {limit_s:.0f} s: {problem}")
             time.sleep(_ASK_S)
         self._config = config
         return Applied(restarted=("service",) if self._target.command else (), done="service ready")
@@ -174,16 +181,9 @@ class ServiceSubject:
             raise JobBusy(f"target.ready: {error}") from error
         command = processes.identify(os.getpid())
         assert command is not None
-        state.write(
-            RunRecord(
-                run_id=self._run_id,
-                boot_id=processes.boot_id(),
-                command=command,
-                url=self.url,
-                address="local",
-                ray_folder="",  # without a Ray, but with processes of ours to end
-            )
-        )
+        boot_id, url = processes.boot_id(), self.url
+        record = RunRecord(run_id=self._run_id, boot_id=boot_id, command=command, url=url, address="local")
+        state.write(replace(record, ray_folder=""))  # without a Ray, but with processes of ours to end
         return state
 
     # ---- while trials run --------------------------------------------------------------------------------------------
@@ -235,14 +235,6 @@ class ServiceSubject:
             raise NotReady(f"target.apply has not ended after {limit_s:.0f} s") from None
         if code:
             raise RefusedStart(self._ended(code))
-
-    def _check_exit(self, until_s: float, limit_s: float, problem: str) -> None:
-        """Raise `RefusedStart` if the command has ended, `NotReady` if it is too late."""
-        code = None if self._process is None else self._process.poll()
-        if code is not None:
-            raise RefusedStart(self._ended(code))
-        if time.monotonic() >= until_s:
-            raise NotReady(f"not ready after {limit_s:.0f} s: {problem}")
 
     def _ended(self, code: int) -> str:
         said = last_lines(self.log_path, self._logged_bytes)

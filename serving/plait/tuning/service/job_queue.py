@@ -243,8 +243,7 @@ class TuningJobQueue:
             raise InvalidJob("target.live: this server does not allow it (tuning.live)", "target.live")
         config = self._settings.folder / "server.yaml"
         config.write_text(self._settings.config, encoding="utf-8")
-        if not isinstance(spec.target, TuningTarget):
-            raise InvalidJob("target: a job sent over HTTP tunes an application of plait", "target")
+        assert isinstance(spec.target, TuningTarget), "`check_untrusted` lets no other pass"
         target = spec.target.model_copy(update={"config": str(config)})
         library = str(self._settings.folder / "library.journal")
         return spec.model_copy(update={"target": target, "library": library})
