@@ -35,15 +35,13 @@ from plait_kernels.cores import usable_cores
 _SPARE_S = 5.0
 """The part of a trial's time reserved for what follows the load, so that we end the trial before our parent does."""
 
-
 Subject: TypeAlias = PlaitSubject | ServiceSubject
 """What is tuned: brings a configuration into force, says what runs, and gives back what it found."""
 
 
 def open_measurer(*, folder: Path, live: bool = False, commands: bool = False, compose: str = "") -> PlaitMeasurer:
-    """Create the measurer. `live`: the command allowed it. `commands`: the job may name some to run, since it is its
-    user's own. `compose`: `module:function` that makes the Serve application of a configuration, in place of plait's
-    own."""
+    """Create the measurer. `live`: the command allowed it. `commands`: the job may name some, for it is its user's.
+    `compose`: `module:function` that makes the Serve application of a configuration, in place of plait's own."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     return PlaitMeasurer(
         folder=folder,
@@ -60,11 +58,8 @@ class PlaitMeasurer:
     def __init__(
         self, *, folder: Path, root: Path, compose: Compose, may_be_live: bool, may_run_commands: bool = False
     ) -> None:
-        self._folder = folder
-        self._root = root
-        self._compose = compose
-        self._may_be_live = may_be_live
-        self._may_run_commands = may_run_commands
+        self._folder, self._root, self._compose = folder, root, compose
+        self._may_be_live, self._may_run_commands = may_be_live, may_run_commands
         self._spec: JobSpec | None = None
         self._subject: Subject | None = None
 
