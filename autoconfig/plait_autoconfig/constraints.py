@@ -58,19 +58,10 @@ class Constraint:
     @classmethod
     def parse(cls, text: str, knobs: Collection[str]) -> Self:
         """Parse a constraint over these knobs. Raises `SpaceError`, which quotes the text and names the problem."""
-        if len(text) > _LONGEST:
-            msg = f"a constraint has {len(text)} characters, more than {_LONGEST}"
-            raise SpaceError(msg)
-        stand_ins = _stand_ins(text, knobs)
-        try:
-            tree = ast.parse(_with_stand_ins(text.strip(), stand_ins), mode="eval").body
-        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-            msg = f"constraint `{text}` cannot be read: {error}"
-            raise SpaceError(msg) from error
+        tree, reader = _read(text, knobs, f"constraint `{text}`")
         if not _is_condition(tree):
             msg = f"constraint `{text}` is no condition: it compares nothing"
             raise SpaceError(msg)
-        reader = _Reader(text, knobs, {short: name for name, short in stand_ins.items()})
         term = reader.term(tree)
         if not reader.names:
             msg = f"constraint `{text}` names no knob; they are {', '.join(knobs)}"
@@ -87,6 +78,50 @@ class Constraint:
             values = ", ".join(f"{name} = {config[name]!r}" for name in sorted(self.names))
             msg = f"constraint `{self.text}` cannot be computed for {values}: {error}"
             raise SpaceError(msg) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """A number that follows from a configuration: `replicas * threads`, or `2`."""
+
+    text: str
+    _term: _Term
+
+    @classmethod
+    def parse(cls, text: str, knobs: Collection[str]) -> Self:
+        """Parse a formula over these knobs. Raises `SpaceError`, which quotes the text and names the problem."""
+        tree, reader = _read(text, knobs, f"formula `{text}`")
+        return cls(text, reader.term(tree))
+
+    def value(self, config: Config) -> float:
+        """Return the number. Raises `SpaceError` for what is none, is negative, or follows from an inactive knob."""
+        try:
+            found = self._term(config)
+            if isinstance(found, bool) or not isinstance(found, int | float) or not 0.0 <= found < float("inf"):
+                msg = f"it is {found!r}"
+                raise TypeError(msg)
+        except KeyError as error:
+            msg = f"formula `{self.text}` names {error.args[0]}, which has no value in every configuration"
+            raise SpaceError(msg) from error
+        except (TypeError, ArithmeticError) as error:
+            values = ", ".join(f"{name} = {value!r}" for name, value in config.items())
+            msg = f"formula `{self.text}` gives no number from 0 up for {values}: {error}"
+            raise SpaceError(msg) from error
+        return float(found)
+
+
+def _read(text: str, knobs: Collection[str], what: str) -> tuple[ast.expr, _Reader]:
+    """Return the tree of an expression, and what translates it. Raises `SpaceError`."""
+    if len(text) > _LONGEST:
+        msg = f"{what.partition(' ')[0]}: it has {len(text)} characters, more than {_LONGEST}"
+        raise SpaceError(msg)
+    stand_ins = _stand_ins(text, knobs)
+    try:
+        tree = ast.parse(_with_stand_ins(text.strip(), stand_ins), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        msg = f"{what} cannot be read: {error}"
+        raise SpaceError(msg) from error
+    return tree, _Reader(what, knobs, {short: name for name, short in stand_ins.items()})
 
 
 def _stand_ins(text: str, knobs: Collection[str]) -> dict[str, str]:
@@ -128,10 +163,10 @@ def _is_condition(node: ast.expr) -> bool:
 
 
 class _Reader:
-    """Translates the nodes of one constraint into functions of the configuration."""
+    """Translates the nodes of one expression into functions of the configuration."""
 
-    def __init__(self, text: str, knobs: Collection[str], own_names: Mapping[str, str]) -> None:
-        self._text, self._knobs, self._own_names = text, knobs, own_names
+    def __init__(self, what: str, knobs: Collection[str], own_names: Mapping[str, str]) -> None:
+        self._what, self._knobs, self._own_names = what, knobs, own_names
         self.names: set[str] = set()
 
     def term(self, node: ast.expr) -> _Term:
@@ -159,7 +194,7 @@ class _Reader:
             case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in _FUNCTIONS and arguments:
                 function = _FUNCTIONS[name]
                 return self._joined(arguments, lambda values: function(*values))
-        msg = f"constraint `{self._text}` has `{ast.unparse(node)}`, which is not allowed here"
+        msg = f"{self._what} has `{ast.unparse(node)}`, which is not allowed here"
         raise SpaceError(msg)
 
     def _knob(self, name: str) -> _Term:
@@ -167,7 +202,7 @@ class _Reader:
         if name not in self._knobs:
             close = difflib.get_close_matches(name, self._knobs, n=1)
             hint = f"; did you mean {close[0]}?" if close else f"; they are {', '.join(self._knobs)}"
-            msg = f"constraint `{self._text}` names {name}, which is no knob{hint}"
+            msg = f"{self._what} names {name}, which is no knob{hint}"
             raise SpaceError(msg)
         self.names.add(name)
         return lambda config: config[name]
@@ -185,7 +220,7 @@ class _Reader:
         parts = []
         for left, op, right in zip(sides, node.ops, sides[1:], strict=False):
             if type(op) not in _COMPARISONS:
-                msg = f"constraint `{self._text}`: `is` is not allowed, use =="
+                msg = f"{self._what}: `is` is not allowed, use =="
                 raise SpaceError(msg)
             parts.append(self._pair(_COMPARISONS[type(op)], left, right))
         return parts[0] if len(parts) == 1 else lambda config: all(part(config) for part in parts)

@@ -10,12 +10,16 @@ from plait_autoconfig.errors import LibraryError
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.values import Value, cells_of
 
+_GOALS = {"goodput_per_cost": "max", "goodput_per_s": "max", "p99_ms": "min"}
+"""What a job is for where nobody said so: the first of these that was measured."""
 
-def draft_job(run: LibraryRun, *, app: str, scenario: str, library: str, only_measured: bool) -> dict[str, Any]:
+
+def draft_job(run: LibraryRun, *, target: Any, scenario: str, library: str, only_measured: bool) -> dict[str, Any]:
     """Return the settings of a job on the service of a past run, which learns from the library that holds it.
 
-    The reference is the configuration that was measured most often, or the first. `only_measured`: the job proposes
-    nothing that was not measured before. Raises `LibraryError` for a run without a measurement or without a knob that
+    The reference is the configuration that was measured most often, or the first. `target`: the job's, unchecked;
+    `only_measured`: it proposes nothing that was not measured before. A knob that was measured only with some values of
+    another one is active only with these. Raises `LibraryError` for a run without a measurement or without a knob that
     varied.
     """
     ran = [trial for trial in run.trials if trial.outcome.failure is None]
@@ -25,13 +29,19 @@ def draft_job(run: LibraryRun, *, app: str, scenario: str, library: str, only_me
     varied = {name: seen for name, seen in values.items() if len(seen) > 1}
     if not varied:
         raise LibraryError(f"{run.run_id} measured one configuration only: there is nothing to choose between")
+    conditions = _conditions([trial.config for trial in run.trials], list(varied))
+    measured = set(ran[0].outcome.metrics)
+    goal = next((f"{direction} {metric}" for metric, direction in _GOALS.items() if metric in measured), "")
     usual = max(cells_of(ran), key=lambda cell: len(cell.trials))
     settings: dict[str, Any] = {
         "name": "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in run.service)[:64],
-        "target": {"app": app},
-        "knobs": {name: _knob(run, name, values[name]) for name in varied},
+        "target": target,
+        "knobs": {
+            name: _knob(run, name, values[name]) | conditions.get(name, {})
+            for name in sorted(varied, key=conditions.__contains__)  # after the knobs that they depend on
+        },
         "scenarios": [scenario],
-        "objective": run.goals[0] if run.goals else "max goodput_per_cost",
+        "objective": run.goals[0] if run.goals else goal or "max goodput_per_cost",
         "library": library,
         "reference": {
             "config": {name: value for name, value in usual.config.items() if name in varied},
@@ -48,6 +58,19 @@ def _values(configs: Sequence[Mapping[str, Value]]) -> dict[str, list[Value]]:
         for name, value in config.items():
             counted.setdefault(name, Counter())[value] += 1
     return {name: _ordered(list(seen)) for name, seen in counted.items()}
+
+
+def _conditions(configs: Sequence[Mapping[str, Value]], names: Sequence[str]) -> dict[str, Any]:
+    """Return `when` of each knob that is absent exactly with some values of one that never is."""
+    always = [name for name in names if all(name in config for config in configs)]
+    found: dict[str, Any] = {}
+    for name in names:
+        for parent in () if name in always else always:
+            there = {config[parent] for config in configs if name in config}
+            if not any(config[parent] in there for config in configs if name not in config):
+                found[name] = {"when": {parent: _ordered(list(there))}}
+                break
+    return found
 
 
 def _ordered(values: list[Value]) -> list[Value]:

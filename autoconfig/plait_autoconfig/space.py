@@ -72,10 +72,10 @@ class Space:
         return self._sampled_cells if self._all_cells is None else self._all_cells
 
     def check(self, config: Config, *, constrained: bool = True) -> Config:
-        """Return the configuration with the knobs in order and each value in the knob's own form. It need not be a
-        candidate; `constrained`: it must satisfy the constraints.
+        """Return the configuration with the knobs in order and each value in the knob's own form, without knobs that
+        are inactive in it. It need not be a candidate; `constrained`: it must satisfy the constraints.
 
-        Raises `OutsideSpace` naming the knob that is unknown, missing, inactive or out of range, or the constraint.
+        Raises `OutsideSpace` naming the knob that is unknown, missing or out of range, or the constraint.
         """
         for name in config:
             if name not in self.by_name:
@@ -90,9 +90,6 @@ class Space:
                     msg = f"{knob.name} is missing"
                     raise OutsideSpace(msg)
                 checked[knob.name] = knob.canonical(config[knob.name])
-            elif knob.name in config:
-                msg = f"{knob.name} is given, but only has a meaning {_when(knob)}"
-                raise OutsideSpace(msg)
         for constraint in self.parsed if constrained else ():
             if not constraint.holds(checked):
                 values = ", ".join(f"{name} = {checked[name]}" for name in sorted(constraint.names))
@@ -229,11 +226,6 @@ class _TooLarge(Exception):
 def is_active(knob: Knob, config: Config) -> bool:
     """Return whether the knob is active in this (possibly partial) configuration."""
     return all(name in config and config[name] in allowed for name, allowed in knob.when.items())
-
-
-def _when(knob: Knob) -> str:
-    parts = [f"{name} is {' or '.join(map(str, allowed))}" for name, allowed in knob.when.items()]
-    return "when " + " and ".join(parts)
 
 
 def _check_knobs(knobs: Sequence[Knob]) -> None:

@@ -53,8 +53,9 @@ def fake_measurer(
     return FakeMeasurer(folder, seconds=seconds, noise=noise, drift=drift, fail=dict(fail or {}), knobs=knobs)
 
 
-def cloned_measurer(*, folder: Path, live: bool = False) -> FakeMeasurer:
+def cloned_measurer(*, folder: Path, live: bool = False, commands: bool = False) -> FakeMeasurer:
     """Return the same with the arguments that `plait tune` gives to plait's own."""
+    assert commands
     assert not live
     return fake_measurer(folder=folder)
 

@@ -31,8 +31,8 @@ from plait_autoconfig.knobs import ChoiceKnob, Knob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import Objective
 from plait_autoconfig.optuna_forms import distribution_of, quiet
-from plait_autoconfig.space import Space, is_active
-from plait_autoconfig.values import Config, Trial, TrialOutcome, Value
+from plait_autoconfig.space import Space
+from plait_autoconfig.values import Config, Trial, TrialOutcome
 
 _START_UP = 10
 """The random trials at the start."""
@@ -109,14 +109,13 @@ class OptunaDesigner(CellDesigner):
         self._start(self.cells[nearest])
         return nearest
 
-    def _active(self, params: dict[str, Any]) -> dict[str, Value]:
+    def _active(self, params: dict[str, Any]) -> Config:
         """Return the configuration that a suggestion stands for, without the knobs that are inactive in it."""
-        config: dict[str, Value] = {}
-        for knob in self.space.knobs:
-            if is_active(knob, config):
-                given = params[knob.name]
-                config[knob.name] = knob.value_at(given) if _ranked(knob) else knob.canonical(given)
-        return config
+        given = {
+            knob.name: knob.value_at(params[knob.name]) if _ranked(knob) else params[knob.name]
+            for knob in self.space.knobs
+        }
+        return self.space.check(given, constrained=False)
 
     def _start(self, config: Config) -> None:
         """Make the sampler see this cell as a running trial."""

@@ -38,6 +38,8 @@ def parse_job(text: str, *, folder: Path, source: str = "the job") -> JobSpec:
     except ValidationError as error:
         first = min(error.errors(include_url=False), key=lambda each: each["type"] != "extra_forbidden")
         location = tuple(part for part in first["loc"] if part not in {"int", "float", "choice"} or part in settings)
+        if location[:1] == ("target",):
+            location = (location[0], *location[2:])  # without the kind of target
         at = _line_of(root, location)
         msg = f"{source}{f', line {at}' if at else ''}: {_sentence(first, location)}"
         raise JobRefused(msg) from error
@@ -76,8 +78,11 @@ def _absolute(settings: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Make paths absolute, so that a job means the same files wherever its text is kept."""
     changed = dict(settings)
     target, library, scenarios = changed.get("target"), changed.get("library"), changed.get("scenarios")
-    if isinstance(target, Mapping) and isinstance(target.get("config"), str):
-        changed["target"] = {**target, "config": str(folder / Path(target["config"]).expanduser())}
+    if isinstance(target, Mapping):
+        named = {key: target[key] for key in ("config", "file", "folder") if isinstance(target.get(key), str)}
+        named |= {"folder": "."} if {"command", "apply"} & target.keys() and "folder" not in named else {}
+        found = {key: str(folder / Path(each).expanduser()) for key, each in named.items()}
+        changed["target"] = {**target, **found}
     if isinstance(library, str) and "://" not in library:
         changed["library"] = str(folder / Path(library).expanduser())
     if isinstance(scenarios, list):
@@ -95,7 +100,8 @@ def _sentence(first: Mapping[str, Any], location: _Location) -> str:
     if first["type"] == "missing":
         return f"{field} must be given"
     if first["type"] == "extra_forbidden":
-        return f"{field}: there is no such setting"
+        beside = " for a service of yours" if first["loc"][:2] == ("target", "service") else ""
+        return f"{field}: there is no such setting{beside}"
     if first["type"] == "value_error":
         return message if not location else f"{field}: {message}"
     given = repr(first["input"])

@@ -123,7 +123,7 @@ class _JobWorker:
         self._store.join(self._name, now_s=self._joined_s)
         stack.callback(self._store.leave, self._name)
         held: tuple[int, ...] = ()
-        if self._spec.target.live:
+        if self._spec.target.is_shared:
             lock = exclusive_lock(self._store.folder / "live.lock", wait_s=2.0 * PARTING_S, tick=self._tick)
             held = (stack.enter_context(lock),)
         log = self._store.folder / "logs" / f"{self._name}.log"

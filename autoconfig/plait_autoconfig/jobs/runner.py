@@ -82,7 +82,7 @@ class ChildRunner:
             kind = FailureKind.OUT_OF_MEMORY if error.memory else FailureKind.CRASH
             measured = _failed(kind, str(error))
         except _Gone as error:
-            lines = _last_lines(self._log, log_from)
+            lines = last_lines(self._log, log_from)
             outcome = outcome_of_exit(error.return_code, last_lines=lines, oom_kills=count_oom_kills() - kills)
             measured = Measured(outcome=outcome)
         return replace(measured, duration_s=time.monotonic() - began)
@@ -120,7 +120,7 @@ class ChildRunner:
             check = {"do": "check", "spec": self._spec}
             return _SUBJECT.validate_python(self._asked(check, self._spec.start_limit_s, _no_say, tick))
         except (_TooLate, _Failed, _Gone) as error:
-            lines = _last_lines(self._log, log_from) if isinstance(error, _Gone) else ""
+            lines = last_lines(self._log, log_from) if isinstance(error, _Gone) else ""
             self._end(grace_s=PARTING_S)
             msg = f"the measurer could not be started: {error}{f': {lines}' if lines else ''} (see {self._log})"
             raise JobBroken(msg) from error
@@ -203,7 +203,7 @@ class ChildRunner:
         self._process = self._connection = None
         connection.close()
         ended = _ends_within(process.pid, grace_s)
-        self._unrestored = bool(self._spec.target.live) and not ended
+        self._unrestored = self._spec.target.is_shared and not ended
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is still its own
         return process.wait()
@@ -252,7 +252,7 @@ def _failed(kind: FailureKind, detail: str) -> Measured:
     return Measured(outcome=TrialOutcome.failed(kind, detail))
 
 
-def _last_lines(log: Path, start: int, *, count: int = 3) -> str:
+def last_lines(log: Path, start: int, *, count: int = 3) -> str:
     """Return the last lines written to the log since `start` (bytes)."""
     try:
         with log.open("rb") as file:

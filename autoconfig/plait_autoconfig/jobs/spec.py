@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, JsonValue, Tag, model_validator
 
+from plait_autoconfig.constraints import Formula
 from plait_autoconfig.errors import OutsideSpace, TunerError
 from plait_autoconfig.knobs import ChoiceKnob, FloatKnob, IntKnob, Knob
 from plait_autoconfig.objective import GOODPUT_PER_COST, GOODPUT_PER_S, Limit, Objective, parse_objective
@@ -44,13 +45,89 @@ class LiveTuning(_SpecModel):
 
 
 class TuningTarget(_SpecModel):
-    """The application to tune. A clone of it is tuned, unless `live` is set."""
+    """An application of plait to tune. A clone of it is tuned, unless `live` is set."""
 
     config: str | None = Field(default=None, description="a plait.yaml; none: plait's default")
     settings: dict[str, JsonValue] = Field(default_factory=dict, description="path: value, set over the config")
     app: Literal["images", "recommend"] = "images"
     deployments: tuple[str, ...] = Field(default=(), description="whose knobs are tuned; none: those that knobs name")
     live: Literal[False] | LiveTuning = False
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether trials change what others use: one worker at a time, and it is given back."""
+        return bool(self.live)
+
+
+_Address: TypeAlias = Annotated[str, Field(pattern=r"^https?://[^/]")]
+
+
+class Reserves(_SpecModel):
+    """What a configuration of a service costs: numbers, or formulas of the knobs such as `replicas * threads`."""
+
+    cores: float | str = 0.0
+    gpus: float | str = 0.0
+    memory_gib: float | str | None = Field(default=None, description="none: as measured")
+
+
+class ServiceTarget(_SpecModel):
+    """Any service that answers over HTTP: `command` starts one for each configuration, or `apply` changes one that
+    runs. Both are lists of arguments, without a shell.
+
+    `{port}` in `command`, `ready` and `url` is a free port of this machine, `{file}` the path of what `knobs: file`
+    writes: `file` with the value of each knob at the path that it sets, `applications.0.route_prefix`; an entry of a
+    list goes by its position or its `name`. `argv` appends `--NAME=VALUE`, and `--NAME` or `--no-NAME` for true and
+    false.
+    """
+
+    app: ClassVar[str] = "service"
+    live: ClassVar[Literal[False]] = False
+
+    command: tuple[str, ...] = ()
+    apply: tuple[str, ...] = Field(
+        default=(), description="its end with code 0 says that the configuration is in force"
+    )
+    ready: _Address | None = Field(default=None, description="answers GET with 2xx once the service takes requests")
+    url: _Address | None = Field(default=None, description="where the load goes; none: the host and port of `ready`")
+    knobs: Literal["argv", "env", "file"] = "argv"
+    file: str | None = None
+    folder: str = Field(default=".", description="where both run: that of the job's file")
+    reserves: Reserves = Reserves()
+
+    @property
+    def is_shared(self) -> bool:
+        """See `TuningTarget`."""
+        return bool(self.apply)
+
+    @property
+    def address(self) -> str:
+        """Where the load goes, placeholders included."""
+        return self.url or "/".join((self.ready or "").split("/")[:3])
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if bool(self.command) == bool(self.apply):
+            raise ValueError("a service has either `command`, which starts it, or `apply`, which changes it")
+        if self.command and not self.ready:
+            raise ValueError("`command` needs `ready`, a URL that answers once the service takes requests")
+        if not self.address:
+            raise ValueError("`apply` needs `url`, where the load goes")
+        if (self.knobs == "file") != (self.file is not None):
+            raise ValueError("`file`, a YAML or JSON file, goes with `knobs: file`")
+        if self.knobs == "file" and not any("{file}" in each for each in (*self.command, *self.apply)):
+            raise ValueError("`knobs: file` needs {file} among the arguments")
+        return self
+
+
+def _kind_of(target: object) -> str:
+    named = target.keys() if isinstance(target, Mapping) else set()
+    is_service = isinstance(target, ServiceTarget) or named & {"command", "apply", "ready", "url"}
+    return "service" if is_service else "plait"
+
+
+Target: TypeAlias = Annotated[
+    Annotated[TuningTarget, Tag("plait")] | Annotated[ServiceTarget, Tag("service")], Discriminator(_kind_of)
+]
 
 
 # ---- the space -------------------------------------------------------------------------------------------------------
@@ -179,7 +256,7 @@ class JobSpec(_SpecModel):
     """A complete job. Paths are absolute: `job_file.parse_job` makes them so."""
 
     name: Name
-    target: TuningTarget = TuningTarget()
+    target: Target = TuningTarget()
     knobs: Annotated[dict[KnobName, KnobSpec], Field(min_length=1)]
     constraints: tuple[str, ...] = Field(default=(), description="between knobs: `cpus * replicas <= 2`")
     candidates: tuple[dict[KnobName, Value], ...] | Literal["measured"] = Field(
@@ -259,6 +336,8 @@ class JobSpec(_SpecModel):
             goal = self.goal
             if self.target.live:
                 guard_limits(self.target.live)
+            if isinstance(self.target, ServiceTarget):
+                self._check_service(self.target)
         except TunerError as error:
             raise ValueError(str(error)) from error
         if self.candidates == "measured" and self.library is None:
@@ -278,6 +357,28 @@ class JobSpec(_SpecModel):
         if self.is_capacity_search and rates:
             raise ValueError(f"`{rates[0]}` asks for a given rate, not for the capacity: offered: given")
         return self
+
+    def _check_service(self, target: ServiceTarget) -> None:
+        """Check what the service costs. Raises `SpaceError` or `ValueError`."""
+        formulas = [formula for formula in self.reserved_by.values() if formula is not None]
+        for config in (*self.space.cells(), self.default):
+            for formula in formulas:
+                formula.value(config)
+        named = target.reserves.cores or target.reserves.gpus
+        if self.goal.costs and self.prices.basis == "reserved" and not named:
+            raise ValueError(f"{self.goal.costs[0]} needs target.reserves: what a configuration takes, {{cores: 2}}")
+        if target.apply and self.prices.basis == "used":
+            raise ValueError("prices.basis: what a service uses is only seen of one that target.command starts")
+
+    @cached_property
+    def reserved_by(self) -> Mapping[str, Formula | None]:
+        """The formulas of a service's `reserves`."""
+        given = self.target.reserves if isinstance(self.target, ServiceTarget) else Reserves()
+        formulas = {name: getattr(given, name) for name in ("cores", "gpus", "memory_gib")}
+        return {
+            name: None if each is None else Formula.parse(str(each), tuple(self.knobs))
+            for name, each in formulas.items()
+        }
 
 
 def guard_limits(live: LiveTuning) -> tuple[Limit, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -41,12 +41,15 @@ def run_command(
     live: Annotated[
         bool, typer.Option("--live", help="yes, tune the service that users are on (the job must say so too)")
     ] = False,
+    measurer: Annotated[
+        str | None, typer.Option(help="module:function of yours that makes what measures, in place of plait's own")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a job, or resume one that was stopped or killed; a second run of the same job shares the work."""
     from plait.tuning.job.local_run import run
 
-    state, folder = run(job, folder=out, live=live)
+    state, folder = run(job, folder=out, live=live, measurer=measurer)
     print(_document(state) if as_json else _answer(state))
     print(f"report: {folder / 'report.html'}", file=sys.stderr)
     raise typer.Exit(_exit_code(state))
@@ -71,8 +74,17 @@ def status_command(job: Job, *, as_json: AsJson = False) -> None:
 
 
 @app.command("best")
-def best_command(job: Job, *, as_json: AsJson = False) -> None:
+def best_command(
+    job: Job,
+    *,
+    as_json: AsJson = False,
+    form: Annotated[
+        Literal["file", "serve", "argv", "env"] | None,
+        typer.Option("--as", help="print plait.yaml or the job's own file with them, Serve YAML, arguments, variables"),
+    ] = None,
+) -> None:
     """Print the recommended knobs, or the best so far; exit with code 99 if no configuration keeps the limits."""
+    from plait.tuning.job.exporting import exported
     from plait.tuning.job.local_run import open_state
 
     state, _ = open_state(job)
@@ -83,6 +95,9 @@ def best_command(job: Job, *, as_json: AsJson = False) -> None:
     knobs = state.spec.settings(config)
     answer = state.recommendation
     print(answer.sentence if answer is not None else "the best so far; not confirmed", file=sys.stderr)
+    if form is not None:
+        print(exported(state.spec.target, knobs, form), end="")
+        return
     print(json.dumps(knobs, indent=1) if as_json else "\n".join(f"{name}: {value}" for name, value in knobs.items()))
 
 
@@ -101,6 +116,7 @@ def apply_command(
     from plait.errors import PlaitError
     from plait.tuning.job.applying import apply_to_file, apply_to_server
     from plait.tuning.job.local_run import open_state
+    from plait_autoconfig.jobs.spec import TuningTarget
 
     state, _ = open_state(job)
     chosen = state.recommendation.config if state.recommendation is not None else None
@@ -108,14 +124,15 @@ def apply_command(
         chosen = _best(state)
     if chosen is None:
         raise PlaitError(f"the job recommends nothing (yet): {state.binding or state.reason or state.phase}")
-    knobs = state.spec.settings(chosen)
+    knobs, target = state.spec.settings(chosen), state.spec.target
+    if not isinstance(target, TuningTarget):
+        raise PlaitError("the job tunes a service of yours: `plait tune best --as` prints what to give to it")
     if port is not None:
         print(apply_to_server(knobs, port=port, dry_run=dry_run), end="")
         return
-    own = state.spec.target.config
-    if config is None and own is None:
+    if config is None and target.config is None:
         raise PlaitError("the job tunes plait's default configuration: name the plait.yaml to write into")
-    print(apply_to_file(knobs, config or Path(str(own)), dry_run=dry_run), end="")
+    print(apply_to_file(knobs, config or Path(str(target.config)), dry_run=dry_run), end="")
 
 
 @app.command("report")

@@ -33,8 +33,8 @@ MAX_LOG_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The process that runs on the port, and what it started. `ray_folder` is Ray's temporary folder; None if only
-    attached.
+    """The process that runs on the port, and what it started. `ray_folder` is Ray's temporary folder; empty if
+    it has none, None if only attached.
 
     `gcs_address`: where others can attach to that Ray; None until it runs.
     """

@@ -33,6 +33,14 @@ def test_check_gives_the_own_form():
     assert list(config.items()) == [("device", "large"), ("share", 0.3), ("cpu", 2)]
 
 
+def test_what_does_not_count_makes_no_configuration_of_its_own():
+    """A knob that is inactive is left out, whatever its value: two that differ in it alone are one."""
+    found = [SPACE.check({"device": "cpu", "cpu": 2, **more}) for more in ({}, {"share": 0.1}, {"share": 99})]
+    assert found == [{"device": "cpu", "cpu": 2}] * 3
+    listed = Space(SPACE.knobs, (), tuple({"device": "cpu", "cpu": 2, "share": share} for share in (0.1, 0.2)))
+    assert listed.cells() == ({"device": "cpu", "cpu": 2},)
+
+
 @pytest.mark.parametrize(
     ("config", "said"),
     [
@@ -43,7 +51,6 @@ def test_check_gives_the_own_form():
         ({"device": "gpu", "cpu": 1}, "device is 'gpu', but must be one of 'cpu', 'small', 'large'"),
         ({"device": "small", "share": 0.15, "cpu": 1}, r"share is 0.15, but must be .* in steps of 0.1 \(GPU\)"),
         ({"device": "small", "share": "0.1", "cpu": 1}, "share is '0.1'"),
-        ({"device": "cpu", "share": 0.1, "cpu": 1}, "share is given, but only has a meaning when device is small or"),
         ({"device": "cpu", "cpus": 1}, "cpus is no knob of this space; did you mean cpu?"),
         ({"device": "large", "share": 0.1, "cpu": 3}, "`cpu <= 2 or device == 'cpu'` does not hold for cpu = 3, dev"),
     ],

@@ -11,8 +11,8 @@ import yaml
 
 from plait.config import PlaitConfig, load_config, parse_config
 from plait.server.state import state_root
-from plait.tuning.job.yaml_edit import diff, with_settings
 from plait.tuning.measure.knobs import apply_knobs, check_names, known_values, settings_of
+from plait.tuning.yaml_edit import diff, with_settings
 
 
 def apply_to_file(knobs: Mapping[str, Any], path: Path, *, dry_run: bool) -> str:

@@ -107,9 +107,16 @@ def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="
 @app.command("job")
 @_errors_as_messages()
 def job_command(
-    library: Library,
+    library: Annotated[Path, typer.Argument(help="a library; or a CSV file, with --map, which becomes one beside it")],
     *,
     scenario: Annotated[str, typer.Option(help="the load: a built-in scenario of `plait loadtest`, or a YAML file")],
+    map_: Annotated[Path | None, typer.Option("--map", help="YAML that says which column is what")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="YAML with the target of a service of yours: command, ready, ..."
+        ),
+    ] = None,
     run_id: Annotated[str | None, typer.Option("--run", help="which run, as `list` prints it; the last")] = None,
     out: Annotated[Path, typer.Option(help="the job file to write")] = Path("job.yaml"),
     only_measured: Annotated[
@@ -122,9 +129,13 @@ def job_command(
     from plait_autoconfig.drafting import draft_job
     from plait_autoconfig.jobs.job_file import parse_job
 
+    if library.suffix.lower() == ".csv":
+        source, library = library, library.with_suffix(".log")
+        import_command(source, library, map_)
     run = _run(library, run_id)
     where = os.path.relpath(library, out.parent)
-    settings = draft_job(run, app=_app_of(run), scenario=scenario, library=where, only_measured=only_measured)
+    whose = {"app": _app_of(run)} if target is None else yaml.safe_load(target.read_text(encoding="utf-8"))
+    settings = draft_job(run, target=whose, scenario=scenario, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
     with out.open("x", encoding="utf-8") as file:

@@ -38,13 +38,14 @@ def run(
     *,
     folder: Path | None = None,
     live: bool = False,
+    measurer: str | None = None,
     stream: TextIO = sys.stderr,
     arguments: Mapping[str, Any] | None = None,
 ) -> tuple[JobState, Path]:
     """Work on the job in a file, or resume it, until it is done or stopped by the user; then write its report.
 
-    Return the state and the job's folder. `arguments`: extra arguments for the measurer's factory. Raises
-    `PlaitError`.
+    Return the state and the job's folder. `measurer`: `module:function`, in place of plait's own; `arguments`:
+    extra arguments for plait's. Raises `PlaitError`.
     """
     with errors_as_messages():
         job = job_file(job)
@@ -55,7 +56,8 @@ def run(
         began_s, before = time.monotonic(), read_state(store)
         state = before
         if before.phase != "finished":  # else there is nothing to start a clone for
-            source = MeasurerSource(factory=FACTORY, arguments={"live": live, **(arguments or {})})
+            own = {"live": live, "commands": True, **(arguments or {})}
+            source = MeasurerSource(factory=measurer) if measurer else MeasurerSource(factory=FACTORY, arguments=own)
             with shown(stream, lambda: read_state(store)) as show, _stopped_by_signal() as stop:
                 state = run_job(store, source, on_event=show, stop=stop)
             print(

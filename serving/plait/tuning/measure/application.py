@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from plait.config import PlaitConfig
@@ -18,6 +19,7 @@ from plait.gpu_shares import with_gpus
 from plait.server.cluster import Cluster, no_room_for
 from plait.server.ports import health, with_port
 from plait.targets import load_target
+from plait.tuning.measure.cost import ReservedResources, reserved
 from plait.tuning.measure.usage import pss_bytes, replica_pids
 
 Compose = Callable[[PlaitConfig], Sequence[Deployment]]
@@ -37,6 +39,16 @@ class RefusedStart(PlaitError):
 
 class NotReady(PlaitError):
     """The application did not come up in time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """How a configuration came into force. `restarted`: names of what had to. `done`: a sentence, empty if nothing
+    changed. `notes`: what a table of trials should say besides."""
+
+    restarted: tuple[str, ...] = ()
+    done: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class RunningApplication:
@@ -67,6 +79,18 @@ class RunningApplication:
         """Scheme, host and port; those of the ingress itself if it listens directly, because users then go there."""
         direct_port = None if self.config is None or self.prefix else self.config.server.direct_port
         return self.cluster.url if direct_port is None else with_port(self.cluster.url, direct_port)
+
+    @property
+    def reserved(self) -> ReservedResources:
+        """What Ray reserves for it."""
+        assert self.config is not None, "nothing runs"
+        return reserved(self.config)
+
+    @property
+    def may_end(self) -> frozenset[str]:
+        """Deployments that end processes of their own: those that scale."""
+        rows = () if self.config is None else deployments(self.config)
+        return frozenset(row.name for row in rows if row.min_replicas < row.max_replicas)
 
     def apply(self, config: PlaitConfig, *, limit_s: float) -> dict[str, Effect]:
         """Change the application and wait until all of it runs; return what happened to each deployment, a restart that

@@ -49,7 +49,8 @@ class PreparedJob:
 
 def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
     """Check knobs, scenarios and guard against the configuration. Raises `JobRefused`."""
-    _check_metrics(spec)
+    assert isinstance(spec.target, TuningTarget)
+    check_metrics(spec, METRICS)
     sets = {name: knob.sets or name for name, knob in spec.knobs.items()}
     _check_deployments(spec.target, sets.values())
     try:
@@ -60,13 +61,19 @@ def prepare(spec: JobSpec, config: PlaitConfig) -> PreparedJob:
         apply_knobs(config, spec.settings(spec.default))
     except PlaitError as error:
         raise JobRefused(str(error)) from error
-    scenarios = tuple(scenario_of(spec, source) for source in spec.scenarios)
+    scenarios = scenarios_of(spec)
     for scenario in scenarios:
         _check_model(scenario, config)
+    return PreparedJob(config=config, scenarios=scenarios, guard=guard_of(spec))
+
+
+def scenarios_of(spec: JobSpec) -> tuple[Scenario, ...]:
+    """Return the job's scenarios at the offered rate. Raises `JobRefused`."""
+    scenarios = tuple(scenario_of(spec, source) for source in spec.scenarios)
     loads_s = sum(scenario.warm_up_s + scenario.duration_s for scenario in scenarios)
     if spec.trial_limit_s <= loads_s:
         raise JobRefused(f"trial_limit_s: {spec.trial_limit_s:g} s end before the loads, which take {loads_s:g} s")
-    return PreparedJob(config=config, scenarios=scenarios, guard=guard_of(spec))
+    return scenarios
 
 
 def target_config(target: TuningTarget, *, live: bool) -> PlaitConfig:
@@ -109,7 +116,7 @@ def scenario_of(spec: JobSpec, source: Any) -> Scenario:
             at_rate(scenario, 1.0, scenario.duration_s)
     except LoadtestError as error:
         raise JobRefused(f"scenarios: {error}{_hint(spec)}") from error
-    wanted = _API[spec.target.app]
+    wanted = _API.get(spec.target.app, scenario.target.api)
     if scenario.target.api != wanted:
         raise JobRefused(
             f"scenarios: {scenario.name} is for the API {scenario.target.api}, {spec.target.app} has {wanted}"
@@ -156,11 +163,12 @@ def max_replicas_config(spec: JobSpec, config: PlaitConfig) -> PlaitConfig:
     return apply_knobs(config, max_values)
 
 
-def _check_metrics(spec: JobSpec) -> None:
+def check_metrics(spec: JobSpec, there: frozenset[str]) -> None:
+    """Check that a trial shows what the job asks for. Raises `JobRefused`."""
     for name in spec.goal.metrics:
-        if name not in METRICS:
-            near = difflib.get_close_matches(name, METRICS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(METRICS))}"
+        if name not in there:
+            near = difflib.get_close_matches(name, there, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(there))}"
             raise JobRefused(f"objective and limits: there is no metric {name}; {hint}")
 
 

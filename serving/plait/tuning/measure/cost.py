@@ -8,23 +8,25 @@ plait, and nothing measures shares of GPUs. An autoscaling deployment reserves i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from plait.config import PlaitConfig, ServedConfig
+from plait.config import ServedConfig
 from plait.deployments import INGRESS, deployments
 from plait.errors import PlaitError
-from plait.tuning.measure.knobs import apply_knobs
 from plait_autoconfig.jobs.spec import JobSpec, Prices
 from plait_autoconfig.objective import COST_PER_HOUR
+from plait_autoconfig.values import Config
 from plait_serving.cores import HostCores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservedResources:
-    """The resources of all deployments together."""
+    """The resources of all deployments together. `memory_gib`: None where it counts as measured."""
 
     cores: float
     gpus: float
+    memory_gib: float | None = None
 
 
 def reserved(config: ServedConfig) -> ReservedResources:
@@ -46,6 +48,7 @@ def host_cores_of(config: ServedConfig, *, machine_cores: int) -> HostCores:
 def cost_metrics(prices: Prices, what: ReservedResources, *, used_cores: float, memory_gib: float) -> dict[str, float]:
     """Return the metrics that say what a configuration costs: by what it reserves, by what it used, and, as
     `cost_per_hour`, by the basis of the prices."""
+    memory_gib = memory_gib if what.memory_gib is None else what.memory_gib
     rest = what.gpus * prices.gpu + memory_gib * prices.gib
     by_basis = {"reserved": what.cores * prices.core + rest, "used": used_cores * prices.core + rest}
     return {
@@ -57,8 +60,9 @@ def cost_metrics(prices: Prices, what: ReservedResources, *, used_cores: float, 
     }
 
 
-def known_costs(spec: JobSpec, config: PlaitConfig) -> tuple[float, ...]:
-    """Return the costs of all cells of the space, without their memory, which only a trial shows.
+def known_costs(spec: JobSpec, reserves: Callable[[Config], ReservedResources]) -> tuple[float, ...]:
+    """Return the costs of all cells of the space, without memory that only a trial shows. `reserves`: what a cell
+    reserves; it raises `PlaitError` for one that is not valid.
 
     Empty unless the goal is a single one that involves the cost and what is reserved is priced; also if memory is the
     only cost of some cell, or if some cell is not a valid configuration, as its trial will report.
@@ -69,7 +73,7 @@ def known_costs(spec: JobSpec, config: PlaitConfig) -> tuple[float, ...]:
     costs: list[float] = []
     for cell in spec.space.cells():
         try:
-            what = reserved(apply_knobs(config, spec.settings(cell)))
+            what = reserves(cell)
         except PlaitError:
             return ()
         costs.append(cost_metrics(prices, what, used_cores=0.0, memory_gib=0.0)[COST_PER_HOUR])

@@ -54,8 +54,11 @@ def check_names(config: PlaitConfig, names: Iterable[str]) -> None:
     problems = []
     for name in names:
         deployment, dot, knob = name.rpartition(".")
-        if not dot or deployment not in deployments:
-            near = difflib.get_close_matches(deployment or knob, deployments, n=1)
+        if not dot:
+            what = "no DEPLOYMENT.knob of plait; a service of another kind is tuned with target.command or target.apply"
+            problems.append(f"{name}: {what}")
+        elif deployment not in deployments:
+            near = difflib.get_close_matches(deployment, deployments, n=1)
             problems.append(f"{name}: there is no deployment {deployment!r}{_or(near, deployments)}")
         elif name not in places:
             own = sorted(each.rpartition(".")[2] for each in places if each.startswith(deployment + "."))

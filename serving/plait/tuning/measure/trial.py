@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeAlias
 
-from plait.deployments import deployments
 from plait.tuning.measure.application import RunningApplication
-from plait.tuning.measure.cost import cost_metrics, reserved
+from plait.tuning.measure.cost import cost_metrics
 from plait.tuning.measure.failures import Evidence, of_load
 from plait.tuning.measure.load import LoadResult, Watch, joined, look_s, rate_of, run_given, run_search
+from plait.tuning.measure.service_subject import ServiceSubject
 from plait_autoconfig.jobs.exit_status import count_oom_kills
 from plait_autoconfig.jobs.measurer import Samples
 from plait_autoconfig.jobs.promised_rate import SLO_MET
@@ -27,6 +28,10 @@ from plait_loadtest.values import RunProgress, StopWhen
 
 _GIB = 1 << 30
 _HIGHER_IS_BETTER = frozenset({"offered_per_s", "goodput_per_s", "attainment", SLO_MET})
+
+
+Running: TypeAlias = RunningApplication | ServiceSubject
+"""What takes the load. Processes of `pids` whose name is in `may_end` may end; `reserved` is what it is priced by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,7 @@ class TrialMetrics:
 
 
 def run_loads(
-    running: RunningApplication,
+    running: Running,
     plan: LoadPlan,
     *,
     folder: Path,
@@ -97,12 +102,9 @@ def run_loads(
 class _TrialLoads:
     """The loads of one trial. `breached`: why a guard broke in; `notes`: what was decided on the way."""
 
-    def __init__(
-        self, running: RunningApplication, plan: LoadPlan, say: Callable[[str], None], pids: tuple[int, ...]
-    ) -> None:
-        assert running.config is not None, "a trial needs an application that runs"
+    def __init__(self, running: Running, plan: LoadPlan, say: Callable[[str], None], pids: tuple[int, ...]) -> None:
         self._running, self._plan, self._say, self._pids = running, plan, say, pids
-        self._reserved = reserved(running.config)
+        self._reserved = running.reserved
         self._started_s = time.monotonic()
         self.breached: list[str] = []
         self.notes: list[str] = []
@@ -228,12 +230,10 @@ def _with_ratio(metrics: Mapping[str, float]) -> dict[str, float]:
     return {**metrics, "goodput_per_cost": metrics["goodput_per_s"] * 3600.0 / cost}
 
 
-def _died(running: RunningApplication, before: Mapping[int, str]) -> tuple[str, ...]:
-    """Return the deployments of processes that have ended. An autoscaling one stops some of its own."""
-    assert running.config is not None
-    scaling = {row.name for row in deployments(running.config) if row.min_replicas < row.max_replicas}
-    there = running.pids()
-    return tuple(name for pid, name in before.items() if pid not in there and name not in scaling)
+def _died(running: Running, before: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the deployments of processes that have ended."""
+    there, may_end = running.pids(), running.may_end
+    return tuple(name for pid, name in before.items() if pid not in there and name not in may_end)
 
 
 def _written(sessions: Sequence[FinishedRun], folder: Path) -> tuple[str, ...]:

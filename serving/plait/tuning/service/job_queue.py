@@ -28,7 +28,7 @@ from plait.tuning.service.untrusted import check_untrusted
 from plait_autoconfig.errors import JobRefused, TunerError
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.reporting import read_state, state_to_json
-from plait_autoconfig.jobs.spec import JobSpec
+from plait_autoconfig.jobs.spec import JobSpec, TuningTarget
 from plait_autoconfig.jobs.state import JobState
 from plait_autoconfig.jobs.store import JobStore
 
@@ -243,6 +243,7 @@ class TuningJobQueue:
             raise InvalidJob("target.live: this server does not allow it (tuning.live)", "target.live")
         config = self._settings.folder / "server.yaml"
         config.write_text(self._settings.config, encoding="utf-8")
+        assert isinstance(spec.target, TuningTarget), "`check_untrusted` lets no other pass"
         target = spec.target.model_copy(update={"config": str(config)})
         library = str(self._settings.folder / "library.journal")
         return spec.model_copy(update={"target": target, "library": library})

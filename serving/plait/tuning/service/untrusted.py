@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from plait.tuning.service.errors import InvalidJob
+from plait_autoconfig.jobs.spec import ServiceTarget
 from plait_loadtest.load import builtin_names, path_settings
 
 _OPENING = (
@@ -56,7 +57,7 @@ def _check_paths(job: Any) -> None:
     target, scenarios = job.get("target"), job.get("scenarios")
     files = {"library": job.get("library"), "storage": job.get("storage")}
     if isinstance(target, Mapping):
-        files["target.config"] = target.get("config")
+        files |= {f"target.{name}": target.get(name) for name in ("config", *ServiceTarget.model_fields)}
         _check_settings(target.get("settings"))
     for at, each in enumerate(scenarios if isinstance(scenarios, list) else ()):
         if isinstance(each, Mapping):
@@ -65,7 +66,9 @@ def _check_paths(job: Any) -> None:
             files[f"scenarios.{at}"] = each
     for name, value in files.items():
         if value is not None:
-            raise InvalidJob(f"{name}: a job sent over HTTP cannot name files of the server, or addresses", name)
+            raise InvalidJob(
+                f"{name}: a job sent over HTTP cannot name files or commands of the server, or addresses", name
+            )
 
 
 def _named_by(scenario: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ import pytest
 
 from plait.cli import main as root
 from plait.tuning.measure.checks import prepare, target_config
+from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import parse_job
 from plait_autoconfig.jobs.past_runs import past_runs
@@ -82,6 +83,34 @@ def test_a_library_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert plait("job", "past.log", "--scenario", "picks", "--out", "all.yaml") == 1
     assert "all.yaml is there already" in capsys.readouterr().err
+
+
+def test_a_csv_file_of_any_service_becomes_a_job(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the target of the service; a knob that is empty with some values of another one depends on it, and what a
+    row says of a knob that does not count changes nothing."""
+    rows = ["mode,batch,level,rps", "plain,1,,10", "plain,4,,12", "packed,1,3,11", "packed,4,9,15", "packed,4,9,16"]
+    (measured / "other.csv").write_text("\n".join(rows) + "\n")
+    (measured / "other.yaml").write_text(
+        "service: my service\nknobs: {level: level, mode: mode, batch: batch}\nmetrics: {goodput_per_s: rps}\n"
+    )
+    (measured / "target.yaml").write_text("{command: ['true'], ready: 'http://127.0.0.1:{port}/'}\n")
+    (measured / "load.yaml").write_text(
+        "{target: {api: raw}, arrivals: {kind: poisson, rate_per_s: 20}, duration_s: 10, slo: {latency_ms: 50}}\n"
+    )
+    words = ["--map", "other.yaml", "--target", "target.yaml", "--scenario", "load.yaml", "--out", "mine.yaml"]
+    assert plait("job", "other.csv", *words) == 0, capsys.readouterr().err
+    spec = parse_job((measured / "mine.yaml").read_text(), folder=measured)
+    assert spec.knobs["level"].when == {"mode": ("packed",)}
+    assert spec.default == {"mode": "packed", "batch": 4, "level": 9}
+    assert str(spec.goal) == "max goodput_per_s"
+    assert len(spec.space.cells()) == 2 + 2 * 2
+    measurer = PlaitMeasurer(
+        folder=measured, root=measured / "state", compose=lambda _: (), may_be_live=False, may_run_commands=True
+    )
+    assert measurer.check(spec).service == "my-service"
+    measurer.close()
+    runs, said = past_runs(spec, ())
+    assert (next(len(run.trials) for run in runs), said) == (5, ())
 
 
 def test_a_job_proposes_only_what_was_measured(measured: Path) -> None:

@@ -9,8 +9,10 @@ import yaml
 
 from plait_autoconfig.errors import JobRefused
 from plait_autoconfig.jobs.job_file import job_of, parse_job
-from plait_autoconfig.jobs.spec import changed_settings, guard_limits
+from plait_autoconfig.jobs.spec import JobSpec, changed_settings, guard_limits
 from support.tune_jobs import JOB, job, job_text
+
+SERVICE = {"command": ["serve"], "ready": "http://127.0.0.1:{port}/health", "reserves": {"cores": "2 * replicas"}}
 
 
 def refused(text: str) -> str:
@@ -90,6 +92,22 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
         ({"reference": {"config": {"batch": 4}}}, "reference.config lacks replicas"),
         ({"target": {"live": {"guard": ["p99 <="]}}}, "the limit 'p99 <=' cannot be read"),
         ({"target": {"live": True}}, "target.live"),
+        ({"target": {**SERVICE, "app": "images"}}, "target.app: there is no such setting for a service of yours"),
+        ({"target": {**SERVICE, "live": False}}, "target.live: there is no such setting for a service of yours"),
+        ({"target": {"app": "images", "reserves": {"cores": 1}}}, "target.reserves: there is no such setting"),
+        ({"target": {**SERVICE, "apply": ["x"]}}, "target: a service has either `command`"),
+        ({"target": {"command": ["x"]}}, "target: `command` needs `ready`"),
+        ({"target": {"apply": ["x"]}}, "target: `apply` needs `url`"),
+        ({"target": {**SERVICE, "ready": "health"}}, "target.ready"),
+        ({"target": {**SERVICE, "knobs": "file"}}, "target: `file`, a YAML or JSON file, goes with `knobs: file`"),
+        ({"target": {**SERVICE, "knobs": "file", "file": "x"}}, "needs {file} among the arguments"),
+        ({"target": {**SERVICE, "reserves": {}}}, "goodput_per_cost needs target.reserves"),
+        ({"target": {**SERVICE, "reserves": {"cores": "wheels"}}}, "formula `wheels` names wheels, which is no knob"),
+        ({"target": {**SERVICE, "reserves": {"cores": "1 - batch"}}}, "gives no number from 0 up for replicas = 1, ba"),
+        (
+            {"target": {"apply": ["x"], "url": "http://x"}, "prices": {"basis": "used"}},
+            "prices.basis: what a service uses is only seen of one that target.command starts",
+        ),
         ({"knobs": {}}, "knobs"),
         ({"scenarios": []}, "scenarios"),
         ({"budget": {"trials": 0}}, "budget.trials"),
@@ -98,6 +116,30 @@ def test_what_is_wrong_is_said_with_its_line_or_field(before, after, said):
 def test_contradictions_are_refused_before_anything_runs(changes, said):
     """What cannot work is said when the file is read."""
     assert said in refused(job_text(**changes))
+
+
+def test_a_service_is_a_target_that_says_itself_where_it_is_and_what_it_costs(tmp_path):
+    """Its files and its folder start from the job's; it is the same after it was stored."""
+    file = {"knobs": "file", "file": "serve.yaml", "command": ["serve", "run", "{file}"]}
+    spec = parse_job(job_text(target={**SERVICE, **file}), folder=tmp_path)
+    assert spec.target.file == str(tmp_path / "serve.yaml")
+    assert spec.target.folder == str(tmp_path)
+    assert spec.target.address == "http://127.0.0.1:{port}"
+    assert not spec.target.live
+    assert spec.reserved_by["cores"].value({"replicas": 3, "batch": 1}) == 6.0
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_a_formula_names_knobs_that_always_count():
+    """One that is inactive somewhere has no value there."""
+    knobs = {
+        "replicas": JOB["knobs"]["replicas"], "cached": {"kind": "choice", "values": [True, False]},
+        "batch": {**JOB["knobs"]["batch"], "when": {"cached": [True]}},
+    }  # fmt: skip
+    changes = {"knobs": knobs, "reference": {"config": {"replicas": 1, "cached": False}}}
+    assert job(**changes, target=SERVICE)
+    said = refused(job_text(**changes, target={**SERVICE, "reserves": {"cores": "batch"}}))
+    assert "formula `batch` names batch, which has no value in every configuration" in said
 
 
 def test_only_what_says_how_far_to_go_may_change_in_a_job_that_began():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import PlaitError
-from plait.tuning.job.yaml_edit import diff, with_settings
+from plait.tuning.yaml_edit import diff, with_settings
 
 TEXT = """\
 # my server

@@ -47,7 +47,11 @@ def test_a_sound_job_is_accepted() -> None:
     ("changes", "says"),
     [
         ({"knobs": {"wheels": {"kind": "int", "low": 1, "high": 4, "sets": "engine.wheels"}}}, "no knob 'wheels'"),
-        ({"knobs": {"threads": {"kind": "int", "low": 1, "high": 4}}}, "no deployment"),
+        (
+            {"knobs": {"threads": {"kind": "int", "low": 1, "high": 4}}},
+            "threads: no DEPLOYMENT.knob of plait",
+        ),
+        ({"knobs": {"n": {"kind": "int", "low": 1, "high": 4, "sets": "vllm.n"}}}, "no deployment 'vllm'"),
         ({"objective": "max nosuch"}, "no metric nosuch; there are attainment, cost_per_hour"),
         ({"limits": ["attanment >= 0.9"]}, "no metric attanment; did you mean attainment?"),
         (

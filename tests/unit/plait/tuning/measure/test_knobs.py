@@ -12,7 +12,7 @@ from plait.deployments import Effect, deployments, effects, logical_cpus
 from plait.errors import PlaitError
 from plait.tuning.measure.cost import ReservedResources, cost_metrics, host_cores_of, known_costs, reserved
 from plait.tuning.measure.knobs import apply_knobs, check_names, check_values, knob_places, settings_of
-from plait_autoconfig.jobs.spec import Prices
+from plait_autoconfig.jobs.spec import JobSpec, Prices
 from plait_serving.cores import HostCores
 from support.tune_jobs import job
 
@@ -46,7 +46,8 @@ def test_every_deployment_has_its_knobs_and_replicas(config: PlaitConfig) -> Non
     [
         ("engine.largest_bach", "did you mean 'largest_batch'"),
         ("engin.threads", "did you mean 'engine'"),
-        ("threads", "there is no deployment"),
+        ("threads", "a service of another kind is tuned with target.command"),
+        ("vllm.threads", "there is no deployment 'vllm'"),
         ("cn-shop.wheels", "there is "),
         ("whole-shop.threads", "does not run in this configuration"),
     ],
@@ -144,28 +145,32 @@ def test_a_core_budget_is_the_price_and_threads_are_a_cap_above_it(config: Plait
     assert host_cores_of(tuned, machine_cores=8).is_shared
 
 
+def costs_of(spec: JobSpec, config: PlaitConfig) -> tuple[float, ...]:
+    """As a job on plait's own application knows them."""
+    return known_costs(spec, lambda cell: reserved(apply_knobs(config, spec.settings(cell))))
+
+
 def test_the_cost_of_every_cell_is_known_beforehand(config: PlaitConfig) -> None:
     """In the order of the cells, without their memory; nothing where memory is all that is paid for."""
-    costs = known_costs(job(prices={"core": 0.1, "gib": 0.01}), config)
+    costs = costs_of(job(prices={"core": 0.1, "gib": 0.01}), config)
     cells = job().space.cells()
     alone = costs[cells.index({"replicas": 1, "batch": 1})]
     assert len(costs) == len(cells)
     assert costs[cells.index({"replicas": 3, "batch": 4})] - alone == pytest.approx(2 * 0.1 * 0.4)
     assert costs[cells.index({"replicas": 1, "batch": 8})] == alone
-    assert known_costs(job(prices={"core": 0.0, "gpu": 0.0}), config) == ()
-    assert known_costs(job(prices={"basis": "used"}), config) == ()
+    assert costs_of(job(prices={"core": 0.0, "gpu": 0.0}), config) == ()
+    assert costs_of(job(prices={"basis": "used"}), config) == ()
 
 
-def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_costs_that_do_not_matter_are_not_counted(config: PlaitConfig) -> None:
     """Where the goal has none; and a cell that is no configuration is a matter of its trial."""
-    assert known_costs(job(objective="min p99_ms"), config) == ()
-    assert known_costs(job(objective="min cost_per_hour"), config)
+    assert costs_of(job(objective="min p99_ms"), config) == ()
+    assert costs_of(job(objective="min cost_per_hour"), config)
 
-    def refuse(*_: object) -> None:
+    def refuse(_: object) -> ReservedResources:
         raise PlaitError("no such configuration")
 
-    monkeypatch.setattr("plait.tuning.measure.cost.apply_knobs", refuse)
-    assert known_costs(job(), config) == ()
+    assert known_costs(job(), refuse) == ()
 
 
 def test_settings_name_the_models_that_a_file_leaves_out() -> None:

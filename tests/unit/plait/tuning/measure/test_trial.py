@@ -10,6 +10,7 @@ import pytest
 
 from plait.config import parse_config
 from plait.tuning.measure import trial as module
+from plait.tuning.measure.cost import reserved
 from plait.tuning.measure.load import LoadResult
 from plait.tuning.measure.trial import LoadPlan, TrialMetrics, run_loads
 from plait.tuning.measure.usage import ResourceUsage
@@ -70,7 +71,9 @@ class Loads:
 
 def measured(folder: Path, **plan: Any) -> TrialMetrics:
     """The outcome of a trial with such a plan."""
-    running: Any = SimpleNamespace(config=CONFIG, pids=dict, url="http://127.0.0.1:1", prefix="")
+    running: Any = SimpleNamespace(
+        reserved=reserved(CONFIG), may_end=frozenset(), pids=dict, url="http://127.0.0.1:1", prefix=""
+    )
     known = {"scenarios": (load_scenario(SCENARIO, {}),), "search": False, "seed": 1, "limit_s": 60.0}
     whole = LoadPlan(**{**known, "prices": Prices(core=1.0, gib=0.0), **plan})
     return run_loads(running, whole, folder=folder, log_path=None, say=lambda _: None, known={})

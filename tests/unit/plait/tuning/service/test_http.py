@@ -266,6 +266,9 @@ def test_a_bad_job_is_refused_with_a_sentence(client, text, says):
     ("changes", "param"),
     [
         ({"target": {"config": "/etc/passwd"}}, "target.config"),
+        ({"target": {"command": ["rm"], "ready": "http://127.0.0.1/"}}, "target.command"),
+        ({"target": {"apply": ["rm"], "url": "http://127.0.0.1/"}}, "target.apply"),
+        ({"target": {"app": "images", "apply": []}}, "target.apply"),
         ({"library": "x.journal"}, "library"),
         ({"storage": "sqlite:///x.db"}, "storage"),
         ({"target": {"live": {"guard": ["p99_ms <= 9"]}}}, "target.live"),

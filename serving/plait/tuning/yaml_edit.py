@@ -1,13 +1,14 @@
-"""Writes settings into the text of a plait.yaml and leaves everything else unchanged, including comments.
+"""Writes settings into the text of a YAML file and leaves everything else unchanged, including comments.
 
-An existing value is replaced in place; a missing key is added at the top of its section. The result is parsed again
+An existing value is replaced in place; a missing key is added at the top of its section. An entry of a list goes by its
+position, from 0, or its `name`. The result is parsed again
 and compared with the intended settings, so a file that is too unusual for this is refused, never mangled.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -23,7 +24,7 @@ def with_settings(text: str, settings: Mapping[KeyPath, Any]) -> str:
     try:
         for path, value in settings.items():
             text = _with_one(text, path, value)
-            _set(wanted, path, value)
+            set_at(wanted, path, value)
         same = yaml.safe_load(text) == wanted
     except yaml.YAMLError:
         same = False
@@ -43,22 +44,35 @@ def diff(before: str, after: str, *, name: str) -> str:
 
 def _with_one(text: str, path: KeyPath, value: Any) -> str:
     node, depth = yaml.compose(text, yaml.SafeLoader), 0
-    if not isinstance(node, yaml.MappingNode):  # nothing but comments
+    if not isinstance(node, yaml.CollectionNode):  # nothing but comments
         return _end_of(text) + _block(path, value, indent=0)
     while True:
         found = _child(node, path[depth])
         if found is None:
+            if not isinstance(node, yaml.MappingNode):
+                raise _no_entry(path)
             return _inserted(text, node, path[depth:], value)
         depth += 1
         if depth == len(path):
             return _replaced(text, found, _inline(value))
-        if not isinstance(found, yaml.MappingNode):  # `section:` without anything, or null
+        if not isinstance(found, yaml.CollectionNode):  # `section:` without anything, or null
             return _replaced(text, found, _inline(_nested(path[depth:], value)))
         node = found
 
 
-def _child(node: yaml.MappingNode, key: str) -> yaml.Node | None:
-    return next((value for name, value in node.value if name.value == key), None)
+def _child(node: yaml.CollectionNode, key: str) -> yaml.Node | None:
+    if isinstance(node, yaml.MappingNode):
+        return next((value for name, value in node.value if name.value == key), None)
+    entries = (_child(each, "name") if isinstance(each, yaml.MappingNode) else None for each in node.value)
+    at = _position([getattr(each, "value", None) for each in entries], key)
+    return None if at is None else node.value[at]
+
+
+def _position(names: Sequence[object], key: str) -> int | None:
+    """Return which entry of a list is meant, by their names; None if there is none."""
+    if key in names:
+        return names.index(key)
+    return int(key) if key.isdecimal() and int(key) < len(names) else None
 
 
 def _replaced(text: str, node: yaml.Node, by: str) -> str:
@@ -77,6 +91,8 @@ def _inserted(text: str, node: yaml.MappingNode, path: KeyPath, value: Any) -> s
     if not indent:
         return _end_of(text) + _block(path, value, indent=0)
     line = text.rfind("\n", 0, start) + 1
+    if text[line:start].strip():  # the entry of a list, after its hyphen
+        return text[:start] + _block(path, value, indent=indent).lstrip() + " " * indent + text[start:]
     while text[:line].rstrip("\n").rpartition("\n")[2].lstrip().startswith("#"):  # a comment stays with its key
         line = text.rfind("\n", 0, line - 1) + 1
     return text[:line] + _block(path, value, indent=indent) + text[line:]
@@ -101,6 +117,8 @@ def _inline(value: Any) -> str:
 
 def _unshared(value: Any) -> Any:
     """Return a copy in which no object appears in two places, as an alias (`*it`) makes it."""
+    if isinstance(value, list):
+        return [_unshared(each) for each in value]
     return {key: _unshared(each) for key, each in value.items()} if isinstance(value, dict) else value
 
 
@@ -108,9 +126,27 @@ def _end_of(text: str) -> str:
     return text if not text or text.endswith("\n") else text + "\n"
 
 
-def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
-    for key in path[:-1]:
-        if not isinstance(data.get(key), dict):
-            data[key] = {}
-        data = data[key]
-    data[path[-1]] = value
+def set_at(data: Any, path: KeyPath, value: Any) -> None:
+    """Set a value of nested mappings and lists; mappings are made on the way. Raises `PlaitError` for an entry of a
+    list that is not there."""
+    *way, last = path
+    for key in way:
+        where = _place(data, key, path)
+        there = data[where] if isinstance(data, list) else data.get(where)
+        if not isinstance(there, dict | list):
+            there = data[where] = {}
+        data = there
+    data[_place(data, last, path)] = value
+
+
+def _place(data: dict[str, Any] | list[Any], key: str, path: KeyPath) -> Any:
+    if isinstance(data, dict):
+        return key
+    at = _position([each.get("name") if isinstance(each, dict) else None for each in data], key)
+    if at is None:
+        raise _no_entry(path)
+    return at
+
+
+def _no_entry(path: KeyPath) -> PlaitError:
+    return PlaitError(f"{'.'.join(path)}: the list has no such entry, by position or by name")

@@ -1,0 +1,270 @@
+"""Any service that answers over HTTP as what is tuned: a command starts it, or a hook changes one that runs."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import secrets
+import shutil
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from plait.errors import PlaitError, StateError
+from plait.server import processes
+from plait.server.leftovers import clean_up_others
+from plait.server.ports import free_port
+from plait.server.state import PortState, RunRecord
+from plait.tuning.forms import as_argv, as_environment, as_file
+from plait.tuning.measure.application import Applied, NotReady, RefusedStart
+from plait.tuning.measure.checks import METRICS, check_metrics, scenarios_of
+from plait.tuning.measure.cost import ReservedResources, known_costs
+from plait.tuning.measure.quality import QUALITY_DRIFT
+from plait_autoconfig.errors import JobBusy, JobRefused
+from plait_autoconfig.jobs.runner import last_lines
+from plait_autoconfig.jobs.spec import JobSpec, ServiceTarget
+from plait_autoconfig.values import Config
+
+_ASK_S = 0.1
+_ANSWER_S = 5.0
+_STOP_S = 10.0
+"""How long a service may take to end after SIGTERM."""
+
+_MAIN, _CHILD = "the service", "a process of it"
+_DIRECTLY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class ServiceSubject:
+    """A service to be measured, with the attributes of `PlaitSubject`.
+
+    What `command` starts carries the id of this run, so that its processes are counted, and ended: by the next trial,
+    at the end, or, after kill -9, by the next command of plait that measures or serves.
+    """
+
+    guard = None
+    features: Mapping[str, float] = {}
+
+    def __init__(self, spec: JobSpec, target: ServiceTarget, *, root: Path, folder: Path) -> None:
+        """Raises `JobRefused` before anything is started, `JobBusy` if another plait is on the port."""
+        self._spec, self._target = spec, target
+        self.name, self.log_path = spec.name, folder / "service.log"
+        self._written = folder / f"configuration-{os.getpid()}{Path(target.file or '').suffix}"  # one for each worker
+        self._changed = folder / "changed"  # as long as the hook has set anything but the reference
+        self._run_id = secrets.token_hex(8)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._config: Config | None = None
+        self._state: PortState | None = None
+        self._port = 0
+        self.scenarios = scenarios_of(spec)
+        self.unseen: frozenset[str] = frozenset()
+        if target.apply:  # whose processes are not ours to see
+            self.unseen = frozenset({"cpu_cores", "used_cost_per_hour"})
+            self.unseen |= {"memory_gib"} if target.reserves.memory_gib is None else set()
+        self._check()
+        self.costs = known_costs(spec, self._reserved_by)
+        clean_up_others(root)
+        if any("{port}" in each for each in (target.ready or "", target.address, *target.command)):
+            self._port = free_port("127.0.0.1")
+        if target.command:
+            self._state = self._claimed(root)
+            if not self._problem():
+                self.close()
+                raise JobRefused("target.ready: something answers there although the service was not started yet")
+
+    @property
+    def running(self) -> ServiceSubject:
+        """The service itself."""
+        return self
+
+    @property
+    def url(self) -> str:
+        """Scheme, host and port."""
+        return "{0.scheme}://{0.netloc}".format(urlsplit(self._filled(self._target.address)))
+
+    @property
+    def prefix(self) -> str:
+        """The path of the address."""
+        return urlsplit(self._target.address).path.rstrip("/")
+
+    @property
+    def reserved(self) -> ReservedResources:
+        """What `reserves` says of the running configuration."""
+        assert self._config is not None, "nothing runs"
+        return self._reserved_by(self._config)
+
+    @property
+    def may_end(self) -> frozenset[str]:
+        """Whatever the command starts itself."""
+        return frozenset({_CHILD})
+
+    def pids(self) -> dict[int, str]:
+        """Return the processes of the command; none of a service that a hook changes."""
+        if self._process is None:
+            return {}
+        main = {self._process.pid: _MAIN} if self._process.poll() is None else {}
+        return dict.fromkeys((each.pid for each in processes.members(self._run_id, self._process.pid)), _CHILD) | main
+
+    def apply(self, config: Config, *, limit_s: float) -> Applied:
+        """Start the service with this configuration, or have the hook set it, unless it is in force. Raises
+        `RefusedStart` or `NotReady`."""
+        if config == self._config and (self._process is None or self._process.poll() is None):
+            return Applied()
+        self._config = None
+        until_s = time.monotonic() + limit_s
+        if self._target.apply:
+            self._run_hook(config, limit_s=limit_s)
+        else:
+            self._end()
+            self._process = self._start(config)
+        while True:
+            problem = self._problem()
+            code = None if self._process is None else self._process.poll()
+            if code is not None:  # even if somebody else answers there
+                raise RefusedStart(self._ended(code))
+            if not problem:
+                break
+            if time.monotonic() >= until_s:
+                raise NotReady(f"not ready after {limit_s:.0f} s: {problem}")
+            time.sleep(_ASK_S)
+        self._config = config
+        return Applied(restarted=("service",) if self._target.command else (), done="service ready")
+
+    def after_failure(self) -> None:
+        """Trust nothing that runs: the next trial starts or sets it again."""
+        self._config = None
+
+    def keep(self, config: Config) -> None:
+        """Do nothing: no job of this kind is live."""
+
+    def restore(self) -> None:
+        """Have the hook set the reference again, if it set anything else."""
+        if self._changed.exists():
+            self.apply(self._spec.default, limit_s=self._spec.start_limit_s)
+            self._changed.unlink()
+
+    def close(self) -> None:
+        """End what the command started."""
+        left = self._end()
+        self._written.unlink(missing_ok=True)
+        state, self._state = self._state, None
+        if state is not None:
+            if not left:
+                state.forget()
+                if [each.name for each in state.folder.iterdir()] == ["lock"]:
+                    shutil.rmtree(state.folder, ignore_errors=True)
+            state.release()
+
+    # ---- before anything is started ----------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        """Refuse what cannot be measured. Raises `JobRefused`."""
+        check_metrics(self._spec, METRICS - self.unseen - {QUALITY_DRIFT})
+        program = (self._target.command or self._target.apply)[0]
+        if shutil.which(str(Path(self._target.folder, program)) if "/" in program else program) is None:
+            field = "command" if self._target.command else "apply"
+            raise JobRefused(f"target.{field}: there is no program {program!r}")
+        try:
+            self._handed_over(self._spec.default)
+        except PlaitError as error:
+            raise JobRefused(f"target: {error}") from error
+
+    def _claimed(self, root: Path) -> PortState:
+        port = self._port or urlsplit(self._filled(self._target.address)).port or 80
+        try:
+            state = PortState.claim(root, port)
+        except StateError as error:
+            raise JobBusy(f"target.ready: {error}") from error
+        command = processes.identify(os.getpid())
+        assert command is not None
+        boot_id, url = processes.boot_id(), self.url
+        record = RunRecord(run_id=self._run_id, boot_id=boot_id, command=command, url=url, address="local")
+        state.write(replace(record, ray_folder=""))  # without a Ray, but with processes of ours to end
+        return state
+
+    # ---- while trials run --------------------------------------------------------------------------------------------
+
+    def _reserved_by(self, config: Config) -> ReservedResources:
+        found = {name: None if each is None else each.value(config) for name, each in self._spec.reserved_by.items()}
+        return ReservedResources(cores=found["cores"] or 0.0, gpus=found["gpus"] or 0.0, memory_gib=found["memory_gib"])
+
+    def _handed_over(self, config: Config) -> tuple[list[str], dict[str, str]]:
+        """Return the arguments and the variables that a configuration adds; write the file that has it."""
+        settings = self._spec.settings(config)
+        if self._target.knobs == "argv":
+            return list(as_argv(settings)), {}
+        if self._target.knobs == "env":
+            return [], as_environment(settings)
+        self._written.write_text(as_file(Path(self._target.file or ""), settings), encoding="utf-8")
+        return [], {}
+
+    def _start(self, config: Config) -> subprocess.Popen[bytes]:
+        """Start the command, or the hook, which outlives a measuring process that is killed. Raises `RefusedStart`."""
+        more, variables = self._handed_over(config)
+        command = [*map(self._filled, self._target.command or self._target.apply), *more]
+        if self._target.command:
+            variables[processes.RUN_ID_VARIABLE] = self._run_id
+        try:
+            with self.log_path.open("ab") as log:
+                self._logged_bytes = log.tell()
+                return subprocess.Popen(
+                    command,
+                    cwd=self._target.folder,
+                    env={**os.environ, **variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=bool(self._target.apply),
+                )
+        except OSError as error:
+            raise RefusedStart(f"{command[0]}: {error}") from error
+
+    def _run_hook(self, config: Config, *, limit_s: float) -> None:
+        if config != self._spec.default:
+            self._changed.touch()
+        hook = self._start(config)
+        try:
+            code = hook.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            hook.kill()
+            hook.wait()
+            raise NotReady(f"target.apply has not ended after {limit_s:.0f} s") from None
+        if code:
+            raise RefusedStart(self._ended(code))
+
+    def _ended(self, code: int) -> str:
+        said = last_lines(self.log_path, self._logged_bytes)
+        return f"{(self._target.command or self._target.apply)[0]} ended with code {code}{f': {said}' if said else ''}"
+
+    def _problem(self) -> str:
+        """Return why the service takes no requests yet; empty if it does."""
+        if self._target.ready is None:
+            return ""
+        url = self._filled(self._target.ready)
+        try:
+            _DIRECTLY.open(url, timeout=_ANSWER_S).close()
+        except urllib.error.HTTPError as error:
+            with error:
+                return f"{url} answers {error.code}"
+        except (OSError, http.client.HTTPException) as error:
+            return f"{url}: {error}"
+        return ""
+
+    def _end(self) -> tuple[processes.ProcessId, ...]:
+        """End the processes of the command, and return those that survived."""
+        process, self._process = self._process, None
+        if process is None:
+            return ()
+        main = processes.identify(process.pid)
+        left = processes.end(
+            processes.members(self._run_id, process.pid) | ({main} if main else set()), grace_s=_STOP_S
+        )
+        process.poll()
+        return left
+
+    def _filled(self, text: str) -> str:
+        return text.replace("{port}", str(self._port)).replace("{file}", str(self._written))

@@ -1,0 +1,311 @@
+"""Services that are not plait's are tuned: a command starts them, a hook changes them, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from plait.cli import main as root
+from plait.server import processes
+from plait.tuning.job.local_run import open_state
+from plait.tuning.measure.application import NotReady, RefusedStart
+from plait.tuning.measure.service_subject import ServiceSubject
+from plait_autoconfig.errors import JobRefused
+from plait_autoconfig.jobs.job_file import parse_job
+from plait_autoconfig.jobs.measurer import MeasurementKind
+from plait_autoconfig.jobs.records import Record
+from plait_autoconfig.jobs.store import JobStore
+from support.documents import blocks_of, read
+from support.server import REPOSITORY, free_port
+
+SERVER = REPOSITORY / "tests" / "fakes" / "slots.mjs"
+GUIDE = "autoconfig/README.md"
+NODE = shutil.which("node") or ""
+needs_node = pytest.mark.skipif(not NODE, reason="needs Node")
+
+JOB: dict[str, Any] = {
+    "name": "slots",
+    "target": {
+        "command": [NODE, str(SERVER), "--port={port}"],
+        "ready": "http://127.0.0.1:{port}/health",
+        "reserves": {"cores": "slots", "memory_gib": 0},
+    },
+    "knobs": {"slots": {"kind": "choice", "values": [1, 4, 16], "ordered": True, "sets": "workers"}},
+    "scenarios": [
+        {
+            "name": "work",
+            "target": {"api": "raw", "path": "/work", "check": {"contains": "done"}},
+            "arrivals": {"kind": "constant", "rate_per_s": 30},
+            "duration_s": 3,
+            "mix": [{}],
+            "slo": {"latency_ms": 1500, "percentile": 90},
+        }
+    ],
+    "objective": "min cost at rate 30",
+    "rate_tolerance": 0.1,
+    "budget": {"trials": 6},  # a busy host makes some invalid
+    "confirm": {"best": 1, "times": 1},
+    "reference": {"config": {"slots": 16}, "every": 0},
+    "designer": {"name": "random"},
+    "starter_library": False,
+    "trial_limit_s": 60,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the job and plait's state are; in the end no process is left that a job started."""
+    monkeypatch.setenv("PLAIT_STATE_DIR", str(tmp_path / "state"))
+    yield tmp_path
+    assert not started_here(tmp_path)
+
+
+def started_here(folder: Path) -> list[int]:
+    """The processes of services that a job of this folder's state has started."""
+    records = [json.loads(path.read_text()) for path in folder.glob("state/port-*/run.json")]
+    return [each.pid for record in records for each in processes.members(record["run_id"])]
+
+
+def written(folder: Path, **changes: Any) -> str:
+    """The file of the job with other settings."""
+    path = folder / "job.yaml"
+    path.write_text(yaml.safe_dump({**JOB, **changes}, sort_keys=False))
+    return str(path)
+
+
+@needs_node
+def test_a_server_in_another_language_is_tuned_by_what_the_guide_says(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The guide's job, shorter. One slot refuses most of 30 requests a second of 100 ms each, and four answer them, at
+    whatever pace: these are recommended, as arguments, and where no queue is its length is not given."""
+    shutil.copy(SERVER, folder / "server.mjs")
+    (text,) = [block.text for block in blocks_of(GUIDE, read(GUIDE)) if "server.mjs" in block.text]
+    job = yaml.safe_load(text)
+    job["scenarios"][0] |= {"duration_s": 3, "slo": {"latency_ms": 20_000, "percentile": 90}}
+    job["scenarios"][0]["arrivals"]["kind"] = "constant"
+    tried = [{"workers": 1, "queue": False}, {"workers": 4, "queue": True, "length": 100}]
+    short = {name: JOB[name] for name in ("objective", "rate_tolerance", "budget", "confirm", "trial_limit_s")}
+    reference = {"config": {"workers": 16, "queue": True, "length": 100}, "every": 0}
+    job |= {**short, "reference": reference, "candidates": tried, "prices": {"gib": 0}}
+    path, out = folder / "job.yaml", str(folder / "out")
+    path.write_text(yaml.safe_dump(job, sort_keys=False))
+    assert root.main(["tune", "run", str(path), "--out", out]) == 0
+    state, _ = open_state(folder / "out")
+    compared = [row for row in state.rows if row.outcome is not None and not row.outcome.invalid]
+    shown = {row.config["workers"]: row for row in compared if row.kind is not MeasurementKind.CONFIRM}
+    assert {workers: row.feasible for workers, row in shown.items()} == {16: True, 4: True, 1: False}
+    assert shown[4].restarted == ("service",)
+    assert shown[4].outcome is not None
+    assert shown[4].outcome.metrics["reserved_cores"] == 4.0
+    assert shown[4].samples.memory_bytes > 0
+    capsys.readouterr()
+    assert root.main(["tune", "best", out, "--as", "argv"]) == 0
+    assert capsys.readouterr().out == "--workers=4 --queue --queue-length=100\n"
+    assert root.main(["tune", "apply", out]) == 1
+    assert "plait tune best --as" in capsys.readouterr().err
+
+
+def subject_of(folder: Path, **target: Any) -> ServiceSubject:
+    """What a job with this target measures."""
+    whole = {**JOB, "target": {**JOB["target"], **target}}
+    spec = parse_job(yaml.safe_dump(whole), folder=folder)
+    return ServiceSubject(spec, spec.target, root=state_root(folder), folder=folder)  # type: ignore[arg-type]
+
+
+def state_root(folder: Path) -> Path:
+    """The state folder of plait."""
+    root_ = folder / "state"
+    root_.mkdir(mode=0o700, exist_ok=True)
+    return root_
+
+
+PYTHON = {
+    "command": [sys.executable, "-m", "http.server", "{port}", "--bind=127.0.0.1"],
+    "ready": "http://127.0.0.1:{port}/",
+}
+
+
+def test_a_configuration_is_a_start_and_the_same_one_is_none(folder: Path) -> None:
+    """Another configuration is another process; after a failure the same one is started again."""
+    subject = subject_of(folder, **PYTHON, knobs="env")
+    first = subject.apply({"slots": 1}, limit_s=60.0)
+    (pid,) = subject.pids()
+    assert b"workers=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    assert first.restarted == ("service",)
+    assert subject.apply({"slots": 1}, limit_s=60.0).restarted == ()
+    assert list(subject.pids()) == [pid]
+    subject.after_failure()
+    subject.apply({"slots": 1}, limit_s=60.0)
+    assert list(subject.pids()) != [pid]
+    assert subject.reserved.cores == 1.0
+    subject.close()
+    assert subject.pids() == {}
+
+
+def test_a_service_that_ends_or_never_answers_is_a_failed_start(folder: Path) -> None:
+    """With its last words; or with what is waited for."""
+    ends = subject_of(folder, command=[sys.executable, "-c", "import sys; sys.exit('no room for ' + sys.argv[1])"])
+    with pytest.raises(RefusedStart, match="ended with code 1: no room for --workers=4"):
+        ends.apply({"slots": 4}, limit_s=60.0)
+    ends.close()
+    waits = subject_of(folder, command=[sys.executable, "-c", "import time; time.sleep(600)"])
+    with pytest.raises(NotReady, match=r"not ready after 0 s: http://127.0.0.1:.*/health: .*refused"):
+        waits.apply({"slots": 4}, limit_s=0.2)
+    waits.close()
+
+
+def test_what_a_killed_tuner_left_ends_before_the_next_service_starts(folder: Path) -> None:
+    """kill -9 of the tuner and its measuring process leaves the service; whoever comes next ends it."""
+    code = f"""
+import os, signal
+from pathlib import Path
+from test_tune_services import PYTHON, subject_of
+subject = subject_of(Path({str(folder)!r}), **PYTHON)
+subject.apply({{"slots": 1}}, limit_s=60.0)
+os.kill(os.getpid(), signal.SIGKILL)
+""".replace("**PYTHON)", "**PYTHON, knobs='env')")
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    killed = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert started_here(folder)
+    subject_of(folder, **PYTHON).close()
+    assert not started_here(folder)
+
+
+def test_an_address_that_answers_already_is_refused(folder: Path) -> None:
+    """Else the trials would measure whoever is there."""
+    port = free_port()
+    other = subprocess.Popen([sys.executable, "-m", "http.server", str(port), "--bind=127.0.0.1"])
+    there = {"ready": f"http://127.0.0.1:{port}/", "command": [sys.executable, "-c", "pass"]}
+    until(lambda: not_refused(folder, there))
+    with pytest.raises(JobRefused, match="something answers there"):
+        subject_of(folder, **there)
+    other.kill()
+    other.wait()
+
+
+def not_refused(folder: Path, there: dict[str, Any]) -> bool:
+    """Whether the other server is up."""
+    try:
+        subject_of(folder, **there).close()
+    except JobRefused:
+        return True
+    return False
+
+
+def test_a_hook_changes_what_runs_and_sets_the_reference_in_the_end(folder: Path) -> None:
+    """With the file that has the values; what it cannot apply is a failed start, with its words. The reference is set
+    by whoever comes next, if the tuner was killed."""
+    (folder / "service.json").write_text('{"pool": [{"name": "main", "workers": 2}]}')
+    hook = "import json, sys; n = json.load(open(sys.argv[1]))['pool'][0]['workers']; open('seen', 'a').write(f'{n} ')"
+    spec = parse_job(
+        yaml.safe_dump(
+            {
+                **JOB,
+                "knobs": {"slots": {**JOB["knobs"]["slots"], "sets": "pool.main.workers"}},
+                "target": {
+                    "apply": [sys.executable, "-c", f"{hook}; n == 4 and sys.exit('not four')", "{file}"],
+                    "url": "http://127.0.0.1:9/deep",
+                    "knobs": "file",
+                    "file": "service.json",
+                    "reserves": {"cores": "slots"},
+                },
+            }
+        ),
+        folder=folder,
+    )
+    subject = ServiceSubject(spec, spec.target, root=state_root(folder), folder=folder)  # type: ignore[arg-type]
+    assert (subject.url, subject.prefix) == ("http://127.0.0.1:9", "/deep")
+    subject.restore()
+    assert not (folder / "seen").exists()
+    assert subject.apply({"slots": 1}, limit_s=60.0).restarted == ()
+    with pytest.raises(RefusedStart, match="ended with code 1: not four"):
+        subject.apply({"slots": 4}, limit_s=60.0)
+    subject.close()
+    later = ServiceSubject(spec, spec.target, root=state_root(folder), folder=folder)  # type: ignore[arg-type]
+    later.restore()
+    later.restore()
+    later.close()
+    assert (folder / "seen").read_text() == "1 4 16 "
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+CAPACITY = {
+    "objective": "max goodput_per_cost",
+    "knobs": {"slots": {"kind": "choice", "values": [2, 8], "ordered": True, "sets": "workers"}},
+    "scenarios": [{**JOB["scenarios"][0], "slo": {"latency_ms": 20_000, "percentile": 90}}],
+    "reference": {"config": {"slots": 2}, "every": 0},
+    "target": {
+        **JOB["target"],
+        "command": [*JOB["target"]["command"], "--no-queue"],
+        "reserves": {"cores": "3 + slots", "memory_gib": 0},
+    },
+    "budget": {"trials": 2},
+}
+
+
+def until(holds: Callable[[], object], limit_s: float = 240.0) -> None:
+    """Waits for something that other processes do."""
+    end_s = time.monotonic() + limit_s
+    while not holds():
+        assert time.monotonic() < end_s
+        time.sleep(0.05)
+
+
+def has_begun(out: Path, kind: MeasurementKind) -> bool:
+    """Whether a measurement of the kind runs, and its service with it."""
+    try:
+        records: tuple[Record, ...] = JobStore.open(out).records()
+    except Exception:
+        return False
+    return any(each.kind is kind and each.status == "running" for each in records) and bool(started_here(out.parent))
+
+
+@needs_node
+@pytest.mark.slow
+def test_a_job_on_it_survives_kill_9_in_every_phase_and_its_promise_is_checked(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the search, in the confirmation and in the checks at the end; `status` says that nobody works on it. What was
+    measured stays, and the rate that is promised is what eight slots of 100 ms can answer, however slow the host."""
+    job, out = written(folder, **CAPACITY), folder / "out"
+    for kind in (MeasurementKind.TRIAL, MeasurementKind.CONFIRM, MeasurementKind.CHECK):
+        worker = subprocess.Popen([sys.executable, "-m", "plait.cli.main", "tune", "run", job, "--out", str(out)])
+        until(lambda kind=kind: has_begun(out, kind))
+        finished = [each.number for each in JobStore.open(out).records() if each.status == "finished"]
+        for pid in (worker.pid, *children_of(worker.pid)):
+            os.kill(pid, signal.SIGKILL)
+        worker.wait()
+        assert root.main(["tune", "status", str(out)]) == 0
+        assert "waiting: nobody works on it; run it again to continue" in capsys.readouterr().out
+        kept = [each.number for each in JobStore.open(out).records() if each.status == "finished"]
+        assert kept == finished
+    assert root.main(["tune", "run", job, "--out", str(out)]) == 0
+    state, _ = open_state(out)
+    assert state.phase == "finished"
+    assert sum(row.status == "lost" for row in state.rows) == 3
+    assert state.recommendation is not None
+    assert state.recommendation.config == {"slots": 8}
+    promise = state.recommendation.promise
+    assert promise is not None
+    assert promise.rate_per_s is not None
+    assert 25.0 < promise.rate_per_s < 100.0  # two slots answer 20, eight 80, and a tenth may be refused
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that this one has started."""
+    path = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(each) for each in path.read_text().split()]
