@@ -215,12 +215,12 @@ class PngInfo(BaseModel):
 async def png_info(given: PngInfo, context: ContextDep, who: Who) -> dict[str, Any]:
     """Return what an image says about its making."""
 
-    def read() -> str:
+    def read() -> tuple[str, dict[str, str]]:
         raw = decode_base64(given.image.strip(), param="image", limits=context.settings.decode_limits)
-        return read_parameters(raw) or ""
+        text = read_parameters(raw) or ""
+        return text, settings_of(text) if text else {}
 
-    text = await context.decoders.run(who.tenant, read)
-    found = settings_of(text) if text else {}
+    text, found = await context.decoders.run(who.tenant, read)
     return {"info": text, "items": {"parameters": text} if text else {}, "parameters": found}
 
 
