@@ -6,8 +6,8 @@ that make images. So the ingress marks a refusal that holds for all that a clien
 `refusals.py`. A request that goes on says how many did not (`REPEATED_HEADER`), so that the ingress counts them.
 
 Of many requests for images that come at once a few go ahead, and the others at a pace (`RequestPace`): they would all
-have crossed by the time that the first is refused. One that is refused for what it says counts as many: to read it costs
-as much as any, and eight clients that ask again at once would have the time of half the images.
+have crossed by the time that the first is refused. One that is refused for what it says counts as many: to read it
+costs as much as any, and eight clients that ask again at once would have the time of half the images.
 """
 
 from __future__ import annotations
