@@ -60,7 +60,6 @@ class HttpSettings:
     preprocessors: Preprocessors = field(default_factory=dict)
     # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).
     words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Half as many decode what clients send; more of them only compete with the engine for cores.
     codec_threads: int = 4
     # A refusal within this time still becomes a proper HTTP status instead of an event in a stream that began with 200.
     first_event_wait_s: float = 1.0
@@ -73,7 +72,8 @@ class RouteContext:
 
     `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what the
     other replicas of the ingress count, where there may be any; `nodes` the gauges of the cluster's nodes.
-    `decoders` are for files of clients, so that `workers`, which encode images and read what ranks, do not wait.
+    `decoder` is for files of clients, so that `workers`, which encode images and read what ranks, do not wait. It is
+    one thread: files of the largest kind that is read take a second each, and the engine is to have the other cores.
     """
 
     images: ImageService | None
@@ -86,16 +86,15 @@ class RouteContext:
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
     results: ResultStore | None = field(init=False)
-    decoders: TurnThreads = field(init=False)
+    decoder: TurnThreads = field(init=False)
     workers: TurnThreads = field(init=False)
     refusals: RecentRefusals[Overloaded] = field(init=False)
     account: Account = field(default_factory=Account)
     desk: Desk = field(default_factory=Desk)
 
     def __post_init__(self) -> None:
-        threads = self.settings.codec_threads
-        self.decoders = TurnThreads(max(1, threads // 2), "plait-decode")
-        self.workers = TurnThreads(threads, "plait-work")
+        self.decoder = TurnThreads(1, "plait-decode")
+        self.workers = TurnThreads(self.settings.codec_threads, "plait-work")
         kept = self.settings.results
         self.results = None if kept is None else ResultStore(kept, now_s=self.now_s)
         self.refusals = RecentRefusals(self.monotonic_s)

@@ -77,9 +77,9 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
     service = context.image_service
     try:
         try:
-            wanted = await context.decoders.run(tenant, partial(read, await service.catalog()))
+            wanted = await context.decoder.run(tenant, partial(read, await service.catalog()))
         except NotFound:  # what came a moment ago
-            wanted = await context.decoders.run(tenant, partial(read, await service.catalog(anew=True)))
+            wanted = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
     except ValidationError as error:
         found = [{**each, "loc": _their_names(each["loc"])} for each in error.errors(include_url=False)]
         raise RequestValidationError(found) from error
@@ -220,7 +220,7 @@ async def png_info(given: PngInfo, context: ContextDep, who: Who) -> dict[str, A
         text = read_parameters(raw) or ""
         return text, settings_of(text) if text else {}
 
-    text, found = await context.decoders.run(who.tenant, read)
+    text, found = await context.decoder.run(who.tenant, read)
     return {"info": text, "items": {"parameters": text} if text else {}, "parameters": found}
 
 

@@ -288,7 +288,7 @@ async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, 
         allowed=context.limits_of(tenant),
     )
     if body.controlnets or isinstance(body, EditBody):
-        accepted = await context.decoders.run(tenant, work)
+        accepted = await context.decoder.run(tenant, work)
     else:  # marks may take some 10 ms to read
         accepted = await READING.run(tenant, work) if body.prompt_syntax == "a1111" else work()
     model = catalog.base(accepted.model) or catalog.model
