@@ -342,6 +342,11 @@ class FakeFamily:
     terms: RequestTerms = ALL_TERMS
     width: int = 16
     height: int = 16
+    visiting_bytes: int = 0
+
+    def shared_bytes(self, *, left: bool = False) -> int:
+        """Share nothing."""
+        return 0
 
     def measure(self, request: ImageRequest) -> RequestSize:
         """Count as `size_of` does."""

@@ -18,6 +18,7 @@ from plait_kernels.executors import cuda_capture, graphs
 from plait_serving.deployments.images.counted import gpu_families
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
 from plait_serving.diffusion.families import open_family
+from plait_serving.diffusion.families.encoders import SharedEncoders
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.lora.parse import parse
 from plait_serving.diffusion.memory import available_bytes, memory_of
@@ -31,7 +32,10 @@ from support.rank_rows import packaged
 from support.rank_rows import request as rank_request
 from support.tiny import tiny_lora
 
-HOST = Host(knobs=EngineKnobs, room_bytes=lambda: 0, is_idle=lambda: True, between_steps=lambda function: function())
+HOST = Host(
+    knobs=EngineKnobs, room_bytes=lambda: 0, is_idle=lambda: True, between_steps=lambda function: function(),
+    encoders=SharedEncoders(),
+)  # fmt: skip
 
 
 @pytest.fixture

@@ -104,7 +104,7 @@ def test_it_is_listed(client: TestClient, section: ImagesSection) -> None:
     told = ("id", "family", "default_size", "default_num_inference_steps", "default_guidance_scale", "schedulers")
     assert [found[key] for key in told] == ["blocks", "blocks", "32x32", 6, 2.0, ["euler"]]
     assert found["fields"] == ["guidance_scale", "max_sequence_length"]
-    assert found["controls"] == []
+    assert [each["name"] for each in found["controls"]] == ["max_sequence_length"]
     listed = [(each.name, each.family) for each in inventory(section) if each.kind == "base"]
     assert listed == [("blocks", "blocks"), ("sd", "sd1")]
 

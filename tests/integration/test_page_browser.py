@@ -125,6 +125,26 @@ def test_a_field_that_the_server_declares_has_a_control(window):
         assert page.complaints() == []
 
 
+def test_a_number_may_be_left_to_the_model(window):
+    """The tokens of T5: empty until somebody says how many, and empty again when that is taken back."""
+    with Desk(window) as desk:
+        page = desk.ready()
+        page.click("#finer summary")
+        assert page.run(VALUE, "#field-max_sequence_length") == ""
+        assert desk.make("red apple").max_sequence_length is None
+        page.fill("#field-max_sequence_length", "128")
+        assert desk.make("red apple", 2).max_sequence_length == 128
+        page.open(desk.url)
+        desk.ready()
+        assert page.run(VALUE, "#field-max_sequence_length") == "128"
+        page.fill("#field-max_sequence_length", "513")
+        page.click("#generate")
+        assert page.run("return document.querySelector('#field-max_sequence_length').validity.rangeOverflow")
+        page.fill("#field-max_sequence_length", "")
+        assert desk.make("red apple", 3).max_sequence_length is None
+        assert page.complaints() == []
+
+
 def test_what_a_model_has_no_use_for_is_neither_shown_nor_sent(window):
     """Guidance, the negative prompt, edits and declared fields; with the other model they are there again."""
     (emoji,) = FAKE_CATALOG.models

@@ -37,7 +37,7 @@ def flux(run: GpuRun) -> None:
     module = drawn_module(run, FamilyName.FLUX_DEV, "transformer")
     bundle = FlowBundle(
         folder=Path(), modules={"transformer": module}, tokenizers={}, schedules=Schedules(config={}, even=True),
-        dtype=run.dtype, device=run.device, weights_bytes=0,
+        dtype=run.dtype, device=run.device,
     )  # fmt: skip
     denoiser = FluxDenoiser(bundle, TextTokens({}))
 

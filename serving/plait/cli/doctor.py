@@ -22,13 +22,10 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="one JSON list")] = False,
 ) -> None:
     """Check this machine, its sockets and models, and a cluster; say what to do. Exit with code 1 on a problem."""
-    import json
-    from dataclasses import asdict
-
     from plait.config import load_config
     from plait.doctor import machine, models, sockets
     from plait.doctor.cluster import check_cluster
-    from plait.doctor.findings import CheckStatus
+    from plait.doctor.findings import CheckStatus, told
     from plait_serving.images.config import STARTER_FOLDER
 
     loaded = load_config(config)
@@ -48,11 +45,5 @@ def doctor(
     ]
     if cluster:
         findings += check_cluster(address, port)
-    if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
-        for finding in findings:
-            print(f"{finding.verdict:<4}  {finding.name:<9} {finding.detail}")
-            if finding.advice:
-                print(f"{'':15}  {finding.advice}")
+    print(told(findings, as_json=as_json))
     raise typer.Exit(1 if any(finding.verdict is CheckStatus.FAIL for finding in findings) else 0)

@@ -41,6 +41,12 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="image i uses seed + i; random if left out, or -1")] = None,
     steps: Annotated[int | None, typer.Option(help="denoising steps")] = None,
     guidance: Annotated[float | None, typer.Option(help="guidance scale")] = None,
+    true_cfg_scale: Annotated[
+        float | None, typer.Option(help="FLUX.1 dev: guidance by --negative; each step takes twice as long")
+    ] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(help="SD3, FLUX.1: the tokens that T5's text is filled up to")
+    ] = None,
     scheduler: Annotated[
         str | None, typer.Option(help="the sampler, as euler or dpmpp_2m; a wrong one lists all")
     ] = None,
@@ -63,7 +69,8 @@ def generate(
 
     fields = {
         "prompt": prompt, "negative_prompt": negative, "seed": seed, "num_inference_steps": steps, "n": n,
-        "guidance_scale": guidance, "scheduler": scheduler, "size": size,
+        "guidance_scale": guidance, "scheduler": scheduler, "size": size, "true_cfg_scale": true_cfg_scale,
+        "max_sequence_length": max_sequence_length,
     }  # fmt: skip
     edits = {"image": image, "mask": mask, "strength": strength}
     images, fields["model"] = _images(model, config)

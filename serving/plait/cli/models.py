@@ -171,6 +171,25 @@ def list_models(config: Config = None, as_json: AsJson = False) -> None:
         print(table([columns, *[[row[column] for column in columns] for row in rows]]))
 
 
+@app.command("check")
+def check_model(
+    model: Annotated[str, typer.Argument(help="a name of `plait models list`, or a model's folder or file")],
+    config: Config = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check one model as `plait doctor` checks all: what it is, whether it is whole and safe to load.
+
+    Exit with code 1 on a problem; no weights are loaded.
+    """
+    from plait.config import load_config
+    from plait.doctor.findings import CheckStatus, told
+    from plait.doctor.models import check_model
+
+    found = list(check_model(load_config(config), model))
+    print(told(found, as_json=as_json))
+    raise typer.Exit(1 if any(each.verdict is CheckStatus.FAIL for each in found) else 0)
+
+
 @app.command("verify")
 def verify_models(
     part: Annotated[

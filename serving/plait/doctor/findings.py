@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import partial
 
@@ -32,3 +34,14 @@ def finding(name: str, fine: bool, detail: str, advice: str, bad: CheckStatus = 
 
 warning = partial(finding, bad=CheckStatus.WARN)
 """The same with a warning."""
+
+
+def told(found: Iterable[CheckResult], *, as_json: bool) -> str:
+    """Return the results for people, or as one JSON list."""
+    if as_json:
+        return json.dumps([asdict(each) for each in found], indent=1)
+    lines: list[str] = []
+    for each in found:
+        lines.append(f"{each.verdict:<4}  {each.name:<9} {each.detail}")
+        lines += [f"{'':15}  {each.advice}"] if each.advice else []
+    return "\n".join(lines)

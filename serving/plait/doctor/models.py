@@ -11,14 +11,15 @@ from plait.config import PlaitConfig, ServedConfig
 from plait.doctor.findings import CheckResult, CheckStatus, finding, warning
 from plait.errors import PlaitError
 from plait.offline.inventory import lora_names, more_models, read_json, tensors_of
-from plait_disagg.package.manifest import PackageError, read_manifest, sha256_of
+from plait_disagg.package.manifest import MANIFEST, PackageError, read_manifest, sha256_of
 from plait_serving.diffusion.errors import EngineError, LoraError, ModelError
 from plait_serving.diffusion.families import family_row, row_of_file
 from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
-from plait_serving.diffusion.lora.listing import list_loras
+from plait_serving.diffusion.lora.listing import ADAPTER_FILE, list_loras
 from plait_serving.diffusion.models.folder import INDEX, FolderOfModels
-from plait_serving.diffusion.sources.names import shown
+from plait_serving.diffusion.sources.file_kinds import stem_of
+from plait_serving.diffusion.sources.names import composed, shown
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
 from plait_serving.images.config import BaseSource, ImagesSection
 from plait_serving.ranking.config import ShardsSection
@@ -53,6 +54,50 @@ def check_models(config: PlaitConfig) -> list[CheckResult]:
     ]
 
 
+def check_model(config: ServedConfig, model: str) -> Iterator[CheckResult]:
+    """Check one model: of a configuration, by the name that requests use, or whatever lies in a folder or file; no
+    weights are loaded. Raises `PlaitError` if there is none."""
+    images, packages = config.images, config.ranking_models
+    places: dict[str, Path] = {}
+    bases: dict[str, BaseSource] = {}
+    if images is not None:
+        loras, more = images.resolved_lora_folder(), more_models(images)
+        places |= {} if loras is None else list_loras(loras).files
+        places |= {name: section.folder for name, section in images.resolved_controlnets().items()}
+        bases = {**{name: BaseSource(model=str(folder)) for name, folder in more.items()}, **images.base_models}
+    name, path = composed(model), Path(model).expanduser()
+    if name in bases:
+        base = bases[name]
+        if base.is_hub_id:
+            yield CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{base.model}: checked when it is fetched")
+        else:
+            yield from check_base(replace(base, model=base.folder), name)
+    elif name in places:
+        yield from _at(places[name], name)
+    elif name in packages:
+        yield _package(packages[name].folder, name)
+    elif path.exists():
+        yield from _at(path, model)
+    else:
+        known = (*bases, *places, *packages)
+        raise PlaitError(f"{model}: no model of that name, no folder and no file{hint(name, known)}")
+
+
+def _at(path: Path, key: str) -> Iterator[CheckResult]:
+    """Check what lies somewhere, by what it looks like; what looks like nothing is said to be no base model."""
+    adapter, is_model = path / ADAPTER_FILE, (path / INDEX).exists()
+    if stem_of(path.name) is not None and format_of_keys(tensors_of(path)) != "unknown":
+        yield _lora(path)
+    elif adapter.is_file() and not is_model:
+        yield _lora(adapter)
+    elif (path / MANIFEST).is_file():
+        yield _package(path, key)
+    elif (path / "config.json").is_file() and not is_model:
+        yield _weights(path, key)
+    else:
+        yield from check_base(BaseSource(model=str(path)), key)
+
+
 def check_folders(config: ServedConfig) -> Iterator[CheckResult]:
     """Check what directories and the headers of weights tell, in a fraction of a second and without torch. A failure is
     something that a server would end by, a warning something that it would leave out."""
@@ -72,12 +117,8 @@ def check_folders(config: ServedConfig) -> Iterator[CheckResult]:
             yield from map(_as_warning, check_base(BaseSource(model=str(folder)), f"images.models_folder, {name}"))
         yield from _aliases(images)
     for name, ranking in ({} if config.recommend is None else config.recommend.models or {}).items():
-        try:
-            read_manifest(ranking.folder)
-        except PackageError as error:
-            detail = str(error) if ranking.folder.is_dir() else _missing(ranking.folder)
-            advice = "make one with plait models package"
-            yield finding("models", False, f"recommend.models.{name}.folder: {detail}", advice)
+        if (broken := _broken_package(ranking.folder, f"recommend.models.{name}.folder")) is not None:
+            yield broken
 
 
 def _missing(folder: Path) -> str:
@@ -169,6 +210,12 @@ def _weights(folder: Path, key: str) -> CheckResult:
     return CheckResult(name="models", verdict=CheckStatus.OK, detail=f"{folder}: safetensors, {size:.2f} GB")
 
 
+def _lora(path: Path) -> CheckResult:
+    return CheckResult(
+        name="models", verdict=CheckStatus.OK, detail=f"{path}: a LoRA, {format_of_keys(tensors_of(path))}"
+    )
+
+
 def _loras(folder: Path) -> Iterator[CheckResult]:
     listing = list_loras(folder)
     unknown = [path for path in listing.files.values() if format_of_keys(tensors_of(path)) == "unknown"]
@@ -197,15 +244,31 @@ def _packages(config: PlaitConfig) -> Iterator[CheckResult]:
     if config.recommend is None or config.recommend.models is None:
         return
     for name, section in config.recommend.models.items():
-        try:
-            manifest = read_manifest(section.folder)
-        except PackageError:
+        if _broken_package(section.folder, name) is not None:
             continue  # `check_folders` says so
-        changed = [file for file, sum_ in manifest.files.items() if not _is(section.folder / file, sum_)]
-        state = f"{', '.join(changed[:3])} missing or changed" if changed else f"{section.folder}, intact"
-        yield finding("models", not changed, f"{name}: {state}", "copy the folder again, or package the model again")
-        if not changed and (shards := section.cn.shard_section) is not None and section.mode == "split":
+        yield (found := _package(section.folder, name))
+        shards = section.cn.shard_section
+        if found.verdict is CheckStatus.OK and shards is not None and section.mode == "split":
             yield _shards(name, section.folder, shards)
+
+
+def _broken_package(folder: Path, key: str) -> CheckResult | None:
+    """Return what is wrong with what a package says of itself."""
+    try:
+        read_manifest(folder)
+    except PackageError as error:
+        detail = str(error) if folder.is_dir() else _missing(folder)
+        return finding("models", False, f"{key}: {detail}", "make one with plait models package")
+    return None
+
+
+def _package(folder: Path, key: str) -> CheckResult:
+    """Compare the files of a package with the sums that it says."""
+    if (broken := _broken_package(folder, key)) is not None:
+        return broken
+    changed = [file for file, sum_ in read_manifest(folder).files.items() if not _is(folder / file, sum_)]
+    state = f"{', '.join(changed[:3])} missing or changed" if changed else f"{folder}, intact"
+    return finding("models", not changed, f"{key}: {state}", "copy the folder again, or package the model again")
 
 
 def _is(path: Path, sha256: str) -> bool:

@@ -182,7 +182,7 @@ def option_of(param: str | None) -> str:
         "prompt": "PROMPT", "negative_prompt": "--negative", "num_inference_steps": "--steps",
         "guidance_scale": "--guidance", "loras": "--lora", "controlnets": "--controlnet", "output_format": "--output",
     }  # fmt: skip
-    return names.get(field, f"--{field}" if field else "the request")
+    return names.get(field, f"--{field.replace('_', '-')}" if field else "the request")
 
 
 def parse_lora(text: str) -> tuple[str, float | None]:

@@ -202,6 +202,7 @@ def _build(
         room_bytes=engine.pool.room_bytes,
         is_idle=lambda: engine.is_idle,
         between_steps=engine.between_steps,
+        encoders=engine.pool.encoders,
     )
     maker = _Maker(
         host,

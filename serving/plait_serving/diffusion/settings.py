@@ -6,10 +6,14 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from plait_serving.diffusion.admission import ImageLimits
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName
 from plait_serving.diffusion.lora.source import ChainSource, LoraSource
+
+if TYPE_CHECKING:
+    from plait_serving.diffusion.families.encoders import SharedEncoders
 
 
 def cache_folder() -> Path:
@@ -51,9 +55,11 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """The engine, as its models see it. `room_bytes`: what models with requests may hold beyond what they do."""
+    """The engine, as its models see it. `room_bytes`: what models with requests may hold beyond what they do;
+    `encoders`: the text encoders of all."""
 
     knobs: Callable[[], EngineKnobs]
     room_bytes: Callable[[], int]
     is_idle: Callable[[], bool]
     between_steps: Callable[[Callable[[], None]], None]
+    encoders: SharedEncoders

@@ -260,6 +260,7 @@ class ImageRequest:
             infotext="Max sequence length",
             only_some=True,
             echoed=True,
+            control="Text length (tokens)",
         ),
     ] = None
     negative_prompt: Annotated[str | None, RequestField(type=Text, only_some=True)] = None

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 class Family(ABC):
     """One model. A family sets what is only declared here, from the folder's configurations and tokenizers.
 
+    `weights_bytes`: what it has for itself in memory; `visiting_bytes`: its largest text encoder that comes for a text
+    only where memory is short (`encoders`).
+
     `kind` is what LoRAs and ControlNets are made for; sizes are in pixels: the model's own, what edges must be
     multiples of, and the smallest edge that all its levels halve evenly. `terms`: what requests may say. `prepared`:
     what runs on prepared programs now, its parts and the names of ControlNets; `preparer` makes those, None: torch runs
@@ -42,6 +45,7 @@ class Family(ABC):
     decoding_bytes_per_pixel: int
     terms: RequestTerms
     lora_targets: LoraTargets
+    visiting_bytes: int = 0
 
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
         """Take a model's folder. A family's own reads it. Raises `ModelError`."""
@@ -78,6 +82,11 @@ class Family(ABC):
     @abstractmethod
     def load(self) -> Denoiser:
         """Bring the weights into memory. Raises `ModelError`."""
+
+    def shared_bytes(self, *, left: bool = False) -> int:  # noqa: ARG002
+        """Return its share of the text encoders in memory that models share, or what it would bring of them. `left`:
+        once those have left that can."""
+        return 0
 
     def leave(self) -> None:
         """Let go of what belongs to the weights, which leave."""

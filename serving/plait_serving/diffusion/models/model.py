@@ -60,8 +60,13 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """What its weights take in memory."""
-        return self.family.weights_bytes
+        """What its weights take in memory, and its share of the text encoders'."""
+        return self.family.weights_bytes + self.family.shared_bytes()
+
+    @property
+    def least_nbytes(self) -> int:
+        """The same once all text encoders have left that can."""
+        return self.family.weights_bytes + self.family.shared_bytes(left=True)
 
     @property
     def load_s(self) -> float:

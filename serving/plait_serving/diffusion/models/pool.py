@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from plait_serving.diffusion.errors import EngineError, ModelError
+from plait_serving.diffusion.families.encoders import SharedEncoders
 from plait_serving.diffusion.lora.cache import LoraCache
 from plait_serving.diffusion.memory import MemoryReader, gigabytes
 from plait_serving.diffusion.models.folder import FolderOfModels, FoundModel
@@ -66,6 +67,8 @@ class ModelPool:
         """Take the models, the first is what requests without a model mean. `wake` is called when one was loaded or
         retired; `open_models` returns those of all requests that have not ended; `memory` says what they hold.
         `host_lora_bytes`: what the LoRAs of all share once one was added."""
+        self.encoders = SharedEncoders()
+        """The text encoders of all models."""
         self._models = {model.name: model for model in models}
         self._folder: FolderOfModels | None = None
         self._make: Callable[[str, Path], Model] | None = None
@@ -343,17 +346,36 @@ class ModelPool:
         return [model.name for model in self._models.values() if model.woken_s is not None]
 
     def _look(self, jobs: Sequence[ImageJob]) -> None:
-        """Measure if it is time; if the models hold too much, also after what was freed was given back, the one without
-        work that is worth least makes room."""
+        """Measure if it is time; if the models hold too much, also after what was freed was given back, text encoders
+        make room, or else the model without work that is worth least."""
         now_s = self._clock()
         if now_s < self._measured_s + _LOOK_S:
             return
         self._measured_s = now_s
         self._holdings.look()
-        if self._surplus(jobs) is not None:
-            self._holdings.give_back()
-            if (name := self._surplus(jobs)) is not None:
-                self._let_go(self._models[name], ())
+        if self._surplus(jobs) is None and not self._encoders_are_surplus:
+            return
+        self._holdings.give_back()
+        if self._encoders_are_surplus:
+            self._encoders_leave()
+        elif (name := self._surplus(jobs)) is not None:
+            self._let_go(self._models[name], ())
+
+    @property
+    def _encoders_are_here(self) -> bool:
+        """Whether text encoders are in memory that can leave."""
+        return any(model.least_nbytes < model.nbytes for model in self._here)
+
+    @property
+    def _encoders_are_surplus(self) -> bool:
+        """Whether they are part of too much."""
+        here = self._here
+        return self._encoders_are_here and self._holdings.all_bytes(here) > self._holdings.budget_bytes(here)
+
+    def _encoders_leave(self) -> None:
+        self.encoders.leave()
+        self._holdings.give_back()
+        _log.info("text encoders make room; each comes back for the next text that is not remembered")
 
     def _surplus(self, jobs: Sequence[ImageJob]) -> str | None:
         demands, budget_bytes = self._demands(jobs)
@@ -404,14 +426,28 @@ class ModelPool:
     def _next_switch(self, jobs: Sequence[ImageJob]) -> Switch | None:
         if not self._woken and all(self._models[job.request.model].stepper is not None for job in jobs):
             return None
-        demands, budget_bytes = self._demands(jobs)
-        return next_switch(demands, budget_bytes=budget_bytes, now_s=self._clock())
+        found, without = (
+            next_switch(demands, budget_bytes=budget_bytes, now_s=self._clock())
+            for demands, budget_bytes in (self._demands(jobs), self._demands(jobs, left=True))
+        )
+        if without is not None and (found is None or len(without.leave) < len(found.leave)):
+            self._encoders_leave()
+            return without
+        return found
 
-    def _demands(self, jobs: Sequence[ImageJob]) -> tuple[list[ModelDemand], int]:
+    def _demands(self, jobs: Sequence[ImageJob], *, left: bool = False) -> tuple[list[ModelDemand], int]:
         """Return what is asked of each model, and the budget. No absent one is expected to hold more than that: with
-        none beside it each is tried."""
+        none beside it each is tried. `left`: as if text encoders had left that can; those of residents come back for a
+        text one at a time, so there must be room for the largest, also when all really have."""
         oldest, now_s, here = _oldest(jobs), self._clock(), self._here
         beyond_bytes, budget_bytes = self._holdings.beyond_bytes(here), self._holdings.budget_bytes(here)
+        sizes = {name: model.nbytes + beyond_bytes for name, model in self._models.items()}
+        if left or not self._encoders_are_here:
+            room_bytes = max((model.family.visiting_bytes for model in here), default=0)
+            budget_bytes = max(0, budget_bytes - room_bytes)
+            for name, model in self._models.items():
+                more_bytes = 0 if model in here else max(0, model.family.visiting_bytes - room_bytes)
+                sizes[name] = model.least_nbytes + more_bytes + beyond_bytes
         short: set[str] = set()
         for job in jobs:
             name = job.request.model
@@ -422,7 +458,7 @@ class ModelPool:
         demands = [
             ModelDemand(
                 name=name,
-                nbytes=model.nbytes + beyond_bytes if model in here else min(model.nbytes + beyond_bytes, budget_bytes),
+                nbytes=sizes[name] if model in here else min(sizes[name], budget_bytes),
                 load_s=model.load_s,
                 is_resident=model.stepper is not None,
                 oldest_s=oldest.get(name, model.woken_s),

@@ -1,6 +1,8 @@
 // Controls of the fields that the server says belong on the page (a model's `controls`).
 import { h, slider } from "./dom.js";
 
+const OWN = "the model's own";
+
 export class Fields {
   constructor(box, onchange) {
     this.box = box;
@@ -25,11 +27,16 @@ export class Fields {
     }
     if (schema.type === "string") {
       const box = schema.enum
-        ? h("select", { id, onchange: this.onchange }, ...(value === null ? [h("option", { value: "" }, "the model's own")] : []),
+        ? h("select", { id, onchange: this.onchange }, ...(value === null ? [h("option", { value: "" }, OWN)] : []),
           schema.enum.map((each) => h("option", { value: each }, each)))
         : h("input", { id, autocomplete: "off" });
       return { element: h("div", { class: "field" }, h("label", { for: id }, label), box), read: () => box.value || null,
         write: (next) => { box.value = next ?? ""; } };
+    }
+    if (value === null) {
+      const box = h("input", { type: "number", id, min: schema.minimum, max: schema.maximum, placeholder: OWN, oninput: this.onchange });
+      return { element: h("div", { class: "field" }, h("label", { for: id }, label), box),
+        read: () => (box.value === "" ? null : Number(box.value)), write: (next) => { box.value = next ?? ""; } };
     }
     const step = schema.type === "integer" ? 1 : 0.05;
     return slider({ id, label, min: schema.minimum ?? 0, max: schema.maximum ?? 100, step, value, oninput: this.onchange });

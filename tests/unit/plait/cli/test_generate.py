@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from plait.cli import generate as command
 from plait.cli.main import main
 from plait.offline.images import OrderError, parse_order
 from plait_serving.diffusion.errors import EngineStopped, NumericalError
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.images.codec import DecodeLimits, decode_image
 from plait_serving.images.config import STARTER_FOLDER
@@ -108,7 +110,8 @@ def test_every_option_reaches_the_request(service, tmp_path):
         "red apple", "-o", tmp_path / "a.webp", "--config", config, "--lora", "noto:0.8", "--lora", "sketch",
         "--negative", "blue",
         "--controlnet", f"plain:0.5={control}", "--controlnet", f"edges={control}", "--seed", 7, "--steps", 3,
-        "--guidance", 2.5, "--scheduler", "lcm", "-n", 2, "--size", "16x24",
+        "--guidance", 2.5, "--scheduler", "lcm", "-n", 2, "--size", "16x24", "--true-cfg-scale", 3,
+        "--max-sequence-length", 128,
     )  # fmt: skip
     assert code == 0
     (request,) = service.submitted
@@ -117,7 +120,7 @@ def test_every_option_reaches_the_request(service, tmp_path):
     assert (request.controlnets[0].image == 9).all()
     assert (request.seed, request.steps, request.guidance_scale, request.n) == (7, 3, 2.5, 2)
     assert (request.scheduler, request.width, request.height) == (Scheduler.LCM, 16, 24)
-    assert request.negative_prompt == "blue"
+    assert (request.negative_prompt, request.true_cfg_scale, request.max_sequence_length) == ("blue", 3.0, 128)
     assert sorted(path.name for path in tmp_path.glob("*.webp")) == ["a-1.webp", "a-2.webp"]
 
 
@@ -175,6 +178,16 @@ def test_wrong_usage_is_exit_code_2_and_names_the_option(service, tmp_path, monk
     assert says in capsys.readouterr().err
     assert service.submitted == []
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("option", ["--true-cfg-scale", "--max-sequence-length"])
+def test_what_a_model_has_no_use_for_is_refused_by_its_option(service, tmp_path, capsys, option):
+    """As over HTTP by its field."""
+    (emoji,) = service.offers.models
+    service.offers = replace(service.offers, models=(replace(emoji, terms=RequestTerms()),))
+    assert run("x", "-o", tmp_path / "a.png", option, 7) == 2
+    assert f"plait generate: {option}: " in capsys.readouterr().err
+    assert service.submitted == []
 
 
 def test_a_prompt_with_control_characters_is_wrong_usage(service, tmp_path, capsys):

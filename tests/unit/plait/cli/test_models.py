@@ -1,4 +1,4 @@
-"""`plait models list`: names, kinds, families and formats, read from folders without loading weights."""
+"""`plait models list`: names, kinds, families and formats, read from folders without loading weights; `check`."""
 
 from __future__ import annotations
 
@@ -165,3 +165,14 @@ def test_all_base_models_are_listed_by_their_names(config, tmp_path, capsys):
     assert found == [
         ("large", "base", "sdxl"), ("starter", "base", "sd1"), ("a", "lora", "unknown"), ("b", "lora", "unknown")
     ]  # fmt: skip
+
+
+def test_a_model_is_checked_and_the_exit_code_tells(tmp_path, capsys):
+    """0 for a whole one, 1 for one with a problem or for none; a program can read what was found."""
+    assert main(["models", "check", "emoji", "--json"]) == 0
+    assert {each["verdict"] for each in json.loads(capsys.readouterr().out)} == {"ok"}
+    (tmp_path / "model_index.json").write_text("{}")
+    assert main(["models", "check", str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("fail  models    ")
+    assert main(["models", "check", "emjoi"]) == 1
+    assert "did you mean emoji?" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 from plait.config import load_config
 from plait.doctor import models
 from plait.doctor.findings import CheckStatus
+from plait.errors import PlaitError
 from plait.offline.inventory import inventory
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER
 from plait_serving.starter.manifest import WEIGHTS, write_manifest
@@ -195,3 +196,53 @@ def test_shards_must_hold_the_tables(config, memory_gb, verdict):
     (found,) = [it for it in models.check_models(load_config(config)) if it.name == "shards"]
     assert found.verdict is verdict
     assert ("2 shards" if verdict is CheckStatus.OK else "do not fit into 2 shards") in found.detail
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("base", "unet: safetensors"), ("noto", "noto.safetensors: a LoRA, "), ("picks", "picks: {here}/picks, intact"),
+        ("mine", "more/mine/unet: safetensors"), ("hub", "owner/name: checked when it is fetched"),
+        ("{here}/base", "unet: safetensors"), ("{here}/picks", "picks, intact"),
+        ("{here}/loras/noto.safetensors", "noto.safetensors: a LoRA, "), ("{here}/edges", "edges: safetensors"),
+    ],
+)  # fmt: skip
+def test_one_model_is_checked_by_name_or_by_path(config, asked, says):
+    """Each kind: a base model, also in the folder of models, a LoRA, a ControlNet and a package."""
+    here = config.parent
+    shutil.copytree(WEIGHTS / "controlnets" / "edges", here / "edges")
+    shutil.copytree(here / "base", here / "more" / "mine")
+    hub = f"owner/name@{'0' * 40}"
+    config.write_text(
+        f"images: {{models: {{base: ./base, hub: {hub}}}, models_folder: more, loras: {{folder: loras}}}}\n"
+        "recommend: {models: {picks: {folder: picks}}}\n"
+    )
+    found = list(models.check_model(load_config(config), asked.format(here=here)))
+    assert {it.verdict for it in found} == {CheckStatus.OK}
+    assert any(says.format(here=here) in it.detail for it in found)
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        ("base/unet/config.json", ["base/unet/config.json: No such file"] * 2),
+        ("base/model_index.json", ["no diffusers folder: it has no model_index.json"] * 2),
+        ("picks/package.json", ["picks is no packaged model", "no diffusers folder"]),
+        ("picks/cn.json", ["cn.json missing or changed"] * 2),
+    ],
+)
+def test_one_harmed_model_is_a_problem(config, harm, says):
+    """As `plait doctor` says it, by name, and by path if that still tells what it was."""
+    here = config.parent
+    (here / harm).unlink()
+    name = harm.partition("/")[0]
+    for asked, expected in zip((name, str(here / name)), says, strict=True):
+        found = [it for it in models.check_model(load_config(config), asked) if it.verdict is CheckStatus.FAIL]
+        assert found
+        assert expected in found[0].detail
+
+
+def test_a_model_that_is_not_there_is_one_sentence(config):
+    """With the name that is near."""
+    with pytest.raises(PlaitError, match="notto: no model of that name, no folder and no file; did you mean noto"):
+        list(models.check_model(load_config(config), "notto"))

@@ -7,7 +7,7 @@ weights) is a `ModelError` that names the file and the reason.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from torch import nn
 from transformers import CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
 from plait_serving.diffusion.errors import ModelError
+from plait_serving.diffusion.families.encoders import Parts, WeightedPart
 from plait_serving.diffusion.families.flow.schedules import Schedules
-from plait_serving.diffusion.loading import load_module, outline_module, translate
-from plait_serving.diffusion.memory import MemoryNeed, check_memory
+from plait_serving.diffusion.loading import outline_module, translate
 from plait_serving.diffusion.sources.file_kinds import read_json
 from plait_serving.diffusion.weight_files import WeightFiles, find_weights
 
+OWN = ("transformer", "vae")
+"""What no other model has."""
 _PATCH = 2
 """A token is two by two latents."""
 _T5 = "t5"
@@ -30,9 +32,9 @@ _T5 = "t5"
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FlowBundle:
-    """Modules in eval mode, without gradients, on one device, by part: "transformer", "vae" and text encoders; LoRA
-    merges write into the parameters. `tokenizers` by text encoder. `weights_bytes`: what all weights take in memory. In
-    an outline the modules have no weights."""
+    """Modules in eval mode, without gradients, on one device, by part: "transformer" and "vae"; LoRA merges write into
+    the parameters. In an outline they have no weights, and there are the text encoders, too; `parts`: what those and
+    all others are loaded from. `tokenizers` by text encoder."""
 
     folder: Path
     modules: Mapping[str, Any]
@@ -40,7 +42,7 @@ class FlowBundle:
     schedules: Schedules
     dtype: torch.dtype
     device: torch.device
-    weights_bytes: int
+    parts: Parts = field(default_factory=dict)
 
     @property
     def config(self) -> Any:
@@ -53,14 +55,19 @@ class FlowBundle:
         return self.modules["vae"]
 
     @property
-    def clips(self) -> dict[str, nn.Module]:
+    def clips(self) -> Parts:
         """The text encoders that LoRAs may change."""
-        return {part: module for part, module in self.modules.items() if _text_kind(module) not in ("", _T5)}
+        return {name: part for name, part in self.parts.items() if _text_kind(part.config) not in ("", _T5)}
+
+    @property
+    def readers(self) -> Parts:
+        """The others."""
+        return {name: part for name, part in self.parts.items() if _text_kind(part.config) == _T5}
 
     @property
     def lora_components(self) -> dict[str, nn.Module]:
-        """All that LoRAs may change."""
-        return {"transformer": self.modules["transformer"], **self.clips}
+        """All that LoRAs may change, of an outline."""
+        return {part: self.modules[part] for part in ("transformer", *self.clips)}
 
     @property
     def pixels_per_latent(self) -> int:
@@ -101,19 +108,11 @@ class FlowBundle:
         return (torch.cat(images).float() / 2 + 0.5).clamp(0, 1)
 
 
-def load_bundle(
-    folder: Path,
-    kinds: Mapping[str, Any],
-    *,
-    even: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    outline: bool = False,
-    tokenizers: Mapping[str, Any] | None = None,
+def outline_bundle(
+    folder: Path, kinds: Mapping[str, Any], *, even: bool, dtype: torch.dtype, device: torch.device
 ) -> FlowBundle:
-    """Load a folder's parts, of the classes `kinds`; a text encoder that `model_index.json` says is not there is left
-    out. `even`: of its schedule (`Schedules`). `outline` loads no weights. `tokenizers`: the folder's, if read before.
-    Raises `ModelError`."""
+    """Return a folder's parts, of the classes `kinds`, without weights; a text encoder that `model_index.json` says is
+    not there is left out. `even`: of its schedule (`Schedules`). Raises `ModelError`."""
     index = read_json(folder / "model_index.json")
     found = {part: kind for part, kind in kinds.items() if (index.get(part) or [None])[0] is not None}
     for part in ("transformer", "vae", "scheduler", *found):
@@ -122,26 +121,27 @@ def load_bundle(
     path = folder / "scheduler" / "scheduler_config.json"
     schedules = Schedules.of(read_json(path), path, even=even)
     files = {part: (_weights(folder / part), _dtype(kind, dtype)) for part, kind in found.items()}
-    need = MemoryNeed.of(files.values())
-    if outline:
-        modules = {part: outline_module(kind, *files[part]) for part, kind in found.items()}
-    else:
-        check_memory(str(folder), need, device)
-        modules = {part: load_module(kind, *files[part], device) for part, kind in found.items()}
+    modules = {part: outline_module(kind, *files[part]) for part, kind in found.items()}
     return FlowBundle(
         folder=folder,
         modules=modules,
-        tokenizers=tokenizers or _tokenizers(folder, modules),
+        tokenizers=_tokenizers(folder, modules),
         schedules=schedules,
         dtype=dtype,
         device=device,
-        weights_bytes=need.weights_bytes,
+        parts={part: WeightedPart(kind, *files[part], modules[part].config) for part, kind in found.items()},
     )
 
 
-def _text_kind(module: Any) -> str:
+def loaded(outline: FlowBundle) -> FlowBundle:
+    """Return the parts with their weights, but the text encoders. Raises `ModelError`."""
+    own = {name: outline.parts[name] for name in OWN}
+    return replace(outline, modules={name: part.load(outline.device) for name, part in own.items()})
+
+
+def _text_kind(config: Any) -> str:
     """Return the kind of a text encoder; nothing for what reads no text."""
-    return str(getattr(module.config, "model_type", ""))
+    return str(getattr(config, "model_type", ""))
 
 
 def _dtype(kind: Any, dtype: torch.dtype) -> torch.dtype:
@@ -168,7 +168,7 @@ def _weights(folder: Path) -> WeightFiles:
 
 def _tokenizers(folder: Path, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
     found = {}
-    for part, text_kind in ((part, _text_kind(module)) for part, module in modules.items()):
+    for part, text_kind in ((part, _text_kind(module.config)) for part, module in modules.items()):
         path = folder / part.replace("text_encoder", "tokenizer")
         if text_kind and not path.is_dir():
             raise ModelError(f"{path}: missing")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,12 +10,14 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.families.flow.bundle import FlowBundle, load_bundle
+from plait_serving.diffusion.families.flow.bundle import OWN, loaded, outline_bundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.knobs import ExecutorName
 from plait_serving.diffusion.lora.targets import LoraTargets
+from plait_serving.diffusion.memory import PROCESS_BYTES, MemoryNeed, check_memory
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
 from plait_serving.diffusion.settings import EngineSettings, Host
 from plait_serving.diffusion.values import ImageRequest
@@ -33,6 +34,7 @@ class FlowFamily(Family):
 
     kinds: ClassVar[Mapping[str, Any]]
     """The classes of the parts that have weights, by folder."""
+    denoiser: ClassVar[type[FlowDenoiser]]
     even: ClassVar[bool]
     """Of its schedules (`Schedules`)."""
 
@@ -43,12 +45,19 @@ class FlowFamily(Family):
             self.dtype = torch.bfloat16  # what these models were trained in
         if settings.executor is ExecutorName.OPENVINO:
             _log.info("%s: torch runs it: OpenVINO runs Stable Diffusion 1, 2 and XL", folder)
-        self.outline = self.bundle(outline=True)
+        self.outline = outline_bundle(folder, self.kinds, even=self.even, dtype=self.dtype, device=self.device)
         self.tokens = TextTokens(self.outline.tokenizers)
         latents = self.outline.config.get("sample_size", _NATIVE_LATENTS)
         self.width = self.height = int(latents) * self.outline.pixels_per_latent
         self.size_multiple = self.min_whole_edge = self.outline.pixels_per_token
-        self.weights_bytes = self.outline.weights_bytes
+        self.weights_bytes = sum(self.outline.parts[name].nbytes for name in OWN)
+        self._own = [
+            TextEncoders(parts, device=self.device, adapts=adapts, among=host.encoders)
+            for parts, adapts in ((self.outline.clips, True), (self.outline.readers, False))
+            if parts
+        ]
+        self._encoders = self._own
+        self.visiting_bytes = max((each.nbytes for each in self._own if not each.adapts), default=0)
         self.decoding_bytes_per_pixel = self.outline.decoding_bytes_per_pixel
         self.lora_targets = LoraTargets.of(self.outline.lora_components)
 
@@ -56,24 +65,31 @@ class FlowFamily(Family):
     def components(cls, folder: Path) -> Mapping[str, nn.Module]:
         """Return the modules of a folder that LoRAs change, by component, without weights. Raises `ModelError`."""
         device = torch.device("cpu")
-        outline = load_bundle(folder, cls.kinds, even=cls.even, dtype=torch.float32, device=device, outline=True)
-        return outline.lora_components
+        return outline_bundle(folder, cls.kinds, even=cls.even, dtype=torch.float32, device=device).lora_components
 
-    @abstractmethod
     def load(self) -> FlowDenoiser:
-        """Bring the weights into memory. Raises `ModelError`."""
+        """Bring the weights into memory, the text encoders' unless another model has equal ones there. Raises
+        `ModelError`."""
+        self._encoders = [self.host.encoders.like(each) for each in self._own]
+        need = MemoryNeed(weights_bytes=self.weights_bytes + self.shared_bytes(), allowance_bytes=PROCESS_BYTES)
+        check_memory(str(self.folder), need, self.device)
+        try:
+            for own, each in zip(self._own, self._encoders, strict=True):
+                each.hold(self, own.parts)
+            return self.denoiser(loaded(self.outline), self.tokens, self._encoders)
+        except BaseException:
+            self.leave()
+            raise
 
-    def bundle(self, *, outline: bool = False) -> FlowBundle:
-        """Return the parts, or their outlines."""
-        return load_bundle(
-            self.folder,
-            self.kinds,
-            even=self.even,
-            dtype=self.dtype,
-            device=self.device,
-            outline=outline,
-            tokenizers=None if outline else self.outline.tokenizers,
-        )
+    def leave(self) -> None:
+        """Let go of what belongs to the weights, which leave."""
+        for each in self._encoders:
+            each.let_go(self)
+        super().leave()
+
+    def shared_bytes(self, *, left: bool = False) -> int:
+        """Return what its text encoders take, as far as it counts for this model."""
+        return sum(each.nbytes_for(self, left=left) for each in self._encoders)
 
     def check_clip(self, part: str, texts: Mapping[str, str | None]) -> None:
         """Raise `RequestError` for texts, by field, that a CLIP alone reads and that are longer than it reads."""

@@ -1,4 +1,4 @@
-"""Text by CLIP and T5: token ids, one text encoder call at a time, and what calls returned lately.
+"""Text by CLIP and T5: token ids, and one text encoder call at a time.
 
 CLIP reads what fits into its 77 tokens, as in diffusers' pipelines. T5 reads all of a prompt, filled up to a length
 that is part of the image, since no mask hides the padding.
@@ -9,13 +9,10 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
-
-import torch
-from torch import nn
+from typing import Any, TypeAlias
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.factors import Kept
+from plait_serving.diffusion.families.encoders import Call, EncodedText
 from plait_serving.diffusion.protocols import Conditioning
 
 _REMEMBERED = 256
@@ -25,24 +22,6 @@ _MAX_REMEMBERED_WORDS = 4_096
 _WORD_CHARS = 6
 """What a token is of English, and a space: of a text of more than so many for each that there is room for, the
 beginning is looked at first. All of 32,000 brackets take a tokenizer 50 ms, and it has no time for others meanwhile."""
-_KEPT_CALLS, _KEPT_BYTES = 128, 64 << 20
-"""Of text encoder calls: 512 tokens of T5-XXL are 8 MiB. Negative prompts and retries recur."""
-
-
-class Call(NamedTuple):
-    """One text encoder call: the part of the model, what it reads, and the layers that it leaves out (`clip_skip`)."""
-
-    part: str
-    ids: tuple[int, ...]
-    skip: int = 0
-
-
-class EncodedText(NamedTuple):
-    """`hidden (1, L, C)`, and of CLIP `pooled (1, P)`."""
-
-    hidden: torch.Tensor
-    pooled: torch.Tensor | None
-
 
 Outputs: TypeAlias = Mapping[Call, EncodedText]
 
@@ -94,37 +73,6 @@ class TextTokens:
         if words > room:
             raise RequestError(f"{words} tokens{more}; this model reads {room} of them: {hint}", param=param)
         return words
-
-
-class TextEncoders:
-    """Makes text encoder calls with the current weights, and remembers the latest ones. Compute thread only."""
-
-    def __init__(self, modules: Mapping[str, nn.Module], *, device: torch.device, version: Callable[[], int]) -> None:
-        """`version` must change whenever weights are written to."""
-        self._modules = modules
-        self._device = device
-        self._version = version
-        self._kept: Kept[EncodedText] = Kept(_KEPT_CALLS, _KEPT_BYTES)
-
-    def run(self, call: Call) -> EncodedText:
-        """Make a call, or remember its result."""
-
-        def make() -> tuple[EncodedText, int]:
-            found = self._encode(call)
-            return found, sum(part.nbytes for part in found if part is not None)
-
-        return self._kept.get((self._version(), call), make)
-
-    @torch.inference_mode()
-    def _encode(self, call: Call) -> EncodedText:
-        """Encode one row, as diffusers does."""
-        module: Any = self._modules[call.part]
-        ids = torch.tensor([call.ids], device=self._device)
-        if module.config.model_type == "t5":
-            return EncodedText(module(ids, output_hidden_states=False)[0].to(module.dtype), None)
-        output = module(ids, output_hidden_states=True)
-        pooled = output.pooler_output if hasattr(output, "pooler_output") else output.text_embeds
-        return EncodedText(output.hidden_states[-(call.skip + 2)], pooled)
 
 
 class TextEncoding:

@@ -11,9 +11,10 @@ from PIL import Image
 
 from plait_serving.diffusion.edits import to_pixels
 from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.encoders import Call
 from plait_serving.diffusion.families.flow.bundle import FlowBundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
-from plait_serving.diffusion.families.flow.texts import Call, Outputs, TextEncoding, TextTokens
+from plait_serving.diffusion.families.flow.texts import Outputs, TextEncoding, TextTokens
 from plait_serving.diffusion.protocols import Conditioning, Encoding
 from plait_serving.diffusion.values import ImageRequest, RgbImage
 
@@ -36,7 +37,7 @@ class FluxDenoiser(FlowDenoiser):
         texts = calls_of(self.tokens, request, length_of(request, self.bundle))
         encoding = TextEncoding(
             [call for text in texts for call in text],
-            run=self.texts.run,
+            run=self.encoded,
             finish=lambda outputs: self._conditioning(texts, outputs, request.n),
         )
         if request.reference is None:

@@ -42,6 +42,7 @@ class FluxFamily(FlowFamily):
     kinds: ClassVar[Mapping[str, Any]] = {
         "transformer": FluxTransformer2DModel, "vae": AutoencoderKL, CLIP: CLIPTextModel, T5: T5EncoderModel,
     }  # fmt: skip
+    denoiser = FluxDenoiser
     even = True
 
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
@@ -94,7 +95,3 @@ class FluxFamily(FlowFamily):
             is_guided=guided,
             reference=None if request.reference is None else snapped_size(request.reference, self.outline),
         )
-
-    def load(self) -> FluxDenoiser:
-        """Bring the weights into memory. Raises `ModelError`."""
-        return FluxDenoiser(self.bundle(), self.tokens)

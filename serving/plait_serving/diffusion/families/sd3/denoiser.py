@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from plait_serving.diffusion.families.encoders import Call
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
-from plait_serving.diffusion.families.flow.texts import Call, Outputs, TextEncoding, TextTokens
+from plait_serving.diffusion.families.flow.texts import Outputs, TextEncoding, TextTokens
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
 
@@ -23,10 +24,10 @@ class Sd3Denoiser(FlowDenoiser):
     def begin(self, request: ImageRequest) -> TextEncoding:
         """Return what encodes the prompts: the negative one first, if the request is guided."""
         length = length_of(request)
-        texts = calls_of(self.tokens, request, length, has_t5=T5 in self.bundle.modules)
+        texts = calls_of(self.tokens, request, length, has_t5=T5 in self.encoders)
         return TextEncoding(
             [call for text in texts for call in text],
-            run=self.texts.run,
+            run=self.encoded,
             finish=lambda outputs: self._conditioning(texts, outputs, length, request.n),
         )
 

@@ -31,6 +31,7 @@ class Sd3Family(FlowFamily):
         **dict.fromkeys(CLIPS, CLIPTextModelWithProjection),
         T5: T5EncoderModel,
     }
+    denoiser = Sd3Denoiser
     even = False
 
     def __init__(self, folder: Path, settings: EngineSettings, host: Host) -> None:
@@ -72,7 +73,3 @@ class Sd3Family(FlowFamily):
         return self.size_of(
             request, texts, reader=reader, room=room, hint=hint, length=self._clip_room + length, is_guided=guided
         )
-
-    def load(self) -> Sd3Denoiser:
-        """Bring the weights into memory. Raises `ModelError`."""
-        return Sd3Denoiser(self.bundle(), self.tokens)

@@ -20,16 +20,33 @@ WEIGHTS, PROGRAMS = 20 * MB, 500 * MB
 WAIT_S = 60.0
 
 
+@dataclass(eq=False)
+class SimpleEncoders:
+    """Those of all models."""
+
+    reading: set[str]
+
+    def is_like(self, _: object) -> bool:
+        return False
+
+    def leave(self) -> None:
+        self.reading.clear()
+
+
 @dataclass
 class Server:
     """A process whose models take `WEIGHTS` when they are loaded, and grow to `PROGRAMS` more, a tenth a second, while
-    they step. One second passes at each step."""
+    they step. One second passes at each step. Each model but those of `bare` has a text encoder of `encoder` bytes,
+    which comes with it, and for a request."""
 
     names: tuple[str, ...]
     budget: int
     host: int = 1 << 50
     known: int = 0  # what is read of all models before the first is loaded: names, tokenizers
     now_s: float = 0.0
+    encoder: int = 0
+    bare: tuple[str, ...] = ()
+    reading: set[str] = field(default_factory=set)  # the models whose text encoders are here
     base: int = 300 * MB
     garbage: int = 0
     held: dict[str, int] = field(default_factory=dict)
@@ -50,20 +67,34 @@ class Server:
             ),
         )
         self.base += self.known
+        self.encoders = SimpleEncoders(self.reading)
+        self.pool.encoders.like(self.encoders)
         self.pool.load_first()
 
     def total(self) -> int:
-        return self.base + self.garbage + sum(self.held.values())
+        return self.base + self.garbage + sum(self.held.values()) + self.encoder * len(self.reading)
 
     def give_back(self) -> None:
         self.garbage = 0
 
     def model(self, name: str) -> Model:
+        encoder = 0 if name in self.bare else self.encoder
+
         def load() -> SimpleNamespace:
             self.held[name] = WEIGHTS
+            self.reading |= {name} - {*self.bare}
             return SimpleNamespace()
 
-        family = SimpleNamespace(weights_bytes=WEIGHTS, load=load, leave=lambda: self.held.pop(name))
+        def leave() -> None:
+            del self.held[name]
+            self.reading.discard(name)
+
+        def shared_bytes(*, left: bool = False) -> int:
+            return 0 if left or (name in self.held and name not in self.reading) else encoder
+
+        family = SimpleNamespace(
+            weights_bytes=WEIGHTS, load=load, leave=leave, visiting_bytes=encoder, shared_bytes=shared_bytes,
+        )  # fmt: skip
         return Model(name=name, family=family, limits=ImageLimits(), loras=FakeProvider(), costs=StepCosts())
 
     def ask(self, name: str, steps: int) -> SimpleNamespace:
@@ -86,6 +117,9 @@ class Server:
         job = next((job for job in self.jobs if self.pool.may_run(job)), None)
         if job is not None:
             name = job.request.model
+            if not job.has_begun and name not in (*self.reading, *self.bare):
+                self.pool.encoders.leave()
+                self.reading.add(name)
             self.held[name] = min(WEIGHTS + PROGRAMS, self.held[name] + PROGRAMS // 10)
             job.has_begun, job.steps, job.left_s = True, job.steps - 1, job.left_s - 1.0
             self.pool.stepped([job], self.jobs, 1.0)
@@ -213,3 +247,47 @@ def test_a_model_that_was_retired_is_forgotten_once_it_has_left():
     server.ask("b", steps=1)
     server.run()
     assert server.resident == {"a", "b"}
+
+
+def test_text_encoders_make_room_before_a_model_does():
+    """Two models and one encoder fit: each model is loaded once, whoever is asked, and the process stays within what it
+    may hold. Without room for one encoder a model has to leave."""
+    both = 2 * (WEIGHTS + PROGRAMS)
+    for room, loads in ((100 * MB, 1), (-100 * MB, 3)):
+        server = Server(("a", "b"), encoder=400 * MB, budget=300 * MB + both + 400 * MB + room)
+        for name in ("a", "b", "a", "b"):
+            server.ask(name, steps=12)
+            server.run()
+        assert server.pool.statistics().loads == loads
+        assert server.peak <= server.budget
+
+
+def test_room_is_kept_for_the_text_encoder_that_comes_next():
+    """When all have left, a model without one does not take it."""
+    used = WEIGHTS + PROGRAMS // 10
+    server = Server(("a", "b", "x"), encoder=400 * MB, bare=("x",), budget=300 * MB + 3 * used + 390 * MB)
+    for name in ("a", "b"):
+        server.ask(name, steps=1)
+        server.run()
+    server.pool.encoders.leave()
+    for name in ("x", "a", "b", "x"):
+        server.ask(name, steps=1)
+        server.run()
+    assert server.peak <= server.budget
+
+
+def test_text_encoders_stay_where_there_is_room():
+    """And leave once the host is short of it, also those of the only model; it does not."""
+    server = Server(("a",), encoder=400 * MB, budget=1 << 40, host=8000 * MB)
+    server.ask("a", steps=12)
+    server.run()
+    server.pass_second()
+    assert server.reading == {"a"}
+    server.host = server.total() + 100 * MB
+    server.pass_second()
+    assert (server.reading, server.resident) == (set(), {"a"})
+    server.ask("a", steps=1)
+    server.run()
+    server.host += 900 * MB
+    server.pass_second()
+    assert server.reading == {"a"}

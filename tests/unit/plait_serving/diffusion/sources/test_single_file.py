@@ -25,6 +25,7 @@ from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
+from support.families import weights
 from support.ldm import write_ldm
 from support.tiny import tiny_lora, tiny_sd
 
@@ -47,15 +48,6 @@ def folders(tmp_path_factory):
         write_model(scaled_down(family), root / family, seed=1, dtype=dtype, report=lambda *_: None)
         write_ldm(root / family, root / f"{family}.safetensors")
     return root
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    """Every tensor of a folder; newer classes leave out what the names of published text encoders begin with."""
-    return {
-        f"{path.parent.name}.{name.removeprefix('text_model.')}": tensor
-        for path in folder.glob("*/*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
 
 
 def image(model, cache, *, steps=2, scheduler=Scheduler.EULER, **more) -> np.ndarray:

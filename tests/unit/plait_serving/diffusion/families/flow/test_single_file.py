@@ -21,6 +21,7 @@ from plait_serving.diffusion.sources.resolve import resolve_source
 from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
+from support.families import weights
 from support.original_flow import original_transformer, write_flow_file
 
 FAMILIES = (FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV, FamilyName.FLUX_SCHNELL)
@@ -39,14 +40,6 @@ def folders(tmp_path_factory):
     for family in FAMILIES:
         write_model(scaled_down(family), root / family, seed=1, dtype=DtypeName.BFLOAT16, report=lambda *_: None)
     return root
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    return {
-        f"{path.parent.name}.{name}": tensor
-        for path in folder.glob("*/*.safetensors")
-        for name, tensor in load_file(path).items()
-    }
 
 
 def check_same(found, folder):

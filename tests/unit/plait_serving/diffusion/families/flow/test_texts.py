@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.flow.texts import TextEncoders, TextTokens
-from support.tiny import text_model, tiny_tokenizer
+from plait_serving.diffusion.families.flow.texts import TextTokens
+from support.tiny import tiny_tokenizer
 from support.tiny_flow import tiny_t5_tokenizer
 
 TEXTS = ["", "a red cat", "the house and a tree, with " * 30, "ünïcode ☃ photo", "  two  spaces "]
@@ -68,17 +67,3 @@ def test_the_words_of_endless_texts_are_not_remembered(tokenizers, count, reads)
     tokens = TextTokens({"clip": watched})
     assert tokens.words("clip", "( " * count) == tokens.words("clip", "( " * count)
     assert len(watched.read) == reads
-
-
-def test_calls_are_remembered_until_the_weights_change(tokenizers):
-    """A negative prompt recurs; a LoRA set that is merged makes another text of it."""
-    from transformers import CLIPTextModel
-
-    module, versions = text_model(CLIPTextModel, tokenizers["clip"]).eval(), [0]
-    encoders = TextEncoders({"clip": module}, device=torch.device("cpu"), version=lambda: versions[0])
-    call = TextTokens(tokenizers).clip("clip", "a red cat")
-    first = encoders.run(call)
-    assert encoders.run(call) is first
-    assert encoders.run(call._replace(skip=1)).hidden.ne(first.hidden).any()
-    versions[0] += 1
-    assert encoders.run(call) is not first
