@@ -4,6 +4,7 @@ A small model computes a shape that recurs in .6 to .8 of the time once it is co
 factors that it does not have (measured: half the starter's UNet, 2 to 32 rows). Such a copy holds the weights once
 more, and 24 to 48 MiB of generated code. So all copies of a program share a few bytes: large models never have one.
 The first answer of a copy is compared with the model's, and a shape whose copy fails or differs has none from then on.
+A size that one request asks for has none either: to compile one takes a core for seconds.
 
 What a dynamic model computes depends on the first shape that it runs: self-attention that sees a single token there is
 wrong for every longer sequence from then on (OpenVINO 2026.4). So every compiled model runs the probe before anything
@@ -40,10 +41,12 @@ _CODE_BYTES = 24 << 20
 _CALLS_BEFORE_COPY = 3
 """Requests of many ranks, each of which is a shape (`plait bench images --workload mixed16`), gained by few calls and
 by room for many copies, and by neither alone."""
+_SIZE_CALLS_BEFORE_COPY = 32
+"""Of all shapes of a size, which has any rows, factors and ranks: more than the steps of nearly any one request."""
 _CALLS_IN_USE = 200
 """A copy that was used within so many calls does not make room for another."""
 _MAX_SEEN = 256
-"""Of how many shapes is known how often they came, or that they have no copy."""
+"""Of how many shapes, and sizes, is known how often they came, or that they have no copy."""
 _LARGER, _SMALLER_CALLS = 4, 128
 """The model keeps what its largest shape took to compute in: 260 MiB where the starter made one image of 368x368. That
 goes back after so many calls in a row whose input is at most a fourth of the largest one's."""
@@ -100,6 +103,7 @@ class OpenVinoProgram:
         self._copies_bytes, self._free_bytes = copies_bytes, free_bytes
         self._copies: OrderedDict[Key, _Copy] = OrderedDict()
         self._seen: OrderedDict[Key, int | None] = OrderedDict()  # None: a copy failed
+        self._sizes: OrderedDict[Key, int | None] = OrderedDict()
         self._calls = 0
         self._largest = self._smaller_calls = 0
         self._is_copying = False
@@ -136,9 +140,10 @@ class OpenVinoProgram:
         key = self._key(inputs, factors)
         self._calls += 1
         self._may_release(inputs[0].numel())
+        size_calls = _counted(self._sizes, tuple(tuple(value.shape[1:]) for value in inputs)) or 0
         copy = self._copies.get(key)
         if copy is None:
-            self._may_copy(key)
+            self._may_copy(key, is_rare=size_calls < _SIZE_CALLS_BEFORE_COPY)
             return self._compiled.infer(inputs, factors)
         self._copies.move_to_end(key)
         copy.used = self._calls
@@ -167,16 +172,16 @@ class OpenVinoProgram:
         ranks = tuple(by_path[layer.path][0].shape[2] if layer.path in by_path else 0 for layer in self._layers)
         return (*(tuple(value.shape) for value in inputs), (rows,), ranks)
 
-    def _may_copy(self, key: Key) -> None:
-        """Begin a copy for shapes that recur, if it fits in the place of such as are not in use."""
+    def _may_copy(self, key: Key, *, is_rare: bool) -> None:
+        """Begin a copy for shapes that recur, if it fits in the place of such as are not in use; of a size that
+        `is_rare`, only count them."""
         held = self._held_bytes(key)
         if held > self._copies_bytes or self._is_copying:
             return
-        count = self._seen.pop(key, 0)
-        self._seen[key] = count if count is None else count + 1
-        if len(self._seen) > _MAX_SEEN:
-            self._seen.popitem(last=False)
-        if count is None or count + 1 < _CALLS_BEFORE_COPY or self._free_bytes() < held or not self._make_room(held):
+        count = _counted(self._seen, key)
+        if count is None or count < _CALLS_BEFORE_COPY or is_rare:
+            return
+        if self._free_bytes() < held or not self._make_room(held):
             return
         del self._seen[key]
         self._is_copying = True  # before the thread is there, which may be done at once
@@ -243,6 +248,15 @@ class OpenVinoProgram:
         found = _Compiled(compiled, self._layers)
         self._probe.check(found.infer(self._probe.inputs, self._probe.factors))
         return found
+
+
+def _counted(seen: OrderedDict[Key, int | None], key: Key) -> int | None:
+    """Count one more of the newest `_MAX_SEEN`, unless it has no number; return the number."""
+    count = seen.pop(key, 0)
+    seen[key] = None if count is None else count + 1
+    if len(seen) > _MAX_SEEN:
+        seen.popitem(last=False)
+    return seen[key]
 
 
 def fixed(model: ov.Model, layers: Sequence[AdaptedLayer], key: Key) -> ov.Model:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends
 from prometheus_client import Metric
@@ -23,6 +20,7 @@ from plait_serving.http.edge.auth import ANYONE, ApiKey, Principal
 from plait_serving.http.edge.counters import HttpMetrics
 from plait_serving.http.edge.refusals import RecentRefusals
 from plait_serving.http.edge.tenants import TenantLimits
+from plait_serving.http.edge.turn_threads import TurnThreads
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.config import ResultsSection
 from plait_serving.images.results import ResultStore
@@ -62,7 +60,6 @@ class HttpSettings:
     preprocessors: Preprocessors = field(default_factory=dict)
     # By model: what the numbers and words of its inputs mean, where that is known (`starter/words.py`).
     words: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    # Half as many decode what clients send; more of them only compete with the engine for cores.
     codec_threads: int = 4
     # A refusal within this time still becomes a proper HTTP status instead of an event in a stream that began with 200.
     first_event_wait_s: float = 1.0
@@ -75,7 +72,8 @@ class RouteContext:
 
     `images` is None on a server that only ranks; an image-only server has no `ranking`. `neighbours` returns what the
     other replicas of the ingress count, where there may be any; `nodes` the gauges of the cluster's nodes.
-    `decoders` are for files of clients, so that `workers`, which read other bodies and encode images, do not wait.
+    `decoder` is for files of clients, so that `workers`, which encode images and read what ranks, do not wait. It is
+    one thread: files of the largest kind that is read take a second each, and the engine is to have the other cores.
     """
 
     images: ImageService | None
@@ -88,16 +86,15 @@ class RouteContext:
     monotonic_s: Callable[[], float] = time.monotonic
     random_seed: Callable[[], int] = random_seed
     results: ResultStore | None = field(init=False)
-    decoders: TurnThreads = field(init=False)
+    decoder: TurnThreads = field(init=False)
     workers: TurnThreads = field(init=False)
     refusals: RecentRefusals[Overloaded] = field(init=False)
     account: Account = field(default_factory=Account)
     desk: Desk = field(default_factory=Desk)
 
     def __post_init__(self) -> None:
-        threads = self.settings.codec_threads
-        self.decoders = TurnThreads(max(1, threads // 2), "plait-decode")
-        self.workers = TurnThreads(threads, "plait-work")
+        self.decoder = TurnThreads(1, "plait-decode")
+        self.workers = TurnThreads(self.settings.codec_threads, "plait-work")
         kept = self.settings.results
         self.results = None if kept is None else ResultStore(kept, now_s=self.now_s)
         self.refusals = RecentRefusals(self.monotonic_s)
@@ -141,49 +138,3 @@ def get_context(request: Request) -> RouteContext:
 
 
 ContextDep = Annotated[RouteContext, Depends(get_context)]
-
-
-T = TypeVar("T")
-
-
-class TurnThreads:
-    """Runs work on `threads` threads of its own. A thread belongs to its work until that ends, whether somebody still
-    waits for it or not; work that nobody waits for any more does not begin. Of the tenants whose work waits, each has
-    its turn, however much another one brings."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._pool = ThreadPoolExecutor(threads, name)
-        self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Future[Any]]] = {}
-        self._work: dict[Future[Any], Callable[[], Any]] = {}
-
-    async def run(self, tenant: str, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises."""
-        job: Future[T] = Future()
-        self._work[job] = work
-        job.add_done_callback(lambda done: self._work.pop(done, None))  # at once, if its caller leaves
-        with self._lock:
-            self._waiting.setdefault(tenant, deque()).append(job)
-        self._pool.submit(self._run_next)
-        done = asyncio.wrap_future(job)
-        try:
-            return await done
-        finally:
-            del job, done  # an error that holds its own frames would stay, and with it the body that it is about
-
-    def _run_next(self) -> None:
-        with self._lock:
-            tenant = next(iter(self._waiting))
-            jobs = self._waiting.pop(tenant)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[tenant] = jobs  # as the last one
-        if not job.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._work[job]()
-        except BaseException as error:  # of whatever kind: somebody waits
-            job.set_exception(error)
-        else:
-            job.set_result(result)
-        del job  # as above

@@ -88,7 +88,6 @@ class Merger:
         self._before_write = before_write
         self._clock = clock
         self._current: LoraSet = ()
-        self._version = 0
         self._pristine: dict[ModuleRef, _Pristine] = {}
         self._live: dict[ModuleRef, Recipe] = {}
         self._touched: dict[tuple[str, int], frozenset[ModuleRef]] = {}
@@ -100,12 +99,6 @@ class Merger:
     def current(self) -> LoraSet:
         """The set whose weights are live."""
         return self._current
-
-    @property
-    def version(self) -> int:
-        """A number that grows whenever weights are written; what was computed from them (text keys, values) is then
-        stale."""
-        return self._version
 
     def switch(self, target: LoraSet, weights: Mapping[str, LoadedLora]) -> None:
         """Make `target` live; `()` restores the pristine weights bit for bit.
@@ -210,7 +203,6 @@ class Merger:
     # ---- writing ------------------------------------------------------------------------------------------------
 
     def _write(self, rewrites: list[_Rewrite]) -> None:
-        self._version += 1
         restores = [rewrite for rewrite in rewrites if not rewrite.factors]
         merges = [rewrite for rewrite in rewrites if rewrite.factors]
         try:

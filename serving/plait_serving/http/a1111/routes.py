@@ -77,9 +77,9 @@ async def _made(given: Txt2Img, request: Request, context: RouteContext, tenant:
     service = context.image_service
     try:
         try:
-            wanted = await context.decoders.run(tenant, partial(read, await service.catalog()))
+            wanted = await context.decoder.run(tenant, partial(read, await service.catalog()))
         except NotFound:  # what came a moment ago
-            wanted = await context.decoders.run(tenant, partial(read, await service.catalog(anew=True)))
+            wanted = await context.decoder.run(tenant, partial(read, await service.catalog(anew=True)))
     except ValidationError as error:
         found = [{**each, "loc": _their_names(each["loc"])} for each in error.errors(include_url=False)]
         raise RequestValidationError(found) from error
@@ -215,12 +215,12 @@ class PngInfo(BaseModel):
 async def png_info(given: PngInfo, context: ContextDep, who: Who) -> dict[str, Any]:
     """Return what an image says about its making."""
 
-    def read() -> str:
+    def read() -> tuple[str, dict[str, str]]:
         raw = decode_base64(given.image.strip(), param="image", limits=context.settings.decode_limits)
-        return read_parameters(raw) or ""
+        text = read_parameters(raw) or ""
+        return text, settings_of(text) if text else {}
 
-    text = await context.decoders.run(who.tenant, read)
-    found = settings_of(text) if text else {}
+    text, found = await context.decoder.run(who.tenant, read)
     return {"info": text, "items": {"parameters": text} if text else {}, "parameters": found}
 
 

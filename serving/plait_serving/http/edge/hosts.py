@@ -68,7 +68,7 @@ class OriginMiddleware(CORSMiddleware):
         super().__init__(
             app,
             allow_origins=tuple(map(_as_browsers_send, origins)),
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "HEAD", "POST"),
             allow_headers=("*",),  # a key, and what clients of OpenAI's say of themselves; cookies are not among them
             allow_private_network=True,
             expose_headers=_TOLD,

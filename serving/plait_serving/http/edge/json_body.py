@@ -6,12 +6,10 @@ behind it could read different requests. The check is part of the only parse, an
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import json
-import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -20,13 +18,15 @@ from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.requests import Request
 from starlette.responses import Response
 
+from plait_serving.http.edge.auth import Principal
 from plait_serving.http.edge.errors import ApiError, BodyRefused
+from plait_serving.http.edge.turn_threads import READING
 
 MAX_DEADLINE_MS = 24 * 3_600_000
 _LONGEST_NAME = 64
 _MAX_UNKNOWN = 16
 _INLINE_BYTES = 64 << 10
-"""Longer bodies are parsed beside the event loop, one after the other: a parser holds the interpreter."""
+"""Longer bodies are parsed beside the event loop, one after the other (`turn_threads.READING`)."""
 
 
 def parse_json(body: bytes) -> Any:
@@ -34,33 +34,12 @@ def parse_json(body: bytes) -> Any:
     return json.loads(body, object_pairs_hook=_object)
 
 
-class _LongBodies:
-    """Parses long bodies on a thread that rests after each for as long as it took: the event loop needs the interpreter
-    ten times for the smallest request, and waits each time for what a parser does in one go (50 ms of 59 MB)."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "plait-json")
-        self._rests_until_s = 0.0
-
-    async def parse(self, pieces: list[bytes]) -> Any:
-        """Parse the pieces together as `parse_json` does."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, self._parse, pieces)
-
-    def _parse(self, pieces: list[bytes]) -> Any:
-        began_s = time.monotonic()
-        if self._rests_until_s > began_s:
-            time.sleep(self._rests_until_s - began_s)
-            began_s = self._rests_until_s
-        gc.disable()  # the collector would look at all values again for each few hundred new ones
-        try:
-            return parse_json(b"".join(pieces))
-        finally:
-            gc.enable()
-            ended_s = time.monotonic()
-            self._rests_until_s = ended_s + (ended_s - began_s)
-
-
-_LONG_BODIES = _LongBodies()
+def _parse_long(pieces: list[bytes]) -> Any:
+    gc.disable()  # the collector would look at all values again for each few hundred new ones
+    try:
+        return parse_json(b"".join(pieces))
+    finally:
+        gc.enable()
 
 
 def _object(members: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,7 +73,7 @@ class _JsonRequest(Request):
                 pieces = [piece async for piece in self.stream() if piece]
                 self.read_bytes = sum(map(len, pieces))
                 if pieces:
-                    self._json = await _parsed(pieces, self.read_bytes)
+                    self._json = await self._parsed(pieces, self.read_bytes)
                 self._body = pieces[0][:1] if pieces else b""
             else:
                 self.read_bytes = len(await super().body())
@@ -104,14 +83,14 @@ class _JsonRequest(Request):
         """Return the parsed body."""
         body = await self.body()
         if not hasattr(self, "_json"):
-            self._json = await _parsed([body], len(body))
+            self._json = await self._parsed([body], len(body))
         return self._json
 
-
-async def _parsed(pieces: list[bytes], nbytes: int) -> Any:
-    if nbytes <= _INLINE_BYTES:
-        return parse_json(b"".join(pieces))
-    return await _LONG_BODIES.parse(pieces)
+    async def _parsed(self, pieces: list[bytes], nbytes: int) -> Any:
+        if nbytes <= _INLINE_BYTES:
+            return parse_json(b"".join(pieces))
+        who: Principal | None = self.scope.get("state", {}).get("principal")
+        return await READING.run("" if who is None else who.tenant, partial(_parse_long, pieces))
 
 
 def read_bytes(request: Request) -> int:

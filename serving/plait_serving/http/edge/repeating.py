@@ -6,13 +6,15 @@ that make images. So the ingress marks a refusal that holds for all that a clien
 `refusals.py`. A request that goes on says how many did not (`REPEATED_HEADER`), so that the ingress counts them.
 
 Of many requests for images that come at once a few go ahead, and the others at a pace (`RequestPace`): they would all
-have crossed by the time that the first is refused.
+have crossed by the time that the first is refused. One that is refused for what it says counts as many: to read it
+costs as much as any, and eight clients that ask again at once would have the time of half the images.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,6 +40,9 @@ PACED_PATHS = IMAGE_PATHS | {"/sdapi/v1/txt2img", "/sdapi/v1/img2img"}
 _AT_ONCE = 32
 _PER_S = 100.0
 """More than an engine makes images, and about what proxy and ingress pass on beside one on two cores."""
+
+_REFUSED_AS, _MAX_DEBT_S = 10, 1.0
+"""As how many requests a refusal counts, and how long whoever is refused again and again waits for that at most."""
 
 _LOOK_S = 0.1
 """How often who waits for his turn looks whether he is refused."""
@@ -70,6 +75,12 @@ class RequestPace:
         wait_s = ends_s - now_s - self._ahead_s
         return wait_s if wait_s > self._each_s / 2 else 0.0
 
+    def refused(self, name: str, now_s: float) -> None:
+        """Count a request of a name as `_REFUSED_AS` more; the next one waits `_MAX_DEBT_S` for such at most."""
+        ends_s, last_s = self._ends_s.get(name, math.inf), now_s + self._ahead_s + _MAX_DEBT_S
+        if ends_s < last_s:
+            self._ends_s[name] = min(max(now_s, ends_s) + _REFUSED_AS * self._each_s, last_s)
+
 
 class RepeatMiddleware:
     """Repeats marked refusals of POST requests, by path and by what says whose a request is; removes the mark."""
@@ -98,7 +109,11 @@ class RepeatMiddleware:
         def note(answer: _Answer) -> None:
             self._refusals.note(name, answer, took_s=self._monotonic_s() - began_s)
 
-        await self._app(passed, receive, _Listening(send, note))
+        def answered(status: int) -> None:
+            if 400 <= status < 500 and status != 429:
+                self._pace.refused(name, self._monotonic_s())
+
+        await self._app(passed, receive, _Listening(send, answered, note))
 
     async def _refused_on_the_way(self, name: str, path: str) -> StandingRefusal[_Answer] | None:
         """Wait for the request's turn; return the refusal that came before it."""
@@ -112,10 +127,11 @@ class RepeatMiddleware:
 
 
 class _Listening:
-    """A `Send` that notes a marked answer once it is whole."""
+    """A `Send` that tells each status, and notes a marked answer once it is whole."""
 
-    def __init__(self, send: Send, note: Callable[[_Answer], None]) -> None:
+    def __init__(self, send: Send, answered: Callable[[int], None], note: Callable[[_Answer], None]) -> None:
         self._send = send
+        self._answered = answered
         self._note = note
         self._start: Message | None = None
         self._body = b""
@@ -126,6 +142,7 @@ class _Listening:
             is_marked = len(kept) < len(message["headers"])
             message = {**message, "headers": kept}
             self._start = message if is_marked else None
+            self._answered(message["status"])
         elif self._start is not None and message["type"] == "http.response.body":
             self._body += message.get("body", b"")
             if len(self._body) > _MAX_BODY_BYTES:

@@ -62,7 +62,7 @@ async def control_map(body: ControlMapBody, request: Request, context: ContextDe
         allowed=context.limits_of(tenant),
     )
     try:
-        resolved = await context.decoders.run(tenant, work)
+        resolved = await context.decoder.run(tenant, work)
         encoded = await context.workers.run(tenant, partial(_png, resolved.controlnets[0].image))
     except EngineError as error:
         if error.param is not None:

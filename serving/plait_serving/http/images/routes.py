@@ -39,6 +39,7 @@ from plait_serving.http.edge.json_body import JsonRoute
 from plait_serving.http.edge.refusals import StandingRefusal
 from plait_serving.http.edge.repeating import REFUSED_HEADER, repeated
 from plait_serving.http.edge.request_id import ENDED
+from plait_serving.http.edge.turn_threads import READING
 from plait_serving.http.images.edit_body import EDIT_REQUEST, read_edit
 from plait_serving.http.images.resolve import hints, resolve
 from plait_serving.http.images.results import Keep, keeper
@@ -287,9 +288,9 @@ async def _resolve_by(catalog: Catalog, body: GenerationBody, request: Request, 
         allowed=context.limits_of(tenant),
     )
     if body.controlnets or isinstance(body, EditBody):
-        accepted = await context.decoders.run(tenant, work)
+        accepted = await context.decoder.run(tenant, work)
     else:  # marks may take some 10 ms to read
-        accepted = await context.workers.run(tenant, work) if body.prompt_syntax == "a1111" else work()
+        accepted = await READING.run(tenant, work) if body.prompt_syntax == "a1111" else work()
     model = catalog.base(accepted.model) or catalog.model
     request.scope["state"][MODEL] = model.name
     return ImageReply(body=body, request=accepted, model=model, http_id=state.request_id)

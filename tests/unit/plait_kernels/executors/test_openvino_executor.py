@@ -211,7 +211,7 @@ def test_a_key_changes_with_the_folder_and_not_with_what_lies_beside(tmp_path):
 def recurs(program, block, rows, factors=None):
     """Calls of one shape until it has a copy or never will; all answers are the module's."""
     inputs = small_inputs(rows, 4, 4)
-    for _ in range(12):
+    for _ in range(36):
         for got, wanted in zip(program.run(inputs, factors), by_hand(block, inputs, factors), strict=True):
             assert float((got - wanted).abs().max()) < 1e-4
         background.wait()
@@ -232,6 +232,32 @@ def test_a_shape_that_recurs_is_compiled_for_itself(converted, block, monkeypatc
     program.run(small_inputs(1, 4, 4))
     assert program.settled
     assert not made
+
+
+def test_a_size_of_one_request_has_no_copy(converted, block, monkeypatch):
+    """Two thousand sizes of twenty steps are two thousand shapes that recur; of a size that comes again, a shape that
+    came three times has one, as soon as all shapes of the size came 32 times."""
+    made, compile_model = [], openvino_program.compile_model
+    monkeypatch.setattr(openvino_program, "compile_model", lambda *of: made.append(of[0]) or compile_model(*of))
+    program = openvino_at(converted).open("k")
+    made.clear()
+
+    def run(rows, width, times):
+        for _ in range(times):
+            program.run(small_inputs(rows, 4, width))
+            background.wait()
+
+    for width in range(4, 10):
+        run(2, width, 20)
+    assert made == []
+    run(1, 4, 11)
+    assert made == []
+    run(1, 4, 1)
+    assert [model.inputs[0].shape[0] for model in made] == [1]
+    run(3, 4, 2)
+    assert len(made) == 1
+    run(3, 4, 1)
+    assert len(made) == 2
 
 
 def test_copies_of_a_program_stay_within_their_bytes(converted, block, monkeypatch):

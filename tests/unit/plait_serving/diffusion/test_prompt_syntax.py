@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import product
-from re import _constants as sre  # type: ignore[attr-defined]
-from re import _parser  # type: ignore[attr-defined]
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -26,105 +20,6 @@ from plait_serving.diffusion.prompt_syntax import Span, hint_of, parse, take_lor
 from plait_serving.diffusion.values import PromptSyntax
 from support.denoise import make_request
 from support.families import opened
-
-
-class Counted:
-    """A pattern that is tried at every place of a text, as `finditer` does."""
-
-    def __init__(self, pattern: re.Pattern[str]) -> None:
-        self._tree = list(_parser.parse(pattern.pattern, pattern.flags))
-        self._folds = bool(pattern.flags & re.IGNORECASE)
-        self.looks = 0
-
-    def find(self, text: str) -> list[str]:
-        """What it finds."""
-        self._text, found, at = text.lower() if self._folds else text, [], 0
-        while at <= len(text):
-            end = next(self._match(self._tree, 0, at), None)
-            if end is not None:
-                found.append(text[at:end])
-            at = at + 1 if end is None or end == at else end
-        return found
-
-    def _match(self, nodes: Sequence[Any], which: int, at: int) -> Iterator[int]:
-        """The places where the rest of the nodes may end, the first choice first."""
-        if which == len(nodes):
-            yield at
-            return
-        kind, what = nodes[which]
-        if kind is sre.MAX_REPEAT and _is_character(what[2]):
-            low, high, item = what
-            run = 0
-            while run < high and self._is(item[0], at + run):
-                run += 1
-            for count in range(run, low - 1, -1):
-                self.looks += 1
-                yield from self._match(nodes, which + 1, at + count)
-            return
-        for end in self._ends(kind, what, at):
-            yield from self._match(nodes, which + 1, end)
-
-    def _ends(self, kind: Any, what: Any, at: int) -> Iterator[int]:
-        if kind is sre.SUBPATTERN:
-            folds, self._folds = self._folds, self._folds or bool(what[1] & re.IGNORECASE)
-            yield from self._match(list(what[3]), 0, at)
-            self._folds = folds
-        elif kind is sre.BRANCH:
-            for branch in what[1]:
-                yield from self._match(list(branch), 0, at)
-        elif kind is sre.MAX_REPEAT:
-            low, high, item = what
-            assert (low, high) == (0, 1)
-            yield from self._match(list(item), 0, at)
-            yield at
-        elif kind is sre.ASSERT_NOT:
-            if next(self._match(list(what[1]), 0, at), None) is None:
-                yield at
-        elif kind is sre.AT:
-            self.looks += 1
-            if what is sre.AT_END_STRING:
-                holds = at == len(self._text)
-            else:
-                assert what is sre.AT_BOUNDARY
-                holds = self._is_word(at - 1) != self._is_word(at)
-            if holds:
-                yield at
-        elif self._is((kind, what), at):
-            yield at + 1
-
-    def _is_word(self, at: int) -> bool:
-        return 0 <= at < len(self._text) and (self._text[at].isalnum() or self._text[at] == "_")
-
-    def _is(self, node: Any, at: int) -> bool:
-        """Whether the character there is what the node wants."""
-        self.looks += 1
-        if at >= len(self._text):
-            return False
-        kind, what = node
-        char = self._text[at].lower() if self._folds else self._text[at]
-        if kind is sre.IN:
-            wants = [each for each in what if each[0] is not sre.NEGATE]
-            return any(_takes(each, char) for each in wants) == (len(wants) == len(what))
-        return _takes(node, char)
-
-
-def _is_character(item: Sequence[Any]) -> bool:
-    return len(item) == 1 and item[0][0] in (sre.LITERAL, sre.NOT_LITERAL, sre.IN, sre.ANY)
-
-
-def _takes(node: Any, char: str) -> bool:
-    kind, what = node
-    if kind is sre.LITERAL:
-        return ord(char) == what
-    if kind is sre.NOT_LITERAL:
-        return ord(char) != what
-    if kind is sre.RANGE:
-        return bool(what[0] <= ord(char) <= what[1])
-    assert kind is sre.CATEGORY, node
-    if what is sre.CATEGORY_WORD:
-        return char.isalnum() or char == "_"
-    return char.isspace() if what is sre.CATEGORY_SPACE else char.isdecimal()
-
 
 A1111 = PromptSyntax.A1111
 
@@ -268,46 +163,6 @@ def test_the_work_is_linear_in_the_text(piece):
     assert twice <= 2.1 * once
     nested = work("(" * 15 + "[" * 15 + piece * count) if piece != "(a" else 0
     assert nested <= 1.2 * twice + work("(" * 15 + "[" * 15)
-
-
-PATTERNS = {name: each for name, each in vars(prompt_syntax).items() if isinstance(each, re.Pattern)}
-PIECES = ["".join(piece) for count in (1, 2) for piece in product("([)<>:\\a1. ", repeat=count)]
-"""Of what these patterns are about."""
-WORST = [
-    *PIECES,
-    "<lora:",
-    "<lora:a",
-    "<lora:a:",
-    "<lora:a:1",
-    "BREAK",
-    " BREAK",
-    "AND ",
-    "(: 1 ",
-    "(a:1 ",
-    "((a",
-    "((a)",
-    r"\: 1 ",
-]
-
-
-@pytest.mark.parametrize("name", sorted(PATTERNS))
-def test_no_pattern_looks_at_a_character_again_and_again(name):
-    """Twice the text is twice the characters that are looked at, however it is made up to be tried in vain. The
-    matcher that counts them finds what Python's does."""
-    for head, piece, tail in product(("", "("), WORST, ("", ":1)")):
-        looks = []
-        for count in (15, 30):
-            text, counted = head + piece * count + tail, Counted(PATTERNS[name])
-            assert counted.find(text) == [found[0] for found in PATTERNS[name].finditer(text)], (name, text)
-            looks.append(counted.looks)
-        assert looks[1] <= 2.2 * looks[0] + 40, (head, piece, tail)
-
-
-def test_a_pattern_that_looks_again_and_again_is_seen():
-    """What the test above goes by."""
-    short, long = Counted(re.compile("a+b")), Counted(re.compile("a+b"))
-    assert short.find("a" * 15) == long.find("a" * 30) == []
-    assert long.looks > 3 * short.looks
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 
-from plait_serving.http.context import TurnThreads
+from plait_serving.http.edge import turn_threads
+from plait_serving.http.edge.turn_threads import TurnThreads
 from support.http_app import until
 
 
@@ -100,3 +102,19 @@ async def test_an_error_does_not_keep_what_it_is_about() -> None:
         await until(lambda: kept() is None)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("rests", [False, True])
+async def test_a_thread_rests_as_long_as_it_worked(monkeypatch: pytest.MonkeyPatch, rests: bool) -> None:
+    """So that the event loop has every other moment, however much there is to read."""
+    now, slept = [100.0], []
+
+    def slow() -> None:
+        now[0] += 0.25
+
+    monkeypatch.setattr(turn_threads, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=slept.append))
+    threads = TurnThreads(1, "t", rests=rests)
+    for _ in range(2):
+        await threads.run("a", slow)
+    await threads.run("a", lambda: None)
+    assert slept[:2] == [0.25, 0.25][: 2 * rests]

@@ -17,6 +17,11 @@ from plait_serving.diffusion.protocols import Conditioning
 
 _REMEMBERED = 256
 """Texts whose words are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
+_MAX_REMEMBERED_WORDS = 4_096
+"""Longer texts are refused, or rare: 256 of these are 40 MB, of 32,000 a third of a GB."""
+_WORD_CHARS = 6
+"""What a token is of English, and a space: of a text of more than so many for each that there is room for, the
+beginning is looked at first. All of 32,000 brackets take a tokenizer 50 ms, and it has no time for others meanwhile."""
 
 Outputs: TypeAlias = Mapping[Call, EncodedText]
 
@@ -39,11 +44,12 @@ class TextTokens:
             with self._one_call:
                 tokenizer = self._tokenizers[part]
                 found = tuple(tokenizer(text, add_special_tokens=False, truncation=False, verbose=False).input_ids)
-        with self._lock:
-            self._known[key] = found
-            self._known.move_to_end(key)
-            if len(self._known) > _REMEMBERED:
-                self._known.popitem(last=False)
+        if len(found) <= _MAX_REMEMBERED_WORDS:
+            with self._lock:
+                self._known[key] = found
+                self._known.move_to_end(key)
+                if len(self._known) > _REMEMBERED:
+                    self._known.popitem(last=False)
         return found
 
     def clip(self, part: str, text: str, skip: int = 0) -> Call:
@@ -61,9 +67,11 @@ class TextTokens:
 
     def check_fits(self, part: str, text: str, room: int, *, param: str, hint: str) -> int:
         """Return how many words a text has. Raises `RequestError`, naming `param`, for more than there is room."""
-        words = len(self.words(part, text))
+        words, more = len(self.words(part, text[: _WORD_CHARS * room])), " and more"
+        if words <= 2 * room:  # the last one may have been cut
+            words, more = len(self.words(part, text)), ""
         if words > room:
-            raise RequestError(f"{words} tokens; this model reads {room} of them: {hint}", param=param)
+            raise RequestError(f"{words} tokens{more}; this model reads {room} of them: {hint}", param=param)
         return words
 
 

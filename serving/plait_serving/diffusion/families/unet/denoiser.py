@@ -92,7 +92,7 @@ class UNetDenoiser:
         texts = components_of(bundle)
         self.merger = Merger({DENOISER: texts.pop(DENOISER)}, before_write=self._weights.take)
         self.text_merger = text_merger = Merger(texts)
-        self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.version, tokens=tokens)
+        self._prompts = PromptEncoder(bundle, weights_version=lambda: text_merger.current, tokens=tokens)
         self.safety = safety_of(bundle)
         self._halves: CompiledHalves | None = None
         self._row_wise: CompiledHalves | None = None

@@ -10,7 +10,7 @@ Legend: L = T * chunks, C text width, P pooled width.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
@@ -46,15 +46,19 @@ class PromptEncoder:
     """Encodes with the current weights of a bundle's text encoders. Compute thread only, except `tokens`."""
 
     def __init__(
-        self, bundle: Bundle, *, weights_version: Callable[[], int] | None = None, tokens: PromptTokens | None = None
+        self,
+        bundle: Bundle,
+        *,
+        weights_version: Callable[[], Hashable] | None = None,
+        tokens: PromptTokens | None = None,
     ) -> None:
-        """Take the bundle. `weights_version` must change whenever a text encoder is written to; by default torch's own
-        count. `tokens`: those of the bundle's tokenizers, if others use these as well."""
+        """Take the bundle. `weights_version` tells what is in the text encoders: what was encoded with it is remembered
+        until it is there again; by default torch's own count of writes. `tokens`: those of the bundle's tokenizers, if
+        others use these as well."""
         self._bundle = bundle
         self._is_xl = bundle.kind is UNetKind.SDXL
         self._version = weights_version or parameter_version(*bundle.text_encoders)
-        self._known: OrderedDict[_Call, EncodedText] = OrderedDict()
-        self._known_version = self._version()
+        self._known: OrderedDict[tuple[Hashable, _Call], EncodedText] = OrderedDict()
         self.tokens = PromptTokens(bundle.tokenizers) if tokens is None else tokens
 
     def prepare(self, request: ImageRequest) -> Conditioning:
@@ -104,15 +108,12 @@ class PromptEncoder:
 
     def _run(self, call: _Call) -> EncodedText:
         """Make one text encoder call, or remember its result."""
-        version = self._version()
-        if version != self._known_version:
-            self._known.clear()
-            self._known_version = version
-        found = self._known.pop(call, None)
+        key = self._version(), call
+        found = self._known.pop(key, None)
         if found is None:
             with torch.inference_mode():
                 found = self._encode(*call)
-        self._known[call] = found
+        self._known[key] = found
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return found

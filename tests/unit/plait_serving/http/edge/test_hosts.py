@@ -192,9 +192,11 @@ def test_pages_of_allowed_origins_may_ask_and_read(keys):
     """Each by its own name, never `*`, and without cookies; errors too, whoever refuses."""
     settings = http_settings(ServerSection(allowed_origins=("https://Studio.example:443",)))
     client = TestClient(make_app(FakeImageService(), replace(settings, api_keys=keys)), base_url=f"http://{LOCAL}")
-    answer = preflight(client, STUDIO)
-    assert answer.status_code == 200
-    assert answer.headers["access-control-allow-origin"] == STUDIO
+    assert preflight(client, STUDIO, "DELETE").is_client_error
+    for method in ("GET", "HEAD", "POST"):
+        answer = preflight(client, STUDIO, method)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == STUDIO
     assert "authorization" in answer.headers["access-control-allow-headers"]
     assert "access-control-allow-credentials" not in answer.headers
     for path, status in (("/health", 200), ("/v1/models", 401 if keys else 200), ("/v1/nothing", 401 if keys else 404)):

@@ -122,6 +122,41 @@ def test_a_pace_lets_some_go_ahead():
     assert [pace.wait_s("a", 100.0) for _ in range(5)] == pytest.approx([0.0] * 4 + [0.1], abs=1e-9)
 
 
+def test_a_refusal_counts_as_ten_requests():
+    """For a second at most, which is not saved up either; nobody else waits for it."""
+    pace = RequestPace(at_once=4, per_s=10.0)
+    assert pace.wait_s("a", 1.0) == 0.0
+    pace.refused("a", 1.0)
+    assert pace.wait_s("a", 1.0) == pytest.approx(0.8)
+    for _ in range(9):
+        pace.refused("a", 1.0)
+    assert pace.wait_s("a", 1.0) == pytest.approx(1.1)
+    assert pace.wait_s("b", 1.0) == 0.0
+    assert pace.wait_s("a", 3.0) == 0.0
+
+
+@pytest.mark.parametrize(("status", "crossed"), [(400, 3), (404, 3), (200, 20), (429, 20), (503, 20)])
+async def test_what_is_refused_for_what_it_says_crosses_slowly(now, status, crossed):
+    """Whoever sends it again and again, one after the other: the proxy and the ingress would read it all day."""
+    seen = []
+
+    async def behind(scope, receive, send):
+        seen.append(scope)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body"})
+
+    proxy = RepeatMiddleware(behind, monotonic_s=lambda: now[0])
+    for _ in range(20):
+        call = AsgiCall(proxy, b"{}")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        if not call.task.done():
+            break
+    assert len(seen) == crossed
+    await call.done()
+    assert call.status == status
+
+
 def test_names_of_a_pace_are_bounded():
     """Those whose time is over are forgotten when there are too many (finding 12)."""
     pace = RequestPace(at_once=1, per_s=1.0, max_names=10)

@@ -47,7 +47,7 @@ def service() -> FakeImageService:
 
 @pytest.fixture
 def app(slow: SlowPreprocessor, service: FakeImageService) -> FastAPI:
-    """With one thread for each purpose."""
+    """With one thread that encodes."""
     settings = HttpSettings(codec_threads=1, preprocessors={"edges": slow})
     return app_from_context(RouteContext(images=service, settings=settings))
 
@@ -89,6 +89,20 @@ async def test_nothing_else_waits_for_decoding(app: FastAPI, slow: SlowPreproces
     slow.go.set()
     await decoding.done()
     assert decoding.status == 200
+
+
+async def test_one_file_is_decoded_at_a_time(slow: SlowPreprocessor, service: FakeImageService) -> None:
+    """However many come, they take one core from the images."""
+    settings = HttpSettings(preprocessors={"edges": slow})
+    app = app_from_context(RouteContext(images=service, settings=settings))
+    calls = [AsgiCall(app, CONTROLLED) for _ in range(4)]
+    await until(lambda: slow.began == 1)
+    assert await plain_image(app) == 200
+    assert slow.began == 1
+    slow.go.set()
+    for call in calls:
+        await call.done()
+    assert slow.began == 4
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import json
 import math
 import threading
 import unicodedata
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +24,7 @@ from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Schedu
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.edge import json_body
+from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.errors import ErrorBody
 from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
@@ -403,7 +403,7 @@ def test_a_long_body_is_parsed_beside_the_event_loop(client, service, monkeypatc
     parse = json_body.parse_json
 
     def watched(body):
-        seen.append((threading.current_thread().name.startswith("plait-json"), gc.isenabled()))
+        seen.append((threading.current_thread().name.startswith("plait-read"), gc.isenabled()))
         return parse(body)
 
     monkeypatch.setattr(json_body, "parse_json", watched)
@@ -418,25 +418,24 @@ def test_a_long_body_is_parsed_beside_the_event_loop(client, service, monkeypatc
     assert len(service.submitted) == 1
 
 
-def test_the_parser_rests_as_long_as_it_worked(client, monkeypatch):
-    """So that the event loop has every other moment, however many long bodies there are."""
-    now, slept = [100.0], []
+def test_what_is_read_for_long_is_read_by_tenants_in_turn(service, monkeypatch):
+    """One that sends long bodies all day, or prompts full of marks, keeps nobody's from being read."""
+    asked = []
 
-    def sleep(seconds):
-        slept.append(seconds)
-        now[0] += seconds
+    class Reading:
+        async def run(self, tenant, work):
+            asked.append(tenant)
+            return work()
 
-    def slow(body):
-        now[0] += 0.25
-        return json.loads(body)
-
-    monkeypatch.setattr(json_body, "parse_json", slow)
-    monkeypatch.setattr(json_body, "_LONG_BODIES", json_body._LongBodies())
-    monkeypatch.setattr(json_body, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    for pause_s in (0.0, 0.0, 0.25):
-        now[0] += pause_s
-        assert post(client, prompt="x", user="A" * 70_000).status_code == 200
-    assert slept == [0.25]
+    for module in (json_body, routes):
+        monkeypatch.setattr(module, "READING", Reading())
+    keys = tuple(ApiKey.from_secret(f"sk-{name}", tenant=name) for name in ("acme", "blue"))
+    client = make_client(service, HttpSettings(api_keys=keys))
+    for name, padding in (("acme", 70_000), ("blue", 0)):
+        headers = {"authorization": f"Bearer sk-{name}"}
+        body = {"prompt": "a (red) cat", "prompt_syntax": "a1111", "user": "A" * padding}
+        assert client.post(URL, json=body, headers=headers).status_code == 200
+    assert asked == ["acme", "acme", "blue"]
 
 
 @pytest.mark.parametrize("syntax", ["plain", "a1111"])
@@ -452,7 +451,7 @@ def test_marks_are_read_beside_the_event_loop(client, monkeypatch, syntax):
     monkeypatch.setattr(routes, "resolve", watched)
     assert post(client, prompt="a (red) cat", prompt_syntax=syntax).status_code == 200
     (name,) = threads
-    assert name.startswith("plait-work_") == (syntax == "a1111")
+    assert name.startswith("plait-read_") == (syntax == "a1111")
 
 
 def test_of_very_many_unknown_fields_a_few_are_told(client, service):

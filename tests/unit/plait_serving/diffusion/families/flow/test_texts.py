@@ -37,3 +37,33 @@ def test_a_text_without_room_is_refused_by_its_field(tokenizers):
     with pytest.raises(RequestError, match="3 tokens; this model reads 2 of them: less") as caught:
         tokens.check_fits("clip", "a red cat", 2, param="negative_prompt", hint="less")
     assert caught.value.param == "negative_prompt"
+
+
+class Watched:
+    """A tokenizer, and how long the texts were that it read."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.read = tokenizer, []
+
+    def __call__(self, text, **more):
+        self.read.append(len(text))
+        return self.tokenizer(text, **more)
+
+
+def test_of_a_text_far_too_long_the_beginning_is_read(tokenizers):
+    """Nobody else's text is read meanwhile, and what takes long is refused."""
+    watched = Watched(tokenizers["clip"])
+    tokens = TextTokens({"clip": watched})
+    with pytest.raises(RequestError, match="tokens and more; this model reads 75 of them: less"):
+        tokens.check_fits("clip", "(" * 32_000, 75, param="prompt", hint="less")
+    assert sum(watched.read) <= 6 * 75
+    assert tokens.check_fits("clip", " " * 31_998 + "ab", 75, param="prompt", hint="less") <= 75
+
+
+@pytest.mark.parametrize(("count", "reads"), [(1_000, 1), (5_000, 2)])
+def test_the_words_of_endless_texts_are_not_remembered(tokenizers, count, reads):
+    """A few hundred of them are a third of a GB, and nobody may have one."""
+    watched = Watched(tokenizers["clip"])
+    tokens = TextTokens({"clip": watched})
+    assert tokens.words("clip", "( " * count) == tokens.words("clip", "( " * count)
+    assert len(watched.read) == reads

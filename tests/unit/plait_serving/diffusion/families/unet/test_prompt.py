@@ -157,6 +157,18 @@ def test_what_is_remembered_follows_the_weights(case, calls):
     assert len(calls) == made + encoders
 
 
+def test_what_was_encoded_is_remembered_while_other_weights_are_live(case, calls):
+    """Tenants' LoRA sets take turns in the text encoders, and each request of a set has its texts from the first one:
+    on cores that are in use a call of a small encoder takes a hundred times as long."""
+    live = ["own"]
+    encoder = PromptEncoder(case[0], weights_version=lambda: live[0])
+    made = []
+    for live[0] in ("own", "other", "own", "other"):
+        encoder.prepare(make_request(prompt="a cat"))
+        made.append(len(calls))
+    assert 0 < made[0] < made[1] == made[2] == made[3]
+
+
 def test_a_long_prompt_is_encoded_a_call_at_a_time(case):
     """Finding 2: each chunk is a call of its own, equal chunks are one, and the whole is what `prepare` gives."""
     bundle, encoder, _ = case
