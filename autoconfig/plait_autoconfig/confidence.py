@@ -68,7 +68,7 @@ def verdict(
     """Return who leads. `groups`: for each candidate all its valid outcomes, at least one; one failure rules it out.
 
     `sure`: a candidate with a chance of less than 1 - `sure` is not worth a run, and the `reference` (an index) leads
-    as long as it keeps every limit and nothing is better with this probability: what runs is not changed for a guess.
+    until, with this probability, another is better or it breaks a limit itself: what runs is not changed for a guess.
     """
     alive = [at for at, group in enumerate(groups) if all(each.failure is None for each in group)]
     ran = [groups[at] for at in alive]
@@ -79,10 +79,11 @@ def verdict(
         return Verdict(leader=None, sure=0.0, wanted=tuple(alive[at] for at in doubtful))
     mean, variance = _posterior(objective.require_one_goal(), ran)
     leader = min(allowed, key=lambda at: mean[at])
-    own = next((at for at in allowed if alive[at] == reference), leader)
-    gap = (mean[own] - mean[leader]) / np.sqrt(variance[own] + variance[leader])
-    if _normal(gap[None])[0] < sure:
-        leader = own
+    if reference is not None and reference in alive:
+        own = alive.index(reference)
+        worse = _normal(np.array([(mean[leader] - mean[own]) / np.sqrt(variance[own] + variance[leader])]))[0]
+        if feasible[own] * worse > 1.0 - sure:
+            leader = own
     chances = feasible * _normal((mean[leader] - mean - TOLERANCE) / np.sqrt(variance + variance[leader]))
     chances[leader] = 1.0 - feasible[leader]
     wanted = [int(at) for at in np.argsort(-chances, kind="stable") if chances[at] > 1.0 - sure]
