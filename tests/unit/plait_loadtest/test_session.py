@@ -13,6 +13,7 @@ import pytest
 from plait_loadtest import session as sessions
 from plait_loadtest.errors import ScenarioError
 from plait_loadtest.load import load_scenario
+from plait_loadtest.run.coordinator import is_slow_alone
 from plait_loadtest.scenario import ClosedLoopCallers, GammaArrivals, ImageClass, PoissonArrivals, RampArrivals, Slo
 from support.loadtest_records import records, scenario, session
 
@@ -109,3 +110,9 @@ def test_a_server_has_settled_once_nothing_of_an_earlier_load_is_waited_for():
         gate.set()
         assert sessions.settles(chosen, limit_s=60.0)
         assert answered.count("/gone") == 40
+
+
+@pytest.mark.parametrize(("limit_ms", "slow"), [(1e-6, True), (60_000.0, False)])
+def test_control_requests_without_a_load_say_whether_a_host_is_slow(limit_ms, slow):
+    """They take more than a nanosecond and less than a minute."""
+    assert is_slow_alone(limit_ms) == slow
