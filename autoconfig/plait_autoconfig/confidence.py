@@ -25,7 +25,9 @@ from plait_autoconfig.values import TrialOutcome, pooled
 
 TOLERANCE = 0.01
 """Two candidates that differ by no more than this share are equally good: nobody waits for them to be told apart."""
-_NOISE, _NOISE_COUNTS = 0.05, 2.0  # the assumed relative noise of a measurement, and as how many repeats that counts
+NOISE = 0.05
+"""The assumed relative noise of a measurement, which counts as `_NOISE_COUNTS` repeats."""
+_NOISE_COUNTS = 2.0
 _LEAST_SPREAD = 0.3  # of the true losses, in units of the noise: what is tried differs by something
 _FLOOR = 0.02
 """The lower bound of a metric as a share of its best value: 50 times worse is bad enough, and a goodput of 0 has no
@@ -51,6 +53,13 @@ def log_losses(goal: Goal, outcomes: Sequence[TrialOutcome]) -> _Floats:
     return np.asarray(sign * np.log(np.maximum(raw, lowest)))
 
 
+def noise_of(losses: Sequence[_Floats]) -> float:
+    """Return the standard deviation of a measurement about its configuration; `losses`: all of each (n,), n > 0."""
+    squares = sum(float(((each - each.mean()) ** 2).sum()) for each in losses)
+    repeats = sum(len(each) - 1 for each in losses)
+    return math.sqrt((_NOISE_COUNTS * NOISE**2 + squares) / (_NOISE_COUNTS + repeats))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What is known after some measurements. `leader`: the index of the best candidate, None if none keeps every limit;
@@ -68,7 +77,7 @@ def verdict(
     """Return who leads. `groups`: for each candidate all its valid outcomes, at least one; one failure rules it out.
 
     `sure`: a candidate with a chance of less than 1 - `sure` is not worth a run, and the `reference` (an index) leads
-    as long as it keeps every limit and nothing is better with this probability: what runs is not changed for a guess.
+    until, with this probability, another is better or it breaks a limit itself: what runs is not changed for a guess.
     """
     alive = [at for at, group in enumerate(groups) if all(each.failure is None for each in group)]
     ran = [groups[at] for at in alive]
@@ -79,10 +88,11 @@ def verdict(
         return Verdict(leader=None, sure=0.0, wanted=tuple(alive[at] for at in doubtful))
     mean, variance = _posterior(objective.require_one_goal(), ran)
     leader = min(allowed, key=lambda at: mean[at])
-    own = next((at for at in allowed if alive[at] == reference), leader)
-    gap = (mean[own] - mean[leader]) / np.sqrt(variance[own] + variance[leader])
-    if _normal(gap[None])[0] < sure:
-        leader = own
+    if reference is not None and reference in alive:
+        own = alive.index(reference)
+        worse = _normal(np.array([(mean[leader] - mean[own]) / np.sqrt(variance[own] + variance[leader])]))[0]
+        if feasible[own] * worse > 1.0 - sure:
+            leader = own
     chances = feasible * _normal((mean[leader] - mean - TOLERANCE) / np.sqrt(variance + variance[leader]))
     chances[leader] = 1.0 - feasible[leader]
     wanted = [int(at) for at in np.argsort(-chances, kind="stable") if chances[at] > 1.0 - sure]
@@ -120,8 +130,7 @@ def _posterior(goal: Goal, groups: Sequence[Sequence[TrialOutcome]]) -> tuple[_F
         log_losses(goal, [each for group in groups for each in group]), np.cumsum(counts)[:-1].astype(int)
     )
     means = np.array([each.mean() for each in losses])
-    squares = sum(float(((each - each.mean()) ** 2).sum()) for each in losses)
-    noise2 = (_NOISE_COUNTS * _NOISE**2 + squares) / (_NOISE_COUNTS + float((counts - 1.0).sum()))
+    noise2 = noise_of(losses) ** 2
     own = noise2 / counts
     spread2 = max(float(means.var() - own.mean()), _LEAST_SPREAD**2 * noise2)
     variance = 1.0 / (1.0 / own + 1.0 / spread2)

@@ -137,10 +137,6 @@ class Objective:
         """Return how far beyond each limit (`Limit.excess`; negative: room is left). Empty for a failed trial."""
         return {} if outcome.failure is not None else {str(each): each.excess(outcome.metrics) for each in self.limits}
 
-    def violations(self, outcome: TrialOutcome) -> dict[str, float]:
-        """Return how far beyond each limit; 0 if it is kept. Empty for a failed trial."""
-        return {name: max(0.0, excess) for name, excess in self.excesses(outcome).items()}
-
     def feasible(self, outcome: TrialOutcome) -> bool:
         """Return whether the trial ran and keeps every limit."""
         return outcome.failure is None and all(excess <= 0.0 for excess in self.excesses(outcome).values())

@@ -6,6 +6,9 @@ about as many a second as it can. Only a bracket that reaches above the rate tha
 need is narrowed by runs of full length; what cannot win any more is left as it is (successive halving, Jamieson &
 Talwalkar 2016, inside a trial).
 
+A look that says more about the host than about the server moves nothing: it is taken again, `MAX_INVALID` times in a
+row at most, and if that does not help the search ends with it, invalid as a whole.
+
 At a fixed rate there is one short look, and the rest of the run follows unless the look surely loses.
 """
 
@@ -18,6 +21,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from plait_autoconfig.designers.base import MAX_INVALID
 from plait_autoconfig.objective import Goal
 
 _FAR, _NEAR = 2.0, 1.25  # the step to another rate, without and with an expectation
@@ -34,13 +38,15 @@ a few requests make, more. Short runs of one configuration differ by less."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
     """One run. `held`: the SLO; `answered_per_s`: answers of any latency while it lasted; `needed_per_s`: the goodput
-    with which the configuration would tie with the best one so far, 0 if that is unknown."""
+    with which the configuration would tie with the best one so far, 0 if that is unknown. `valid`: it tells something
+    about the server."""
 
     rate_per_s: float
     duration_s: float
     held: bool
     answered_per_s: float
     needed_per_s: float = 0.0
+    valid: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +80,11 @@ def next_look(plan: LookPlan, looks: Sequence[Look]) -> tuple[float, float] | No
         return plan.first_per_s, plan.short_s
     if len(looks) >= plan.max_looks:
         return None
+    if not looks[-1].valid:
+        tried = looks[-1 - MAX_INVALID :]
+        over = len(tried) > MAX_INVALID and not any(each.valid for each in tried)
+        return None if over else (looks[-1].rate_per_s, looks[-1].duration_s)
+    looks = [look for look in looks if look.valid]
     held, missed = _bracket(looks)
     if held is None:
         assert missed is not None
@@ -93,11 +104,12 @@ def next_look(plan: LookPlan, looks: Sequence[Look]) -> tuple[float, float] | No
 
 def best_look(looks: Sequence[Look]) -> int:
     """Return the index of the run that counts: the highest rate that held, by the longest run at it; if none held, the
-    lowest rate, which came nearest."""
-    held, _ = _bracket(looks)
-    if held is not None:
-        return looks.index(held)
-    return min(range(len(looks)), key=lambda at: looks[at].rate_per_s)
+    lowest rate, which came nearest. A search that ended with an invalid run is one itself."""
+    if not looks[-1].valid:
+        return len(looks) - 1
+    valid = [look for look in looks if look.valid]
+    held, _ = _bracket(valid)
+    return looks.index(held or min(valid, key=lambda look: look.rate_per_s))
 
 
 def look_for_capacity(run: Callable[[float, float], Look], plan: LookPlan) -> list[Look]:

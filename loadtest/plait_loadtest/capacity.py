@@ -3,22 +3,25 @@
 A rate *holds* when a valid run shows every class's SLO with 99 % confidence (`confidence`). Every other rate is
 rejected, with its reason. A run that is invalid through no fault of the server (`OWN_FAULT`) is repeated, at most
 twice, where that may help (`RETRIED`), and shows that a rate does not hold only by what the server did after requests
-were sent; if the generator itself cannot offer the rate, that is a bound as well, and the result says so. A run that
-shows neither that the SLO holds nor that it does not is repeated once, twice as long.
+were sent; if the generator itself cannot offer the rate, that is a bound as well, and the result says so. A host
+that is slow without any load would spoil every rate, so then the search ends. A run that shows neither that the SLO
+holds nor that it does not is repeated once, twice as long.
 
 Each trial is long enough for its requests to show the SLO with `SPARE_LATE` late ones among them, and for a queue to
 build up: a rate slightly above capacity only shows after several times the SLO. The rate that the search ends with
 is run again, twice as long; only this fresh run carries the confidence statement, because picking the best of
 several runs favours the lucky ones. If it fails, the search continues below.
 
-If not a single request succeeds, for reasons that no lower rate removes (`MISTAKES`), the search ends at once.
+If not a single request succeeds, for reasons that no lower rate removes (`MISTAKES`), the search ends at once. Low
+rates take long trials: none is begun that might not end within the limit that the search states first.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 from plait_loadtest.confidence import CONFIDENCE, is_refuted, is_shown, requests_needed
 from plait_loadtest.measure import ClassSummary, RunSummary
@@ -75,6 +78,11 @@ class RateTrial:
     why: str
     observed: Observed
 
+    @property
+    def is_spoiled(self) -> bool:
+        """Whether it says nothing about the server, and another run might."""
+        return self.verdict == "invalid" and {code for code, _ in self.observed.invalid} <= RETRIED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassTarget:
@@ -89,7 +97,8 @@ class ClassTarget:
 class CapacitySearch:
     """Where to start and when to stop. `tolerance`: the bracket's upper end over its lower end, less 1.
 
-    `beyond`: a factor; the confirmed rate times this factor is run too, to show that it does not hold.
+    `beyond`: a factor; the confirmed rate times this factor is run too, to show that it does not hold. `spare_s`: what
+    a run may take beside its duration; `within_s`: what the search may take, None: `longest_s`.
     """
 
     needs: tuple[ClassTarget, ...]
@@ -99,6 +108,13 @@ class CapacitySearch:
     tolerance: float = 0.05
     max_trials: int = 24
     beyond: float | None = None
+    spare_s: float = 0.0
+    within_s: float | None = None
+
+    @property
+    def longest_s(self) -> float:
+        """The time that all trials would take at half the first rate."""
+        return self.max_trials * (trial_s(self.first_per_s / 2.0, self) + self.spare_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +136,18 @@ Measure = Callable[[float, float], Observed]
 """`(rate_per_s, duration_s) -> what a run at that rate observed`."""
 
 
-def find_capacity(measure: Measure, search: CapacitySearch, *, say: Callable[[str], None] = lambda _: None) -> Capacity:
-    """Run the whole search; see the module docstring. When a run is interrupted, returns the results so far."""
-    return _Searching(measure, search, say).run()
+def find_capacity(
+    measure: Measure,
+    search: CapacitySearch,
+    *,
+    say: Callable[[str], None] = lambda _: None,
+    is_busy: Callable[[], bool] = lambda: False,
+    clock: Callable[[], float] = time.monotonic,
+) -> Capacity:
+    """Run the whole search; see the module docstring. When a run is interrupted, returns the results so far.
+
+    `is_busy`: whether this machine is slow without any load; `clock`: seconds."""
+    return _Searching(measure, search, say, is_busy, clock).run()
 
 
 def trial_s(rate_per_s: float, search: CapacitySearch, *, times: float = 1.0) -> float:
@@ -188,14 +213,26 @@ class _Ended(Exception):
 class _Searching:
     """A search in progress: the bracket is from the highest of `_held` to `_high`, the lowest that did not hold."""
 
-    def __init__(self, measure: Measure, search: CapacitySearch, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        measure: Measure,
+        search: CapacitySearch,
+        say: Callable[[str], None],
+        is_busy: Callable[[], bool],
+        clock: Callable[[], float],
+    ) -> None:
         self._measure, self._search, self._say = measure, search, say
+        self._is_busy, self._clock = is_busy, clock
+        self._within_s = search.longest_s if search.within_s is None else search.within_s
+        self._until_s = clock() + self._within_s
+        self._ended_by = ""
         self._trials: list[RateTrial] = []
         self._held: list[float] = []
         self._high: float | None = None
 
     def run(self) -> Capacity:
         confirmed = False
+        self._say(f"the search takes at most {self._within_s / 60.0:.3g} min (--within)")
         try:
             self._bracket()
             while self._held and not confirmed and self._room():
@@ -247,12 +284,16 @@ class _Searching:
     def _try(self, rate: float, purpose: Purpose, *, times: float = 1.0) -> RateTrial:
         trial = self._run(rate, purpose, times)
         for _ in range(_REPEATS):
-            if trial.verdict == "invalid" and {code for code, _ in trial.observed.invalid} <= RETRIED:
+            if trial.is_spoiled:
                 trial = self._run(rate, purpose, times)
+        if trial.is_spoiled and self._is_busy():
+            self._end(f"this machine is busy without any load ({trial.why})")
         return self._run(rate, purpose, 2.0 * times) if trial.verdict == "unproven" else trial
 
     def _run(self, rate: float, purpose: Purpose, times: float) -> RateTrial:
         duration_s = trial_s(rate, self._search, times=times)
+        if self._clock() + duration_s + self._search.spare_s > self._until_s:
+            self._end(f"the {self._within_s / 60.0:.3g} min have no room for {duration_s:.0f} s at {rate:.4g}/s")
         self._say(f"{purpose}: {rate:.4g}/s for {duration_s:.0f} s")
         observed = self._measure(rate, duration_s)
         verdict, why = judge(observed)
@@ -265,6 +306,10 @@ class _Searching:
             raise _Ended
         return trial
 
+    def _end(self, why: str) -> NoReturn:
+        self._ended_by = why
+        raise _Ended
+
     def _result(self, *, confirmed: bool) -> Capacity:
         rate = self._held[-1] if self._held else None
         bound = [trial for trial in self._trials if trial.rate_per_s == self._high and trial.verdict != "held"]
@@ -273,20 +318,28 @@ class _Searching:
             rate_per_s=rate,
             confirmed=confirmed,
             by_generator=by_generator,
-            statement=_statement(rate, self._high, self._trials, confirmed=confirmed, by_generator=by_generator),
+            statement=_statement(
+                rate, self._high, self._trials, confirmed=confirmed, by_generator=by_generator, ended_by=self._ended_by
+            ),
             trials=tuple(self._trials),
         )
 
 
 def _statement(
-    rate: float | None, high: float | None, trials: Sequence[RateTrial], *, confirmed: bool, by_generator: bool
+    rate: float | None,
+    high: float | None,
+    trials: Sequence[RateTrial],
+    *,
+    confirmed: bool,
+    by_generator: bool,
+    ended_by: str,
 ) -> str:
-    """Return the result as a sentence or two."""
+    """Return the result as a sentence or two. `ended_by`: why it ended before it was done; empty if it was."""
     if rate is None:
-        why = trials[-1].why if by_generator else trials[-1].observed.unreachable if trials else ""
-        return "no rate was found that holds the SLO" + (f": {why}" if why else "")
+        why = ended_by or (trials[-1].why if by_generator else trials[-1].observed.unreachable if trials else "")
+        return "no rate was found that holds the SLO" + _because(why)
     if not confirmed:
-        return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it"
+        return f"{rate:.4g}/s held, but the search ended before a longer run confirmed it" + _because(ended_by)
     last = next(trial for trial in reversed(trials) if trial.purpose == "confirm" and trial.verdict == "held")
     shown = "; ".join(
         f"{each.name}: {each.good} of {each.judged} within {each.latency_ms:g} ms, so {each.percentile:g} % or more are"
@@ -298,3 +351,7 @@ def _statement(
         why = next(trial.why for trial in reversed(trials) if trial.rate_per_s == high)
         return f"at least {rate:.4g}/s, this generator ends there: {held}; {above}: {why}"
     return f"{held}; {above}"
+
+
+def _because(why: str) -> str:
+    return f": {why}" if why else ""

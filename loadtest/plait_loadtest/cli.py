@@ -70,6 +70,7 @@ def run(
         bool, Option("--find-capacity", help="search the highest rate that holds the SLO")
     ] = False,
     confirm: Annotated[bool, Option("--confirm", help="then show too that 1.3 times that rate does not hold")] = False,
+    within: Annotated[float | None, Option(min=0, help="minutes that the search may take, in place of its own")] = None,
 ) -> None:
     """Send a load and report the results. Flags override the scenario."""
     asked = locals().copy()
@@ -88,7 +89,7 @@ def run(
         outputs.check()
         if find_capacity:
             _only_alone(part, start_at, save)
-            code = _search(chosen, outputs, confirm=confirm)
+            code = _search(chosen, outputs, confirm=confirm, within_min=within)
         else:
             code = _run(chosen, outputs, _part(part), _instant(start_at))
     raise typer.Exit(code)
@@ -203,25 +204,31 @@ def _run(scenario: Scenario, outputs: Outputs, part: HostPart, start_unix_s: flo
     return _exit_code(session, _written(outputs, session))
 
 
-def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool) -> int:
+def _search(scenario: Scenario, outputs: Outputs, *, confirm: bool, within_min: float | None) -> int:
     """Run the capacity search; its report is that of the run that confirmed the rate, plus the trials."""
     from plait_loadtest.capacity import find_capacity
+    from plait_loadtest.measure import lag_limit
     from plait_loadtest.progress import live_line
+    from plait_loadtest.run.coordinator import is_slow_alone
     from plait_loadtest.session import measure_at, search_of
     from plait_loadtest.wire.dial import require_listener
 
     sessions: list[FinishedRun] = []
-    search = search_of(scenario, beyond=1.3 if confirm else None)
+    within_s = None if within_min is None else 60.0 * within_min
+    search = search_of(scenario, beyond=1.3 if confirm else None, within_s=within_s)
     require_listener(scenario.target)
     with live_line(None) as show:
-        measure = measure_at(scenario, on_progress=show, keep=sessions.append)
-        found = find_capacity(measure, search, say=_say)
+        measure = measure_at(scenario, on_progress=show, keep=sessions.append, say=_say)
+        found = find_capacity(measure, search, say=_say, is_busy=lambda: is_slow_alone(lag_limit(scenario)))
     # Each trial is one session, in the same order.
     confirmed = [
         session
         for session, trial in zip(sessions, found.trials, strict=True)
         if trial.rate_per_s == found.rate_per_s and trial.verdict == "held"
     ]
+    if not sessions:
+        _say(f"plait loadtest: {found.statement}")
+        return EXIT_FAILED
     is_written = _written(outputs, (confirmed or sessions)[-1], found)
     if any(trial.observed.interrupted for trial in found.trials):
         return EXIT_INTERRUPTED

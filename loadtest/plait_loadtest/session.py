@@ -10,9 +10,12 @@ from plait_loadtest.errors import ScenarioError
 from plait_loadtest.judging import percentile_of, slo_of
 from plait_loadtest.measure import RunSummary, min_requests, summarise
 from plait_loadtest.plan import expected_requests, make_plan
-from plait_loadtest.scenario import ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
+from plait_loadtest.scenario import ClosedLoopCallers, ConstantArrivals, GammaArrivals, PoissonArrivals, Scenario
 from plait_loadtest.thresholds import Threshold, Verdict, check, parse_all
-from plait_loadtest.values import WHOLE, HostPart, OnProgress, RunResult, StopWhen
+from plait_loadtest.values import WHOLE, HostPart, OnProgress, RunProgress, RunResult, StopWhen
+
+_UNANSWERED = frozenset({"unfinished", "timeout"})
+_STARTS_S = 10.0  # what the processes of a run, and of the next look at the server, take to start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -59,6 +62,23 @@ def finished(
     )
 
 
+def settles(scenario: Scenario, *, limit_s: float) -> bool:
+    """Ask for one thing at a time until an answer comes in time, so that nothing of an earlier load is waited for any
+    more; return whether one did within `limit_s`. What a server computes for nobody beside that stays unseen."""
+    slos = [slo.latency_ms for item in scenario.mix if (slo := slo_of(scenario, item.name)) is not None]
+
+    def is_quick(progress: RunProgress) -> str | None:
+        quick = progress.recent_p95_ms is not None and progress.recent_p95_ms <= max(slos, default=float("inf"))
+        return "it answers in time" if quick and progress.ok else None
+
+    if limit_s <= 0.0:
+        return False
+    limits = scenario.limits.model_copy(update={"drain_s": 0.0, "cancel_rate": 0.0})
+    alone: dict[str, object] = {"arrivals": ClosedLoopCallers(concurrency=1), "duration_s": limit_s, "limits": limits}
+    alone |= {"warm_up_s": 0.0, "count": None, "thresholds": ()}
+    return bool(run_scenario(scenario.model_copy(update=alone), stop_when=is_quick).result.abandoned)
+
+
 def foreseen(scenario: Scenario) -> list[str]:
     """Return a sentence for each class whose SLO the run will have too few requests to judge. Raises `ScenarioError` if
     a threshold cannot be read."""
@@ -99,7 +119,7 @@ def at_rate(scenario: Scenario, rate_per_s: float, duration_s: float) -> Scenari
     )  # fmt: skip
 
 
-def search_of(scenario: Scenario, *, beyond: float | None = None) -> CapacitySearch:
+def search_of(scenario: Scenario, *, beyond: float | None = None, within_s: float | None = None) -> CapacitySearch:
     """Return the search that a scenario asks for: its rate is the first, its duration the minimum of a trial.
 
     Raises `ScenarioError` without an SLO.
@@ -114,13 +134,26 @@ def search_of(scenario: Scenario, *, beyond: float | None = None) -> CapacitySea
     if not needs:
         raise ScenarioError("slo: a capacity search needs one (--slo-ms)")
     rate = getattr(scenario.arrivals, "rate_per_s", 1.0)
-    return CapacitySearch(needs=needs, first_per_s=rate, min_trial_s=scenario.duration_s, beyond=beyond)
+    return CapacitySearch(
+        needs=needs,
+        first_per_s=rate,
+        min_trial_s=scenario.duration_s,
+        beyond=beyond,
+        spare_s=scenario.warm_up_s + 2.0 * first.limits.drain_s + _STARTS_S,  # its last answers, then `settles`
+        within_s=within_s,
+    )
 
 
 def measure_at(
-    scenario: Scenario, *, on_progress: OnProgress | None = None, keep: Callable[[FinishedRun], None] = lambda _: None
+    scenario: Scenario,
+    *,
+    on_progress: OnProgress | None = None,
+    keep: Callable[[FinishedRun], None] = lambda _: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Callable[[float, float], Observed]:
-    """Return the `capacity.Measure` that actually runs the load; seeds differ by run, and `keep` receives each run."""
+    """Return the `capacity.Measure` that actually runs the load; seeds differ by run, and `keep` receives each run.
+
+    After a run that did not wait for all answers it waits until the server `settles`, or says that it did not."""
     runs = 0
 
     def measure(rate_per_s: float, duration_s: float) -> Observed:
@@ -130,6 +163,9 @@ def measure_at(
         trial = at_rate(scenario, rate_per_s, duration_s).model_copy(update={"seed": scenario.seed + runs})
         session = run_scenario(trial, on_progress=on_progress)
         keep(session)
+        left = session.summary.total.errors.keys() & _UNANSWERED
+        if left and not session.result.interrupted and not settles(trial, limit_s=trial.limits.drain_s):
+            say("the server is still busy with this run: the next may meet its backlog")
         return observe(session.summary)
 
     return measure

@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from plait_autoconfig.confidence import log_losses
+from plait_autoconfig.confidence import NOISE, log_losses, noise_of
 from plait_autoconfig.designers.protocols import ServiceContext
 from plait_autoconfig.designers.uninformed import SobolDesigner
 from plait_autoconfig.library import LibraryRun
@@ -45,10 +45,6 @@ from plait_autoconfig.surrogate.posterior import (
 )
 from plait_autoconfig.values import Cell, Config, TrialOutcome
 
-_NOISE, _NOISE_TRIALS = 0.03, 2.0
-"""The assumed relative noise of a trial before any cell has been measured twice, and how many repeats that guess
-counts as."""
-_MARGIN_NOISE = 0.05
 _HOPELESS = 0.3
 """Cells that are less likely to be feasible are proposed only when no others are left: once little is to be gained
 among feasible cells, a long shot at one that almost surely fails would look better."""
@@ -140,9 +136,7 @@ class PlaitDesigner(SobolDesigner):
         loss = self._infer_with_pending(back.loss, data, rng)
         if self._costed:
             loss = replace(loss, means=loss.means + log_costs / unit)
-        margins = TrialData(
-            index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=_MARGIN_NOISE
-        )
+        margins = TrialData(index=index, values=reading.margins(self.objective, outcomes), repeats=repeats, noise=NOISE)
         margin = infer(back.margin, margins, rng)
         kept = index[np.array([self.objective.feasible(each) for each in outcomes], bool)]
         return Beliefs(
@@ -258,14 +252,9 @@ class PlaitDesigner(SobolDesigner):
 
     def _noise(self, cells: Sequence[Cell], weights: Floats) -> float:
         """Return the standard deviation of a trial about its cell, in log units, from the cells measured twice."""
-        squares, freedom = _NOISE_TRIALS * _NOISE**2, _NOISE_TRIALS
-        for cell in cells:
-            valid = [trial.outcome for trial in cell.trials if trial.outcome.failure is None]
-            if len(valid) > 1 and len(self.objective.goals) == 1:
-                values = self._losses(valid, weights)
-                squares += float(((values - values.mean()) ** 2).sum())
-                freedom += len(valid) - 1
-        return float(np.sqrt(squares / freedom))
+        single = cells if len(self.objective.goals) == 1 else ()
+        ran = [[trial.outcome for trial in cell.trials if trial.outcome.failure is None] for cell in single]
+        return noise_of([self._losses(outcomes, weights) for outcomes in ran if outcomes])
 
     def _infer_with_pending(self, background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
         """Infer with pending cells counted as if they had met expectations (the kriging believer, Ginsbourger 2010)."""

@@ -99,7 +99,7 @@ def importance(state: JobState) -> str:
     if found is None:
         why = f"{len(cells)} configurations were measured; of fewer than {FEWEST_CELLS} nothing can be said."
         if len(cells) >= FEWEST_CELLS:
-            why = "Nothing can be said: all configurations did equally well, or no knob varied."
+            why = "Nothing can be said: all configurations did equally well."
         return section("Which knobs mattered", why)
     rows = "".join(
         f'<span>{escape(name)}</span><i style="width:{100.0 * share / found.shares[0][1]:.1f}%"></i>'
@@ -107,8 +107,8 @@ def importance(state: JobState) -> str:
         for name, share in found.shares
     )
     note = (
-        f"PED-ANOVA (Optuna): how differently the best {100.0 * found.best_share:.0f} % of the {found.cells} "
-        "configurations set each knob. From so few it is a hint, not a proof."
+        f"How much the goal varies with each knob over the whole space, as a model of the {found.cells} configurations "
+        "that were measured has it. From so few it is a hint, not a proof."
     )
     return section("Which knobs mattered", note, f'<div class="bars">{rows}</div>')
 

@@ -332,3 +332,16 @@ class EchoClock:
             return self._pipe.recv() if self._pipe.poll(_ANSWER_S) else None
         except (EOFError, OSError):
             return None
+
+
+_ALONE_S = 3.0  # enough for the p99 to be about the largest of sixty
+
+
+def is_slow_alone(limit_ms: float) -> bool:
+    """Return whether control requests take longer than this (p99) while there is no load: then it is not the load."""
+    with EchoClock() as echo:
+        echo.wait_ready()
+        echo.start(time.perf_counter_ns())
+        time.sleep(_ALONE_S)
+        latency_ns = echo.stop().latency_ns
+    return bool(latency_ns.size) and float(np.percentile(latency_ns, 99.0)) / 1e6 > limit_ms

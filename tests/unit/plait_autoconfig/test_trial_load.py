@@ -55,6 +55,40 @@ def test_what_cannot_win_costs_a_few_short_looks(far: float) -> None:
     assert looks[best_look(looks)].held
 
 
+def busy_host(invalid: set[int]) -> list[Look]:
+    """The runs of a search on a server with a capacity of 100, of which these say nothing about it."""
+    looks: list[Look] = []
+
+    def run(rate_per_s: float, duration_s: float) -> Look:
+        valid = len(looks) not in invalid
+        looks.append(
+            Look(
+                rate_per_s=rate_per_s, duration_s=duration_s, held=valid and rate_per_s <= 100.0,
+                answered_per_s=min(rate_per_s, 100.0) if valid else 1.0, valid=valid,
+            )
+        )  # fmt: skip
+        return looks[-1]
+
+    return look_for_capacity(run, LookPlan.of(90.0, expected_per_s=90.0, short_s=SHORT_S, long_s=LONG_S))
+
+
+def test_a_busy_host_moves_nothing() -> None:
+    """A run that says nothing about the server is made again; without those the search is what it is on an idle
+    host."""
+    idle, busy = busy_host(set()), busy_host({0, 2, 3})
+    assert [look for look in busy if look.valid] == idle
+    assert busy[1].rate_per_s == busy[0].rate_per_s
+    assert busy[best_look(busy)] == idle[best_look(idle)]
+
+
+def test_a_host_that_stays_busy_makes_the_whole_search_invalid() -> None:
+    """What held before may be far from the capacity."""
+    looks = busy_host({1, 2, 3})
+    assert [look.valid for look in looks] == [True, False, False, False]
+    assert len({look.rate_per_s for look in looks[1:]}) == 1
+    assert not looks[best_look(looks)].valid
+
+
 def test_what_others_are_compared_with_is_measured_by_runs_of_full_length() -> None:
     """Two of them, where the expectation was right: one that holds and one that does not."""
     looks = searched(104.0, 100.0, whole=True)

@@ -133,6 +133,39 @@ def test_a_slow_generator_is_a_bound_of_its_own():
     assert all(tried.count(rate) == 3 for rate in tried if rate > 50.0)
 
 
+def test_a_host_that_is_busy_without_any_load_ends_the_search():
+    """Lower rates would be spoiled as well, and say nothing about the server; what held before still counts."""
+    tried = []
+
+    def measure(rate_per_s, duration_s):
+        tried.append(rate_per_s)
+        n = round(rate_per_s * duration_s)
+        return seen(n, n, invalid=(("echo", "this machine was slow"),) if len(tried) > 1 else ())
+
+    found = find_capacity(measure, search(), is_busy=lambda: True)
+    assert tried == [10.0, 20.0, 20.0, 20.0]
+    assert (found.rate_per_s, found.confirmed) == (10.0, False)
+    assert "this machine is busy without any load" in found.statement
+
+
+@pytest.mark.parametrize("within_s", [None, 60.0])
+@pytest.mark.parametrize("capacity_per_s", [0.02, 3.0, 37.0])
+def test_a_search_ends_within_the_time_that_it_states_first(capacity_per_s, within_s):
+    """Also where each trial takes hours, because so few requests come; runs take longer than they should."""
+    passed_s, said = [0.0], []
+
+    def measure(rate_per_s, duration_s):
+        passed_s[0] += duration_s + 7.0
+        return sharp(capacity_per_s)(rate_per_s, duration_s)
+
+    asked = search(spare_s=7.0, within_s=within_s)
+    found = find_capacity(measure, asked, say=said.append, clock=lambda: passed_s[0])
+    stated_min = float(said[0].removeprefix("the search takes at most ").split()[0])
+    assert passed_s[0] <= 60.0 * stated_min * 1.01
+    assert found.confirmed or "have no room" in found.statement
+    assert found.confirmed == (within_s is None and capacity_per_s > 1.0)
+
+
 @pytest.mark.parametrize("code", ["limit", "send_lag", "echo", "generator"])
 def test_what_the_generator_did_is_not_blamed_on_the_server(code):
     """Requests that were late or not sent through the generator do not show that a rate does not hold; those that were

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
 import numpy as np
 import pytest
 
 from plait_loadtest import session as sessions
 from plait_loadtest.errors import ScenarioError
+from plait_loadtest.load import load_scenario
+from plait_loadtest.run.coordinator import is_slow_alone
 from plait_loadtest.scenario import ClosedLoopCallers, GammaArrivals, ImageClass, PoissonArrivals, RampArrivals, Slo
 from support.loadtest_records import records, scenario, session
 
@@ -56,3 +63,56 @@ def test_each_trial_has_arrivals_of_its_own(monkeypatch):
     assert [chosen.arrivals for chosen in asked] == [PoissonArrivals(rate_per_s=50.0)] * 2
     assert len(kept) == 2
     assert [(each.classes[0].good, each.classes[0].judged) for each in observed] == [(1000, 1000)] * 2
+
+
+@contextmanager
+def one_at_a_time(service_s):
+    """A server that computes for those that have gone, too: its address, its gate, and the number of its answers."""
+    gate, answered = threading.Event(), []
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_GET(self):
+            gate.wait()
+            threading.Event().wait(service_s)
+            answered.append(self.path)
+            try:
+                self.send_response(200)
+                self.end_headers()
+            except OSError:
+                pass
+
+        def log_message(self, *arguments):
+            """Nothing."""
+
+    class Server(HTTPServer):
+        request_queue_size = 128
+
+    with Server(("127.0.0.1", 0), Slow) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server.server_address, gate, answered
+        finally:
+            gate.set()
+            server.shutdown()
+            thread.join()
+
+
+def test_a_server_has_settled_once_nothing_of_an_earlier_load_is_waited_for():
+    """Forty requests of 50 ms each, whose callers have gone: until they are answered it has not."""
+    with one_at_a_time(0.05) as (address, gate, answered):
+        target = {"url": "http://{}:{}".format(*address), "api": "raw"}
+        chosen = load_scenario({"target": target, "slo": {"latency_ms": 500}}, {})
+        for _ in range(40):
+            with socket.create_connection(address) as gone:
+                gone.sendall(b"GET /gone HTTP/1.0\r\n\r\n")
+        assert not sessions.settles(chosen, limit_s=0.5)
+        gate.set()
+        assert sessions.settles(chosen, limit_s=60.0)
+        assert answered.count("/gone") == 40
+
+
+@pytest.mark.parametrize(("limit_ms", "slow"), [(1e-6, True), (60_000.0, False)])
+def test_control_requests_without_a_load_say_whether_a_host_is_slow(limit_ms, slow):
+    """They take more than a nanosecond and less than a minute."""
+    assert is_slow_alone(limit_ms) == slow

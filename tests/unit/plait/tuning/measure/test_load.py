@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from fakes.bad_server import bad_server
 from fakes.stub_server import server_process
 from plait.tuning.measure.load import Watch, joined, metrics_of, run_given, run_search
 from plait.tuning.measure.trial import with_address
@@ -83,6 +84,16 @@ def test_a_load_ends_at_the_time_limit_of_its_trial(url: str) -> None:
     assert not [reason for reason in loaded.invalid.split("; ") if "early" in reason]
 
 
+def test_a_load_that_ends_early_says_whether_the_server_is_known_to_be_idle_again(url: str) -> None:
+    """This one answers nothing but errors: nobody can know."""
+    with bad_server() as failing:
+        target = {"url": failing.url, "api": "raw", "path": "/503"}
+        loaded = run_given(small(url, target=target, duration_s=8.0), Watch(limit_s=4.0))
+    assert "requests failed" in loaded.ended_early
+    assert not loaded.timed_out
+    assert "still busy" in loaded.notes[-1]
+
+
 def test_a_guard_ends_the_load(url: str) -> None:
     """Whatever is asked to watch may end it."""
     loaded = run_given(small(url, duration_s=60.0), Watch(stop=(lambda told: "guard: enough" if told.done else None,)))
@@ -97,7 +108,7 @@ def test_a_search_returns_the_load_that_counts_and_says_what_it_tried(
 
     def two_looks(run: Callable[[float, float], Look], plan: LookPlan) -> list[Look]:
         planned.append(plan)
-        return [replace(run(40.0, 1.0), held=True), replace(run(80.0, 1.0), held=False)]
+        return [replace(run(40.0, 1.0), held=True, valid=True), replace(run(80.0, 1.0), held=False, valid=True)]
 
     monkeypatch.setattr("plait.tuning.measure.load.look_for_capacity", two_looks)
     loaded = run_search(small(url, duration_s=4.0), Watch(), expected_per_s=40.0)
