@@ -22,24 +22,10 @@ from xdist.scheduler import LoadFileScheduling
 
 from plait_kernels.executors import background
 from support.cluster import TESTS, shared_serve, stop_shared
-from support.tiny import (
-    tiny_models,
-    tiny_sd_controlnets,
-    tiny_sd_folder,
-    tiny_sdxl_controlnets,
-    tiny_sdxl_folder,
-)
 
 pytest_plugins = ["support.again", "support.skips", "pytester"]
 
-__all__ = [
-    "shared_serve",
-    "tiny_models",
-    "tiny_sd_controlnets",
-    "tiny_sd_folder",
-    "tiny_sdxl_controlnets",
-    "tiny_sdxl_folder",
-]
+__all__ = ["shared_serve"]
 
 # Two cores, several processes: one thread each is what the numbers in the tests assume.
 torch.set_num_threads(1)
@@ -117,6 +103,41 @@ def _cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield
+
+
+@pytest.fixture(scope="session")
+def tiny_sd_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion 1.x folder. What is in it, and in those below, is read only."""
+    from support.tiny import tiny_sd  # diffusers takes seconds, which who tests something else need not wait
+
+    return tiny_sd(tmp_path_factory.mktemp("tiny") / "sd")
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion XL folder."""
+    from support.tiny import tiny_sdxl
+
+    return tiny_sdxl(tmp_path_factory.mktemp("tiny") / "sdxl")
+
+
+@pytest.fixture(scope="session")
+def tiny_sd_controlnets(tmp_path_factory: pytest.TempPathFactory, tiny_sd_folder: Path) -> tuple[Path, Path]:
+    """Two different ControlNets for ``tiny_sd_folder``."""
+    return _two_controlnets(tmp_path_factory, tiny_sd_folder)
+
+
+@pytest.fixture(scope="session")
+def tiny_sdxl_controlnets(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl_folder: Path) -> tuple[Path, Path]:
+    """Two different ControlNets for ``tiny_sdxl_folder``."""
+    return _two_controlnets(tmp_path_factory, tiny_sdxl_folder)
+
+
+def _two_controlnets(tmp_path_factory: pytest.TempPathFactory, base: Path) -> tuple[Path, Path]:
+    from support.tiny import tiny_controlnet
+
+    root = tmp_path_factory.mktemp("tiny")
+    return tiny_controlnet(root / "control-a", base, seed=1), tiny_controlnet(root / "control-b", base, seed=2)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -212,17 +212,15 @@ def test_a_message_is_held_back_and_then_given() -> None:
 
 def test_close_wakes_who_waits_for_the_link() -> None:
     """Closing ends a wait for a message that is in flight, and gives its memory back."""
-    link = slow_link(bytes_per_s=2e6)
+    link = slow_link(bytes_per_s=1e6)
     one, other = pair()
     client, server = modelled(one, link), modelled(other, link)
-    client.send({}, [client.pool.acquire(40_000_000)])  # 20 s
+    client.send({}, [client.pool.acquire(200_000_000)])  # longer than anybody waits here
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(server.recv, WAIT_S)
         time.sleep(0.05)
-        start_s = time.monotonic()
         server.close()
         assert isinstance(waiting.exception(WAIT_S), ChannelClosed)
-        assert time.monotonic() - start_s < 10
     assert one.pool.statistics().leases == 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -141,15 +140,13 @@ def test_an_announced_message_survives_a_timeout(raw: RawEnds) -> None:
 
 
 def test_announced_and_gone(raw: RawEnds) -> None:
-    """A peer that hangs up in the middle of a message is lost within half a second; the half is never seen."""
+    """A peer that hangs up in the middle of a message is lost; the half is never seen."""
     server = raw.server
     raw.send(ANNOUNCEMENT)
     raw.sock.shutdown(socket.SHUT_RDWR)
-    began_s = time.monotonic()
     with pytest.raises(PeerLost) as caught:
         server.recv(WAIT_S)
     assert not isinstance(caught.value, PeerClosed)
-    assert time.monotonic() - began_s < WAIT_S / 2
     with pytest.raises(PeerLost):
         server.send({}, [bytes(1_000)])
 

@@ -54,37 +54,46 @@ CONFIGS = {
 
 
 class StarterServer:
-    """The starter models on the session's Ray, and packages that a document made before it asks."""
+    """The starter models on the session's Ray, and beside them the packages that a document has made."""
 
     def __init__(self, shared: SharedServe) -> None:
         self.url = f"http://127.0.0.1:{shared.port}"
         self._serve = shared.serve
-        self._packages: frozenset[Path] | None = None
+        self._served: dict[str, Sequence[Path]] = {}
 
     def start(self, packages: Sequence[Path]) -> str:
-        """Returns its address once it serves these packages too."""
-        if self._packages is None or not self._packages.issuperset(packages):
-            self._packages = frozenset(packages)
-            models = {"picks": RankModelSection(folder=STARTER_RANKING_FOLDER, mode="whole")}
-            models |= {folder.name: RankModelSection(folder=folder) for folder in packages}
-            images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
+        """Returns its address once it serves: of the starter models, or where there are packages of these alone, so
+        that nothing else starts again for them."""
+        if packages:
+            models = {folder.name: RankModelSection(folder=folder) for folder in packages}
+            return self._run(packages[0].parent.parent.name, packages, None, models)
+        images = ImagesSection(knobs=EngineKnobs(controlnet_placement=Placement.LOCAL, threads=1))
+        return self._run("", (), images, {"picks": RankModelSection(folder=STARTER_RANKING_FOLDER, mode="whole")})
+
+    def _run(
+        self, name: str, packages: Sequence[Path], images: ImagesSection | None, models: dict[str, RankModelSection]
+    ) -> str:
+        url = f"{self.url}/{name}".rstrip("/")
+        if self._served.get(name) != packages:
+            self._served[name] = packages
             args = AppArgs(images=images, recommend=RankingSection(models=models), server=ServerSection(drain_s=2))
-            self._serve.run(build(args), name=APP, route_prefix="/")
-            wait_for(self._is_ready, timeout_s=240)
-        return self.url
+            self._serve.run(build(args), name=APP + name, route_prefix=f"/{name}")
+            wait_for(lambda: _is_ready(url), timeout_s=240)
+        return url
 
     def stop(self) -> None:
         """Its replicas are gone."""
-        if self._packages is not None:
-            self._serve.delete(APP)
+        for name in self._served:
+            self._serve.delete(APP + name)
 
-    def _is_ready(self) -> bool:
-        try:
-            with urllib.request.urlopen(self.url + "/v2/health/ready", timeout=30) as answer:
-                return json.load(answer)["ready"] is True
-        except urllib.error.HTTPError as error:
-            error.close()
-            return False
+
+def _is_ready(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url + "/v2/health/ready", timeout=30) as answer:
+            return json.load(answer)["ready"] is True
+    except urllib.error.HTTPError as error:
+        error.close()
+        return False
 
 
 @pytest.fixture(scope="module")

@@ -50,10 +50,11 @@ def ask(seed: int, edit: Edit | None, **more) -> ImageRequest:
 
 
 @pytest.fixture(scope="module")
-def nine(rig_of, tiny_models, tiny_sd_folder):
+def nine(rig_of, tmp_path_factory, tiny_sd_folder):
     """A tiny Stable Diffusion for inpainting, with a ControlNet of the ordinary kind."""
-    folder = tiny_sd(tiny_models / "sd-nine", seed=4, in_channels=9)
-    return rig_of(folder, tiny_controlnet(tiny_models / "sd-nine-control", tiny_sd_folder, seed=3))
+    root = tmp_path_factory.mktemp("nine")
+    folder = tiny_sd(root / "sd", seed=4, in_channels=9)
+    return rig_of(folder, tiny_controlnet(root / "control", tiny_sd_folder, seed=3))
 
 
 EDITS = pytest.mark.parametrize("edit", [IMG2IMG, INPAINT, ANEW], ids=["img2img", "inpaint", "anew"])

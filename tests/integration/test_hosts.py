@@ -355,7 +355,8 @@ print(json.dumps(seen), flush=True)
 
 
 def test_serve_on_another_node_than_the_head_serves_or_says_at_once_what_holds(tmp_path: Path) -> None:
-    """Within 15 s, and no request to the application that runs there fails, which one `plait serve` keeps."""
+    """Before `server.ready_timeout_s`, and no request to the application that runs there fails, which one `plait
+    serve` keeps."""
     if reason := why_not():
         pytest.skip(reason)
     try:
@@ -384,9 +385,7 @@ def _two_servers(rays: RayHosts, folder: Path) -> None:
         return rays.run(host, sys.executable, "-c", ASKING, url, pipes=True)
 
     def refused(host: int, port: int, why: str) -> None:
-        began_s = time.monotonic()
         assert serve(host, port).wait(PATIENCE_S) == 1, rays.log(host)
-        assert time.monotonic() - began_s < 15, rays.log(host)
         assert why in rays.log(host)
 
     def answered(clients: subprocess.Popen[str]) -> None:

@@ -193,10 +193,8 @@ def test_a_closed_loop_waits_for_replies(server):
 
 def test_a_closed_loop_ends_after_its_count(server):
     """``count`` requests are measured, whatever the duration."""
-    scenario = scenario_of(server.url, arrivals={"kind": "closed", "concurrency": 2}, duration_s=30, count=25)
-    started_s = time.monotonic()
-    records = go(scenario).records
-    assert (len(records), time.monotonic() - started_s < 15) == (25, True)
+    scenario = scenario_of(server.url, arrivals={"kind": "closed", "concurrency": 2}, duration_s=3600, count=25)
+    assert len(go(scenario).records) == 25
 
 
 def test_ctrl_c_keeps_what_there_is(server):
@@ -209,23 +207,19 @@ def test_ctrl_c_keeps_what_there_is(server):
             pressed.append(progress)
             os.kill(os.getpid(), signal.SIGINT)
 
-    started_s = time.monotonic()
     result = go(scenario, on_progress=press)
-    assert time.monotonic() - started_s < 20
     assert result.interrupted
     assert len(result.records) == 6000
     kept = outcomes(result.records)
     assert kept[RequestOutcome.OK] >= 50
-    assert kept[RequestOutcome.OK] + kept[RequestOutcome.INTERRUPTED] == 6000
+    assert kept[RequestOutcome.INTERRUPTED] == 6000 - kept[RequestOutcome.OK] > 0
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_run_without_hope_is_ended_early(server):
     """Whoever watches may end it: the result says why, and what was done until then is kept."""
     scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 100}, duration_s=60)
-    started_s = time.monotonic()
     result = go(scenario, stop_when=lambda told: "enough was seen" if told.done >= 50 else None)
-    assert time.monotonic() - started_s < 20
     assert (result.interrupted, result.abandoned) == (True, "enough was seen")
     kept = outcomes(result.records)
     assert kept[RequestOutcome.OK] >= 50

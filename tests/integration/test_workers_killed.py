@@ -23,7 +23,7 @@ from plait_fabric import Unreachable, connect, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
 from support.rank_fabric import QUICK, until
 
-DEADLINE_S = 5.0
+DEADLINE_S = 30.0
 
 
 class Cluster:
@@ -140,4 +140,4 @@ class _Load:
                 self.answered += 1
                 close = torch.allclose(answer.outputs["score"], self._expected[number], rtol=1e-4, atol=1e-4)
                 self.wrong += not close
-            self.slow += time.monotonic() > deadline_s + 1.0
+            self.slow += time.monotonic() > deadline_s + 10.0

@@ -230,11 +230,9 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCa
     sparse.gate.clear()
     rig.front(rig.whole(sparse))
     ranker = await rig.ranker(answer_timeout_s=0.2)
-    started_s = time.monotonic()
     with pytest.raises(WorkerUnavailable, match="model tiny"):
         await ranker.rank(kit.request(1))
     assert "no answer within 0.2 s" in caplog.text
-    assert time.monotonic() - started_s < 10
     sparse.gate.set()
     await until(lambda: ranker.core.ready() is None)
     await _right(rig, ranker)

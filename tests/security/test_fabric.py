@@ -24,7 +24,7 @@ from plait_serving.deployments.fabric_endpoints import open_listeners
 ROOT = Path(__file__).resolve().parents[2]
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve", "jsonpickle", "zmq",
               "multiprocessing"}  # fmt: skip
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Payload:

@@ -32,11 +32,9 @@ class JavaScriptError(Exception):
 
 
 class Browser:
-    """One window. `width` and `height` are those of the page; `dark`: what it is told that people prefer."""
+    """One window at a time, on a Chromium of its own. `spare` gets it when that was closed."""
 
-    def __init__(
-        self, driver_url: str, profile: Path, *, width: int = 1280, height: int = 900, dark: bool = False
-    ) -> None:
+    def __init__(self, driver_url: str, profile: Path, spare: list[Browser]) -> None:
         arguments = ["--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
                      "--force-device-scale-factor=1", "--hide-scrollbars", "--disable-dev-shm-usage"]  # fmt: skip
         wanted = {
@@ -44,20 +42,30 @@ class Browser:
             "goog:chromeOptions": {"binary": CHROMIUM, "args": arguments},
             "goog:loggingPrefs": {"browser": "ALL"},
         }
-        self._driver = driver_url
+        self._driver, self._spare = driver_url, spare
         session = self._ask("POST", "/session", {"capabilities": {"alwaysMatch": wanted}})
         self._path = f"/session/{session['sessionId']}"
+
+    def shape(self, *, width: int = 1280, height: int = 900, dark: bool = False) -> Browser:
+        """Set the page's width and height; `dark`: what it is told that people prefer."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self.devtools("Emulation.setDeviceMetricsOverride", **size)
         prefers = {"prefers-color-scheme": "dark" if dark else "light", "prefers-reduced-motion": "reduce"}
         features = [{"name": name, "value": value} for name, value in prefers.items()]
         self.devtools("Emulation.setEmulatedMedia", features=features)
+        return self
 
     def close(self) -> None:
-        """Ends it. Idempotent."""
-        if self._path:
-            self._ask("DELETE", self._path)
-            self._path = ""
+        """Leaves the page and forgets what it stored: the next window is as new."""
+        origin = self.run("return location.origin")
+        self.open("about:blank")
+        self.devtools("Storage.clearDataForOrigin", origin=origin, storageTypes="all")
+        self.complaints()
+        self._spare.append(self)
+
+    def end(self) -> None:
+        """Ends the process."""
+        self._ask("DELETE", self._path)
 
     def open(self, url: str) -> None:
         """Loads a page."""
@@ -158,23 +166,27 @@ class Browser:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Callable[..., Browser]]:
-    """What opens windows, each with a profile of its own; those that nobody closed end with it."""
+    """What opens windows, which know nothing of each other. Starting Chromium takes seconds, so that a window that was
+    closed lends its own to the next."""
     assert DRIVER is not None
     process = subprocess.Popen([DRIVER, "--port=0"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     opened: list[Browser] = []
+    spare: list[Browser] = []
     assert process.stdout is not None
     try:
         line = next(line for line in process.stdout if "started successfully on port" in line)
         url = f"http://127.0.0.1:{line.rstrip(' .' + chr(10)).rsplit(' ', 1)[1]}"
 
         def window(**how: Any) -> Browser:
-            opened.append(Browser(url, folder / f"profile-{len(opened)}", **how))
-            return opened[-1]
+            if not spare:
+                spare.append(Browser(url, folder / f"profile-{len(opened)}", spare))
+                opened.append(spare[-1])
+            return spare.pop().shape(**how)
 
         yield window
     finally:
         for browser in opened:
-            browser.close()
+            browser.end()
         process.terminate()
         process.wait(60)
         process.stdout.close()

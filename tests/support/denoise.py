@@ -1,6 +1,6 @@
 """The plainest step loop, to test denoisers and samplers without an engine, and diffusers' answer to compare with.
 
-`run_requests` steps requests together, each at its own step; `reference_latents` asks the stock pipeline.
+`run_requests` steps requests together, each at its own step; `run_pipeline` asks a stock pipeline.
 """
 
 from __future__ import annotations
@@ -103,18 +103,6 @@ def start(
         session = client.open(image=ref.image, conditioning=conditioning, width=request.width, height=request.height)
         controls.append(ActiveControl(client=client, session=session, scale=ref.scale))
     return DenoisingRequest(request, sampler, sampler.init_latents(), conditioning, tuple(controls))
-
-
-def reference_latents(
-    folder: Path,
-    request: ImageRequest,
-    controlnets: Mapping[str, Path] | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
-    """``(n, c, h, w)`` of diffusers' own pipeline for the same request."""
-    paths = [(controlnets or {})[control.name] for control in request.controlnets]
-    pipeline = reference_pipeline(folder, request.scheduler, paths, dtype, edits_of(request))
-    return run_pipeline(pipeline, request)
 
 
 def reference_pipeline(

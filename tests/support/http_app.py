@@ -102,7 +102,7 @@ class AsgiCall:
 
     async def wait_chunk(self) -> None:
         """Returns when some of the answer's body was sent."""
-        await asyncio.wait_for(self._arrived.wait(), 5)
+        await asyncio.wait_for(self._arrived.wait(), 60)
 
     async def done(self) -> None:
         """Returns when the app has finished with the request."""
@@ -110,7 +110,7 @@ class AsgiCall:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Returns as soon as ``condition`` holds; raises TimeoutError after 20 s."""
-    async with asyncio.timeout(20):
+    """Returns as soon as ``condition`` holds; raises TimeoutError after 60 s."""
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110  # the fakes are counters, not events
             await asyncio.sleep(0.002)

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 
 
 def pause(pid: int) -> None:

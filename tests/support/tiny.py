@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-import pytest
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
 from safetensors import safe_open
@@ -299,42 +298,3 @@ def _lora_entries(
     if alpha is not None:
         entries[name + suffix] = torch.tensor(float(alpha))
     return {key: value.contiguous() for key, value in entries.items()}
-
-
-# ---- fixtures: re-exported by conftest ------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session")
-def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the session's tiny models live in; treat what is in it as read-only."""
-    return tmp_path_factory.mktemp("tiny-models")
-
-
-@pytest.fixture(scope="session")
-def tiny_sd_folder(tiny_models: Path) -> Path:
-    """A tiny Stable Diffusion 1.x folder."""
-    return tiny_sd(tiny_models / "sd")
-
-
-@pytest.fixture(scope="session")
-def tiny_sdxl_folder(tiny_models: Path) -> Path:
-    """A tiny Stable Diffusion XL folder."""
-    return tiny_sdxl(tiny_models / "sdxl")
-
-
-@pytest.fixture(scope="session")
-def tiny_sd_controlnets(tiny_models: Path, tiny_sd_folder: Path) -> tuple[Path, Path]:
-    """Two different ControlNets for ``tiny_sd_folder``."""
-    return (
-        tiny_controlnet(tiny_models / "sd-control-a", tiny_sd_folder, seed=1),
-        tiny_controlnet(tiny_models / "sd-control-b", tiny_sd_folder, seed=2),
-    )
-
-
-@pytest.fixture(scope="session")
-def tiny_sdxl_controlnets(tiny_models: Path, tiny_sdxl_folder: Path) -> tuple[Path, Path]:
-    """Two different ControlNets for ``tiny_sdxl_folder``."""
-    return (
-        tiny_controlnet(tiny_models / "sdxl-control-a", tiny_sdxl_folder, seed=1),
-        tiny_controlnet(tiny_models / "sdxl-control-b", tiny_sdxl_folder, seed=2),
-    )

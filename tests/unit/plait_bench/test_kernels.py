@@ -44,10 +44,11 @@ class SlowClock(DeviceTimer):
 
 
 def measured(workload: OperatorWorkload):
-    """The result of two rounds."""
-    return joined(
-        list(run(dataclasses.replace(benchmark(), workloads=(workload,)), RunPlan(rounds=2), say=lambda _: None))
-    )
+    """The result of two rounds. What torch.compile makes of a definition is compared in plait_kernels/test_difference:
+    it takes a C++ compiler long."""
+    with torch.compiler.set_stance("force_eager"):
+        made = run(dataclasses.replace(benchmark(), workloads=(workload,)), RunPlan(rounds=2), say=lambda _: None)
+        return joined(list(made))
 
 
 def test_a_copy_that_moves_as_much_stands_beside_every_form():

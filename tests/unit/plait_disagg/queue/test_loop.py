@@ -268,10 +268,10 @@ def test_what_is_too_late_is_refused_and_counted() -> None:
 
     loop = _loop(work)
     for _ in range(3):
-        loop.pace.saw_batch(1, 5.0)
+        loop.pace.saw_batch(1, 500.0)
     running, hopeless, first = Piece(), Piece(), Piece()
     for piece in (hopeless, first):
-        piece.came_s, piece.due_s = time.monotonic(), time.monotonic() + 2.0
+        piece.came_s, piece.due_s = time.monotonic(), time.monotonic() + 200.0
     loop.put(running)
     while loop.waiting or loop.idle:  # it is taken a moment before it runs
         time.sleep(0.001)

@@ -17,7 +17,7 @@ from plait_disagg.queue.jobs import RankJob
 from plait_disagg.workers.remote import Delay
 from support.rank_fabric import Rig
 
-SLOW_S = 0.05
+SLOW_S = 0.1
 
 
 def test_a_delay_follows_what_it_saw() -> None:
@@ -43,7 +43,7 @@ def test_one_stall_is_no_delay() -> None:
 
 
 async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> None:
-    """A way of 50 ms that the worker does not see; and never more than a quarter of what is left."""
+    """A way of 100 ms that the worker does not see; and never more than a quarter of what is left."""
     told: list[float] = []
     with Rig() as rig:
         core = rig.whole()
@@ -64,8 +64,8 @@ async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> N
                     await ranker.rank(dataclasses.replace(kit.request(3), deadline_s=due_s))
                 early.append(due_s - told[-1])
     assert early[0] < SLOW_S / 2
-    assert SLOW_S < early[1] < 10 * SLOW_S
-    assert early[2] <= 0.25 * 0.08 + SLOW_S / 10
+    assert SLOW_S < early[1] <= 0.25 * 10.0
+    assert early[2] <= 0.25 * 0.08
 
 
 def answered_later(submit: Callable[[RankJob], None], job: RankJob) -> None:

@@ -99,7 +99,7 @@ def test_who_holds_a_key_holds_others_up_and_no_other_key(tmp_path):
     def work() -> None:
         with store.making("k") as write:
             if store.find("k") is None:
-                waiting.wait(10)
+                waiting.wait(60)
                 made.append(write(fill))
 
     threads = [threading.Thread(target=work) for _ in range(3)]
@@ -108,7 +108,7 @@ def test_who_holds_a_key_holds_others_up_and_no_other_key(tmp_path):
     make(store, "other")
     waiting.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert len(made) == 1
 
 

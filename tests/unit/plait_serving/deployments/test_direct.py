@@ -51,7 +51,7 @@ async def _ask(asking: httpx2.AsyncClient, port: int) -> str:
 
 async def _refused(asking: httpx2.AsyncClient, port: int) -> None:
     """Waits until nobody listens there."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         with contextlib.suppress(ConnectionRefusedError):
             while True:
                 socket.create_connection(("127.0.0.1", port)).close()

@@ -233,7 +233,7 @@ def test_who_asks_for_known_tokens_waits_for_no_others():
     asking = threading.Thread(target=lambda: found.append(tokens.of("short")), daemon=True)
     found: list[object] = []
     asking.start()
-    asking.join(20)
+    asking.join(60)
     goes_on.set()
     other.join()
     assert found == [known]

@@ -170,21 +170,24 @@ def test_the_queue_is_bounded_by_predicted_compute(rig):
 
 def test_a_long_prompt_holds_up_nobody(rig):
     """Finding 2: between the calls of its text encoder others step, end and miss their deadlines."""
-    built = rig()
-    calls = []
+    now_s, calls, begun, go_on, quick_ended = [0.0], [], *(threading.Event() for _ in range(3))
+    built = rig(clock=lambda: now_s[0])
 
     def slow(request):
         if request.prompt != "quick":
+            begun.set()
+            assert go_on.wait(WAIT_S)
             calls.append(request.request_id)
-            time.sleep(0.1)
+            now_s[0] += 0.1
+            assert len(calls) < 15 or quick_ended.wait(WAIT_S)  # of 21: the long one still is encoded
 
     built.denoiser.encoding_gate = slow
     long = built.ask("word " * 200)
-    while not calls:
-        time.sleep(0.01)
-    late = built.ask("word " * 300, deadline_s=0.5)
-    built.ask("quick", steps=2).result()
-    assert len(calls) < 20  # of 21: the long one still is encoded
+    assert begun.wait(WAIT_S)
+    late, quick = built.ask("word " * 300, deadline_s=0.5), built.ask("quick", steps=2)
+    go_on.set()
+    quick.result()
+    quick_ended.set()
     with pytest.raises(DeadlineMissed):
         late.result()
     assert long.result().images

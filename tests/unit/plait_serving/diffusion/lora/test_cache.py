@@ -23,7 +23,7 @@ from support.loras import TwoLayers, tiny_lora_file
 torch.set_num_threads(1)
 
 TARGETS = LoraTargets.of({"unet": TwoLayers()})
-SOON_S = 10.0
+SOON_S = 60.0
 ONE, OTHER = Tenant(name="one"), Tenant(name="other")
 
 

@@ -94,7 +94,7 @@ class _Slow(FolderOfModels):
 
     def list(self) -> Mapping[str, FoundModel]:
         self.entered.set()
-        assert self.go_on.wait(20)
+        assert self.go_on.wait(60)
         return super().list()
 
 
@@ -104,12 +104,12 @@ def test_a_look_beside_one_that_goes_on_waits_where_something_was_moved(tmp_path
     pool = ModelPool(budget_bytes=1, clock=time.monotonic, wake=Mock(), open_models=set, memory=MemoryReader())
     first = threading.Thread(target=pool.watch, args=(folder, Mock()))
     first.start()
-    assert folder.entered.wait(20)
+    assert folder.entered.wait(60)
     second = threading.Thread(target=pool.look, kwargs={"wait": False})
     second.start()
     second.join(0.2)
     assert second.is_alive()
     folder.go_on.set()
     for thread in (first, second):
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive()
