@@ -232,7 +232,7 @@ class _Searching:
 
     def run(self) -> Capacity:
         confirmed = False
-        self._say(f"the search takes at most {self._within_s / 60.0:.3g} min (--within)")
+        self._say(f"the search takes at most {self._within_s / 60.0:.3g} min")
         try:
             self._bracket()
             while self._held and not confirmed and self._room():

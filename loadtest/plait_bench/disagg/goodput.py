@@ -74,6 +74,8 @@ the limit well below that throughput."""
 _CALLERS = 16
 _PERCENTILE = 99.0
 _MAX_SEARCH_FACTOR = 50.0
+_LONGEST_S = 3600.0
+"""A machine that is far slower than before is searched to its end."""
 _CLOSED_S, _WARM_UP_S = 3.0, 0.3
 
 
@@ -117,6 +119,7 @@ def search_goodput(
         min_trial_s=2.0 if trial else 5.0,
         tolerance=0.2 if trial else 0.05,
         max_trials=10 if trial else 24,
+        within_s=_LONGEST_S,
     )
     found = find_capacity(load, search, say=lambda line: say(f"  {line}"))
     if found.rate_per_s is None:
