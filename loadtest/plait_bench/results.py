@@ -57,6 +57,8 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
 HEADLINES = (  # one for each pillar, and beside it what it does not win
     ("images", "sd15-bf16-mixed4:images_per_s:plait/diffusers_fair", "serving",
      "images/s against a fair diffusers server at Stable Diffusion 1.5's size: four requests at once, four LoRA sets"),
+    ("images", "sd35m-512-bf16-single:images_per_s:plait/diffusers_fair", "serving",
+     "the same at Stable Diffusion 3.5 Medium's, compiled: one image"),
     ("images", "mixed16:images_per_s:plait/diffusers_fair", "serving",
      "the same at the starter's size: sixteen requests at once, mixed LoRAs, ControlNets, steps and schedulers"),
     ("disagg", "rm2-64:goodput_per_s:plait/pytorch", "disagg",
