@@ -1,14 +1,13 @@
 """Attention in bfloat16 on a CPU, by OpenVINO: `softmax(q k^T / sqrt(d)) v` with scores in float32, as torch has them.
 
 torch computes it by small products that oneDNN leaves to another library unless the processor has AMX; on AVX-512 BF16
-alone they run at a fraction of what its linear layers reach (an AMD EPYC, SD3.5-medium, 512 pixels: 129 ms for one of
-1,357 tokens, two fifths of a step). OpenVINO's own has no weights, and is compiled in a tenth of a second.
+alone they run at a fraction of what its linear layers reach (`plait bench images --size sd35m --workload single`, with
+`--system plait_torch` for torch's own). OpenVINO's has no weights, and is compiled at once.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from plait_kernels.cores import instruction_set
 from plait_kernels.executors.openvino_executor import OpenVinoSettings, available
-
-_log = logging.getLogger(__name__)
 
 _FEWEST_TOKENS, _LARGEST_HEAD = 256, 128
 """Fewer tokens, as text encoders have, are not worth a call; a VAE's one wide head is not what this is for."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from plait_kernels.attention import FasterAttention
 from plait_serving.diffusion.errors import RequestError
 from plait_serving.diffusion.families.flux import denoiser as flux
 from plait_serving.diffusion.values import Edit, LoraRef, Preview, Scheduler, Sigmas
@@ -216,6 +217,24 @@ def test_bfloat16_rounds_where_diffusers_does(flow_rig, model):
         (ours,) = rig.probe.latents(asked)
         assert ours.dtype is torch.bfloat16
         assert torch.equal(ours, rig.reference.latents(asked))
+
+
+@pytest.mark.parametrize("model", ["sd3", "dev"])
+@pytest.mark.parametrize("asked_for", [{"executor": "openvino"}, {"executor": "torch"}, {"exact": "always"}])
+def test_who_asks_for_torch_or_exact_bits_in_bfloat16_gets_them(flow_rig, monkeypatch, model, asked_for):
+    """Attention is replaced unless a setting asks for torch or for bits; the image is decoded as near as that."""
+    monkeypatch.setattr("plait_serving.diffusion.families.flow.denoiser.pays", lambda *_: True)
+    rig = flow_rig(model, dtype="bfloat16", **asked_for)
+    replaced = []
+    monkeypatch.setattr(FasterAttention, "__enter__", lambda self: replaced.append(self) or self)
+    monkeypatch.setattr(FasterAttention, "__exit__", lambda *_: None)
+    (ours,), theirs = rig.probe.latents(rig.ask(73)), rig.reference.latents(rig.ask(73))
+    is_free = "openvino" in asked_for.values()  # a rig of its own, made with this patch
+    assert bool(replaced) is is_free
+    assert torch.equal(ours, theirs)
+    (image,) = rig.images(rig.ask(73))
+    decoded = (rig.reference.image(rig.ask(73))[0].float() * 255).round().permute(1, 2, 0).numpy()
+    assert np.abs(image - decoded).max() <= (8 if is_free else 1)
 
 
 @pytest.mark.parametrize("model", ["sd3", "dev"])

@@ -14,7 +14,7 @@ import torch
 
 from fakes.engine import EveryBatchPays
 from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.knobs import EngineKnobs
+from plait_serving.diffusion.knobs import EngineKnobs, Exact, ExecutorName
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest, Scheduler
 from support.engine_probe import WAIT_S, Probe
@@ -74,14 +74,15 @@ def flow_rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """``flow_rig(name)``: the model with LoRAs "one", "two" (of other ranks and layers), "text" and "dora"."""
     rigs: dict[str, FlowRig] = {}
 
-    def rig_of(name: str, *, dtype: str = "float32") -> FlowRig:
-        key = f"{name}-{dtype}"
+    def rig_of(name: str, *, dtype: str = "float32", executor: str = "auto", exact: str = "never") -> FlowRig:
+        key = f"{name}-{dtype}-{executor}-{exact}"
         if key not in rigs:
             folder = _MAKE[name](tmp_path_factory.mktemp("models") / key)
             loras = write_loras(folder, tmp_path_factory.mktemp("loras"))
             settings = EngineSettings(
-                model=folder, device="cpu", dtype=dtype, lora_source=FolderSource(loras), knobs=EngineKnobs(threads=1)
-            )
+                model=folder, device="cpu", dtype=dtype, lora_source=FolderSource(loras),
+                executor=ExecutorName(executor), knobs=EngineKnobs(threads=1, exact=Exact(exact)),
+            )  # fmt: skip
             reference = FlowReference(folder, loras, getattr(torch, dtype))
             rigs[key] = FlowRig(name, Probe(build_engine(settings, costs=EveryBatchPays())), reference)
         return rigs[key]

@@ -84,7 +84,7 @@ def best_command(
     ] = None,
 ) -> None:
     """Print the recommended knobs, or the best so far; exit with code 99 if no configuration keeps the limits."""
-    from plait.tuning.job.exporting import exported
+    from plait.tuning.job.applying import exported
     from plait.tuning.job.local_run import open_state
 
     state, _ = open_state(job)

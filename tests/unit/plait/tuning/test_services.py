@@ -17,7 +17,7 @@ from plait.config import load_config
 from plait.errors import PlaitError
 from plait.tuning.forms import as_argv, as_environment, as_file
 from plait.tuning.job import local_run
-from plait.tuning.job.exporting import exported
+from plait.tuning.job.applying import exported
 from plait.tuning.measure.checks import METRICS, check_metrics, scenarios_of
 from plait.tuning.measure.measurer import PlaitMeasurer
 from plait_autoconfig.errors import JobRefused

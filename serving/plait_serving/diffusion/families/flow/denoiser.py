@@ -7,7 +7,7 @@ but for files that change what takes no factors (norms, convolutions, DoRA).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,8 +71,16 @@ class FlowDenoiser(ABC):
     of a guidance by two rows (`scale_of`).
     """
 
-    def __init__(self, bundle: FlowBundle, tokens: TextTokens, encoders: Iterable[TextEncoders] = ()) -> None:
-        """Take the bundle, the tokens of its tokenizers, and the text encoders, which others may have, too."""
+    def __init__(
+        self,
+        bundle: FlowBundle,
+        tokens: TextTokens,
+        encoders: Iterable[TextEncoders] = (),
+        *,
+        is_exact: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Take the bundle, the tokens of its tokenizers, and the text encoders, which others may have, too. `is_exact`
+        is asked before each call: whether it must have diffusers' bits, rather than be as near to the model."""
         self.bundle, self.tokens = bundle, tokens
         self.transformer: Any = bundle.modules[_COMPONENT]
         self.merger = Merger({_COMPONENT: bundle.modules[_COMPONENT]})
@@ -87,9 +95,8 @@ class FlowDenoiser(ABC):
             AdaptedLayer(path=path, width_in=layer.in_features, width_out=layer.out_features)
             for path, layer in self._layers.items()
         ]
-        self._attention = FasterAttention() if pays(bundle.device, bundle.dtype) else nullcontext()
-        if bundle.dtype is torch.bfloat16:  # SD3.5 at 512 pixels on a CPU with AVX-512 BF16: 3.6 s instead of 5.0
-            bundle.vae.to(memory_format=torch.channels_last)
+        self._is_exact = is_exact
+        self._attention = FasterAttention() if pays(bundle.device, bundle.dtype) else None
         self._factors = FactorStore(_COMPONENT, adapted, dtype=bundle.dtype, device=bundle.device)
 
     @property
@@ -157,6 +164,8 @@ class FlowDenoiser(ABC):
     @torch.inference_mode()
     def finish(self, latents: torch.Tensor) -> torch.Tensor:
         """Decode `(n, c, h, w)` latents to `float32 (n, 3, H, W)` in [0, 1], one image at a time."""
+        if self.bundle.dtype is torch.bfloat16 and not self._is_exact():
+            latents = latents.contiguous(memory_format=torch.channels_last)  # faster, and all that follow are, too
         return self.bundle.decode(latents)
 
     @torch.inference_mode()
@@ -164,7 +173,8 @@ class FlowDenoiser(ABC):
         """Predict all rows of all requests in one call of the transformer."""
         layout = BatchLayout.of([call.conditioning for call in calls])
         (factors,) = self._factors.of([call.loras for call in calls], layout)
-        with self._adding(factors), self._attention:
+        faster = None if self._is_exact() else self._attention
+        with self._adding(factors), faster or nullcontext():
             output = self.run(Rows.of(calls, layout))
         return guided_outputs(output, layout, [self.scale_of(call.request) for call in calls])
 

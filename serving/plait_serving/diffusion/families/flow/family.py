@@ -15,7 +15,7 @@ from plait_serving.diffusion.families.family import Family
 from plait_serving.diffusion.families.flow.bundle import OWN, loaded, outline_bundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
-from plait_serving.diffusion.knobs import ExecutorName
+from plait_serving.diffusion.knobs import Exact, ExecutorName
 from plait_serving.diffusion.lora.targets import LoraTargets
 from plait_serving.diffusion.memory import PROCESS_BYTES, MemoryNeed, check_memory
 from plait_serving.diffusion.request_terms import RequestSize, RowKind
@@ -43,6 +43,7 @@ class FlowFamily(Family):
         super().__init__(folder, settings, host)
         if settings.dtype == "auto" and self.dtype is torch.float16:
             self.dtype = torch.bfloat16  # what these models were trained in
+        self._is_torch = settings.executor is ExecutorName.TORCH
         if settings.executor is ExecutorName.OPENVINO:
             _log.info("%s: torch runs it: OpenVINO runs Stable Diffusion 1, 2 and XL", folder)
         self.outline = outline_bundle(folder, self.kinds, even=self.even, dtype=self.dtype, device=self.device)
@@ -76,7 +77,7 @@ class FlowFamily(Family):
         try:
             for own, each in zip(self._own, self._encoders, strict=True):
                 each.hold(self, own.parts)
-            return self.denoiser(loaded(self.outline), self.tokens, self._encoders)
+            return self.denoiser(loaded(self.outline), self.tokens, self._encoders, is_exact=self._is_exact)
         except BaseException:
             self.leave()
             raise
@@ -90,6 +91,9 @@ class FlowFamily(Family):
     def shared_bytes(self, *, left: bool = False) -> int:
         """Return what its text encoders take, as far as it counts for this model."""
         return sum(each.nbytes_for(self, left=left) for each in self._encoders)
+
+    def _is_exact(self) -> bool:
+        return self._is_torch or self.host.knobs().exact is Exact.ALWAYS
 
     def check_clip(self, part: str, texts: Mapping[str, str | None]) -> None:
         """Raise `RequestError` for texts, by field, that a CLIP alone reads and that are longer than it reads."""
