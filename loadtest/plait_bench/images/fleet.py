@@ -17,6 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -304,8 +305,14 @@ def _reply(pipe: Connection, kind: str, said: Any) -> None:
 
 def peak_memory_of(pids: Sequence[int], proc: Path = _PROC) -> int:
     """Add up the peaks of the resident memory of the processes and their descendants, in bytes, whenever each was: no
-    less than what they had at any moment. Pages that they share count for each."""
-    return sum(status_of(pid, proc).get("VmHWM", 0) for pid in with_descendants(pids, proc))
+    less than what they had at any moment. Pages that they share now count once."""
+    return sum(map(partial(_peak_bytes, proc=proc), with_descendants(pids, proc)))
+
+
+def _peak_bytes(pid: int, proc: Path) -> int:
+    peak = status_of(pid, proc).get("VmHWM", 0)
+    now = status_of(pid, proc, file="smaps_rollup")
+    return peak - now.get("Rss", 0) + now.get("Pss", 0)
 
 
 def _send(pids: set[int], number: signal.Signals) -> None:

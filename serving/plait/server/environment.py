@@ -17,9 +17,11 @@ from plait.config import PlaitConfig
 from plait.errors import ServeError
 from plait.server import processes
 from plait.server.ports import free_port
-from plait_serving.deployments.ray_internals import node_services
+from plait_serving.deployments.ray_internals import head_node, node_services
 
 _NODE_POLL_S = 0.1
+_LEFT_OUT = ("start_monitor", "start_log_monitor")
+"""An autoscaler for nodes that nobody adds, and what would bring workers' lines to our terminal."""
 _AGENT_PORTS = ("metrics_agent_port", "metrics_export_port", "dashboard_agent_listen_port", "runtime_env_agent_port")
 _UNTOLD = "dashboard_agent_listen_port"
 """The one that Ray tells the agent and not the raylet."""
@@ -41,12 +43,12 @@ RAY_ENVIRONMENT = {
 
 @contextmanager
 def patient_start(limit_s: float) -> Iterator[None]:
-    """Let `ray.init` take as long for its node as a start may take: a busy machine exceeds Ray's own limits.
+    """Let `ray.init` take as long for its node as a start may take, and start no more than plait needs.
 
-    Those that are read from the environment: its GCS has 30 s to say its port, an agent 100 s to answer. Those that are
-    not (Ray 2.60): a raylet ends if its agents have not said their ports after 15 s (ray-project/ray#65983), so it is
-    told them; and `Node.__init__` asks `get_node` for 30 s whether the raylet has joined. Raises `ServeError` when the
-    raylet ends meanwhile.
+    A busy machine exceeds Ray's own limits. Those that are read from the environment: its GCS has 30 s to say its port,
+    an agent 100 s to answer. Those that are not (Ray 2.60): a raylet ends if its agents have not said their ports after
+    15 s (ray-project/ray#65983), so it is told them; and `Node.__init__` asks `get_node` for 30 s whether the raylet
+    has joined. Raises `ServeError` when the raylet ends meanwhile.
     """
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", str(max(30, round(limit_s))))
     os.environ.setdefault("RAY_agent_register_timeout_ms", str(max(100, round(limit_s)) * 1000))
@@ -75,11 +77,17 @@ def patient_start(limit_s: float) -> Iterator[None]:
         finally:
             services.start_ray_process = run
 
+    node = head_node()
+    left_out = {name: getattr(node, name) for name in _LEFT_OUT}
     services.get_node, services.start_raylet = get_node, start_raylet
+    for name in left_out:
+        setattr(node, name, lambda _: None)
     try:
         yield
     finally:
         services.get_node, services.start_raylet = ask, start
+        for name, method in left_out.items():
+            setattr(node, name, method)
 
 
 def prepare_environment(token_path: Path) -> None:

@@ -122,3 +122,10 @@ def node_services() -> Any:
     from ray._private import services
 
     return services
+
+
+def head_node() -> type:
+    """Return the class whose `start_*` methods start a head's processes; `ray.init` cannot be told to leave any out."""
+    from ray._private.node import Node
+
+    return Node  # type: ignore[no-any-return]

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from ray._private import services
+from ray._private.node import Node
 
 from plait.errors import ServeError
 from plait.server import environment, processes
@@ -87,3 +88,15 @@ def test_agents_are_told_their_ports(node: SimpleNamespace, monkeypatch: pytest.
         ["raylet", "--a=1", f"--dashboard_agent_listen_port={named['dashboard_agent_listen_port']}"],
         ["another"],
     ]
+
+
+def test_what_nobody_uses_is_not_started(node: SimpleNamespace) -> None:
+    """Ray's own methods are back afterwards: another Ray of this process is whole."""
+    whole = (Node.start_monitor, Node.start_log_monitor)
+    with patient_start(600.0):
+        head = Node.__new__(Node)
+        head.all_processes = {}
+        head.start_monitor()
+        head.start_log_monitor()
+        assert head.all_processes == {}
+    assert (Node.start_monitor, Node.start_log_monitor) == whole
