@@ -15,9 +15,9 @@ crosses hosts. Peers authenticate each other before anything is parsed; nothing 
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from plait_fabric.endpoints import connect, listen
 from plait_fabric.errors import (
     AcceptTimeout,
     AddressInUse,
@@ -41,15 +41,16 @@ from plait_fabric.errors import (
     Unsupported,
     WeakSecret,
 )
-from plait_fabric.link.link import BadLink, Link
-from plait_fabric.link.link_files import LINKS, read_links
-from plait_fabric.link.modelled import modelled
 from plait_fabric.memory.pool import Lease, Pool
 from plait_fabric.protocols import Buffer, Channel, Header, Listener
 from plait_fabric.transport.auth import new_secret
 from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
 
 if TYPE_CHECKING:
+    from plait_fabric.endpoints import connect, listen
+    from plait_fabric.link.link import BadLink, Link
+    from plait_fabric.link.link_files import LINKS, read_links
+    from plait_fabric.link.modelled import modelled
     from plait_fabric.tensors import TensorMessage, lease_tensor, recv_tensors, send_tensors, tensors_of
 
 __all__ = [
@@ -101,13 +102,17 @@ __all__ = [
     "tensors_of",
 ]
 
-_NEED_TORCH = frozenset({"TensorMessage", "lease_tensor", "recv_tensors", "send_tensors", "tensors_of"})
+_LATER = {
+    **dict.fromkeys(("connect", "listen"), "endpoints"),
+    **dict.fromkeys(("BadLink", "Link"), "link.link"),
+    **dict.fromkeys(("LINKS", "read_links"), "link.link_files"),
+    "modelled": "link.modelled",
+    **dict.fromkeys(("TensorMessage", "lease_tensor", "recv_tensors", "send_tensors", "tensors_of"), "tensors"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch only when tensor functions are used: a process that only moves bytes starts faster without it."""
-    if name in _NEED_TORCH:
-        from plait_fabric import tensors
-
-        return getattr(tensors, name)
+    """Import transports, modelled links and torch only when they are used: many processes need one of them, or none."""
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait_fabric.errors import FabricError, Unreachable
 from plait_fabric.protocols import Channel, Listener
-from plait_fabric.transport import inproc, nixl, rendezvous, tcp
+from plait_fabric.transport import inproc, rendezvous, tcp
 from plait_fabric.transport.base import Deadline
 from plait_fabric.values import Address, FabricOptions, check_secret
 
@@ -24,6 +24,8 @@ def connect(address: str, *, secret: bytes, timeout_s: float = 10.0, options: Fa
         if parsed.scheme == "tcp":
             return tcp.connect(parsed, secret, options, deadline)
         if parsed.scheme == "nixl":
+            from plait_fabric.transport import nixl
+
             return nixl.connect(parsed, secret, options, deadline)
         return rendezvous.connect(parsed, secret, options, deadline)
     except FabricError:
@@ -45,5 +47,7 @@ def listen(address: str, *, secret: bytes, options: FabricOptions | None = None)
     if parsed.scheme == "tcp":
         return tcp.listen(parsed, secret, options)
     if parsed.scheme == "nixl":
+        from plait_fabric.transport import nixl
+
         return nixl.listen(parsed, secret, options)
     return rendezvous.listen(parsed, secret, options)
