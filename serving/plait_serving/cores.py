@@ -10,13 +10,19 @@ ended does not count.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 from pydantic import BaseModel, Field
+
+from plait_kernels.cores import usable_cores
+
+_log = logging.getLogger(__name__)
 
 CoreBudget = Annotated[
     float | None,
@@ -49,6 +55,25 @@ def capped(knobs: KnobsT, num_cpus: float | None) -> KnobsT:
     if threads is None or num_cpus is None:
         return knobs
     return knobs.model_copy(update={"threads": max(threads, math.ceil(num_cpus))})
+
+
+def cpu_threads(threads: int) -> int:
+    """Return `threads`, or the number of cores for 0: otherwise Ray's OMP_NUM_THREADS would limit torch to the
+    replica's share of logical CPUs."""
+    return threads or usable_cores()
+
+
+def socket_folder() -> Path:
+    """Return the folder for the sockets of this user's replicas, and for what they declare."""
+    return Path(tempfile.gettempdir()) / f"plait-{os.geteuid()}"
+
+
+def declare_thread_cap(threads: int) -> None:
+    """Declare how many threads this replica may use (0: all cores), for the count of its host; a failure is logged."""
+    try:
+        declare_threads(socket_folder(), cpu_threads(threads))
+    except OSError as error:
+        _log.warning("the host's threads are counted without this replica's: %s", error)
 
 
 def declare_threads(folder: Path, threads: int) -> None:

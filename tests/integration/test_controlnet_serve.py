@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
+from plait_serving.cores import socket_folder
+from plait_serving.deployments.fabric_endpoints import ServeReplicas
 from plait_serving.deployments.images.controlnet import ControlNetDeployment, ControlNetKnobs
 from plait_serving.deployments.metrics import AllReplicas
 from plait_serving.deployments.scaling import autoscaling

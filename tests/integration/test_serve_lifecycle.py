@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from plait.server import processes
-from plait_serving.deployments.fabric_endpoints import socket_folder
+from plait_serving.cores import socket_folder
 from support.prometheus import total
 from support.server import FAKE, PlaitServer, free_port
 

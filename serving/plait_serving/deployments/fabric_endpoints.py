@@ -11,7 +11,6 @@ import os
 import random
 import re
 import socket
-import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,8 +18,6 @@ from typing import Any
 
 from plait_fabric import Channel, FabricError, FabricOptions, Listener, MessageLimits, connect, listen
 from plait_fabric.rpc.replicas import NoReplica, Replica, ReplicaLink, connect_to_one, worth_moving
-from plait_kernels.cores import usable_cores
-from plait_serving.cores import declare_threads
 from plait_serving.deployments.ray_internals import known_replicas
 
 _log = logging.getLogger(__name__)
@@ -71,6 +68,13 @@ class ServeReplicas:
             raise NoReplica(f"no replica of {self._what} describes itself: {reasons}")
         return found
 
+    def answer(self) -> bool:
+        """Return whether a replica answers now. Blocks."""
+        try:
+            return bool(self.replicas())
+        except NoReplica:
+            return False
+
     def _ask(self) -> Sequence[Any]:
         response = self._handle.broadcast("describe")
         answers: Sequence[Any] = response.results(timeout_s=_ASK_S, return_exceptions=True)
@@ -88,11 +92,6 @@ def host_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         return socket.gethostname()
-
-
-def socket_folder() -> Path:
-    """Return the folder for the sockets of this user's replicas."""
-    return Path(tempfile.gettempdir()) / f"plait-{os.geteuid()}"
 
 
 def open_listeners(
@@ -139,17 +138,3 @@ def _is_running(pid: int) -> bool:
     except OSError:
         return False
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-
-
-def cpu_threads(threads: int) -> int:
-    """Return `threads`, or the number of cores for 0: otherwise Ray's OMP_NUM_THREADS would limit torch to the
-    replica's share of logical CPUs."""
-    return threads or usable_cores()
-
-
-def declare_thread_cap(threads: int) -> None:
-    """Declare how many threads this replica may use (0: all cores), for the count of its host; a failure is logged."""
-    try:
-        declare_threads(socket_folder(), cpu_threads(threads))
-    except OSError as error:
-        _log.warning("the host's threads are counted without this replica's: %s", error)

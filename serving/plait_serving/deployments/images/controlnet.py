@@ -31,13 +31,8 @@ from plait_disagg.queue.scale import Gauge
 from plait_fabric import new_secret
 from plait_fabric.rpc.replicas import Replica
 from plait_kernels.threads import run_on_own_thread
-from plait_serving.deployments.fabric_endpoints import (
-    cpu_threads,
-    declare_thread_cap,
-    host_id,
-    open_listeners,
-    socket_folder,
-)
+from plait_serving.cores import cpu_threads, declare_thread_cap, socket_folder
+from plait_serving.deployments.fabric_endpoints import host_id, open_listeners
 from plait_serving.deployments.images.counted import audit_families, gpu_families
 from plait_serving.deployments.process import configure_logging, seconds_to_start
 from plait_serving.deployments.ray_internals import given_knobs

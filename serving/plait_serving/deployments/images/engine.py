@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-from plait_serving.deployments.fabric_endpoints import declare_thread_cap
+from plait_serving.cores import declare_thread_cap
 from plait_serving.deployments.images.catalog_pieces import CatalogHead, CatalogPacker
 from plait_serving.deployments.images.engine_source import Accepted, EngineSource
 from plait_serving.deployments.process import configure_logging, seconds_to_start

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from plait_disagg.queue.scale import Gauge
-from plait_fabric.rpc.replicas import NoReplica
 from plait_kernels.cores import usable_cores
-from plait_serving.cores import HostCores, capped, threads_of_host
-from plait_serving.deployments.fabric_endpoints import ServeReplicas, socket_folder
+from plait_serving.cores import HostCores, capped, socket_folder, threads_of_host
 from plait_serving.deployments.images.counted import counted
 from plait_serving.deployments.images.lora_cards import LoraCards
 from plait_serving.diffusion.admission import ImageLimits, nearest_size
-from plait_serving.diffusion.assemble import build_engine_of, warm_up
-from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+from plait_serving.diffusion.assemble import Remote, build_engine_of, warm_up
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
-from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
 from plait_serving.diffusion.lora.source import ChainSource, FolderSource, LoraSource
 from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
@@ -31,6 +27,10 @@ from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService
 from plait_serving.starter.preprocess import PREPROCESSORS
+
+if TYPE_CHECKING:
+    from plait_serving.deployments.fabric_endpoints import ServeReplicas
+    from plait_serving.diffusion.protocols import ControlNetClient
 
 _log = logging.getLogger(__name__)
 
@@ -43,8 +43,8 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
     Raises `ModelError`.
     """
-    services = {name: ServeReplicas(f"ControlNet {name}", handle) for name, handle in controlnets.items()}
-    hosted = load_images(images, services)
+    services = {name: _service(name, handle) for name, handle in controlnets.items()}
+    hosted = load_images(images, {name: _client(name, service) for name, service in services.items()})
     for name in wait_for_replicas(services, timeout_s=_CONTROLNETS_TIMEOUT_S):
         _log.warning("ControlNet %s has no replica after %.0f s; going on", name, _CONTROLNETS_TIMEOUT_S)
     hosted.warm_up()
@@ -53,23 +53,19 @@ def open_images(images: ImagesSection, controlnets: Mapping[str, Any]) -> Hosted
 
 def load_images(
     images: ImagesSection,
-    services: Mapping[str, ServeReplicas] | None = None,
+    remote: Remote | None = None,
     *,
     lora_formats: bool = True,
     converts: bool = True,
 ) -> HostedImages:
     """Load the first base model and start the engine, without a warm-up image. Raises `ModelError`.
 
-    `services`: the ControlNets that are deployments. One that runs in this process is loaded when first used.
+    `remote`: clients of the ControlNets that are deployments. One that runs in this process is loaded when first used.
     `lora_formats=False` leaves the formats out of the catalog, so that no LoRA file is opened for it, and no thread
     looks what is in their folder.
     `converts=False` runs what an executor converted before, and leaves the rest to torch.
     """
     loras = lora_source(images)
-    remote = {
-        name: partial(RemoteControlNetClient, name, replicas.connect, worth_moving=replicas.worth_moving)
-        for name, replicas in (services or {}).items()
-    }
     settings = {
         name: EngineSettings(
             model=base.folder,
@@ -94,6 +90,19 @@ def load_images(
     if lora_formats:
         cards.watch()
     return HostedImages(images, engine, cards)
+
+
+def _service(name: str, handle: Any) -> ServeReplicas:
+    """Return the replicas of a ControlNet. An engine without one that is a deployment does not load the fabric."""
+    from plait_serving.deployments.fabric_endpoints import ServeReplicas
+
+    return ServeReplicas(f"ControlNet {name}", handle)
+
+
+def _client(name: str, service: ServeReplicas) -> Callable[[], ControlNetClient]:
+    from plait_serving.diffusion.controlnet.remote import RemoteControlNetClient
+
+    return partial(RemoteControlNetClient, name, service.connect, worth_moving=service.worth_moving)
 
 
 def _family(engine: Engine) -> str:
@@ -227,6 +236,8 @@ def lora_source(images: ImagesSection) -> LoraSource:
     """Return the source of the section's LoRAs."""
     store, folder = images.loras.store, images.resolved_lora_folder()
     if store is not None:
+        from plait_serving.diffusion.lora.remote import RemoteEntry, RemoteSource
+
         entries = {
             name: RemoteEntry(path=entry.path, sha256=entry.sha256, nbytes=entry.nbytes)
             for name, entry in store.entries.items()
@@ -248,9 +259,8 @@ def wait_for_replicas(services: Mapping[str, ServeReplicas], *, timeout_s: float
     until_s = time.monotonic() + timeout_s
     missing = list(services)
     while missing and time.monotonic() < until_s:
-        try:
-            services[missing[0]].replicas()
+        if services[missing[0]].answer():
             missing.pop(0)
-        except NoReplica:
+        else:
             time.sleep(poll_s)
     return missing

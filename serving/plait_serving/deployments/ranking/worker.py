@@ -38,14 +38,8 @@ from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import Replica
 from plait_kernels.threads import run_on_own_thread, set_threads
-from plait_serving.deployments.fabric_endpoints import (
-    ServeReplicas,
-    cpu_threads,
-    declare_thread_cap,
-    host_id,
-    open_listeners,
-    socket_folder,
-)
+from plait_serving.cores import cpu_threads, declare_thread_cap, socket_folder
+from plait_serving.deployments.fabric_endpoints import ServeReplicas, host_id, open_listeners
 from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.ranking.package_source import OpenedPackage, RankSource, ShardedModel
 from plait_serving.deployments.ray_internals import given_knobs
