@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from plait_serving.diffusion.emulation import warn_of_emulation
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.preparation import auditor_for, preparer_for
 from plait_serving.diffusion.lora.targets import LoraTargets
@@ -53,6 +52,8 @@ class Family(ABC):
         device = resolve_device(settings.device)
         self.device, self.dtype = torch.device(device), resolve_dtype(settings.dtype, device)
         if device == "cpu" and self.dtype is torch.bfloat16:
+            from plait_serving.diffusion.emulation import warn_of_emulation
+
             warn_of_emulation()
         self.prepared: set[str] = set()
         self.auditor = auditor_for(settings.audit_every, cache=settings.prepared_folder, idle=host.is_idle)

@@ -8,8 +8,6 @@ from pathlib import Path
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.settings import cache_folder
 from plait_serving.diffusion.sources.file_kinds import PICKLE, is_pickle, stem_of
-from plait_serving.diffusion.sources.hub import fetch_from_hub
-from plait_serving.diffusion.sources.single_file import converted
 
 
 def resolve_source(
@@ -18,13 +16,13 @@ def resolve_source(
     *,
     config: Path | None = None,
     cache: Path | None = None,
-    fetch: Callable[[str, str], Path] = fetch_from_hub,
+    fetch: Callable[[str, str], Path] | None = None,
 ) -> Path:
     """Return the folder that `source` names: a file is converted the first time, a hub id is downloaded. Raises
     `ModelError`.
 
     `config`: the folder that a file's configurations and tokenizers are in, if they are not the published ones; `cache`
-    keeps what is converted.
+    keeps what is converted; `fetch` downloads, None: from the hub.
     """
     place = Path(source).expanduser()
     if place.is_dir():
@@ -34,10 +32,16 @@ def resolve_source(
     if place.suffix.lower() == ".gguf":
         raise ModelError(f"{source}: GGUF checkpoints are not supported; get the model as .safetensors in F16 or BF16")
     if stem_of(place.name) is not None:
+        from plait_serving.diffusion.sources.single_file import converted
+
         return converted(place, config=config, cache=(cache or cache_folder()) / "converted")
     parts = str(source).split("/")
     if isinstance(source, Path) or len(parts) != 2 or not all(parts) or str(source).startswith((".", "~")):
         raise ModelError(f"{source}: no such folder")
     if revision is None:
         raise ModelError(f"{source}: not a folder here; as a hub id it needs a revision (a commit's 40 hex digits)")
+    if fetch is None:
+        from plait_serving.diffusion.sources import hub
+
+        fetch = hub.fetch_from_hub
     return fetch(str(source), revision)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.sources.file_kinds import DENOISER, read_json
 
 
@@ -37,17 +36,12 @@ def kind_of(folder: Path) -> str:
 # ---- checkpoints in one file, in the original layout ----------------------------------------------------------------
 
 VAE = "first_stage_model."
-_TEXTS: Mapping[str, tuple[FamilyName, UNetKind]] = {
-    "conditioner.embedders.1.": (FamilyName.SDXL, UNetKind.SDXL),
-    "cond_stage_model.model.": (FamilyName.SD21, UNetKind.SD2),
-    "cond_stage_model.transformer.": (FamilyName.SD15, UNetKind.SD1),
+_TEXTS: Mapping[str, UNetKind] = {
+    "conditioner.embedders.1.": UNetKind.SDXL,
+    "cond_stage_model.model.": UNetKind.SD2,
+    "cond_stage_model.transformer.": UNetKind.SD1,
 }
 """What the keys of the text encoder that only one kind has begin with."""
-
-
-def architecture_of(keys: Collection[str]) -> FamilyName | None:
-    """Return the published architecture of a whole checkpoint with tensors of these names; None: it is none."""
-    return None if (found := _text_of(keys)) is None else _TEXTS[found][0]
 
 
 def kind_of_file(keys: Collection[str]) -> str | None:
@@ -55,21 +49,15 @@ def kind_of_file(keys: Collection[str]) -> str | None:
     without naming the file, for one that is not whole."""
     if _has(keys, "conditioner.embedders.0.model."):
         raise ModelError("an SDXL refiner is not supported as a base model")
-    text = _text_of(keys)
-    if text is not None:
-        return str(_TEXTS[text][1])
     parts = {"UNet": DENOISER, "VAE": VAE}
     lacks = [name for name, prefix in parts.items() if not _has(keys, prefix)]
+    kind = next((kind for prefix, kind in _TEXTS.items() if _has(keys, prefix)), None)
+    if not lacks and kind is not None:
+        return str(kind)
     if len(lacks) == len(parts):
         return None
     what = " and ".join(lacks) or "text encoder"
     raise ModelError(f"holds no {what}; only whole checkpoints are read, with UNet, VAE and text encoders")
-
-
-def _text_of(keys: Collection[str]) -> str | None:
-    if not (_has(keys, DENOISER) and _has(keys, VAE)):
-        return None
-    return next((prefix for prefix in _TEXTS if _has(keys, prefix)), None)
 
 
 def _has(keys: Collection[str], prefix: str) -> bool:

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import CLIPTextModel, CLIPTextModelWithProjection
 
 from plait_serving.diffusion.errors import ModelError
-from plait_serving.diffusion.families.unet.config import VAE, architecture_of
+from plait_serving.diffusion.families.unet.config import VAE, kind_of_file
 from plait_serving.diffusion.families.unet.scheduler import EDM
 from plait_serving.diffusion.loading import on_meta, translate
 from plait_serving.diffusion.lora.container import Header
@@ -43,6 +43,7 @@ _EDM_MARK = "edm_"
 """What the names of tensors begin with that tell an EDM model: Playground v2.5's, CosXL's and no others."""
 _MOMENTS = frozenset(("edm_mean", "edm_std"))
 _LEVELS = frozenset(("edm_vpred.sigma_max", "edm_vpred.sigma_min"))
+_PUBLISHED = {"sd1": FamilyName.SD15, "sd2": FamilyName.SD21, "sdxl": FamilyName.SDXL}
 _ADVICE = (
     "if its architecture is none of the published ones, name a folder with its configuration (images.models.X.config)"
 )
@@ -51,8 +52,7 @@ _ADVICE = (
 def convert(path: Path, header: Header, config: Path | None, staged: Path) -> None:
     """Write a checkpoint as a diffusers folder into `staged`; `config` is one with its configurations, None: they are
     the published ones. Raises `ModelError`."""
-    family = architecture_of(header.tensors)
-    assert family is not None
+    family = _PUBLISHED[str(kind_of_file(header.tensors))]
     if config is None:
         architecture = _architecture(path, header, family)
         modules = {part.folder: build_on_meta(part) for part in architecture.parts}
