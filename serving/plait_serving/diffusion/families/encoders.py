@@ -11,10 +11,11 @@ import hashlib
 import json
 import logging
 import threading
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,6 +24,7 @@ from torch import nn
 from plait_serving.diffusion.families.factors import Kept
 from plait_serving.diffusion.loading import load_module
 from plait_serving.diffusion.lora.merge import Merger
+from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.weight_files import WeightFiles
 
 _log = logging.getLogger(__name__)
@@ -47,6 +49,43 @@ class EncodedText(NamedTuple):
 
     hidden: torch.Tensor
     pooled: torch.Tensor | None
+
+
+_CallT = TypeVar("_CallT")
+
+
+class TextEncoding(Generic[_CallT]):
+    """A request's calls on their way through the text encoders. Compute thread only.
+
+    Its text encoders must have the same weights at every call; between two calls they may change for others.
+    """
+
+    def __init__(
+        self,
+        calls: Iterable[_CallT],
+        *,
+        run: Callable[[_CallT], EncodedText],
+        finish: Callable[[Mapping[_CallT, EncodedText]], Conditioning],
+    ) -> None:
+        """`finish` makes the conditioning of what the calls returned."""
+        self._left = deque(dict.fromkeys(calls))
+        self._run, self._finish = run, finish
+        self._done: dict[_CallT, EncodedText] = {}
+
+    @property
+    def calls_left(self) -> int:
+        """How many text encoder calls are left to make."""
+        return len(self._left)
+
+    def advance(self) -> Conditioning | None:
+        """Make one text encoder call; return the conditioning if it was the last."""
+        if self._left:
+            call = self._left.popleft()
+            self._done[call] = self._run(call)
+        return None if self._left else self._finish(self._done)
+
+
+Outputs: TypeAlias = Mapping[Call, EncodedText]
 
 
 class WeightedPart(NamedTuple):

@@ -7,13 +7,12 @@ that is part of the image, since no mask hides the padding.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
 
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.encoders import Call, EncodedText
-from plait_serving.diffusion.protocols import Conditioning
+from plait_serving.diffusion.families.encoders import Call
 
 _REMEMBERED = 256
 """Texts whose words are kept: a prompt is tokenized when its request arrives, and read when it is encoded."""
@@ -22,8 +21,6 @@ _MAX_REMEMBERED_WORDS = 4_096
 _WORD_CHARS = 6
 """What a token is of English, and a space: of a text of more than so many for each that there is room for, the
 beginning is looked at first. All of 32,000 brackets take a tokenizer 50 ms, and it has no time for others meanwhile."""
-
-Outputs: TypeAlias = Mapping[Call, EncodedText]
 
 
 class TextTokens:
@@ -73,31 +70,3 @@ class TextTokens:
         if words > room:
             raise RequestError(f"{words} tokens{more}; this model reads {room} of them: {hint}", param=param)
         return words
-
-
-class TextEncoding:
-    """A request's calls on their way through the text encoders. Compute thread only."""
-
-    def __init__(
-        self,
-        calls: Iterable[Call],
-        *,
-        run: Callable[[Call], EncodedText],
-        finish: Callable[[Outputs], Conditioning],
-    ) -> None:
-        """`finish` makes the conditioning of what the calls returned."""
-        self._left = deque(dict.fromkeys(calls))
-        self._run, self._finish = run, finish
-        self._done: dict[Call, EncodedText] = {}
-
-    @property
-    def calls_left(self) -> int:
-        """How many text encoder calls are left to make."""
-        return len(self._left)
-
-    def advance(self) -> Conditioning | None:
-        """Make one text encoder call; return the conditioning if it was the last."""
-        if self._left:
-            call = self._left.popleft()
-            self._done[call] = self._run(call)
-        return None if self._left else self._finish(self._done)

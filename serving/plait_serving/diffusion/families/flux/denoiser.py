@@ -11,10 +11,10 @@ from PIL import Image
 
 from plait_serving.diffusion.edits import to_pixels
 from plait_serving.diffusion.errors import RequestError
-from plait_serving.diffusion.families.encoders import Call
+from plait_serving.diffusion.families.encoders import Call, Outputs, TextEncoding
 from plait_serving.diffusion.families.flow.bundle import FlowBundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
-from plait_serving.diffusion.families.flow.texts import Outputs, TextEncoding, TextTokens
+from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.protocols import Conditioning, Encoding
 from plait_serving.diffusion.values import ImageRequest, RgbImage
 
@@ -93,7 +93,7 @@ class FluxDenoiser(FlowDenoiser):
 class ReferenceEncoding:
     """An `Encoding` with one more call, the first: of the VAE, for a reference image."""
 
-    def __init__(self, texts: TextEncoding, encode: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def __init__(self, texts: TextEncoding[Call], encode: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._texts, self._encode = texts, encode
         self._found: Mapping[str, torch.Tensor] | None = None
 

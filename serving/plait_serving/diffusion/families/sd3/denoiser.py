@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from plait_serving.diffusion.families.encoders import Call
+from plait_serving.diffusion.families.encoders import Call, Outputs, TextEncoding
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
-from plait_serving.diffusion.families.flow.texts import Outputs, TextEncoding, TextTokens
+from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
 
@@ -21,7 +21,7 @@ DEFAULT_LENGTH = 256
 class Sd3Denoiser(FlowDenoiser):
     """One model."""
 
-    def begin(self, request: ImageRequest) -> TextEncoding:
+    def begin(self, request: ImageRequest) -> TextEncoding[Call]:
         """Return what encodes the prompts: the negative one first, if the request is guided."""
         length = length_of(request)
         texts = calls_of(self.tokens, request, length, has_t5=T5 in self.encoders)

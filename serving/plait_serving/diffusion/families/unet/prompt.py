@@ -9,30 +9,22 @@ Legend: L = T * chunks, C text width, P pooled width.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
 from plait_serving.diffusion.errors import RequestError
+from plait_serving.diffusion.families.encoders import EncodedText, TextEncoding
+from plait_serving.diffusion.families.factors import Kept
 from plait_serving.diffusion.families.unet.bundle import Bundle
 from plait_serving.diffusion.families.unet.config import UNetKind
 from plait_serving.diffusion.families.unet.prompt_tokens import Chunk, PromptTokens, Tokens
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.request_terms import RequestSize
 from plait_serving.diffusion.values import ImageRequest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EncodedText:
-    """`hidden (1, L, C)`; `pooled (1, P)` of the last encoder, from the first chunk, or None."""
-
-    hidden: torch.Tensor
-    pooled: torch.Tensor | None
-
 
 _Call: TypeAlias = tuple[int, Chunk, int]
 """A text encoder's index, the ids that it reads, and the layers that it leaves out (`clip_skip`)."""
@@ -58,7 +50,7 @@ class PromptEncoder:
         self._bundle = bundle
         self._is_xl = bundle.kind is UNetKind.SDXL
         self._version = weights_version or parameter_version(*bundle.text_encoders)
-        self._known: OrderedDict[tuple[Hashable, _Call], EncodedText] = OrderedDict()
+        self._known: Kept[EncodedText] = Kept(_REMEMBERED, sys.maxsize)
         self.tokens = PromptTokens(bundle.tokenizers) if tokens is None else tokens
 
     def prepare(self, request: ImageRequest) -> Conditioning:
@@ -82,7 +74,7 @@ class PromptEncoder:
         """Return 2 if classifier-free guidance runs: above 1 (diffusers' rule), unless it is an input of the UNet."""
         return 2 if request.guidance_scale > 1.0 and not self._bundle.embeds_guidance else 1
 
-    def begin(self, request: ImageRequest) -> PromptEncoding:
+    def begin(self, request: ImageRequest) -> TextEncoding[_Call]:
         """Return what encodes a request's prompts, a call at a time."""
         uses_cfg = self._branches(request) == 2
         prompt, negative = self.tokens.pair(request)
@@ -91,12 +83,13 @@ class PromptEncoder:
         zeros = uses_cfg and self._is_xl and self._bundle.force_zeros_for_empty_prompt and absent
         read = ((negative, request.negative_clip_skip), (prompt, request.clip_skip))[0 if uses_cfg else 1 :]
         count = max(len(chunks) for tokens, _ in read for chunks in tokens.chunks)
-        texts = [self._filled(tokens, count, skip) for tokens, skip in read]
-        return PromptEncoding(
-            texts[1:] if zeros else texts,
-            run=self._run,
-            finish=lambda texts: self._conditioning([_zeros_like(texts[0]), *texts] if zeros else texts, request),
-        )
+        texts = [self._filled(tokens, count, skip) for tokens, skip in read[1 if zeros else 0 :]]
+
+        def finish(done: Mapping[_Call, EncodedText]) -> Conditioning:
+            joined = [_joined(text, done) for text in texts]
+            return self._conditioning([_zeros_like(joined[0]), *joined] if zeros else joined, request)
+
+        return TextEncoding([call for text in texts for calls in text for call in calls], run=self._run, finish=finish)
 
     def _filled(self, tokens: Tokens, count: int, skip: int) -> list[list[_Call]]:
         """Return the calls for each text encoder, `count` of them: chunks that a text does not fill are empty."""
@@ -108,16 +101,9 @@ class PromptEncoder:
 
     def _run(self, call: _Call) -> EncodedText:
         """Make one text encoder call, or remember its result."""
-        key = self._version(), call
-        found = self._known.pop(key, None)
-        if found is None:
-            with torch.inference_mode():
-                found = self._encode(*call)
-        self._known[key] = found
-        if len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return found
+        return self._known.get((self._version(), call), lambda: (self._encode(*call), 0))
 
+    @torch.inference_mode()
     def _encode(self, index: int, chunk: Chunk, skip: int) -> EncodedText:
         """Encode one chunk as one row: larger batches would round differently from diffusers."""
         text = self._encode_ids(index, chunk.ids, skip)
@@ -161,44 +147,12 @@ class PromptEncoder:
         return {"text_embeds": pooled, "time_ids": time_ids}
 
 
-class PromptEncoding:
-    """One request's prompts on their way through the text encoders. Compute thread only.
-
-    Its text encoders must have the same weights at every call; between two calls they may change for others.
-    """
-
-    def __init__(
-        self,
-        texts: Sequence[Sequence[Sequence[_Call]]],
-        *,
-        run: Callable[[_Call], EncodedText],
-        finish: Callable[[Sequence[EncodedText]], Conditioning],
-    ) -> None:
-        """Take the calls by text, text encoder and chunk."""
-        self._texts = texts
-        self._run = run
-        self._finish = finish
-        self._done: dict[_Call, EncodedText] = {}
-        self._left = deque(dict.fromkeys(call for text in texts for calls in text for call in calls))
-
-    @property
-    def calls_left(self) -> int:
-        """How many text encoder calls are left to make."""
-        return len(self._left)
-
-    def advance(self) -> Conditioning | None:
-        """Make one text encoder call; return the conditioning if it was the last."""
-        if self._left:
-            call = self._left.popleft()
-            self._done[call] = self._run(call)
-        return None if self._left else self._finish([self._joined(text) for text in self._texts])
-
-    def _joined(self, text: Sequence[Sequence[_Call]]) -> EncodedText:
-        """Join the chunks along L, then the text encoders along C."""
-        parts = [[self._done[call] for call in calls] for calls in text]
-        hiddens = [torch.cat([chunk.hidden for chunk in chunks], dim=1) for chunks in parts]
-        hidden = hiddens[0] if len(hiddens) == 1 else torch.concat(hiddens, dim=-1)
-        return EncodedText(hidden=hidden, pooled=parts[-1][0].pooled)
+def _joined(text: Sequence[Sequence[_Call]], done: Mapping[_Call, EncodedText]) -> EncodedText:
+    """Join the chunks along L, then the text encoders along C; pooled is the last one's first chunk."""
+    parts = [[done[call] for call in calls] for calls in text]
+    hiddens = [torch.cat([chunk.hidden for chunk in chunks], dim=1) for chunks in parts]
+    hidden = hiddens[0] if len(hiddens) == 1 else torch.concat(hiddens, dim=-1)
+    return EncodedText(hidden=hidden, pooled=parts[-1][0].pooled)
 
 
 def weighted(hidden: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
