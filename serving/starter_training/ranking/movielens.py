@@ -104,58 +104,21 @@ class Films(nn.Module):
         self.habit = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, DIM))
         self.match = Match(person=6, film=3, dim=DIM, dropout=dropout)
 
-    def person(
-        self,
-        *,
-        age_band: torch.Tensor,
-        gender: torch.Tensor,
-        occupation: torch.Tensor,
-        liked: torch.Tensor,
-        liked_offsets: torch.Tensor,
-        disliked: torch.Tensor,
-        disliked_offsets: torch.Tensor,
-        habit: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the person's vectors (B, 6, D)."""
-        who = [self.age_band(age_band), self.gender(gender), self.occupation(occupation)]
-        rated = [self.liked(liked, liked_offsets), self.disliked(disliked, disliked_offsets), self.habit(habit)]
-        return torch.stack([*who, *rated], dim=1)
+    def person(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the person's vectors (B, 6, D) of the user-side inputs."""
+        who = [self.age_band(given["age_band"]), self.gender(given["gender"]), self.occupation(given["occupation"])]
+        liked = self.liked(given["liked"], given["liked_offsets"])
+        disliked = self.disliked(given["disliked"], given["disliked_offsets"])
+        return torch.stack([*who, liked, disliked, self.habit(given["habit"])], dim=1)
 
-    def film(
-        self, *, item: torch.Tensor, genres: torch.Tensor, genres_offsets: torch.Tensor, facts: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the film's vectors (B, 3, D)."""
-        return torch.stack([self.item(item), self.genres(genres, genres_offsets), self.facts(facts)], dim=1)
+    def film(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the film's vectors (B, 3, D) of the item-side inputs."""
+        item, genres = self.item(given["item"]), self.genres(given["genres"], given["genres_offsets"])
+        return torch.stack([item, genres, self.facts(given["facts"])], dim=1)
 
-    def forward(
-        self,
-        *,
-        age_band: torch.Tensor,
-        gender: torch.Tensor,
-        occupation: torch.Tensor,
-        liked: torch.Tensor,
-        liked_offsets: torch.Tensor,
-        disliked: torch.Tensor,
-        disliked_offsets: torch.Tensor,
-        habit: torch.Tensor,
-        item: torch.Tensor,
-        genres: torch.Tensor,
-        genres_offsets: torch.Tensor,
-        facts: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, **given: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the output `score`."""
-        person = self.person(
-            age_band=age_band,
-            gender=gender,
-            occupation=occupation,
-            liked=liked,
-            liked_offsets=liked_offsets,
-            disliked=disliked,
-            disliked_offsets=disliked_offsets,
-            habit=habit,
-        )
-        film = self.film(item=item, genres=genres, genres_offsets=genres_offsets, facts=facts)
-        return {"score": torch.sigmoid(self.match(person, film))}
+        return {"score": torch.sigmoid(self.match(self.person(given), self.film(given)))}
 
 
 def inputs_of(data: MovieLens) -> tuple[Input, ...]:
@@ -236,11 +199,9 @@ def scorer_of(model: Films) -> Scorer:
     """Return the module itself as a scorer: user inputs are repeated for every candidate, as `forward` expects."""
 
     def scored(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        person = {name: tensors[name] for name in _PERSON}
-        film = {name: tensors[name] for name in _FILM}
         with torch.inference_mode():
-            vectors = model.person(**person).expand(len(film["item"]), -1, -1)
-            return torch.sigmoid(model.match(vectors, model.film(**film)))
+            vectors = model.person(tensors).expand(len(tensors["item"]), -1, -1)
+            return torch.sigmoid(model.match(vectors, model.film(tensors)))
 
     return scored
 
@@ -291,10 +252,6 @@ def request_tensors(
     return _person_tensors(data, [session]) | film
 
 
-_PERSON = ("age_band", "gender", "occupation", "liked", "liked_offsets", "disliked", "disliked_offsets", "habit")
-_FILM = ("item", "genres", "genres_offsets", "facts")
-
-
 def _new_model(data: MovieLens, dropout: float) -> Films:
     model = Films(
         films=len(data.names),
@@ -313,9 +270,9 @@ def _logits(
 ) -> torch.Tensor:
     """Return (films of all sessions,): the person's vectors once per session, the films' vectors once per film."""
     sizes = torch.tensor([session.films.size for session in sessions])
-    person = model.person(**_person_tensors(data, sessions)).repeat_interleave(sizes, dim=0)
+    person = model.person(_person_tensors(data, sessions)).repeat_interleave(sizes, dim=0)
     shown = torch.from_numpy(np.concatenate([session.films for session in sessions]))
-    film = model.film(**films).index_select(0, shown)
+    film = model.film(films).index_select(0, shown)
     logits: torch.Tensor = model.match(person, film)
     return logits
 

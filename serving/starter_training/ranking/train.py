@@ -169,15 +169,15 @@ def _logits(model: Picks, films: Mapping[str, torch.Tensor], clicks: Clicks, peo
     """Return (people * N,): each person with the films that they were shown."""
     shown = torch.from_numpy(clicks.item[people].reshape(-1))
     liked, history = as_bag(clicks.liked_genres[people]), as_bag(clicks.history[people])
-    person = model.person(
-        age_band=torch.from_numpy(clicks.age_band[people]),
-        liked_genres=liked[0],
-        liked_genres_offsets=liked[1],
-        history=history[0],
-        history_offsets=history[1],
-        daypart=torch.from_numpy(clicks.daypart[people]),
-    )
+    user = {
+        "age_band": torch.from_numpy(clicks.age_band[people]),
+        "liked_genres": liked[0],
+        "liked_genres_offsets": liked[1],
+        "history": history[0],
+        "history_offsets": history[1],
+        "daypart": torch.from_numpy(clicks.daypart[people]),
+    }
     # The films' vectors once each, then by id: there are fewer films than rows in a batch.
-    film = model.film(**films).index_select(0, shown)
-    logits: torch.Tensor = model.match(person.repeat_interleave(clicks.item.shape[1], dim=0), film)
+    film = model.film(films).index_select(0, shown)
+    logits: torch.Tensor = model.match(model.person(user).repeat_interleave(clicks.item.shape[1], dim=0), film)
     return logits

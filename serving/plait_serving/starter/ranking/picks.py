@@ -54,60 +54,21 @@ class Picks(nn.Module):
         self.facts = nn.Sequential(nn.Linear(2, 32), nn.ReLU(), nn.Linear(32, DIM))
         self.match = Match(person=4, film=3, dim=DIM)
 
-    def person(
-        self,
-        *,
-        age_band: torch.Tensor,
-        liked_genres: torch.Tensor,
-        liked_genres_offsets: torch.Tensor,
-        history: torch.Tensor,
-        history_offsets: torch.Tensor,
-        daypart: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the person's vectors (B, 4, D)."""
-        liked = self.liked_genres(liked_genres, liked_genres_offsets)
-        seen = self.history(history, history_offsets)
-        return torch.stack([self.age_band(age_band), liked, seen, self.daypart(daypart)], dim=1)
+    def person(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the person's vectors (B, 4, D) of the user-side inputs."""
+        liked = self.liked_genres(given["liked_genres"], given["liked_genres_offsets"])
+        seen = self.history(given["history"], given["history_offsets"])
+        return torch.stack([self.age_band(given["age_band"]), liked, seen, self.daypart(given["daypart"])], dim=1)
 
-    def film(
-        self,
-        *,
-        item: torch.Tensor,
-        genres: torch.Tensor,
-        genres_offsets: torch.Tensor,
-        year: torch.Tensor,
-        popularity: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return the film's vectors (B, 3, D)."""
-        facts = self.facts(torch.cat([(year - 2000.0) / 25.0, popularity], dim=1))
-        return torch.stack([self.item(item), self.genres(genres, genres_offsets), facts], dim=1)
+    def film(self, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the film's vectors (B, 3, D) of the item-side inputs."""
+        facts = self.facts(torch.cat([(given["year"] - 2000.0) / 25.0, given["popularity"]], dim=1))
+        item = self.item(given["item"])
+        return torch.stack([item, self.genres(given["genres"], given["genres_offsets"]), facts], dim=1)
 
-    def forward(
-        self,
-        *,
-        age_band: torch.Tensor,
-        liked_genres: torch.Tensor,
-        liked_genres_offsets: torch.Tensor,
-        history: torch.Tensor,
-        history_offsets: torch.Tensor,
-        daypart: torch.Tensor,
-        item: torch.Tensor,
-        genres: torch.Tensor,
-        genres_offsets: torch.Tensor,
-        year: torch.Tensor,
-        popularity: torch.Tensor,
-    ) -> dict[str, torch.Tensor]:
+    def forward(self, **given: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the output `score`."""
-        person = self.person(
-            age_band=age_band,
-            liked_genres=liked_genres,
-            liked_genres_offsets=liked_genres_offsets,
-            history=history,
-            history_offsets=history_offsets,
-            daypart=daypart,
-        )
-        film = self.film(item=item, genres=genres, genres_offsets=genres_offsets, year=year, popularity=popularity)
-        return {"score": torch.sigmoid(self.match(person, film))}
+        return {"score": torch.sigmoid(self.match(self.person(given), self.film(given)))}
 
 
 def build(folder: Path = FOLDER) -> tuple[Picks, tuple[Input, ...]]:
