@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from plait.errors import PlaitError, told
+from plait_autoconfig.errors import LibraryError, TunerError
 
 if TYPE_CHECKING:
     from plait_autoconfig.library import LibraryRun
     from plait_autoconfig.store import LibraryStore
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, no_args_is_help=True)
-
-
-@contextmanager
-def _errors_as_messages() -> Iterator[None]:
-    """Translate the tuner's errors into plait's, for the commands; `local_run` has all of a job behind it."""
-    from plait.errors import PlaitError
-    from plait_autoconfig.errors import TunerError
-
-    try:
-        yield
-    except TunerError as error:
-        raise PlaitError(str(error)) from error
-    except FileExistsError as error:
-        raise PlaitError(f"{error.filename} is there already; choose another --out") from error
-
 
 Library = Annotated[Path, typer.Argument(help="the library: the file that a job names as `library`")]
 
@@ -41,7 +27,7 @@ def library() -> None:
 
 
 @app.command("import")
-@_errors_as_messages()
+@told(TunerError)
 def import_command(
     source: Annotated[Path, typer.Argument(help="a CSV file with a header, or JSON lines as `export` writes them")],
     into: Annotated[Path, typer.Option(help="the library, made if it does not exist")] = Path("library.log"),
@@ -63,7 +49,7 @@ def import_command(
 
 
 @app.command("list")
-@_errors_as_messages()
+@told(TunerError)
 def list_command(
     library: Library, *, as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False
 ) -> None:
@@ -80,7 +66,7 @@ def list_command(
 
 
 @app.command("show")
-@_errors_as_messages()
+@told(TunerError)
 def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="as `list` prints it")]) -> None:
     """Print one run as JSON lines: the run, then its trials."""
     from plait_autoconfig.rows import dump_lines
@@ -89,7 +75,7 @@ def show_command(library: Library, run_id: Annotated[str, typer.Argument(help="a
 
 
 @app.command("export")
-@_errors_as_messages()
+@told(TunerError)
 def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a file of JSON lines")]) -> None:
     """Write a library to JSON lines, to keep or to pass on."""
     store = _existing(library)
@@ -98,14 +84,14 @@ def export_command(library: Library, out: Annotated[Path, typer.Argument(help="a
 
 
 @app.command("merge")
-@_errors_as_messages()
+@told(TunerError)
 def merge_command(library: Library, other: Annotated[Path, typer.Argument(help="the library to add")]) -> None:
     """Add all runs of another library; what is there already is not added twice."""
     _add_all(other, into=library)
 
 
 @app.command("job")
-@_errors_as_messages()
+@told(TunerError)
 def job_command(
     library: Annotated[Path, typer.Argument(help="a library; or a CSV file, with --map, which becomes one beside it")],
     *,
@@ -138,15 +124,16 @@ def job_command(
     settings = draft_job(run, target=whose, scenario=scenario, library=where, only_measured=only_measured)
     text = yaml.safe_dump(settings, sort_keys=False, width=110)
     parse_job(text, folder=out.absolute().parent, source=str(out))
-    with out.open("x", encoding="utf-8") as file:
-        file.write(text)
+    try:
+        with out.open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError as error:
+        raise PlaitError(f"{out} is there already; choose another --out") from error
     typer.echo(f"{out}: {len(settings['knobs'])} knobs; run it with `plait tune run {out}`")
 
 
 def _run(library: Path, run_id: str | None) -> LibraryRun:
     """Return a run by its id, or the last. Raises `LibraryError` naming those that there are."""
-    from plait_autoconfig.errors import LibraryError
-
     runs = {run.run_id: run for run in _existing(library).runs()}
     if not runs or run_id not in {*runs, None}:
         raise LibraryError(f"{library} has no run {run_id or ''!r}; it has {', '.join(runs) or 'none'}")
@@ -177,8 +164,6 @@ def _store(path: Path) -> LibraryStore:
 
 def _existing(path: Path) -> LibraryStore:
     """Open a library that must exist: a mistyped name shall not make an empty one."""
-    from plait_autoconfig.errors import LibraryError
-
     if not path.is_file():
         raise LibraryError(f"there is no library {path}; `plait tune library import` makes one")
     return _store(path)

@@ -7,12 +7,12 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from plait.errors import PlaitError
+from plait.errors import PlaitError, told, write
 from plait.server.state import state_root
 from plait.tuning.job.progress import shown, time_breakdown
 from plait.tuning.job.recover import recover_all
@@ -77,11 +77,7 @@ def open_state(job: Path) -> tuple[JobState, JobStore]:
 def write_report(store: JobStore, path: Path) -> None:
     """Write the report of the job's current state. Raises `PlaitError`."""
     with errors_as_messages():
-        page = report_of(store)
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise PlaitError(f"{path} cannot be written: {error.strerror or error}") from error
+        write(path, report_of(store))
 
 
 def report_of(store: JobStore) -> str:
@@ -95,13 +91,9 @@ def report_of(store: JobStore) -> str:
     return report_page(read_state(store), source)
 
 
-@contextmanager
-def errors_as_messages() -> Iterator[None]:
+def errors_as_messages() -> AbstractContextManager[None]:
     """Translate the tuner's errors into plait's, for the command."""
-    try:
-        yield
-    except TunerError as error:
-        raise PlaitError(str(error)) from error
+    return told(TunerError)
 
 
 def job_file(job: Path) -> Path:
