@@ -50,6 +50,18 @@ def identify(pid: int) -> ProcessId | None:
     return None if stat is None or stat.zombie else stat.identity
 
 
+def me() -> ProcessId:
+    """Return the identity of this process."""
+    found = identify(os.getpid())
+    assert found is not None
+    return found
+
+
+def has_ended(process: ProcessId, boot: str) -> bool:
+    """Return whether a process has ended that ran in that boot."""
+    return boot != boot_id() or not is_running(process)
+
+
 def is_running(process: ProcessId) -> bool:
     """Return whether exactly this process is still running."""
     return identify(process.pid) == process

@@ -191,12 +191,6 @@ class PortState:
         if self._record is not None:
             self.write(replace(self._record, gcs_address=gcs_address))
 
-    def write_config(self, text: str) -> None:
-        """Store the configuration that the run serves, for tools that change its knobs while it runs."""
-        path = self.folder / "config.yaml"
-        path.write_text(text)
-        path.chmod(0o600)
-
     def forget(self) -> None:
         """Delete the record: the run has ended and left nothing behind."""
         (self.folder / "run.json").unlink(missing_ok=True)
@@ -226,6 +220,13 @@ class Keeping:
             if not self._cannot_write:
                 self._say(f"plait: WARNING: {self._folder} cannot be written: {error.strerror}")
             self._cannot_write = True
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Store the configuration that the run of a port's folder serves, for tools that change its knobs meanwhile."""
+    path = folder / "config.yaml"
+    path.write_text(text)
+    path.chmod(0o600)
 
 
 def read_record(folder: Path) -> RunRecord | None:

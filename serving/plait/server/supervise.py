@@ -27,7 +27,7 @@ from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.leftovers import clean_up, clean_up_others, end_with_us, remove_ray_folder, remove_sockets
 from plait.server.ports import check_port, free_port, health, hold_port, with_port
-from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root
+from plait.server.state import Keeping, PortState, RunRecord, scratch_root, state_root, write_config
 from plait_serving.deployments.process import LOG_PATH_VARIABLE
 
 _log = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ class _Run:
         self._note_processes()
         self._cluster.claim(self._app_name)
         self._config = with_gpus(self._config, nodes := self._cluster.nodes())
-        self._state.write_config(dump_config(self._config))
+        write_config(self._state.folder, dump_config(self._config))
         server = self._config.server.behind(self._cluster.host)
         if not self._config.ray.is_local:
             self._warn(server)
@@ -274,13 +274,11 @@ class _Run:
         return len(left)
 
     def _write_record(self) -> None:
-        command = processes.identify(os.getpid())
-        assert command is not None
         self._state.write(
             RunRecord(
                 run_id=self._run_id,
                 boot_id=processes.boot_id(),
-                command=command,
+                command=processes.me(),
                 url=f"http://{self._config.server.host}:{self._port}",
                 address=self._config.ray.address,
                 ray_folder=None if self._ray_folder is None else str(self._ray_folder),

@@ -127,7 +127,16 @@ class Clone:
             self._port = free_port(_HOST)
             self._state = PortState.claim(self._root, self._port)
         self._ray_folder = scratch_root() / f"r-{secrets.token_hex(4)}"
-        self._state.write(self._record(f"http://{_HOST}:{self._port}", str(self._ray_folder)))
+        self._state.write(
+            RunRecord(
+                run_id=self._run_id,
+                boot_id=processes.boot_id(),
+                command=processes.me(),
+                url=f"http://{_HOST}:{self._port}",
+                address="local",
+                ray_folder=str(self._ray_folder),
+            )
+        )
         cluster = Cluster.start_local(
             config,
             port=self._port,
@@ -149,23 +158,10 @@ class Clone:
                     cluster.delete(note.app)
                     path.unlink()
         self._note = folder / f"{self._run_id}.json"
-        owner = processes.identify(os.getpid())
-        assert owner is not None
-        own = _CloneNote(address=cluster.gcs_address, app=app, boot_id=processes.boot_id(), **asdict(owner))
+        boot_id, owner = processes.boot_id(), asdict(processes.me())
+        own = _CloneNote(address=cluster.gcs_address, app=app, boot_id=boot_id, **owner)
         self._note.write_text(own.model_dump_json())
         return cluster
-
-    def _record(self, url: str, ray_folder: str) -> RunRecord:
-        command = processes.identify(os.getpid())
-        assert command is not None
-        return RunRecord(
-            run_id=self._run_id,
-            boot_id=processes.boot_id(),
-            command=command,
-            url=url,
-            address="local",
-            ray_folder=ray_folder,
-        )
 
     def _note_processes(self) -> frozenset[processes.ProcessId]:
         if self._state is None:
@@ -187,5 +183,4 @@ class _CloneNote(BaseModel):
     @property
     def is_left(self) -> bool:
         """Whether the process that wrote the note has ended."""
-        owner = processes.ProcessId(self.pid, self.start_ticks)
-        return self.boot_id != processes.boot_id() or not processes.is_running(owner)
+        return processes.has_ended(processes.ProcessId(self.pid, self.start_ticks), self.boot_id)

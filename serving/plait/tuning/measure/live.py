@@ -21,7 +21,7 @@ from plait.errors import PlaitError, StateError
 from plait.server import processes
 from plait.server.cluster import Cluster
 from plait.server.environment import prepare_environment
-from plait.server.state import RunRecord
+from plait.server.state import RunRecord, read_record, write_config
 from plait.tuning.measure.application import Compose, RunningApplication
 
 _APP = "plait"
@@ -63,7 +63,7 @@ class RollbackNote:
     @property
     def is_left(self) -> bool:
         """Whether its owner has ended without removing it."""
-        return self.boot_id != processes.boot_id() or not processes.is_running(self.owner)
+        return processes.has_ended(self.owner, self.boot_id)
 
 
 _NOTE = TypeAdapter(RollbackNote)
@@ -116,7 +116,7 @@ class LiveServer:
         """Leave the service with this configuration permanently (until its next start, which reads plait.yaml)."""
         self.apply(config, limit_s=_ROLL_BACK_S)
         self.original = config
-        _write_private(self._folder / "config.yaml", dump_config(config))
+        write_config(self._folder, dump_config(config))
         self._path.unlink(missing_ok=True)
 
     def restore(self) -> None:
@@ -145,12 +145,10 @@ class LiveServer:
     def _write_note(self) -> None:
         if self._path.exists():
             return
-        owner = processes.identify(os.getpid())
-        assert owner is not None
         RollbackNote(
             run_id=self._record.run_id,
             config=dump_config(self.original),
-            owner=owner,
+            owner=processes.me(),
             boot_id=processes.boot_id(),
         ).write(self._path)
 
@@ -177,15 +175,9 @@ def running_config(root: Path, port: int) -> PlaitConfig:
 def _record(root: Path, port: int) -> RunRecord:
     """Return the record of the live run. Raises `StateError`."""
     folder = root / f"port-{port}"
-    try:
-        record = RunRecord.from_json((folder / "run.json").read_text())
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise StateError(f"no plait serve of this user runs on port {port} (there is no {folder}/run.json)") from error
-    if not processes.is_running(record.command) or record.boot_id != processes.boot_id():
+    record = read_record(folder)
+    if record is None:
+        raise StateError(f"no plait serve of this user runs on port {port} (there is no {folder}/run.json)")
+    if processes.has_ended(record.command, record.boot_id):
         raise StateError(f"no plait serve of this user runs on port {port} any more")
     return record
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.write_text(text)
-    path.chmod(0o600)

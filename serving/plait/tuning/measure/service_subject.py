@@ -11,7 +11,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -179,11 +178,16 @@ class ServiceSubject:
             state = PortState.claim(root, port)
         except StateError as error:
             raise JobBusy(f"target.ready: {error}") from error
-        command = processes.identify(os.getpid())
-        assert command is not None
-        boot_id, url = processes.boot_id(), self.url
-        record = RunRecord(run_id=self._run_id, boot_id=boot_id, command=command, url=url, address="local")
-        state.write(replace(record, ray_folder=""))  # without a Ray, but with processes of ours to end
+        state.write(
+            RunRecord(
+                run_id=self._run_id,
+                boot_id=processes.boot_id(),
+                command=processes.me(),
+                url=self.url,
+                address="local",
+                ray_folder="",  # without a Ray, but with processes of ours to end
+            )
+        )
         return state
 
     # ---- while trials run --------------------------------------------------------------------------------------------
