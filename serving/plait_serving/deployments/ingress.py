@@ -178,9 +178,9 @@ def _ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService | N
     """Return the ranking service; None on an image-only server, which does without torch."""
     if not models:
         return None
-    from plait_serving.deployments.ranking.service import remote_ranking_service
+    from plait_serving.deployments.ranking.service import RemoteRankingService
 
-    return remote_ranking_service(models)
+    return RemoteRankingService(models)
 
 
 class OpenResponses:

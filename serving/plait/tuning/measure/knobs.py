@@ -17,10 +17,9 @@ from pydantic import BaseModel
 from plait.config import PlaitConfig, parse_config
 from plait.deployments import CONTROLNET_PREFIX, ENGINE, worker_name
 from plait.errors import ConfigError, PlaitError
+from plait.tuning.yaml_edit import KeyPath, set_at
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import RankModelSection
-
-KeyPath = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +89,7 @@ def apply_knobs(config: PlaitConfig, values: Mapping[str, Any]) -> PlaitConfig:
     data = config.model_dump(mode="json")
     _spell_out(data, config)
     for name, value in values.items():
-        _set(data, places[name].path, value)
+        set_at(data, places[name].path, value)
     return parse_config(data, source="knobs", folder=Path.cwd())
 
 
@@ -189,15 +188,6 @@ def _folder_of(config: PlaitConfig, path: KeyPath) -> dict[KeyPath, Any]:
             for name, section in config.ranking_models.items()
         }
     return {}
-
-
-def _set(data: dict[str, Any], path: KeyPath, value: Any) -> None:
-    *way, last = path
-    for key in way:
-        if not isinstance(data.get(key), dict):
-            data[key] = {}
-        data = data[key]
-    data[last] = value
 
 
 def _or(near: list[str], there: list[str]) -> str:

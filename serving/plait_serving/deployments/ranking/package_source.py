@@ -110,11 +110,9 @@ class PackageSource:
 
     def items(self) -> ItemStore | None:
         """Return the package's items. Raises `PackageError`."""
-        from plait_disagg.package.read import open_package
+        return self.package().items
 
-        return open_package(self.folder).items
-
-    def package(self) -> Package | None:
+    def package(self) -> Package:
         """Return the folder's package. Raises `PackageError`."""
         from plait_disagg.package.read import open_package
 

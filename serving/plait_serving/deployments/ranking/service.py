@@ -13,7 +13,6 @@ from plait_disagg.package.manifest import PackageError
 from plait_disagg.package.read import Package
 from plait_disagg.refresh.errors import NotPublished
 from plait_disagg.refresh.publish import publish
-from plait_disagg.workers.ranker import CoreRanker
 from plait_kernels.threads import lower_priority, run_on_own_thread, set_threads
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.deployments.ranking.package_source import RankModel, RankSource
@@ -23,29 +22,24 @@ from plait_serving.ranking.service import ServedRanker
 from plait_serving.replica_metrics import ReplicaMetrics
 
 
-def remote_ranking_service(models: Mapping[str, RankModel]) -> LocalRankingService:
-    """Return a service for the models, by the names that requests use; connecting continues in the background."""
-    return _RemoteRankingService(models)
-
-
-class _RemoteRankingService(LocalRankingService):
+class RemoteRankingService(LocalRankingService):
     """Its rankers' workers are deployments."""
 
     def __init__(self, models: Mapping[str, RankModel]) -> None:
+        """Take the models by the names that requests use; connecting continues in the background."""
         rankers = {name: remote_ranker(name, model.workers) for name, model in models.items()}
         wait_until_ready([ranker.core for ranker in rankers.values()])
-        super().__init__({name: _served(name, model, rankers[name]) for name, model in models.items()})
+        served = {}
+        for name, model in models.items():
+            refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
+            served[name] = ServedRanker(ranker=rankers[name], items=model.source.items(), refreshes=refreshes)
+        super().__init__(served)
         parts = [part for it in models.values() for part in (it.workers, it.hns, *it.shards) if part is not None]
         self._workers = [AllReplicas(part) for part in parts]
 
     async def worker_counts(self) -> Sequence[ReplicaMetrics]:
         """Return what the workers' replicas count."""
         return await answers_of(self._workers)
-
-
-def _served(name: str, model: RankModel, ranker: CoreRanker) -> ServedRanker:
-    refreshes = ServeRefresh(name, model.source, model.workers, model.hns, model.shards)
-    return ServedRanker(ranker=ranker, items=model.source.items(), refreshes=refreshes)
 
 
 _STAGE_TIMEOUT_S = 600.0
