@@ -62,15 +62,15 @@ def _thin(dx: Plane, dy: Plane) -> Plane:
     return np.where(keep, size, 0.0)
 
 
-def edge_mask(image: ImageArray, high: float = EDGE_HIGH, low: float = EDGE_LOW) -> NDArray[np.bool_]:
-    """Return Canny edges as `bool[H, W]`: blur, slope, thinning, hysteresis between `low` and `high`."""
+def edge_mask(image: ImageArray) -> NDArray[np.bool_]:
+    """Return Canny edges as `bool[H, W]`: blur, slope, thinning, hysteresis between `EDGE_LOW` and `EDGE_HIGH`."""
     from scipy import ndimage
 
     check_image(image)
     thin = _thin(*_gradient(image, EDGE_SIGMA_PX))
-    labels, count = ndimage.label(thin >= low, structure=np.ones((3, 3)))
+    labels, count = ndimage.label(thin >= EDGE_LOW, structure=np.ones((3, 3)))
     strong = np.zeros(count + 1, dtype=bool)
-    strong[np.unique(labels[thin >= high])] = True
+    strong[np.unique(labels[thin >= EDGE_HIGH])] = True
     strong[0] = False
     return np.asarray(strong[labels], dtype=np.bool_)
 

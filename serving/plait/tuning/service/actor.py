@@ -35,10 +35,10 @@ _IDLE_S = 900.0
 class TuningActor:
     """The job queue and the thread that works on it."""
 
-    def __init__(self, settings: JobQueueSettings, runner: JobLauncher | None, idle_s: float) -> None:
+    def __init__(self, settings: JobQueueSettings, runner: JobLauncher | None) -> None:
         logging.basicConfig(level=logging.INFO)
         self._queue = TuningJobQueue(settings, runner or JobProcesses(environ=os.environ))
-        self._idle_s, self._asked_s = idle_s, time.monotonic()
+        self._asked_s = time.monotonic()
         self._me = ray.get_runtime_context().current_actor
         threading.Thread(target=self._work, name="plait-tuning", daemon=True).start()
 
@@ -48,7 +48,7 @@ class TuningActor:
         return getattr(self._queue, method)(*arguments)
 
     def _work(self) -> None:
-        while time.monotonic() - self._asked_s < self._idle_s:
+        while time.monotonic() - self._asked_s < _IDLE_S:
             try:
                 if self._queue.work_once(lambda: False):
                     self._asked_s = time.monotonic()
@@ -62,11 +62,9 @@ class ActorTuningService:
     """A `TuningService` that calls the actor. It finds or starts the actor when it is created, so that jobs interrupted
     by a stop of the server continue, and again whenever the actor is lost."""
 
-    def __init__(
-        self, settings: Callable[[], JobQueueSettings], *, runner: JobLauncher | None = None, idle_s: float = _IDLE_S
-    ) -> None:
+    def __init__(self, settings: Callable[[], JobQueueSettings], *, runner: JobLauncher | None = None) -> None:
         """Take what returns the settings, which are read anew for each job."""
-        self._settings, self._runner, self._idle_s = settings, runner, idle_s
+        self._settings, self._runner = settings, runner
         self._actor = self._found()
 
     async def submit(self, text: str, tenant: str) -> dict[str, Any]:
@@ -109,7 +107,7 @@ class ActorTuningService:
                 max_concurrency=16,
                 num_cpus=0,
             )
-            .remote(settings, self._runner, self._idle_s)
+            .remote(settings, self._runner)
         )
         actor.call.remote("configure", settings)  # it may be older than this replica
         return actor

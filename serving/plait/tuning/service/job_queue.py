@@ -84,14 +84,8 @@ _TICKET = TypeAdapter(_JobRecord)
 class TuningJobQueue:
     """The job queue. All methods but `work` and `work_once` return at once and may be called from several threads."""
 
-    def __init__(
-        self,
-        settings: JobQueueSettings,
-        runner: JobLauncher,
-        *,
-        now: Callable[[], float] = time.time,
-    ) -> None:
-        self._settings, self._runner, self._now = settings, runner, now
+    def __init__(self, settings: JobQueueSettings, runner: JobLauncher) -> None:
+        self._settings, self._runner = settings, runner
         self._lock = threading.RLock()
         self._stores: dict[str, JobStore] = {}
         self._states: dict[str, tuple[float, JobState]] = {}
@@ -117,7 +111,7 @@ class TuningJobQueue:
                 return self._summary(self._ticket(job_id))
             if len(self._open_tickets()) >= MAX_WAITING:
                 raise TooMany(f"{MAX_WAITING} jobs are waiting already")
-            ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(self._now(), 3))
+            ticket = _JobRecord(id=job_id, name=spec.name, tenant=tenant, created_s=round(time.time(), 3))
             folder = self._settings.folder / job_id
             self._stores[job_id] = JobStore.open_or_create(folder, spec, text)
             _write(folder / "ticket.json", ticket)
@@ -197,9 +191,9 @@ class TuningJobQueue:
 
     def _work_on(self, ticket: _JobRecord, stop: Callable[[], bool]) -> None:
         folder, store = self._settings.folder / ticket.id, self._store(ticket.id)
-        while store.workers(now_s=self._now()) and not stop():
+        while store.workers(now_s=time.time()) and not stop():
             time.sleep(_POLL_S)  # of a desk that was killed: its worker is cleaning up
-        before = read_state(store, now_s=self._now())
+        before = read_state(store, now_s=time.time())
         if before.phase == "failed":  # its process said so, and we were killed before we could note it
             self._end(ticket, "failed", before.reason)
             return
@@ -216,7 +210,7 @@ class TuningJobQueue:
 
     def _conclude(self, ticket: _JobRecord, store: JobStore, code: int) -> None:
         """Record the outcome of a job whose process has ended; do nothing if it is to be restarted."""
-        state = read_state(store, now_s=self._now())
+        state = read_state(store, now_s=time.time())
         if (self._settings.folder / ticket.id / "cancel").exists():
             self._end(ticket, "cancelled", "it was cancelled")
         elif state.phase in {"finished", "failed"}:
@@ -292,10 +286,10 @@ class TuningJobQueue:
     def _state(self, job_id: str) -> JobState:
         with self._lock:
             at_s, state = self._states.get(job_id, (0.0, None))
-            if state is None or self._now() - at_s > _FRESH_S:
+            if state is None or time.time() - at_s > _FRESH_S:
                 with _readable(job_id):
-                    state = read_state(self._store(job_id), now_s=self._now())
-                    self._states[job_id] = (self._now(), state)
+                    state = read_state(self._store(job_id), now_s=time.time())
+                    self._states[job_id] = (time.time(), state)
             return state
 
     def _summary(self, ticket: _JobRecord) -> dict[str, Any]:

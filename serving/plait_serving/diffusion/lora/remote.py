@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from plait_serving.diffusion.errors import EngineStopped, LoraError
 from plait_serving.diffusion.lora.parse import MAX_FILE_BYTES
@@ -54,24 +54,16 @@ class RemoteEntry:
 class RemoteSource:
     """A `LoraSource` over an fsspec URL ("s3://bucket/loras", "https://host/loras", "file:///srv/loras", ...).
 
-    `options` go to fsspec (credentials, endpoints). Only `entries` exist; the store is never listed.
+    Only `entries` exist; the store is never listed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        entries: Mapping[str, RemoteEntry],
-        *,
-        cache_folder: Path,
-        options: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, url: str, entries: Mapping[str, RemoteEntry], *, cache_folder: Path) -> None:
         for name in entries:
             if not is_name(name):
                 raise ValueError(f"{name!r} is no valid LoRA name")
         self._url = url.rstrip("/")
         self._entries = MappingProxyType(dict(sorted(entries.items())))
         self._folder = cache_folder
-        self._options = options
         self._closed = Event()
 
     def names(self) -> Collection[str]:
@@ -134,7 +126,7 @@ class RemoteSource:
         with part.open("wb") as sink:
             for chunk in self._chunks(entry):
                 if isinstance(chunk, Exception):
-                    # The URL and options may carry credentials: only the type is reported.
+                    # The URL may carry credentials: only the type is reported.
                     return f"the remote store does not deliver {entry.path!r} ({type(chunk).__name__})"
                 received_bytes += len(chunk)
                 if received_bytes > entry.nbytes:
@@ -154,7 +146,7 @@ class RemoteSource:
         import fsspec
 
         try:
-            with fsspec.open(f"{self._url}/{entry.path}", "rb", **self._options) as remote:
+            with fsspec.open(f"{self._url}/{entry.path}", "rb") as remote:
                 while chunk := self._next(remote):
                     yield chunk
         except EngineStopped:

@@ -106,15 +106,15 @@ class WebFile:
     etag: str
 
 
-def read_files(folder: Path = WEB_FOLDER) -> Mapping[str, WebFile]:
-    """Return the files below `folder` by their path relative to it, with `/` between its parts and without `.gz`.
+def read_files() -> Mapping[str, WebFile]:
+    """Return the files below `WEB_FOLDER` by their path relative to it, with `/` between its parts and without `.gz`.
 
     A request names a file by looking it up here, so no path leads anywhere else.
     """
     found = {}
-    for path in sorted(folder.rglob("*")):
+    for path in sorted(WEB_FOLDER.rglob("*")):
         is_packed = path.suffix == _PACKED
-        name = path.relative_to(folder).as_posix().removesuffix(_PACKED)
+        name = path.relative_to(WEB_FOLDER).as_posix().removesuffix(_PACKED)
         media_type = MEDIA_TYPES.get(PurePosixPath(name).suffix)
         if media_type is not None and path.is_file():
             raw = path.read_bytes()

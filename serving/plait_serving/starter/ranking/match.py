@@ -12,18 +12,15 @@ from torch import nn
 class Match(nn.Module):
     """A logit per row from the P * F dot products of person with film and the vectors themselves."""
 
-    def __init__(
-        self, *, person: int, film: int, dim: int, hidden: tuple[int, int] = (64, 32), dropout: float = 0.0
-    ) -> None:
+    def __init__(self, *, person: int, film: int, dim: int, dropout: float = 0.0) -> None:
         super().__init__()
-        first, second = hidden
         self.top = nn.Sequential(
             nn.Dropout(dropout),
-            nn.Linear(person * film + (person + film) * dim, first),
+            nn.Linear(person * film + (person + film) * dim, 64),
             nn.ReLU(),
-            nn.Linear(first, second),
+            nn.Linear(64, 32),
             nn.ReLU(),
-            nn.Linear(second, 1),
+            nn.Linear(32, 1),
         )
 
     def forward(self, person: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
