@@ -116,13 +116,11 @@ def joined(look: LoadResult, rest: LoadResult) -> LoadResult:
         memory_bytes=max(look.used.memory_bytes, rest.used.memory_bytes),
         gpu_memory_bytes=max(look.used.gpu_memory_bytes, rest.used.gpu_memory_bytes),
     )
-    return LoadResult(
+    return replace(
+        rest,
         metrics=metrics_of(sessions),
         invalid="; ".join(filter(None, (look.invalid, rest.invalid))),
-        ended_early=rest.ended_early,
-        timed_out=rest.timed_out,
         errors=errors,
-        notes=rest.notes,
         sessions=sessions,
         used=used,
         counted_s=look.counted_s + rest.counted_s,
@@ -187,17 +185,8 @@ def run_search(
     chosen = loads[best_look(looks)]
     said = [f"{each.rate_per_s:.3g}/s {_seen(each)} ({each.duration_s:.3g} s)" for each in looks]
     busy = (_STILL_BUSY,) if any(_STILL_BUSY in load.notes for load in loads) else ()
-    return LoadResult(
-        metrics=chosen.metrics,
-        invalid=chosen.invalid,
-        ended_early=chosen.ended_early,
-        timed_out=chosen.timed_out,
-        errors=chosen.errors,
-        notes=(f"rates: {', '.join(said)}", *busy),
-        sessions=tuple(session for load in loads for session in load.sessions),
-        used=chosen.used,
-        counted_s=chosen.counted_s,
-    )
+    sessions = tuple(session for load in loads for session in load.sessions)
+    return replace(chosen, notes=(f"rates: {', '.join(said)}", *busy), sessions=sessions)
 
 
 def _shows_a_miss(session: FinishedRun) -> bool:
