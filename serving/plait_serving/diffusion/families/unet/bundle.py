@@ -29,7 +29,7 @@ from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig, sch
 from plait_serving.diffusion.loading import load_module, outline_module, translate
 from plait_serving.diffusion.memory import MemoryNeed, check_memory
 from plait_serving.diffusion.sources.file_kinds import SINGLE_CONTROLNET, read_json
-from plait_serving.diffusion.weight_files import WeightFiles, find_weights
+from plait_serving.diffusion.weight_files import find_weights
 
 _log = logging.getLogger(__name__)
 
@@ -156,7 +156,11 @@ def load_bundle(
     if not outline:
         check_memory(str(folder), need, target)
     files |= {part: (files[part][0], files[part][0].stored_dtype) for part in mapped}
-    modules = _outlines(kinds, files) if outline else _modules(kinds, files, target)
+    if outline:
+        kinds.pop("safety_checker", None)
+        modules = {part: outline_module(kind, *files[part]) for part, kind in kinds.items()}
+    else:
+        modules = {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
     return Bundle(
         folder=folder,
         kind=kind,
@@ -191,16 +195,6 @@ def _configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, An
     check_vae_config(vae, kind_of_config(unet), folder / "vae" / "config.json")
     check_unet_config(unet, vae, folder / "unet" / "config.json")
     return index, unet, vae
-
-
-def _modules(
-    kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]], target: torch.device
-) -> dict[str, nn.Module]:
-    return {part: load_module(kind, *files[part], target) for part, kind in kinds.items()}
-
-
-def _outlines(kinds: Mapping[str, Any], files: Mapping[str, tuple[WeightFiles, torch.dtype]]) -> dict[str, nn.Module]:
-    return {part: outline_module(kind, *files[part]) for part, kind in kinds.items() if part != "safety_checker"}
 
 
 def load_controlnet(

@@ -111,6 +111,10 @@ def check_controlnet_config(
     _refuse_features(config, path)
     if config.get("global_pool_conditions"):
         raise ModelError(f"{path}: global_pool_conditions (guess mode) is not supported")
+    if (order := config.get("controlnet_conditioning_channel_order", "rgb")) not in ("rgb", "bgr"):
+        raise ModelError(f"{path}: unknown channel order {order!r}")
+    if (channels := config.get("conditioning_channels", 3)) != 3:
+        raise ModelError(f"{path}: a control image has 3 channels; this ControlNet reads {channels}")
     if base is not None:
         base = {**base, "in_channels": base.get("out_channels", 4)}  # ControlNets see latents, no mask
         for key in ("cross_attention_dim", "block_out_channels", "layers_per_block", "down_block_types", "in_channels",

@@ -29,6 +29,7 @@ from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.unet.bundle import check_controlnet, map_controlnet
 from plait_serving.diffusion.families.unet.bundle import load_controlnet as load_model
 from plait_serving.diffusion.families.unet.computations import ControlNetTrunk, controlnet_computation
+from plait_serving.diffusion.families.unet.config import check_controlnet_config
 from plait_serving.diffusion.families.unet.fused import Fusion, fuse_
 from plait_serving.diffusion.protocols import Conditioning, Residuals
 from plait_serving.diffusion.values import RgbImage
@@ -59,7 +60,8 @@ class ControlNetModelRunner:
         `dtype` is what it computes in; None: its parameters'. `weights` brings them into memory when torch is to run
         it; None: they are there.
         """
-        _check_supported(model)
+        path = Path(model.config.get("_name_or_path") or "the ControlNet")
+        check_controlnet_config(model.config, path, base=None, vae_factor=None)
         # Asked once: each question walks all modules, and a step asks eight times.
         self.dtype: torch.dtype = dtype or model.dtype
         self.device: torch.device = model.device
@@ -286,20 +288,6 @@ def load_controlnet(
 
         behind(f"ControlNet {folder.name}", make)
     return runner
-
-
-def _check_supported(model: ControlNetModel) -> None:
-    config = model.config
-    if config.global_pool_conditions:
-        raise ModelError("ControlNets with global_pool_conditions (guess mode) are not served")
-    if config.class_embed_type is not None or config.num_class_embeds is not None:
-        raise ModelError("ControlNets with class embeddings are not served")
-    if config.addition_embed_type not in (None, "text", "text_time"):
-        raise ModelError(f"ControlNets with addition_embed_type {config.addition_embed_type!r} are not served")
-    if config.controlnet_conditioning_channel_order not in ("rgb", "bgr"):
-        raise ModelError(f"unknown channel order {config.controlnet_conditioning_channel_order!r}")
-    if config.conditioning_channels != 3:
-        raise ModelError(f"a control image has 3 channels; this ControlNet reads {config.conditioning_channels}")
 
 
 def _without_image_encoder(model: ControlNetModel) -> ControlNetModel:
