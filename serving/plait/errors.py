@@ -47,6 +47,14 @@ def told(*kinds: type[Exception], file: Path | None = None) -> Iterator[None]:
         raise PlaitError(f"{error.filename or file}: {error.strerror or error}") from error
 
 
+def read(path: Path) -> str:
+    """Read a file that a command was given. Raises `PlaitError`."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlaitError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
 def write(path: Path, text: str) -> None:
     """Write a command's file. Raises `PlaitError`."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 from plait.config import PlaitConfig
 from plait.deployments import deployments
-from plait.errors import PlaitError, told
+from plait.errors import PlaitError, read, told
 from plait.gpu_shares import running_cluster, with_gpus
 from plait_deploy.errors import NoRoomError, PlacementError
 from plait_deploy.placement.cluster_file import parse_cluster
@@ -60,7 +60,7 @@ def fitted(config: PlaitConfig, cluster: ClusterState) -> PlaitConfig:
 
 def described(cluster: Path) -> Callable[[], ClusterState]:
     """Return what makes the cluster that a file describes. Raises `PlaitError`."""
-    return lambda: _read(cluster)
+    return lambda: _read(cluster)[0]
 
 
 def running(address: str) -> Callable[[], ClusterState]:
@@ -78,31 +78,20 @@ def _planned(demands: Sequence[Demand], state: ClusterState, policy: str) -> tup
     return state, plan(state, demands, make_policy(policy, demand_classes(demands)))
 
 
-def _read(cluster: Path) -> ClusterState:
+def _read(cluster: Path) -> tuple[ClusterState, tuple[str, ...]]:
+    """Return the cluster that a file describes, and the names of its groups."""
+    with told(strict_yaml.NotYaml):
+        data = strict_yaml.parse(read(cluster), str(cluster))[1]
     try:
-        return parse_cluster(_data(cluster))
+        return parse_cluster(data), tuple(group["name"] for group in data["nodes"])
     except PlacementError as error:
         raise PlaitError(f"{cluster}: {error}") from error
-
-
-def _groups(cluster: Path) -> tuple[str, ...]:
-    """Return the names of the groups of a file that `_read` has taken."""
-    return tuple(group["name"] for group in _data(cluster)["nodes"])
-
-
-def _data(cluster: Path) -> Any:
-    try:
-        return strict_yaml.parse(cluster.read_text(encoding="utf-8"), str(cluster))[1]
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlaitError(f"{cluster} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except strict_yaml.NotYaml as error:
-        raise PlaitError(str(error)) from error
 
 
 def read_classes(cluster: Path, demands: Sequence[Demand]) -> tuple[str, ...]:
     """Return the classes of nodes in a cluster's file: its groups. Raises `PlaitError` if the file cannot be read,
     `PlacementError` if it makes no sense or the replicas do not fit."""
-    state, groups = _read(cluster), _groups(cluster)
+    state, groups = _read(cluster)
     found = plan(state, demands, make_policy(OURS, demand_classes(demands)))
     if found.unplaced:
         first = found.unplaced[0].demand

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from plait.errors import PlaitError, told, write
+from plait.errors import PlaitError, read, told, write
 from plait.server.state import state_root
 from plait.tuning.job.progress import shown, time_breakdown
 from plait.tuning.job.recover import recover_all
@@ -49,7 +49,7 @@ def run(
     """
     with errors_as_messages():
         job = job_file(job)
-        text = _text_of(job)
+        text = read(job)
         spec = parse_job(text, folder=job.absolute().parent, source=str(job))
         store = JobStore.open_or_create(folder or DEFAULT_OUT / spec.name, spec, text)
         recover_all(state_root(os.environ), say=lambda line: print(line, file=stream, flush=True))
@@ -106,18 +106,11 @@ def job_file(job: Path) -> Path:
     raise PlaitError(f"{job}: there is no such file, nor a job of plait ({', '.join(names)}){hint(str(job), names)}")
 
 
-def _text_of(job: Path) -> str:
-    try:
-        return job.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlaitError(f"{job} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
 def _folder_of(job: Path) -> Path:
     if job.is_dir():
         return job
     job = job_file(job)
-    spec = parse_job(_text_of(job), folder=job.absolute().parent, source=str(job))
+    spec = parse_job(read(job), folder=job.absolute().parent, source=str(job))
     return DEFAULT_OUT / spec.name
 
 
