@@ -54,29 +54,23 @@ class ResidentWeights:
     def take(self) -> None:
         """Bring the weights into memory in the dtype that torch computes with. Does nothing if they are there."""
         with self._lock:
-            self._take()
-
-    def _take(self) -> None:
-        if self._resident:
-            return
-        started_s = time.perf_counter()
-        _bring(self._going.values(), self._dtype)
-        self._resident = True
+            if self._resident:
+                return
+            started_s = time.perf_counter()
+            _bring(self._going.values(), self._dtype)
+            self._resident = True
         nbytes = sum(parameter.nbytes for parameter in self._module.parameters())
         _log.info("%s: %.1f GB for torch in %.1f s", self._name, nbytes / 1e9, time.perf_counter() - started_s)
 
     def release(self) -> None:
         """Give the memory back. The weights must be pristine: what was merged into them would be lost."""
         with self._lock:
-            self._release()
-
-    def _release(self) -> None:
-        if not self._resident:
-            return
-        mapped = dict(self._mapped().named_parameters())
-        for name, parameter in self._going.items():
-            parameter.data = mapped[name].data
-        self._resident = False
+            if not self._resident:
+                return
+            mapped = dict(self._mapped().named_parameters())
+            for name, parameter in self._going.items():
+                parameter.data = mapped[name].data
+            self._resident = False
 
 
 def _bring(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:

@@ -6,7 +6,7 @@ n images together: R rows in all, of N images. A block is one branch of one requ
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -76,6 +76,30 @@ def stack_timesteps(calls: Sequence[StepCall], layout: BatchLayout) -> torch.Ten
     if len({step.dtype for step in steps}) > 1:
         steps = [step.to(torch.float32) for step in steps]
     return torch.cat(steps)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """What a model reads in one call: `sample (R, c, h, w)`, `timesteps (R,)`, `text (R, L, C)`, and by name what
+    else the conditionings hold, `(R, ...)`. `scales`: each row's `guidance_scale`."""
+
+    sample: torch.Tensor
+    timesteps: torch.Tensor
+    text: torch.Tensor
+    added: Mapping[str, torch.Tensor]
+    scales: Sequence[float]
+
+    @classmethod
+    def of(cls, calls: Sequence[StepCall], layout: BatchLayout) -> Rows:
+        """Stack the calls of a batch."""
+        given = [call.conditioning for call in calls]
+        return cls(
+            sample=stack_samples(calls, layout),
+            timesteps=stack_timesteps(calls, layout),
+            text=stack_conditionings([each.text for each in given], layout),
+            added={name: stack_conditionings([each.added[name] for each in given], layout) for name in given[0].added},
+            scales=[calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])],
+        )
 
 
 def own_rows(stacked: torch.Tensor, layout: BatchLayout, k: int) -> torch.Tensor:

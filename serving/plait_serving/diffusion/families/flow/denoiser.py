@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,43 +24,13 @@ from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.flow.bundle import FlowBundle
 from plait_serving.diffusion.families.flow.schedules import FlowSampler
 from plait_serving.diffusion.families.flow.texts import TextTokens
-from plait_serving.diffusion.families.rows import (
-    BatchLayout,
-    guided_outputs,
-    stack_conditionings,
-    stack_samples,
-    stack_timesteps,
-)
+from plait_serving.diffusion.families.rows import BatchLayout, Rows, guided_outputs
 from plait_serving.diffusion.lora.merge import Merger
 from plait_serving.diffusion.lora.parse import LoadedLora
 from plait_serving.diffusion.protocols import EncodedImage, Encoding, SafetyChecker, StepCall
 from plait_serving.diffusion.values import ImageRequest
 
 _COMPONENT = "transformer"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
-    """What a transformer reads in one call: `sample (R, c, h, w)`, `timesteps (R,)`, `text (R, L, C)`, and by name what
-    else the conditionings hold, `(R, ...)`. `scales`: each row's `guidance_scale`."""
-
-    sample: torch.Tensor
-    timesteps: torch.Tensor
-    text: torch.Tensor
-    added: Mapping[str, torch.Tensor]
-    scales: Sequence[float]
-
-    @classmethod
-    def of(cls, calls: Sequence[StepCall], layout: BatchLayout) -> Rows:
-        """Stack the calls of a batch."""
-        given = [call.conditioning for call in calls]
-        return cls(
-            sample=stack_samples(calls, layout),
-            timesteps=stack_timesteps(calls, layout),
-            text=stack_conditionings([each.text for each in given], layout),
-            added={name: stack_conditionings([each.added[name] for each in given], layout) for name in given[0].added},
-            scales=[calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])],
-        )
 
 
 class FlowDenoiser(ABC):

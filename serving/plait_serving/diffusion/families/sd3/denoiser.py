@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from plait_serving.diffusion.families.encoders import Call, Outputs, TextEncoding
-from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser, Rows
+from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
+from plait_serving.diffusion.families.rows import Rows
 from plait_serving.diffusion.protocols import Conditioning
 from plait_serving.diffusion.values import ImageRequest
 

@@ -18,11 +18,9 @@ from plait_serving.diffusion.families.factors import FactorStore
 from plait_serving.diffusion.families.resident_weights import ResidentWeights
 from plait_serving.diffusion.families.rows import (
     BatchLayout,
+    Rows,
     guidance_embedding,
     guided_outputs,
-    stack_conditionings,
-    stack_samples,
-    stack_timesteps,
     with_extra,
 )
 from plait_serving.diffusion.families.unet.bundle import DENOISER, Bundle, components_of, map_unet, map_vae
@@ -196,11 +194,11 @@ class UNetDenoiser:
         compiled = self._halves or self._row_wise if any(call.loras for call in calls) else self._compiled(calls)
         self._ran = compiled
         layout = BatchLayout.of([call.conditioning for call in calls])
-        sample = stack_samples(calls, layout)
+        rows = Rows.of(calls, layout)
         fused = self._fuses()
-        questions = ControlQuestions.ask(calls, sample, layout, exact=compiled is None and not fused)
+        questions = ControlQuestions.ask(calls, rows.sample, layout, exact=compiled is None and not fused)
         try:
-            half, decode = self._encode(calls, with_extra(sample, calls, layout), layout, compiled)
+            half, decode = self._encode(calls, rows, layout, compiled)
         except BaseException:
             questions.abandon()
             raise
@@ -218,11 +216,13 @@ class UNetDenoiser:
             )
 
     def _encode(
-        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout, compiled: CompiledHalves | None
+        self, calls: Sequence[StepCall], rows: Rows, layout: BatchLayout, compiled: CompiledHalves | None
     ) -> tuple[EncoderOutput, Callable[[], torch.Tensor]]:
         """Compute the encoder half; return its output, and what computes the decoder half from it."""
+        sample, text = with_extra(rows.sample, calls, layout), rows.text
         with self._threads(compiled):
-            text, embedding = self._constants(calls, sample, layout)
+            guidance = self._guidance(rows.scales)
+            embedding = time_embedding(self._unet, sample, rows.timesteps, text, added=rows.added, guidance=guidance)
             if compiled is not None:
                 first, second = self._factors.of([call.loras for call in calls], layout)
                 half = compiled.encode(sample, embedding, text, first)
@@ -249,25 +249,9 @@ class UNetDenoiser:
         self._fusion.enabled = self._exact() is not Exact.ALWAYS
         return self._fusion.enabled
 
-    def _constants(
-        self, calls: Sequence[StepCall], sample: torch.Tensor, layout: BatchLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the text `(R, L, C)` and the finished time embedding `(R, E)`."""
-        conditionings = [call.conditioning for call in calls]
-        text = stack_conditionings([conditioning.text for conditioning in conditionings], layout)
-        added = {
-            name: stack_conditionings([conditioning.added[name] for conditioning in conditionings], layout)
-            for name in conditionings[0].added
-        }
-        timesteps = stack_timesteps(calls, layout)
-        return text, time_embedding(
-            self._unet, sample, timesteps, text, added=added, guidance=self._guidance(calls, layout)
-        )
-
-    def _guidance(self, calls: Sequence[StepCall], layout: BatchLayout) -> torch.Tensor | None:
+    def _guidance(self, scales: Sequence[float]) -> torch.Tensor | None:
         if not self.bundle.embeds_guidance:
             return None
-        scales = [calls[k].request.guidance_scale for k, _ in layout.blocks for _ in range(layout.counts[k])]
         width = int(self.bundle.config["time_cond_proj_dim"])
         return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
 
