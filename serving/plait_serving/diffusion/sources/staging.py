@@ -33,14 +33,9 @@ def new_folder(folder: Path, *, needed_bytes: int) -> Iterator[Path]:
     Raises `ModelError` as `require_new_folder` does, and if the disk is too full.
     """
     require_new_folder(folder)
-    staged = _staged(folder.absolute(), needed_bytes)
-    try:
+    with _staged(folder.absolute(), needed_bytes) as staged:
         staged.mkdir()
         yield staged
-        staged.replace(folder.absolute())
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
-        raise
 
 
 @contextmanager
@@ -50,13 +45,8 @@ def new_file(path: Path, *, needed_bytes: int) -> Iterator[Path]:
     Raises `ModelError` as `require_new_file` does, and if the disk is too full.
     """
     require_new_file(path)
-    staged = _staged(path.absolute(), needed_bytes)
-    try:
+    with _staged(path.absolute(), needed_bytes) as staged:
         yield staged
-        staged.replace(path)
-    except BaseException:
-        staged.unlink(missing_ok=True)
-        raise
 
 
 @contextmanager
@@ -70,9 +60,19 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _staged(path: Path, needed_bytes: int) -> Path:
+@contextmanager
+def _staged(path: Path, needed_bytes: int) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(path.parent).free
     if free < needed_bytes:
         raise ModelError(f"{path}: needs {needed_bytes / _GIB:.1f} GiB, and {free / _GIB:.1f} GiB are free there")
-    return path.with_name(f".{path.name}.{os.getpid()}.partial")
+    staged = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield staged
+        staged.replace(path)
+    except BaseException:
+        if staged.is_dir():
+            shutil.rmtree(staged, ignore_errors=True)
+        else:
+            staged.unlink(missing_ok=True)
+        raise
