@@ -54,7 +54,6 @@ FAKE_CATALOG = Catalog(
         ControlNetCard(name="edges", family="sd1", preprocessor="edges"),
         ControlNetCard(name="plain", family="sd1"),
     ),
-    preprocessors=("edges",),
 )
 
 

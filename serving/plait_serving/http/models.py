@@ -168,4 +168,4 @@ async def controlnets(context: ContextDep) -> dict[str, Any]:
         {**_item("controlnet", card.name, card.family), "preprocessor": card.preprocessor}
         for card in catalog.controlnets
     ]
-    return {**_listing(items), "preprocessors": list(catalog.preprocessors)}
+    return {**_listing(items), "preprocessors": sorted(context.settings.preprocessors)}

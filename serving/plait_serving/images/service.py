@@ -71,7 +71,6 @@ class Catalog:
     aliases: tuple[AliasCard, ...] = ()
     loras: tuple[LoraCard, ...] = ()
     controlnets: tuple[ControlNetCard, ...] = ()
-    preprocessors: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -26,7 +26,6 @@ from plait_serving.images.config import ImagesSection
 from plait_serving.images.local import LocalImageService
 from plait_serving.images.routing import ReplicaState
 from plait_serving.images.service import AliasCard, BaseModelCard, Catalog, ControlNetCard, ImageService
-from plait_serving.starter.preprocess import PREPROCESSORS
 
 if TYPE_CHECKING:
     from plait_serving.deployments.fabric_endpoints import ServeReplicas
@@ -197,7 +196,6 @@ class HostedImages:
                 ControlNetCard(name=name, family=families.get(name, "unknown"), preprocessor=section.preprocessor)
                 for name, section in images.resolved_controlnets().items()
             ),
-            preprocessors=tuple(sorted(PREPROCESSORS)),
             refused={**pool.refused, **self._unfit},
         )
 
