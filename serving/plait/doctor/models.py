@@ -18,7 +18,7 @@ from plait_serving.diffusion.lora.container import inspect
 from plait_serving.diffusion.lora.key_formats import format_of_keys
 from plait_serving.diffusion.lora.listing import ADAPTER_FILE, list_loras
 from plait_serving.diffusion.models.folder import INDEX, FolderOfModels
-from plait_serving.diffusion.sources.file_kinds import stem_of
+from plait_serving.diffusion.sources.file_kinds import stem_of, why_unread
 from plait_serving.diffusion.sources.names import composed, shown
 from plait_serving.diffusion.weight_files import MAX_FILE_BYTES, find_weights
 from plait_serving.images.config import BaseSource, ImagesSection
@@ -141,7 +141,8 @@ def check_base(base: BaseSource, key: str) -> Iterator[CheckResult]:
     except (PlaitError, ModelError) as error:
         files = sorted(path.name for path in folder.glob("*.safetensors")) if folder.is_dir() else []
         if not folder.is_dir():
-            detail = _missing(folder)
+            why = why_unread(folder.name) if folder.is_file() else None
+            detail = f"{folder}: {why}" if why else _missing(folder)
         elif (folder / INDEX).exists():
             detail = str(error)
         else:
@@ -183,11 +184,11 @@ def _aliases(images: ImagesSection) -> Iterator[CheckResult]:
 def _single_file(path: Path, key: str) -> CheckResult:
     kind, detail = "", "there is no such file"
     try:
-        keys = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
-        if format_of_keys(keys) != "unknown":
+        tensors = inspect(path, max_bytes=MAX_FILE_BYTES).tensors
+        if format_of_keys(tensors) != "unknown":
             detail = "a LoRA; those belong into images.loras.folder"
         else:
-            kind, _ = row_of_file(keys)
+            kind, _ = row_of_file(tensors)
     except (LoraError, ModelError) as error:
         detail = error.message if path.is_file() else detail
     if not kind:

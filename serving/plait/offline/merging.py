@@ -55,7 +55,7 @@ def merge(images: ImagesSection, base: BaseSource, loras: Mapping[str, float], o
             )
             for text, scale in loras.items()
         ]
-        return write_merged(base.folder, files, out, revision=base.revision)
+        return write_merged(base.folder, files, out, revision=base.revision, config=base.config)
 
 
 def _base(images: ImagesSection, base: str) -> BaseSource:

@@ -192,6 +192,9 @@ def check_takes(request: ImageRequest, terms: RequestTerms) -> None:
         if terms.reads_images:
             raise RequestError("this model reads the whole image, and starts from noise", param="mask")
         raise RequestError("this model starts from no image", param="image")
+    if request.edit is not None and request.scheduler not in terms.samplers.starts:
+        able = ", ".join(terms.samplers.starts)
+        raise RequestError(f"{request.scheduler} cannot start from an image; {able} can", param="scheduler")
     if request.reference is not None and not terms.reads_images:
         raise RequestError("this model reads no image", param="image")
 

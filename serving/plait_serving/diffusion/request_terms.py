@@ -12,11 +12,12 @@ from plait_serving.diffusion.values import ImageRequest, Scheduler
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerChoice:
     """Which samplers a model takes, and the one of requests that name none. `spaced`: those whose spacing of noise
-    levels a request may choose (`Sigmas`)."""
+    levels a request may choose (`Sigmas`); `starts`: those that can start from an image, the default among them."""
 
     among: tuple[Scheduler, ...] = tuple(Scheduler)
     default: Scheduler = Scheduler.EULER
     spaced: tuple[Scheduler, ...] = ()
+    starts: tuple[Scheduler, ...] = tuple(Scheduler)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

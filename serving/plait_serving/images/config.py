@@ -17,7 +17,7 @@ from plait_serving.cores import CoreBudget
 from plait_serving.diffusion.admission import size_range
 from plait_serving.diffusion.knobs import EngineKnobs, ExecutorName, Placement
 from plait_serving.diffusion.request_terms import RequestTerms
-from plait_serving.diffusion.sources.file_kinds import PICKLE, SUFFIX, is_pickle, no_single_file, stem_of
+from plait_serving.diffusion.sources.file_kinds import SUFFIX, no_single_file, stem_of, why_unread
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import MAX_IMAGES, MAX_SCALE, Scheduler
 from plait_serving.sections import FolderPath, GpuShare, Name, Replicas, Replicated, Section, ServedName
@@ -228,8 +228,8 @@ class BaseSource:
 
     def check(self, where: str) -> None:
         """Raise ValueError, beginning with `where`, for what could not be loaded."""
-        if is_pickle(self.model):
-            raise ValueError(f"{where}{self.model!r} is {PICKLE}")
+        if (why := why_unread(self.model)) is not None:
+            raise ValueError(f"{where}{self.model!r} is {why}")
         if self.config is not None and not self.is_file:
             raise ValueError(f"{where}file: {self.model!r} is no {SUFFIX} file")
         if self.is_hub_id and self.revision is None:

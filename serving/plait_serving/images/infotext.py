@@ -61,6 +61,9 @@ def _pairs(request: ImageRequest, model: str, index: int) -> list[tuple[str, str
             pairs.append((declared.infotext, declared.write(value)))
     if request.edit is not None:
         pairs.append(("Denoising strength", written(request.edit.strength)))
+    if request.reference is not None:
+        height, width = request.reference.shape[:2]
+        pairs.append(("Read image", f"{width}x{height}"))
     pairs += [(f"ControlNet {i}", _control(control)) for i, control in enumerate(request.controlnets)]
     if request.lora_policy is LoraPolicy.BOUNDED_ASYNC:
         pairs.append(("Lora free steps", str(request.lora_free_steps)))

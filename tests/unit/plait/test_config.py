@@ -79,6 +79,7 @@ def test_defaults_serve_the_starter_on_loopback():
         ("images: {aliases: {a: {model: emoji, loras: {'a:b': 1}}}}", "a name has 1 to 200 characters"),
         ("images: {models_folder: a, aliases: {a: {model: a/b, loras: {b: 1}}}}", "a name has 1 to 200 characters"),
         ("images: {model: ./a.ckpt}", "a.ckpt' is a pickle, which can run code when it is loaded"),
+        ("images: {model: ./a.gguf}", "a.gguf' is a GGUF checkpoint, which is not supported"),
         ("images: {models: {a: {file: a.CKPT, config: b}}}", "models.a: '"),
         ("images: {models: {a: {file: a, config: b}}}", "is no .safetensors file"),
         ("images: {models: {a: {file: a.safetensors}}}", "config: must be given"),

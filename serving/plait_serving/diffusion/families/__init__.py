@@ -14,7 +14,7 @@ flow schedules have in common (`flow`). A family is imported when the first mode
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from plait_serving.diffusion.controlnet.rows import ControlNetRunner
     from plait_serving.diffusion.families.family import Family
     from plait_serving.diffusion.families.preparation import Preparer
-    from plait_serving.diffusion.lora.container import Header
+    from plait_serving.diffusion.lora.container import Header, TensorInfo
     from plait_serving.diffusion.settings import EngineSettings, Host
 
 __all__ = [
@@ -41,7 +41,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _no_file(_: Collection[str]) -> str | None:
+def _no_file(_: Mapping[str, TensorInfo]) -> str | None:
     return None
 
 
@@ -50,15 +50,15 @@ class FamilyRow:
     """A family. `load` imports it, and the libraries that it needs.
 
     Without them it is known where its weights are, `denoiser`: the folder of the model that steps, and of what `kind` a
-    model is, which is what LoRAs and ControlNets are made for: by its folder, or by the names of the tensors of a whole
-    checkpoint in one file. None: such a file is none of the family; `ModelError`: it looks like one. `convert` writes
-    the file, which has that header, as a folder, with the configurations of another one, if given.
+    model is, which is what LoRAs and ControlNets are made for: by its folder, or by the tensors of a whole checkpoint
+    in one file. None: such a file is none of the family; `ModelError`: it looks like one, or is not served. `convert`
+    writes the file, which has that header, as a folder, with the configurations of another one, if given.
     """
 
     load: Callable[[], type[Family]]
     denoiser: str
     kind: Callable[[Path], str]
-    kind_of_file: Callable[[Collection[str]], str | None] = _no_file
+    kind_of_file: Callable[[Mapping[str, TensorInfo]], str | None] = _no_file
     convert: Callable[[Path, Header, Path | None, Path], None] | None = None
 
 
@@ -146,13 +146,13 @@ def family_row(folder: Path) -> FamilyRow:
     return found
 
 
-def row_of_file(keys: Collection[str]) -> tuple[str, FamilyRow]:
-    """Return the kind and the family of a whole checkpoint in one file with tensors of these names. Raises
-    `ModelError`, without naming the file."""
-    if is_controlnet(keys):
+def row_of_file(tensors: Mapping[str, TensorInfo]) -> tuple[str, FamilyRow]:
+    """Return the kind and the family of a whole checkpoint in one file with these tensors. Raises `ModelError`, without
+    naming the file."""
+    if is_controlnet(tensors):
         raise ModelError(f"a ControlNet, no base model, and {SINGLE_CONTROLNET}")
     for row in dict.fromkeys(FAMILIES.values()):
-        kind = row.kind_of_file(keys)
+        kind = row.kind_of_file(tensors)
         if kind is not None:
             return kind, row
     raise ModelError("no whole checkpoint in the original layout of a family that is served")

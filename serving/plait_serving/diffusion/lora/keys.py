@@ -88,6 +88,8 @@ _OTHERS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )
 
 _PEFT_START = "base_model.model."
+_FAL = re.compile(re.escape(_PEFT_START) + r"(double_blocks|single_blocks|final_layer)\.")
+"""What fal's trainer of FLUX.1 Kontext writes: the original model's names. diffusers takes the rank for its alpha."""
 _BARE = (
     "the file is a bare PEFT adapter (key {key!r}), whose alpha is in another file; keep adapter_config.json beside it"
 )
@@ -125,7 +127,7 @@ _OLD_CLIP = {"to_q": "q_proj", "to_k": "k_proj", "to_v": "v_proj", "to_out": "ou
 def reject_unsupported(found: Mapping[str, KeyMeaning | None], *, has_config: bool) -> None:
     """Raise `LoraError`, naming the kind, if the file is of a kind that is not read: by keys that mean nothing.
     `has_config`: it is an adapter of PEFT's with its configuration."""
-    bare = next((key for key in found if key.startswith(_PEFT_START)), None)
+    bare = next((key for key in found if key.startswith(_PEFT_START) and not _FAL.match(key)), None)
     if bare is not None and not has_config:
         raise LoraError(_BARE.format(key=bare))
     unknown = [key for key, what in found.items() if what is None and not may_add_nothing(key)]

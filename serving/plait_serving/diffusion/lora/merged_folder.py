@@ -53,15 +53,20 @@ class MergedPart:
 
 
 def write_merged(
-    source: str | Path, loras: Sequence[LoraFile], out: Path, *, revision: str | None = None
+    source: str | Path,
+    loras: Sequence[LoraFile],
+    out: Path,
+    *,
+    revision: str | None = None,
+    config: Path | None = None,
 ) -> tuple[MergedPart, ...]:
-    """Write `source` (a folder, or a hub id at `revision`) with the LoRAs in its weights into the new folder `out`.
+    """Write `source` (as for `resolve_source`) with the LoRAs in its weights into the new folder `out`.
 
     Takes memory for twice the parts that change. Raises `ModelError` and `LoraError`, and OSError as the file system
     does.
     """
     require_new_folder(out)
-    folder = resolve_source(source, revision)
+    folder = resolve_source(source, revision, config=config)
     components = components_in(folder)
     targets = LoraTargets.of(components)
     loaded = {lora.name: parse(lora.name, lora.path, targets) for lora in loras}

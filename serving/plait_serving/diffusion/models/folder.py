@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 
-from plait_serving.diffusion.sources.file_kinds import is_pickle, stem_of
+from plait_serving.diffusion.sources.file_kinds import stem_of, why_unread
 from plait_serving.diffusion.sources.names import NOWHERE, OUT, LeftOut, composed, shown, why_not
 
 _log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _model(root: Path, file: str) -> FoundModel | str | None:
         if not folder.is_relative_to(root) or folder == root:
             return OUT
         if not folder.is_dir():
-            return _SINGLE if stem_of(file) is not None or is_pickle(file) else None
+            return why_unread(file) or (_SINGLE if stem_of(file) is not None else None)
         why = why_not(file)
         if why is not None:
             return why

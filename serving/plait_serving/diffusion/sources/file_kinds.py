@@ -11,7 +11,8 @@ from typing import Any
 from plait_serving.diffusion.errors import ModelError
 
 SUFFIX = ".safetensors"
-PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
+_PICKLE = "a pickle, which can run code when it is loaded; get or save it as .safetensors"
+_GGUF = "a GGUF checkpoint, which is not supported; get the model as .safetensors in F16 or BF16"
 SINGLE_CONTROLNET = (
     "a single file; ControlNets are read from diffusers folders: "
     "ControlNetModel.from_single_file(FILE).save_pretrained(FOLDER) of diffusers makes one"
@@ -24,6 +25,11 @@ _PICKLES = (".ckpt", ".pt", ".pth", ".bin", ".pkl")
 def is_pickle(name: str) -> bool:
     """Return whether a file's name is one of those that hold pickles."""
     return name.lower().endswith(_PICKLES)
+
+
+def why_unread(name: str) -> str | None:
+    """Return what a file of that name is, if models are not read from such; None: it may be one."""
+    return _PICKLE if is_pickle(name) else _GGUF if name.lower().endswith(".gguf") else None
 
 
 def stem_of(name: str) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.settings import cache_folder
-from plait_serving.diffusion.sources.file_kinds import PICKLE, is_pickle, stem_of
+from plait_serving.diffusion.sources.file_kinds import stem_of, why_unread
 
 
 def resolve_source(
@@ -27,10 +27,8 @@ def resolve_source(
     place = Path(source).expanduser()
     if place.is_dir():
         return place
-    if is_pickle(str(source)):
-        raise ModelError(f"{source}: {PICKLE}")
-    if place.suffix.lower() == ".gguf":
-        raise ModelError(f"{source}: GGUF checkpoints are not supported; get the model as .safetensors in F16 or BF16")
+    if (why := why_unread(place.name)) is not None:
+        raise ModelError(f"{source}: {why}")
     if stem_of(place.name) is not None:
         from plait_serving.diffusion.sources.single_file import converted
 

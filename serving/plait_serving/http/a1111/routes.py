@@ -102,7 +102,6 @@ def _their_names(place: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints: list[str]) -> bytes:
     """Return the response; one that was interrupted has no images."""
     images, seeds = ((), ()) if result is None else (result.images, result.seeds)
-    hints = hints if result is None else [*hints, *result.hints]
     sent = images if given.send_images else ()
     asked, count = reply.request, len(images)
     texts = [reply.text(index) for index in range(count)]
@@ -119,7 +118,7 @@ def _answer(reply: ImageReply, result: ImageResult | None, given: Txt2Img, hints
         "denoising_strength": None if asked.edit is None else asked.edit.strength,
         "extra_generation_params": {}, "index_of_first_image": 0, "infotexts": texts, "styles": [],
         "job_timestamp": "", "clip_skip": asked.clip_skip + 1, "is_using_inpainting_conditioning": False,
-        "interrupted": result is None, "hints": hints,
+        "interrupted": result is None, "hints": [*hints, *reply.hints(result)],
     }  # fmt: skip
     left_out = ("init_images", "mask", "alwayson_scripts")
     parameters = {name: value for name, value in given if name not in left_out}  # as they came: JSON, all of them

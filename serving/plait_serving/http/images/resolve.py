@@ -19,7 +19,7 @@ from plait_serving.diffusion.admission import (
 )
 from plait_serving.diffusion.errors import NotFound, RequestError
 from plait_serving.diffusion.prompt_syntax import hint_of, parse, take_loras
-from plait_serving.diffusion.request_fields import given
+from plait_serving.diffusion.request_fields import given, request_fields
 from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.sources.names import composed
 from plait_serving.diffusion.values import (
@@ -83,8 +83,11 @@ def resolve(
     upload = upload_of(body, decode_limits) if isinstance(body, EditBody) else None
     width, height = _size(body, upload, model)
     prompt, tags = _read_prompts(body)
+    samplers, scheduler = model.terms.samplers, model.default_scheduler
+    if upload is not None and not model.terms.reads_images and scheduler not in samplers.starts:
+        scheduler = samplers.default
     defaults = {
-        "scheduler": model.default_scheduler,
+        "scheduler": scheduler,
         "steps": model.default_steps,
         "guidance_scale": model.default_guidance_scale,
     }
@@ -128,16 +131,14 @@ def _read_prompts(body: GenerationBody) -> tuple[str, list[LoraRef]]:
     return prompt, [LoraRef(name=name, scale=scale) for name, scale in loras]
 
 
-def hints(body: GenerationBody) -> list[str]:
+def hints(body: GenerationBody, terms: RequestTerms) -> list[str]:
     """Return what a client may have meant otherwise: marks in prompts that are read to the letter."""
     if body.prompt_syntax is not None:
         return []
     found = [(name, hint_of(getattr(body, name) or "")) for name in _TEXTS]
-    return [
-        f"{name}: {mark!r} was read to the letter; with prompt_syntax: a1111 it is a mark"
-        for name, mark in found
-        if mark is not None
-    ]
+    takes = "prompt_syntax" in terms.takes
+    why = "with prompt_syntax: a1111 it is a mark" if takes else "this model knows no marks, and LoRAs go into loras"
+    return [f"{name}: {mark!r} was read to the letter; {why}" for name, mark in found if mark is not None]
 
 
 def _check_allowed(request: ImageRequest, allowed: TenantLimits) -> None:
@@ -349,12 +350,13 @@ class Upload:
 
     def put_into(self, request: ImageRequest, terms: RequestTerms) -> ImageRequest:
         """Return a request with the image decoded: as its edit, image and mask stretched to the output's size, or as
-        its reference. Raises `RequestError` naming the field."""
+        its reference, transparent pixels white. Raises `RequestError` naming the field."""
         width, height = request.width, request.height
         image, mask = self._layers()
-        if mask is None and terms.reads_images:
-            if self.body.strength is not None:
-                raise RequestError("this model reads the image, and starts from noise", param="strength")
+        if self.body.mask is None and terms.reads_images:
+            for name in request_fields(Edit):
+                if getattr(self.body, name) is not None:
+                    raise RequestError("this model reads the image, and starts from noise", param=name)
             return replace(request, reference=image)
         strength = self.body.strength
         if strength is None:

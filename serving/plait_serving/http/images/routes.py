@@ -323,7 +323,7 @@ class ImageReply:
     def partial_event(self, preview: Preview, *, created: int) -> bytes:
         """Return OpenAI's event for a partial image."""
         return sse.event(
-            sse.PARTIAL if self.request.edit is None else sse.EDIT_PARTIAL,
+            sse.EDIT_PARTIAL if isinstance(self._body, EditBody) else sse.PARTIAL,
             {
                 "b64_json": base64_of(self.encoded(preview.image, None)),
                 "partial_image_index": preview.index,
@@ -335,7 +335,8 @@ class ImageReply:
         """Return OpenAI's event for the finished image, with everything that the plain response contains."""
         fields = {**self._event_fields(created), **self._facts(result), "id": self._http_id}
         image = {**self._shown(result.images[0], 0, None), "flagged": result.flagged[0]}
-        return sse.event(sse.COMPLETED if self.request.edit is None else sse.EDIT_COMPLETED, {**image, **fields})
+        kind = sse.EDIT_COMPLETED if isinstance(self._body, EditBody) else sse.COMPLETED
+        return sse.event(kind, {**image, **fields})
 
     def _shown(self, image: RgbImage, index: int, keep: Keep | None) -> dict[str, str]:
         encoded = self.encoded(image, index)
@@ -350,6 +351,10 @@ class ImageReply:
     def text(self, index: int) -> str:
         """Return the parameters of an image, as A1111 writes them."""
         return infotext(self.request, model=self.model_name, index=index)
+
+    def hints(self, result: ImageResult | None) -> list[str]:
+        """Return what may not be meant as it was written. None: there are no images."""
+        return [*hints(self._body, self._model.terms), *(() if result is None else result.hints)]
 
     @property
     def model_name(self) -> str:
@@ -384,5 +389,5 @@ class ImageReply:
                 for stage in ("queue", "lora", "encode", "denoise", "decode", "total")
             },
             "ignored": self._body.ignored,
-            "hints": [*hints(self._body), *result.hints],
+            "hints": self.hints(result),
         }

@@ -105,7 +105,8 @@ else:  # the fields that go to the engine as they are, declared there
     GivenControl = create_model("GivenControl", __base__=StrictBody, **member_fields(ControlRef))
     GivenEdit = create_model("GivenEdit", __base__=StrictBody, **body_fields(Edit))
     Echoed = create_model("Echoed", **echoed_fields(ImageRequest))
-    EchoedEdit = create_model("EchoedEdit", **echoed_fields(Edit))
+    of_edits = {name: (kind | None, None) for name, (kind, _) in echoed_fields(Edit).items()}
+    EchoedEdit = create_model("EchoedEdit", **of_edits)  # not of a model that reads the image
 
 
 class LoraBody(GivenLora):

@@ -8,9 +8,11 @@ import pytest
 import yaml
 
 from plait.cli.main import main
+from plait_serving.diffusion.families.flow import single_file
 from plait_serving.diffusion.published import architectures
 from plait_serving.diffusion.published.architectures import FamilyName
 from plait_serving.diffusion.published.scaled import scaled_down
+from support.original_flow import write_flow_file
 
 
 @pytest.fixture(autouse=True)
@@ -48,8 +50,9 @@ def test_a_model_a_controlnet_and_loras_are_listed_as_what_they_are(tmp_path, ca
 
 
 @pytest.mark.parametrize(("architecture", "family"), [("sd3.5-medium", "sd3"), ("flux.1-schnell", "flux1")])
-def test_a_transformer_and_its_loras_are_listed_as_what_they_are(architecture, family, tmp_path, capsys):
-    """As for the others: what training scripts write for it is known by its names."""
+def test_a_transformer_and_its_loras_are_listed_as_what_they_are(architecture, family, tmp_path, capsys, monkeypatch):
+    """As for the others: what training scripts write for it is known by its names; and they are merged, also into a
+    file that is the transformer alone."""
     assert main(["models", "random", architecture, "--out", "base"]) == 0
     for layout in ("peft", "kohya"):
         out = f"loras/{layout}.safetensors"
@@ -67,6 +70,13 @@ def test_a_transformer_and_its_loras_are_listed_as_what_they_are(architecture, f
     loras = ("--lora", "peft", "--lora", "kohya:0.5")
     assert main(["models", "merge", "base", *loras, "--config", "plait.yaml", "--out", "merged"]) == 0
     assert "transformer: " in capsys.readouterr().err
+    monkeypatch.setattr(single_file, "ARCHITECTURES", architectures.ARCHITECTURES)
+    write_flow_file(tmp_path / "base", tmp_path / "alone.safetensors")
+    images = {"models": {"alone": {"file": "./alone.safetensors", "config": "./base"}}, "loras": {"folder": "loras"}}
+    (tmp_path / "alone.yaml").write_text(yaml.safe_dump({"images": images, "recommend": None}))
+    assert main(["models", "merge", "alone", *loras, "--config", "alone.yaml", "--out", "of-alone"]) == 0
+    parts = [tmp_path / each / "transformer/diffusion_pytorch_model.safetensors" for each in ("merged", "of-alone")]
+    assert parts[0].read_bytes() == parts[1].read_bytes()
 
 
 def test_a_tiny_model_has_the_published_parts(tmp_path, capsys):

@@ -242,6 +242,21 @@ def test_one_harmed_model_is_a_problem(config, harm, says):
         assert expected in found[0].detail
 
 
+@pytest.mark.parametrize(("name", "dtype", "says"), [
+    ("a.ckpt", None, "a pickle"), ("a.gguf", None, "a GGUF checkpoint"),
+    ("a.safetensors", np.uint8, "img_in.weight is U8: quantized"), ("a.safetensors", np.float32, "FLUX.1 Fill"),
+])  # fmt: skip
+def test_a_file_that_no_server_would_load_is_a_problem(config, name, dtype, says):
+    """By its name, or by what its header says: as it is refused when it is loaded."""
+    path = config.parent / name
+    if dtype is None:
+        path.write_bytes(b"GGUF")
+    else:
+        save_file({"img_in.weight": np.ones((2, 384), dtype), "double_blocks.0.img_mod.lin.weight": np.ones(2)}, path)
+    (found,) = models.check_model(load_config(config), str(path))
+    assert (found.verdict, says in found.detail) == (CheckStatus.FAIL, True), found
+
+
 def test_a_model_that_is_not_there_is_one_sentence(config):
     """With the name that is near."""
     with pytest.raises(PlaitError, match="notto: no model of that name, no folder and no file; did you mean noto"):

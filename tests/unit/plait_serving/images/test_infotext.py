@@ -93,6 +93,12 @@ def test_what_else_decides_the_picture_is_there():
     assert not {"Eta DDIM", "CFG rescale", "Clip skip"} & pairs.keys()
 
 
+def test_an_image_that_the_model_reads_is_told():
+    """The text cannot hold it, but says that there was one."""
+    _, _, pairs = parse(infotext(request(reference=np.zeros((60, 100, 3), np.uint8)), model="kontext", index=0))
+    assert pairs["Read image"] == "100x60"
+
+
 @given(st.floats(-100, 100))
 def test_scales_read_back_exactly(scale):
     """A LoRA's scale loses no digit."""

@@ -6,7 +6,7 @@ weights) is a `ModelError` that names the file and the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -109,13 +109,20 @@ class FlowBundle:
 
 
 def outline_bundle(
-    folder: Path, kinds: Mapping[str, Any], *, even: bool, dtype: torch.dtype, device: torch.device
+    folder: Path,
+    kinds: Mapping[str, Any],
+    *,
+    may_lack: Collection[str],
+    even: bool,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> FlowBundle:
-    """Return a folder's parts, of the classes `kinds`, without weights; a text encoder that `model_index.json` says is
-    not there is left out. `even`: of its schedule (`Schedules`). Raises `ModelError`."""
+    """Return a folder's parts, of the classes `kinds`, without weights; those of `may_lack` that `model_index.json`
+    says are not there are left out. `even`: of its schedule (`Schedules`). Raises `ModelError`."""
     index = read_json(folder / "model_index.json")
-    found = {part: kind for part, kind in kinds.items() if (index.get(part) or [None])[0] is not None}
-    for part in ("transformer", "vae", "scheduler", *found):
+    absent = {part for part in may_lack if (index.get(part) or [None])[0] is None}
+    found = {part: kind for part, kind in kinds.items() if part not in absent}
+    for part in ("scheduler", *found):
         if not (folder / part).is_dir():
             raise ModelError(f"{folder / part}: missing")
     path = folder / "scheduler" / "scheduler_config.json"

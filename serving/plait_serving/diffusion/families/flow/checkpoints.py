@@ -42,22 +42,34 @@ def own_names(keys: Collection[str]) -> dict[str, str]:
     return {key.removeprefix(DENOISER): key for key in keys if not key.startswith((*others, "text_encoders."))}
 
 
-def kind_of_sd3(keys: Collection[str]) -> str | None:
-    """Return "sd3" if tensors of these names are a Stable Diffusion 3, with whatever other parts; or None."""
-    return "sd3" if any(name.startswith("joint_blocks.") for name in own_names(keys)) else None
+def kind_of_sd3(tensors: Mapping[str, TensorInfo]) -> str | None:
+    """Return "sd3" if these tensors are a Stable Diffusion 3, with whatever other parts; or None. Raises `ModelError`,
+    without naming the file, for one that is not served."""
+    if not is_sd3(tensors):
+        return None
+    _check(tensors)
+    return "sd3"
 
 
-def kind_of_flux(keys: Collection[str]) -> str | None:
-    """Return "flux1" if tensors of these names are a FLUX.1, with whatever other parts; or None. Raises `ModelError`,
-    without naming the file, for what only looks like one."""
-    names = own_names(keys)
+def is_sd3(keys: Collection[str]) -> bool:
+    """Return whether tensors of these names are a Stable Diffusion 3."""
+    return any(name.startswith("joint_blocks.") for name in own_names(keys))
+
+
+def kind_of_flux(tensors: Mapping[str, TensorInfo]) -> str | None:
+    """Return "flux1" if these tensors are a FLUX.1, with whatever other parts; or None. Raises `ModelError`, without
+    naming the file, for one that is not served, and for what only looks like one."""
+    names = own_names(tensors)
     for pattern, what in _LOOK_ALIKES:
         if any(re.match(pattern, name) for name in names):
             raise ModelError(f"{what}: it is not supported as a base model")
-    return "flux1" if "img_in.weight" in names and any(name.startswith("double_blocks.") for name in names) else None
+    if "img_in.weight" not in names or not any(name.startswith("double_blocks.") for name in names):
+        return None
+    _check(tensors)
+    return "flux1"
 
 
-def check_tensors(tensors: Mapping[str, TensorInfo]) -> None:
+def _check(tensors: Mapping[str, TensorInfo]) -> None:
     """Raise `ModelError`, without naming the file, for quantized weights, and for a FLUX.1 with other inputs."""
     for key, info in tensors.items():
         if info.dtype.startswith(("F8", "U8", "I8")) or _QUANTIZED.search(key):

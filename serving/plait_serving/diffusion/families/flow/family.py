@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from plait_serving.diffusion.families.encoders import TextEncoders
 from plait_serving.diffusion.families.family import Family
-from plait_serving.diffusion.families.flow.bundle import OWN, loaded, outline_bundle
+from plait_serving.diffusion.families.flow.bundle import OWN, FlowBundle, loaded, outline_bundle
 from plait_serving.diffusion.families.flow.denoiser import FlowDenoiser
 from plait_serving.diffusion.families.flow.texts import TextTokens
 from plait_serving.diffusion.knobs import Exact, ExecutorName
@@ -34,6 +34,8 @@ class FlowFamily(Family):
 
     kinds: ClassVar[Mapping[str, Any]]
     """The classes of the parts that have weights, by folder."""
+    may_lack: ClassVar[Collection[str]] = ()
+    """Those without which a model is whole."""
     denoiser: ClassVar[type[FlowDenoiser]]
     even: ClassVar[bool]
     """Of its schedules (`Schedules`)."""
@@ -46,7 +48,7 @@ class FlowFamily(Family):
         self._is_torch = settings.executor is ExecutorName.TORCH
         if settings.executor is ExecutorName.OPENVINO:
             _log.info("%s: torch runs it: OpenVINO runs Stable Diffusion 1, 2 and XL", folder)
-        self.outline = outline_bundle(folder, self.kinds, even=self.even, dtype=self.dtype, device=self.device)
+        self.outline = self._outlined(folder, self.dtype, self.device)
         self.tokens = TextTokens(self.outline.tokenizers)
         latents = self.outline.config.get("sample_size", _NATIVE_LATENTS)
         self.width = self.height = int(latents) * self.outline.pixels_per_latent
@@ -65,8 +67,11 @@ class FlowFamily(Family):
     @classmethod
     def components(cls, folder: Path) -> Mapping[str, nn.Module]:
         """Return the modules of a folder that LoRAs change, by component, without weights. Raises `ModelError`."""
-        device = torch.device("cpu")
-        return outline_bundle(folder, cls.kinds, even=cls.even, dtype=torch.float32, device=device).lora_components
+        return cls._outlined(folder, torch.float32, torch.device("cpu")).lora_components
+
+    @classmethod
+    def _outlined(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> FlowBundle:
+        return outline_bundle(folder, cls.kinds, may_lack=cls.may_lack, even=cls.even, dtype=dtype, device=device)
 
     def load(self) -> FlowDenoiser:
         """Bring the weights into memory, the text encoders' unless another model has equal ones there. Raises
@@ -116,8 +121,6 @@ class FlowFamily(Family):
         """Return what a request comes to, with `texts` by field, the prompt first: the text encoder `reader` has room
         for so many words of each, and the transformer reads `length` tokens of them. `reference`: the size of its image
         as the model reads it. Raises `RequestError`; its `hint` says what gives more room."""
-        if request.edit is not None:
-            self.outline.schedules.check_start(request.scheduler)
         words = [self.tokens.check_fits(reader, text, room, param=name, hint=hint) for name, text in texts.items()]
         pixels = [(request.width, request.height), *([reference] if reference else [])]
         rows = 2 if is_guided else 1

@@ -69,13 +69,8 @@ class Schedules:
         """What requests may choose among: all that can be made as the pipelines would."""
         among = tuple(kind for kind in _CLASSES if self._can(kind))
         default = Scheduler.EULER_A if self.config["stochastic_sampling"] else Scheduler.EULER
-        return SamplerChoice(among=among, default=default, spaced=_SPACED)
-
-    def check_start(self, kind: Scheduler) -> None:
-        """Raise `RequestError` for a sampler that cannot start from an image."""
-        if kind not in _STARTS_FROM_IMAGES:
-            able = ", ".join(each for each in self.choice.among if each in _STARTS_FROM_IMAGES)
-            raise RequestError(f"{kind} cannot start from an image; {able} can", param="scheduler")
+        starts = tuple(kind for kind in among if kind in _STARTS_FROM_IMAGES)
+        return SamplerChoice(among=among, default=default, spaced=_SPACED, starts=starts)
 
     def _can(self, kind: Scheduler) -> bool:
         try:

@@ -23,8 +23,7 @@ from torch import nn
 from plait_serving.diffusion.errors import ModelError
 from plait_serving.diffusion.families.flow.checkpoints import (
     PARTS,
-    check_tensors,
-    kind_of_sd3,
+    is_sd3,
     own_names,
     transformer_config,
 )
@@ -43,16 +42,12 @@ _FLUX_TEXTS = {"text_encoder": "clip_l", "text_encoder_2": "t5"}
 def convert(path: Path, header: Header, config: Path | None, staged: Path) -> None:
     """Write a checkpoint as a diffusers folder into `staged`; `config` is one with its configurations and with the
     weights that the file lacks. Raises `ModelError`."""
-    try:
-        check_tensors(header.tensors)
-    except ModelError as error:
-        raise ModelError(f"{path}: {error.message}") from error
-    is_sd3 = kind_of_sd3(header.tensors) is not None
-    of_part = {"vae": "vae", **(_TEXTS if is_sd3 else _FLUX_TEXTS)}
+    of_sd3 = is_sd3(header.tensors)
+    of_part = {"vae": "vae", **(_TEXTS if of_sd3 else _FLUX_TEXTS)}
     starts = {folder: _start(header, PARTS[part]) for folder, part in of_part.items()}
-    architecture = _architecture(header, is_sd3=is_sd3)
+    architecture = _architecture(header, of_sd3=of_sd3)
     if config is None:
-        if is_sd3 and starts["text_encoder_3"] is None:
+        if of_sd3 and starts["text_encoder_3"] is None:
             architecture = architecture.without_t5()
         lacking = [part.folder for part in architecture.parts if starts.get(part.folder, "") is None]
         lacking += [tokenizer_of(part) for part in architecture.parts if part.class_name == T5]  # not part of plait
@@ -80,10 +75,10 @@ def _start(header: Header, starts: tuple[str, ...]) -> str | None:
     return next((start for start in starts if any(key.startswith(start) for key in header.tensors)), None)
 
 
-def _architecture(header: Header, *, is_sd3: bool) -> Architecture:
+def _architecture(header: Header, *, of_sd3: bool) -> Architecture:
     names = own_names(header.tensors)
     flux = FamilyName.FLUX_DEV if "guidance_in.in_layer.weight" in names else FamilyName.FLUX_SCHNELL
-    published = ARCHITECTURES[FamilyName.SD35_MEDIUM if is_sd3 else flux]
+    published = ARCHITECTURES[FamilyName.SD35_MEDIUM if of_sd3 else flux]
     place = next(i for i, part in enumerate(published.parts) if part.folder == "transformer")
     ours = published.parts[place].config
     said = transformer_config(header.tensors, head=ours.get("attention_head_dim", 64))

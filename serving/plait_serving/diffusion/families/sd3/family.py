@@ -31,6 +31,7 @@ class Sd3Family(FlowFamily):
         **dict.fromkeys(CLIPS, CLIPTextModelWithProjection),
         T5: T5EncoderModel,
     }
+    may_lack = (T5,)
     denoiser = Sd3Denoiser
     even = False
 

@@ -280,20 +280,32 @@ XLABS = {
 }
 
 
+_HALF = {
+    "mod.lin": (6 * WIDE, WIDE), "attn.qkv": (3 * WIDE, WIDE), "attn.proj": (WIDE, WIDE),
+    "mlp.0": (4 * WIDE, WIDE), "mlp.2": (WIDE, 4 * WIDE),
+}  # fmt: skip
+_SINGLE = {"modulation.lin": (3 * WIDE, WIDE), "linear1": (7 * WIDE, WIDE), "linear2": (WIDE, 5 * WIDE)}
+FAL = {  # all of it: diffusers' converter wants every layer
+    **{f"double_blocks.{i}.{side}_{at}": it for i in range(19) for side in ("img", "txt") for at, it in _HALF.items()},
+    **{f"single_blocks.{i}.{at}": shape for i in range(38) for at, shape in _SINGLE.items()},
+    "final_layer.linear": (64, WIDE),
+}
+
+
 @pytest.mark.parametrize(
-    ("spell", "factor", "alpha", "layout"),
+    ("spell", "down", "up", "alpha", "layout", "convert"),
     [
-        (KOHYA, "lora_{}.weight", 1.5, LoraFormat.KOHYA),
-        (COMFYUI, "lora_{}.weight", 1.5, LoraFormat.COMFYUI),
-        (XLABS, "{}.weight", None, LoraFormat.XLABS),
+        (KOHYA, "lora_down.weight", "lora_up.weight", 1.5, LoraFormat.KOHYA, "kohya_flux"),
+        (COMFYUI, "lora_down.weight", "lora_up.weight", 1.5, LoraFormat.COMFYUI, "kohya_flux"),
+        (XLABS, "down.weight", "up.weight", None, LoraFormat.XLABS, "xlabs_flux"),
+        ({f"base_model.model.{layer}": shape for layer, shape in FAL.items()}, "lora_A.weight", "lora_B.weight", None,
+         LoraFormat.PEFT, "fal_kontext"),
     ],
-    ids=["kohya", "comfyui", "xlabs"],
-)
-def test_flux_files_mean_what_diffusers_makes_of_them(spell, factor, alpha, layout, tmp_path):
+    ids=["kohya", "comfyui", "xlabs", "fal"],
+)  # fmt: skip
+def test_flux_files_mean_what_diffusers_makes_of_them(spell, down, up, alpha, layout, convert, tmp_path):
     """At FLUX.1's own sizes each module's product, alpha included, is that of diffusers' converter."""
-    down, up = factor.format("down"), factor.format("up")
-    of_xlabs = layout is LoraFormat.XLABS
-    convert = theirs._convert_xlabs_flux_lora_to_diffusers if of_xlabs else theirs._convert_kohya_flux_lora_to_diffusers
+    convert = getattr(theirs, f"_convert_{convert}_lora_to_diffusers")
     tensors = of_flux(spell, down, up, alpha=alpha)
     lora = parse("a", write(tmp_path / "a.safetensors", tensors), whole_flux())
     assert format_of_keys(tensors) == lora.format.value == layout.value

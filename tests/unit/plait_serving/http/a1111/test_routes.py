@@ -217,12 +217,13 @@ def test_a_model_without_a_use_for_them_does_without(service):
     terms = RequestTerms(samplers=SamplerChoice(among=(Scheduler.EULER,)), guidance_scale=1.0)
     plain = replace(FAKE_CATALOG.model, terms=terms, default_guidance_scale=1.0)
     service.offers = replace(FAKE_CATALOG, models=(plain,))
-    body = {"prompt": "<lora:noto:2>(red) apple", "negative_prompt": "blue", "cfg_scale": 7}
+    body = {"prompt": "<lora:noto:2>(red:1.3) apple", "negative_prompt": "blue", "cfg_scale": 7}
     answer = make_client(service, ON).post(f"{SDAPI}/txt2img", json=body)
     (request,) = service.submitted
-    assert (request.prompt, request.guidance_scale, request.negative_prompt) == ("(red) apple", 1.0, None)
+    assert (request.prompt, request.guidance_scale, request.negative_prompt) == ("(red:1.3) apple", 1.0, None)
     assert [(lora.name, lora.scale) for lora in request.loras] == [("noto", 2.0)]
-    assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"guidance_scale", "negative_prompt"}
+    named = {hint.partition(":")[0] for hint in told(answer)["hints"]}
+    assert named == {"guidance_scale", "negative_prompt", "prompt"}
     takes = frozenset(("guidance_scale", "negative_prompt", "true_cfg_scale"))
     terms = replace(terms, takes=takes, edits=False, reads_images=True)  # FLUX.1 Kontext, which A1111 does not know
     service.offers = replace(FAKE_CATALOG, models=(replace(plain, terms=terms),))
@@ -230,7 +231,8 @@ def test_a_model_without_a_use_for_them_does_without(service):
     request = service.submitted[-1]
     assert (request.guidance_scale, request.negative_prompt, request.edit) == (7.0, None, None)
     assert request.reference is not None
-    assert {hint.partition(":")[0] for hint in told(answer)["hints"]} == {"negative_prompt", "denoising_strength"}
+    named = {hint.partition(":")[0] for hint in told(answer)["hints"]}
+    assert named == {"negative_prompt", "denoising_strength", "prompt"}
 
 
 def test_an_image_is_started_from(client, service):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 
 import numpy as np
 import openai
 import pytest
 from PIL import Image
 
-from fakes.images import FakeImageService, fake_image
-from plait_serving.diffusion.values import LoraRef
+from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
+from fakes.terms import ALL_TERMS
+from plait_serving.diffusion.request_terms import RequestTerms, SamplerChoice
+from plait_serving.diffusion.values import LoraRef, Scheduler
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.images import edit_body
 from plait_serving.http.images.schemas import EditResponse
@@ -174,6 +177,41 @@ def test_the_openai_client_works_unchanged(service):
     with pytest.raises(openai.BadRequestError) as caught:
         client.images.edit(image=[png(), png()], prompt="two")
     assert caught.value.param == "image"
+
+
+def test_a_default_sampler_that_starts_from_no_image_is_not_an_edits(service):
+    """Of what the server has as a default some samplers take generations only: an edit that names none has another."""
+    samplers = SamplerChoice(default=Scheduler.EULER, starts=(Scheduler.EULER, Scheduler.HEUN))
+    card = replace(FAKE_CATALOG.model, terms=replace(ALL_TERMS, samplers=samplers), default_scheduler=Scheduler.UNIPC)
+    service.offers = replace(FAKE_CATALOG, models=(card,))
+    client = make_client(service)
+    assert post(client).json()["scheduler"] == "euler"
+    assert post(client, scheduler="heun").json()["scheduler"] == "heun"
+    error = post(client, scheduler="unipc").json()["error"]
+    assert (error["param"], "euler, heun can" in error["message"]) == ("scheduler", True)
+    assert client.post("/v1/images/generations", json={"prompt": "x"}).json()["scheduler"] == "unipc"
+
+
+READS = RequestTerms(edits=False, reads_images=True)
+"""Of FLUX.1 Kontext."""
+
+
+def test_an_edit_by_a_model_that_reads_the_image(service):
+    """It answers as any edit does, without what says where steps start; transparent pixels are read as white."""
+    service.offers = replace(FAKE_CATALOG, models=(replace(FAKE_CATALOG.model, terms=READS),))
+    client = make_client(service)
+    answer = post(client, image=b64(half_clear()))
+    assert answer.status_code == 200, answer.text
+    (request,) = service.submitted
+    assert (request.edit, request.reference.shape) == (None, (16, 16, 3))
+    assert (request.reference[:, :8] == 255).all()
+    assert EditResponse.model_validate(answer.json()).strength is None
+    openai_client = openai.OpenAI(api_key="any", base_url="http://testserver/v1", http_client=client, max_retries=0)
+    events = list(openai_client.images.edit(image=png(), prompt="red apple", stream=True, partial_images=1))
+    assert [event.type for event in events] == ["image_edit.partial_image", "image_edit.completed"]
+    for field, value in (("strength", 1), ("overlay", True), ("mask", b64(half_white()))):
+        answer = post(client, **{field: value})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
 
 def bmp():

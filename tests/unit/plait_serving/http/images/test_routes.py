@@ -10,6 +10,7 @@ import json
 import math
 import threading
 import unicodedata
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from PIL import Image
 from pydantic import ValidationError
 from starlette.testclient import TestClient
 
-from fakes.images import FakeImageService, fake_image
+from fakes.images import FAKE_CATALOG, FakeImageService, fake_image
 from plait_serving.diffusion.errors import EngineStopped
 from plait_serving.diffusion.request_fields import MAX_PROMPT_CHARS
+from plait_serving.diffusion.request_terms import RequestTerms
 from plait_serving.diffusion.values import MAX_SEED, LoraPolicy, LoraRef, Scheduler
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
@@ -552,6 +554,9 @@ def test_plain_prompts_with_marks_get_a_hint(client, service):
     assert first.startswith("prompt: '(red:1.2)' was read to the letter")
     assert second.startswith("negative_prompt:")
     assert post(client, prompt="a (red:1.2) cat", prompt_syntax="plain").json()["hints"] == []
+    service.offers = replace(FAKE_CATALOG, models=(replace(FAKE_CATALOG.model, terms=RequestTerms()),))
+    (hint,) = post(client, prompt="a <lora:noto:1> cat").json()["hints"]
+    assert hint.endswith("this model knows no marks, and LoRAs go into loras"), "it would refuse prompt_syntax"
 
 
 @pytest.mark.parametrize("word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width"])

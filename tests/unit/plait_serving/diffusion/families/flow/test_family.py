@@ -173,3 +173,16 @@ def test_a_missing_part_is_named(tmp_path, part):
     (folder / part).rename(tmp_path / "aside")
     with pytest.raises(ModelError, match=rf"{part}: missing"):
         opened(folder)
+
+
+@pytest.mark.parametrize(
+    ("make", "part"), [(tiny_flux, "text_encoder_2"), (tiny_flux, "text_encoder"), (tiny_sd3, "text_encoder_2")]
+)
+def test_a_part_that_was_saved_as_none_is_named(make, part, tmp_path):
+    """By pipelines whose text encoder was left out: only Stable Diffusion 3 can do without one, its T5."""
+    folder = make(tmp_path / "model")
+    (folder / part).rename(tmp_path / "aside")
+    index = folder / "model_index.json"
+    index.write_text(json.dumps({**json.loads(index.read_text()), part: [None, None]}))
+    with pytest.raises(ModelError, match=rf"{part}: missing"):
+        opened(folder)
