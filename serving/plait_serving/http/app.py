@@ -49,6 +49,9 @@ ALIASES = {
     "sampler": "scheduler",
     "sampler_name": "scheduler",
     "lora": "loras",
+    "lora_path": "loras",
+    "prompt_3": "prompt",  # T5's of SD3, which reads that here
+    "negative_prompt_3": "negative_prompt",
     "controlnet": "controlnets",
     "width": "size",
     "height": "size",

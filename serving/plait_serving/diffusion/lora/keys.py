@@ -80,7 +80,7 @@ _OTHERS: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"to_qkv_mlp_proj|(double|single)_stream_modulation", "FLUX.2"),
         (r"(double|single)_blocks[._]|single_transformer_blocks[._]", "FLUX.1"),
         (r"joint_blocks[._]", "Stable Diffusion 3"),
-        (r"transformer_blocks[._]\d+[._]attn2[._]", "Stable Diffusion 3"),
+        (r"transformer_blocks[._]\d+[._]attn2[._]", "Stable Diffusion 3.5 Medium"),
         (r"transformer_blocks[._]\d+[._](img|txt)_(mlp|mod)", "Qwen-Image"),
         (r"(^|[._])layers[._]\d+[._](attention|feed_forward|adaLN_modulation)[._]", "Z-Image"),
         (r"^(lora_|lycoris_)?transformer[._]", "a transformer, as Stable Diffusion 3 and FLUX.1 are"),

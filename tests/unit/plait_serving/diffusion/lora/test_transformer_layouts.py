@@ -33,9 +33,9 @@ from support.original_flow import original_flux, original_sd3
 
 torch.set_num_threads(1)
 
-SD3, FLUX = FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV
+SD3, FLUX, LARGE = FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV, FamilyName.SD35_LARGE
 ORIGINAL = {SD3: original_sd3, FLUX: original_flux}
-CLIPS = {SD3: ("text_encoder", "text_encoder_2"), FLUX: ("text_encoder",)}
+CLIPS = {SD3: ("text_encoder", "text_encoder_2"), FLUX: ("text_encoder",), LARGE: ()}
 SCALE = 0.7
 
 
@@ -401,6 +401,7 @@ def both(stem: str, rows: int = 8, columns: int = 8) -> dict[str, torch.Tensor]:
         (FLUX, "transformer.single_transformer_blocks.0.attn.to_qkv_mlp_proj", "the file is for FLUX.2"),
         (FLUX, "diffusion_model.layers.0.attention.to_q", "the file is for Z-Image"),
         (SD3, "transformer.single_transformer_blocks.0.attn.to_q", "the file is for FLUX.1"),
+        (LARGE, "transformer.transformer_blocks.0.attn2.to_q", "the file is for Stable Diffusion 3.5 Medium"),
         (SD3, "transformer.transformer_blocks.0.img_mlp.net.2", "the file is for Qwen-Image"),
         (FLUX, "lora_te2_encoder_block_0_layer_0_SelfAttention_q", "a LoRA with a part for T5, which stays as it is"),
         (SD3, "lora_te3_encoder_block_0_layer_0_SelfAttention_q", "a LoRA with a part for T5, which stays as it is"),

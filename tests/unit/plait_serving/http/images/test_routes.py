@@ -559,11 +559,14 @@ def test_plain_prompts_with_marks_get_a_hint(client, service):
     assert hint.endswith("this model knows no marks, and LoRAs go into loras"), "it would refuse prompt_syntax"
 
 
-@pytest.mark.parametrize("word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width"])
+@pytest.mark.parametrize(
+    "word", ["steps", "cfg_scale", "sampler_name", "negativ_prompt", "width", "prompt_3", "lora_path"]
+)
 def test_an_unknown_field_gets_a_hint(client, word):
     """What users of other servers type is answered with our name for it."""
     meant = {"steps": "num_inference_steps", "cfg_scale": "guidance_scale", "sampler_name": "scheduler",
-             "negativ_prompt": "negative_prompt", "width": "size"}[word]  # fmt: skip
+             "negativ_prompt": "negative_prompt", "width": "size", "prompt_3": "prompt",
+             "lora_path": "loras"}[word]  # fmt: skip
     assert f"did you mean {meant}?" in post(client, **{word: 3}).json()["error"]["message"]
 
 
