@@ -30,6 +30,7 @@ from plait_kernels.executors.adapters import check_factors, flat_factors
 from plait_kernels.executors.compiled_cache import CompiledCache
 from plait_kernels.executors.openvino_core import core
 from plait_kernels.heap import return_memory
+from plait_kernels.threads import lower_priority
 
 _log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class OpenVinoProgram:
         """Compile it, or take that from the cache; `options` are asked for before every run. `copies_bytes`: what all
         copies for single shapes hold at most; `free_bytes` returns what another one may hold now. Raises
         `ExecutorError` if the answer to the probe is not torch's."""
-        self._model = model
+        self._model, self._model_inputs = model, len(model.inputs)  # a list of hundreds, made at each look
         self._layers = tuple(layers)
         self._options = options
         self._probe = probe
@@ -203,7 +204,8 @@ class OpenVinoProgram:
         return self._weight_bytes + _CODE_BYTES * (2 if any(ranks) else 1) + 4 * given * sum(widths)
 
     def _copy(self, key: Key, options: dict[str, Any]) -> None:
-        """Compile a copy; the worker's thread."""
+        """Compile a copy; the worker's thread, which takes cores that steps leave idle."""
+        lower_priority()
         try:
             layers = [layer for layer, rank in zip(self._layers, key[-1], strict=True) if rank]
             made = _Compiled(compile_model(fixed(self._model, self._layers, key), options), layers)
@@ -223,9 +225,9 @@ class OpenVinoProgram:
 
     def _check_count(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise `ExecutorError` unless every input of the model gets something: computing without can crash."""
-        if len(inputs) + 2 * len(self._layers) != len(self._model.inputs):
+        if len(inputs) + 2 * len(self._layers) != self._model_inputs:
             raise ExecutorError(
-                f"the model has {len(self._model.inputs)} inputs, not {len(inputs)} and two for each of "
+                f"the model has {self._model_inputs} inputs, not {len(inputs)} and two for each of "
                 f"{len(self._layers)} layers"
             )
 

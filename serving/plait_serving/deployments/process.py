@@ -74,8 +74,9 @@ def unset_ray_threads(environ: MutableMapping[str, str]) -> None:
 def shorten_gil_interval() -> None:
     """Make this process's threads wait for the GIL for at most half a millisecond, not 5 ms (Python's default).
 
-    For processes in which an event loop and a compute thread share the GIL: a lookup of 50 us releases it, and would
-    have to wait for the loop to read half a megabyte before the next one. No benchmark shows a gain yet.
+    For processes in which a compute thread shares the GIL with an event loop, or with threads that read LoRA files: a
+    lookup of 50 us, or an operation of torch, releases it, and would have to wait for those before the next one. No
+    benchmark shows a gain yet.
     """
     sys.setswitchinterval(_GIL_TURN_S)
 

@@ -223,16 +223,14 @@ class DenoiseLoop:
     def _turn(self, ready: list[Unit], candidates: list[Candidate], costs: Costs) -> Turn:
         """Return whose turn it is. A tenant that runs goes on for so long that changing between the sets to merge takes
         a small share of the time; one that has come back has a request of its own, or a shorter one of others, ahead of
-        them."""
-        oldest: dict[str, ImageJob] = {}
-        for unit in ready:
-            oldest.setdefault(unit.job.request.tenant.name, unit.job)
-        tenants = [job.request.tenant for job in oldest.values()]
+        them: of each the oldest, also one whose LoRA set waits, as a thousand steps do that made room for who came."""
+        tenants = list(dict.fromkeys(unit.job.request.tenant for unit in ready))
         if len(tenants) == 1:
             return self._shares.turn(tenants)
         switch_s = max(costs.switch_s(candidate.key) for candidate in candidates)
-        longest_s = min(self._model(job).forecast.longest_s(job.request, job.size) for job in oldest.values())
-        credit_s = _CREDIT * longest_s
+        oldest = {job.request.tenant.name: job for job in reversed(self._jobs)}
+        firsts = [oldest[tenant.name] for tenant in tenants]
+        credit_s = _CREDIT * min(self._model(job).forecast.longest_s(job.request, job.size) for job in firsts)
         return self._shares.turn(tenants, slack_s=switch_s / _SWITCH_SHARE, credit_s=credit_s)
 
     def _charge(self, job: ImageJob, seconds: float) -> None:

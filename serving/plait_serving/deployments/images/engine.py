@@ -15,7 +15,7 @@ from typing import Any
 from plait_serving.cores import declare_thread_cap
 from plait_serving.deployments.images.catalog_pieces import CatalogHead, CatalogPacker
 from plait_serving.deployments.images.engine_source import Accepted, EngineSource
-from plait_serving.deployments.process import configure_logging, seconds_to_start
+from plait_serving.deployments.process import configure_logging, seconds_to_start, shorten_gil_interval
 from plait_serving.deployments.scaling import PRESSURE
 from plait_serving.diffusion.errors import EngineError, EngineStopped
 from plait_serving.diffusion.knobs import EngineKnobs
@@ -34,6 +34,7 @@ class EngineReplica:
 
     def __init__(self, source: EngineSource, controlnets: Mapping[str, Any]) -> None:
         configure_logging("engine", os.environ)
+        shorten_gil_interval()
         self._stopping = False
         self._hosted = source.open(controlnets)
         self._packer = CatalogPacker(seconds_to_start())

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from plait_kernels.cores import usable_cores
 from plait_kernels.threads import set_threads
 from plait_serving.diffusion.errors import EngineError, EngineStopped, LoraError
 from plait_serving.diffusion.lora.cache_policy import Admission, CachePolicy, EntryState, Key
@@ -30,7 +31,11 @@ from plait_serving.diffusion.values import Tenant
 _log = logging.getLogger(__name__)
 
 LOADER_THREADS = 8
-"""Loads wait for disk or network most of the time. A local file has to wait only if this many downloads hang."""
+"""They wait for disk or network most of the time. A local file has to wait only if this many downloads hang."""
+
+_CORES_A_PARSER = 2
+"""Parsing holds the interpreter, which steps need at each of their operations: eight threads at once delayed each of
+them by eight turns."""
 
 _TOKENS_REMEMBERED = 1024
 """What was made of a file (factors, programs) holds for one that is loaded again, whose content is the same."""
@@ -124,11 +129,14 @@ class LoraCache:
         self._leases: dict[int, LoraLease] = {}
         self._tokens: dict[Key, int] = {}
         self._tickets = 0
-        self._to_load: TurnQueue[Key] = TurnQueue()
+        self._to_fetch: TurnQueue[Key] = TurnQueue()
+        self._to_parse: TurnQueue[tuple[Key, Path, float]] = TurnQueue()
         self._counts = _CacheCounts()
         self._closed = False
-        # One torch thread per loader: parsing must not fight the compute thread for cores.
-        self._pool = ThreadPoolExecutor(threads, "plait-lora", initializer=set_threads, initargs=(1,))
+        self._fetchers = ThreadPoolExecutor(threads, "plait-lora-fetch")
+        # One torch thread each: parsing must not fight the compute thread for cores.
+        parsers = max(1, usable_cores() // _CORES_A_PARSER)
+        self._parsers = ThreadPoolExecutor(parsers, "plait-lora", initializer=set_threads, initargs=(1,))
 
     def __contains__(self, name: object) -> bool:
         """Return whether a LoRA of that name exists now."""
@@ -198,7 +206,8 @@ class LoraCache:
                 deliveries.append(_failure(pending.future, EngineStopped("the engine is shutting down")))
             self._sets.clear()
         self._source.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._fetchers, self._parsers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     # ---- under the lock -------------------------------------------------------------------------------------------
 
@@ -242,8 +251,8 @@ class LoraCache:
         self._counts.hits += len(entered.keys) - len(admission.to_load)
         entered.missing = {key for key in entered.keys if self._policy.state(key) is EntryState.LOADING}
         for key in admission.to_load:
-            self._to_load.put(entered.tenant.name, key)
-            self._pool.submit(self._load)
+            self._to_fetch.put(entered.tenant.name, key)
+            self._fetchers.submit(self._fetch)
         if not entered.missing:
             self._complete(ticket, deliveries)
 
@@ -293,27 +302,42 @@ class LoraCache:
             if abandoned is not None and abandoned.missing is not None:
                 self._evicted(self._policy.release(ticket))
 
-    def _load(self) -> None:
-        """Load one file: of the tenant that has waited longest for one."""
-        waiting = self._to_load.take()
+    def _fetch(self) -> None:
+        """Fetch one file: of the tenant that has waited longest for one."""
+        waiting = self._to_fetch.take()
         assert waiting is not None
-        key, started_s = waiting[1], self._clock()
+        tenant, key = waiting
+        with self._failing(key):
+            started_s = self._clock()
+            path = self._source.fetch(key.name)
+            self._to_parse.put(tenant, (key, path, self._clock() - started_s))
+            with self._lock:
+                if not self._closed:
+                    self._parsers.submit(self._load)
+
+    def _load(self) -> None:
+        """Parse one fetched file, by the same turns."""
+        waiting = self._to_parse.take()
+        assert waiting is not None
+        key, path, fetch_s = waiting[1]
+        with self._failing(key):
+            started_s = self._clock()
+            value = self._parse(key.name, path)
+            entry = self._source.find(key.name)
+            if entry is None or entry.stamp != key.stamp:
+                raise LoraError(f"LoRA {key.name!r}: the file changed while it was loaded; ask again", param="loras")
+            self._loaded(key, value, fetch_s + self._clock() - started_s)
+
+    @contextmanager
+    def _failing(self, key: Key) -> Iterator[None]:
+        """Have what is raised fail the load."""
         try:
-            value = self._read(key)
+            yield
         except EngineError as error:
             self._failed(key, error)
         except Exception as error:
             _log.exception("LoRA %r could not be loaded", key.name)
             self._failed(key, LoraError(f"LoRA {key.name!r}: cannot be loaded ({error!r})", param="loras"))
-        else:
-            self._loaded(key, value, self._clock() - started_s)
-
-    def _read(self, key: Key) -> LoadedLora:
-        value = self._parse(key.name, self._source.fetch(key.name))
-        entry = self._source.find(key.name)
-        if entry is None or entry.stamp != key.stamp:
-            raise LoraError(f"LoRA {key.name!r}: the file changed while it was loaded; ask again", param="loras")
-        return value
 
     def _loaded(self, key: Key, value: LoadedLora, load_s: float) -> None:
         with self._change() as deliveries:

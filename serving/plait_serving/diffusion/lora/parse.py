@@ -76,9 +76,11 @@ def parse(name: str, path: Path, targets: LoraTargets, *, max_bytes: int = MAX_F
     """Read a whole file. Raises `LoraError` with a message that starts with the LoRA's name."""
     try:
         config = AlphaRules.beside(path, targets.denoiser) if path.name == ADAPTER_FILE else None
-        plan(container.inspect(path, max_bytes=max_bytes), targets, config)
+        looked_at = container.inspect(path, max_bytes=max_bytes)
+        agreed = plan(looked_at, targets, config)
         header, data = container.read(path, max_bytes=max_bytes)
-        agreed = plan(header, targets, config)  # again, of the very bytes that were read
+        if header != looked_at:
+            agreed = plan(header, targets, config)  # of the very bytes that were read
         _check_adds_nothing(agreed, header, data, targets)
         factors: dict[ModuleRef, AnyFactor] = {}
         for ref, roles in agreed.parts.items():

@@ -136,6 +136,22 @@ def test_a_set_of_one_lora_does_not_wait_for_a_thousand_steps(world, tenants, re
     assert [event.result.images[0].dtype.name for _, event in ends] == ["uint8"] * 4
 
 
+def test_short_requests_beside_a_thousand_steps_get_no_turns_between_the_steps_of_who_comes(world):
+    """The thousand steps wait for room, and the other requests of their tenant are no shorter for that: who comes has
+    its first request ahead of them."""
+    one = world()
+    flood(one, 1)
+
+    def come():
+        for i in range(10):
+            one.send(f"short-{i}", Tenant(name="flood0"), (), steps=1)
+        one.send("victim", VICTIM, loras("v"), steps=STEPS)
+
+    one.at[20] = come
+    [(seconds, _)] = one.wait("victim")
+    assert seconds <= STEPS + 2
+
+
 def test_no_tenant_holds_more_than_its_share_while_another_waits_for_its_own(world):
     """One tenant's seven sets of one LoRA, seven more behind them; another comes with five. From the next step on the
     other has three of seven, which is what fits into half, as long as both have more than that to do."""

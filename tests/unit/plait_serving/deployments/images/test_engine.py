@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,17 @@ class Source:
     def open(self, controlnets):
         self.controlnets = controlnets
         return self.hosted
+
+
+def test_the_thread_that_steps_waits_briefly_for_the_interpreter():
+    """Each of its operations needs it, beside threads that read LoRA files and answer."""
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(5e-3)
+        EngineReplica(Source(FakeHosted(step_s=0.0)), {})
+        assert sys.getswitchinterval() < 1e-3
+    finally:
+        sys.setswitchinterval(before)
 
 
 async def test_serve_replica_streams_reconfigures_and_drains():

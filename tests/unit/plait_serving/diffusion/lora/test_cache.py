@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import threading
 import time
 from concurrent.futures import CancelledError, Future, wait
@@ -467,6 +468,27 @@ def test_files_of_tenants_are_loaded_in_turn(make):
     assert bench.source.fetched.index("e") <= 2
 
 
+def test_few_files_are_parsed_at_once_and_those_of_tenants_in_turn(make, monkeypatch):
+    """Parsing holds the interpreter, which steps need: on two cores one thread does it, whatever has been fetched."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    begun, may_end = [], threading.Event()
+
+    def parses(name, path):
+        begun.append(name)
+        assert may_end.wait(SOON_S)
+        return as_large_as_its_file(name, path)
+
+    bench = make(parses=parses)
+    futures = [bench.acquire(["a", "b", "c", "d"]), bench.acquire(["e"], OTHER)]
+    bench.source.wait_fetching(5)
+    assert not settled(futures[1])
+    assert len(begun) == 1
+    may_end.set()
+    for future in futures:
+        future.result(SOON_S)
+    assert begun.index("e") <= 2
+
+
 # ---- budget and end -------------------------------------------------------------------------------------------------
 
 
@@ -532,7 +554,7 @@ def test_statistics_add_up(make):
     lease = bench.lease("a", "b")
     seen = bench.cache.statistics()
     assert (seen.hits, seen.misses, seen.evictions, seen.failures) == (1, 2, 0, 0)
-    assert seen.load_s == 2.0
+    assert seen.load_s == 2 * 2.0  # fetched and parsed
     assert (seen.resident, seen.in_use, seen.waiting_sets) == (2, 2, 0)
     assert seen.resident_bytes == sum(weights.nbytes for weights in lease.weights.values())
     assert seen.resident_bytes == seen.reserved_bytes == seen.budget_bytes == 2 * bench.file_bytes

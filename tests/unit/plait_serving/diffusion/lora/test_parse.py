@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 
@@ -10,8 +11,9 @@ import torch
 from torch import nn
 
 from plait_serving.diffusion.errors import LoraError
+from plait_serving.diffusion.lora import container
 from plait_serving.diffusion.lora.key_formats import LoraFormat
-from plait_serving.diffusion.lora.parse import LoadedLora, parse
+from plait_serving.diffusion.lora.parse import LoadedLora, parse, plan
 from plait_serving.diffusion.lora.targets import LoraTargets, ModuleRef
 from support.loras import (
     TinyFactor,
@@ -123,6 +125,24 @@ def test_output_projection_is_layer_zero(tmp_path, old):
         tmp_path / "a.safetensors", {f"unet.{old}.down.weight": wanted.down, f"unet.{old}.up.weight": wanted.up}
     )
     check(parse("x", path, targets), ModuleRef("unet", "attn1.to_out.0"), wanted, (4, 4))
+
+
+def test_each_key_is_looked_up_once(tmp_path):
+    """Though the header is read before the file is: it is most of what a small file takes."""
+
+    class Counted(dict):
+        def __contains__(self, name):
+            looked_up.append(name)
+            return super().__contains__(name)
+
+    looked_up: list[str] = []
+    targets = dataclasses.replace(UNET, names={form: Counted(table) for form, table in UNET.names.items()})
+    path = write(tmp_path / "a.safetensors", peft_tensors(factors(shapes_of(TwoLayers()))))
+    plan(container.inspect(path, max_bytes=1 << 20), targets)
+    once = looked_up.copy()
+    looked_up.clear()
+    parse("x", path, targets)
+    assert looked_up == once != []
 
 
 @pytest.mark.parametrize("model", [FlatClip, NestedClip])
