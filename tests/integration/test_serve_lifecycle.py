@@ -252,6 +252,6 @@ def test_serve_attached_stops_only_what_it_brought(launch):
         assert not any(name.startswith("ray::ServeRepl") for name in names)
     finally:
         host.stdin.close()
-        host.wait(30)
+        host.wait(120)
         host.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)

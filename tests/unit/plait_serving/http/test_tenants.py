@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from dataclasses import replace
 
 import pytest
@@ -184,14 +183,14 @@ def test_a_flood_is_answered_without_the_engine(monkeypatch):
     assert client.post(URL, json={"prompt": "y"}, headers=as_tenant("blue")).status_code == 200
 
 
-async def test_of_many_that_come_at_once_few_reach_the_engine():
+async def test_of_many_that_come_at_once_few_reach_the_engine(monkeypatch):
     """All were let in before the first was refused; those that still wait for the catalog then do not ask, too."""
+    monkeypatch.setattr(refusals, "HELD_S", 60.0)
     service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
     catalogs, catalog = asyncio.Semaphore(1), service.catalog
 
     async def one_by_one():
         async with catalogs:
-            await asyncio.sleep(0.004)
             return await catalog()
 
     service.catalog = one_by_one
@@ -218,13 +217,11 @@ async def test_a_standing_refusal_reads_nothing(monkeypatch):
 @pytest.mark.parametrize("stuck", ["generate", "catalog"])
 async def test_a_deadline_holds_whatever_the_engine_does(stuck):
     """Finding 2: the ingress answers 504 at the deadline, and cancels the work."""
-    service = FakeImageService(step_s=60.0 if stuck == "generate" else 0.0)
+    service = FakeImageService(step_s=3_600.0)
     if stuck == "catalog":
-        service.catalog = lambda: asyncio.sleep(60)
+        service.catalog = lambda: asyncio.sleep(3_600.0)
     call = AsgiCall(make_app(service), json.dumps({"prompt": "x", "deadline_ms": 200}).encode())
-    started_s = time.monotonic()
     await call.done()
-    assert time.monotonic() - started_s < 30
     error = json.loads(b"".join(call.chunks))["error"]
     assert (call.status, error["code"], error["param"]) == (504, "deadline_missed", "deadline_ms")
     assert len(service.cancelled) == len(service.submitted) == (stuck == "generate")
@@ -234,7 +231,7 @@ async def test_a_streams_deadline_is_its_last_event():
     """The status line is gone by then."""
     service = FakeImageService(step_s=60.0)
     body = {"prompt": "x", "deadline_ms": 1500, "stream": True}
-    call = AsgiCall(make_app(service), json.dumps(body).encode())
+    call = AsgiCall(make_app(service, HttpSettings(first_event_wait_s=0.0)), json.dumps(body).encode())
     await call.done()
     assert call.status == 200
     assert b"deadline_missed" in call.chunks[-1]
