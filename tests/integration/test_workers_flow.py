@@ -44,7 +44,7 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
     listener = rig.listen("hn")
 
     def serve(channel: Channel) -> None:
-        channel.recv(20).release()
+        channel.recv(60).release()
         channel.send(welcome_header(kit.CARD))
         while True:
             with channel.recv() as message:

@@ -123,6 +123,7 @@ FOLDER = {
 
 CHILD = """
 import contextlib, io, json, os, sys
+import plait.config, yaml  # once for all
 from plait.cli import main as root
 from plait.server import supervise
 

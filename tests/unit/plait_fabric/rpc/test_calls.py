@@ -101,7 +101,7 @@ class Fleet:
         self.asked.append((time.monotonic(), left_out))
         for name, address in list(self.addresses.items()):
             if name not in left_out:
-                return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=5))
+                return ReplicaLink(replica=name, channel=connect(address, secret=SECRET, timeout_s=WAIT_S))
         raise NoReplica("there is no other")
 
 

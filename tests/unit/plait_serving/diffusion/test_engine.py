@@ -409,7 +409,7 @@ def test_prompts_of_different_length_run_in_one_turn(rig):
 
 def test_batch_wait_gathers_mates(rig):
     """With batch_wait_ms the first step waits for requests that arrive meanwhile."""
-    built = rig(batch_wait_ms=300.0, largest_batch=2)
+    built = rig(batch_wait_ms=300.0, largest_batch=2, clock=lambda: 0.0)
     first, second = built.ask("1"), built.ask("2")
     first.result()
     second.result()
