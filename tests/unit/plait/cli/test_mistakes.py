@@ -123,8 +123,8 @@ FOLDER = {
 
 CHILD = """
 import contextlib, io, json, os, sys
-import plait.config, yaml  # once for all
 from plait.cli import main as root
+from plait.cli import serve, tune  # what they and most others need is imported once
 from plait.server import supervise
 
 def starts(*_, **__):

@@ -20,7 +20,7 @@ from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.operations import own_metrics
 from plait_serving.replica_metrics import ReplicaMetrics
-from support.http_app import AsgiCall, make_app, make_client
+from support.http_app import AsgiCall, make_app, make_client, until
 from support.http_rank import INFER, arrays
 from support.http_rank import make_client as make_ranking_client
 from support.prometheus import total
@@ -187,19 +187,23 @@ async def test_of_many_that_come_at_once_few_reach_the_engine(monkeypatch):
     """All were let in before the first was refused; those that still wait for the catalog then do not ask, too."""
     monkeypatch.setattr(refusals, "HELD_S", 60.0)
     service = FakeImageService(failures={"x": Overloaded("full", retry_after_s=40.0)})
-    catalogs, catalog = asyncio.Semaphore(1), service.catalog
+    asked, refused, catalog = [], asyncio.Event(), service.catalog
 
-    async def one_by_one():
-        async with catalogs:
-            return await catalog()
+    async def at_first_for_one():
+        asked.append(None)
+        if len(asked) > 1:
+            await refused.wait()
+        return await catalog()
 
-    service.catalog = one_by_one
+    service.catalog = at_first_for_one
     app = make_app(service)
     calls = [AsgiCall(app, b'{"prompt": "x"}') for _ in range(50)]
+    await until(lambda: len(asked) == 50 and 429 in [call.status for call in calls])
+    refused.set()
     for call in calls:
         await call.done()
     assert {call.status for call in calls} == {429}
-    assert len(service.submitted) < 25
+    assert len(service.submitted) == 1
 
 
 async def test_a_standing_refusal_reads_nothing(monkeypatch):
