@@ -421,8 +421,8 @@ def test_step_that_kills_every_replica_is_given_up(fleet: kit.ReplicaFleet, tmp_
 
 
 def _dies_in_its_first_step(listener: Listener) -> None:
-    with suppress(ChannelClosed), listener.accept(30) as channel:
-        for message in iter(lambda: recv_tensors(channel, 30), None):
+    with suppress(ChannelClosed), listener.accept(WAIT_S) as channel:
+        for message in iter(lambda: recv_tensors(channel, WAIT_S), None):
             with message:
                 if message.header["op"] == "hello":
                     send_tensors(channel, {"op": "welcome", "version": VERSION, "controlnet": "edges"}, {})
@@ -463,8 +463,8 @@ def _answers_wrongly(listener: Listener, reply: str) -> None:
         "short": {"op": "residuals", "seq": 0, "errors": [error, error]},
         "garbage": {"op": "residuals", "seq": "0", "errors": 1},
     }
-    with suppress(PeerLost), listener.accept(30) as channel:
-        for message in iter(lambda: recv_tensors(channel, 30), None):
+    with suppress(PeerLost), listener.accept(WAIT_S) as channel:
+        for message in iter(lambda: recv_tensors(channel, WAIT_S), None):
             with message:
                 if message.header["op"] == "hello":
                     send_tensors(channel, {"op": "welcome", "version": VERSION, "controlnet": "edges"}, {})

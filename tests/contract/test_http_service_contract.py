@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -25,10 +24,12 @@ class ThreadEngine:
         self.alive = True
         self.steps_run = 0
         self.cancels = 0
-        self.submit_s = 0.0
+        self.submitting, self.may_submit = threading.Event(), threading.Event()
+        self.may_submit.set()
 
     def submit(self, request, sink):
-        time.sleep(self.submit_s)
+        self.submitting.set()
+        assert self.may_submit.wait(60)
         error = self.failures.get(request.prompt)
         if isinstance(error, Overloaded):
             raise error
@@ -156,13 +157,14 @@ async def test_catalog_health_and_metrics_answer(subject):
 async def test_a_reader_that_goes_during_submit_leaves_no_work_behind():
     """Submitting runs in a thread; if the reader is cancelled meanwhile, the ticket is cancelled when it comes."""
     engine = ThreadEngine({})
-    engine.submit_s = 0.05
+    engine.may_submit.clear()
     service = LocalImageService(engine=engine, catalog=lambda: FAKE_CATALOG)
     task = asyncio.create_task(collect(service, request(steps=1000)))
-    await asyncio.sleep(0.01)
+    await until(engine.submitting.is_set)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+    engine.may_submit.set()
     await until(lambda: bool(engine.cancels))
     before = engine.steps_run
     await asyncio.sleep(10 * STEP_S)

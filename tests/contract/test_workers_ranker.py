@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 
 import pytest
 import torch
@@ -107,14 +107,13 @@ async def test_a_passed_deadline_is_told_in_time_and_costs_no_work(stand: Stand)
     ranker = await stand.ranker()
     stuck = await stand.stuck(ranker)
     with pytest.raises(DeadlinePassed):
-        await ranker.rank(kit.request(1, deadline_s=time.monotonic() + 0.05))
+        await ranker.rank(kit.request(1, deadline_s=time.monotonic() + 0.2))
     with pytest.raises(DeadlinePassed):
         await ranker.rank(kit.request(1, deadline_s=time.monotonic() - 1))
-    await stand.waiting(1)
-    await asyncio.sleep(0.05)
+    last = asyncio.ensure_future(ranker.rank(kit.request(2)))
+    await stand.waiting(2)  # what was sent before it has arrived, too: that nobody waits any more
     stand.sparse.gate.set()
-    await stuck
-    await ranker.rank(kit.request(2))
+    await asyncio.gather(stuck, last)
     assert sum(stand.sparse.batches) == 2
 
 
@@ -152,16 +151,23 @@ async def test_closing_answers_what_was_accepted(stand: Stand) -> None:
     accepted = [await stand.stuck(ranker)]
     accepted += [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in (1, 2)]
     await stand.waiting(2)
-    closing = asyncio.ensure_future(ranker.close(drain_s=10))
-    await asyncio.sleep(0.05)
-    with pytest.raises(WorkerUnavailable):
-        await ranker.rank(kit.request(4))
+    closing = asyncio.ensure_future(ranker.close(drain_s=60))
+    while not (asked := await _at_once(ranker.rank(kit.request(4)))).done():
+        accepted.append(asked)  # it was before the end
+    assert isinstance(asked.exception(), WorkerUnavailable)
     stand.sparse.gate.set()
     await closing
     assert all(answer.outputs["score"].shape == (3,) for answer in await asyncio.gather(*accepted))
     await ranker.close(drain_s=0)
     with pytest.raises(WorkerUnavailable):
         await ranker.rank(kit.request(5))
+
+
+async def _at_once(answer: Awaitable[RankAnswer]) -> asyncio.Future[RankAnswer]:
+    """The request a moment later: whoever is refused is refused by then."""
+    asked = asyncio.ensure_future(answer)
+    await asyncio.sleep(0.05)
+    return asked
 
 
 async def test_an_error_of_a_half_that_is_the_callers_stays_so(stand: Stand) -> None:

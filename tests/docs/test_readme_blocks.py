@@ -89,7 +89,7 @@ class StarterServer:
 
 def _is_ready(url: str) -> bool:
     try:
-        with urllib.request.urlopen(url + "/v2/health/ready", timeout=30) as answer:
+        with urllib.request.urlopen(url + "/v2/health/ready", timeout=120) as answer:
             return json.load(answer)["ready"] is True
     except urllib.error.HTTPError as error:
         error.close()

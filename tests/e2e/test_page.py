@@ -54,7 +54,7 @@ def url(shared_serve):
 
 def _is_ready(address):
     try:
-        with urllib.request.urlopen(address + "v2/health/ready", timeout=30) as answer:
+        with urllib.request.urlopen(address + "v2/health/ready", timeout=120) as answer:
             return json.load(answer)["ready"] is True
     except OSError:
         return False

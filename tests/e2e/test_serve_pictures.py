@@ -75,7 +75,7 @@ def difference(a, b):
 
 
 def metric(server, name):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=120)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
     connection.close()
@@ -88,7 +88,7 @@ def test_an_image_is_kept_in_the_folder_of_the_configuration(plait_server):
     assert status == 200, answer
     url = answer["data"][0]["url"]
     assert url.startswith(f"{plait_server.url}/v1/images/results/")
-    with urllib.request.urlopen(url, timeout=30) as found:
+    with urllib.request.urlopen(url, timeout=120) as found:
         assert Image.open(io.BytesIO(found.read())).size == (SIZE, SIZE)
     folder = plait_server.state_folder.parents[1] / "kept"
     assert [path.name for path in folder.iterdir()] == [url.rpartition("/")[2]]
@@ -260,7 +260,7 @@ def until_metric(server, name, holds):
 
 def test_serve_disconnect_cancels_the_engines_work(plait_server):
     """A client that hangs up frees the engine: a long request is given up after a step or two, not at its end."""
-    connection = http.client.HTTPConnection("127.0.0.1", plait_server.port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", plait_server.port, timeout=120)
     given_up, steps = (metric(plait_server, f"plait_{name}_total") for name in ("cancelled", "engine_steps"))
     body = json.dumps({"prompt": "cat", "num_inference_steps": 200, "n": 8})
     connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})

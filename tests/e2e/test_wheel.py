@@ -133,7 +133,7 @@ def test_a_server_starts_and_stops(environment):
     ) as server:
         try:
             url = server.stdout.readline().strip()
-            with urllib.request.urlopen(url + "/v1/models", timeout=30) as answer:
+            with urllib.request.urlopen(url + "/v1/models", timeout=120) as answer:
                 assert [model["id"] for model in json.load(answer)["data"]] == ["emoji", "picks"]
         finally:
             server.send_signal(signal.SIGINT)

@@ -227,7 +227,7 @@ BEHAVIOURS: dict[str, Behaviour] = {
         b"2\r\n\n\n\r\n",
         b"0\r\n\r\n",
         goes_on=True,
-        pause_s=0.2,
+        pause_s=0.02,
     ),
     "timed": says(
         b"HTTP/1.1 200 OK\r\nServer-Timing: db;dur=1.5, total;dur=2.25\r\nContent-Length: 0\r\n\r\n", goes_on=True

@@ -73,7 +73,9 @@ def test_the_records_of_all_processes_are_the_plan(server):
     )
     plan = make_plan(scenario)
     seen = []
+    began_s = time.time()
     result = run(plan, scenario, on_progress=seen.append)
+    ended_s = time.time()
     records = result.records
     assert records.dtype == RECORD
     np.testing.assert_array_equal(records["index"], np.arange(len(plan.scheduled_ns)))
@@ -87,8 +89,9 @@ def test_the_records_of_all_processes_are_the_plan(server):
     assert (result.interrupted, result.problems) == (False, ())
     assert 0 < result.cpu_s < 2 * result.wall_s + 1
     assert result.wall_s >= records["done_ns"].max() / 1e9
-    assert abs(result.started_unix_s + result.wall_s - time.time()) < 5
-    assert len(result.echo.latency_ns) >= 10
+    assert began_s <= result.started_unix_s
+    assert result.started_unix_s + result.wall_s <= ended_s + 0.1  # two clocks
+    assert len(result.echo.latency_ns) >= 1
     assert (result.echo.latency_ns > 0).all()
     last = seen[-1]
     assert (last.done, last.ok, last.errors, last.in_flight) == (len(records), len(records), 0, 0)
@@ -151,7 +154,7 @@ def test_what_has_no_room_is_counted(server):
         arrivals={"kind": "constant", "rate_per_s": 50},
         duration_s=0.4,
         processes=2,
-        limits={"in_flight": 2, "drain_s": 0.1},
+        limits={"in_flight": 2, "drain_s": 1.0},
     )
     assert outcomes(go(scenario).records) == {RequestOutcome.UNFINISHED: 2, RequestOutcome.NOT_SENT: 18}
 
@@ -185,7 +188,7 @@ def test_a_closed_loop_waits_for_replies(server):
     )
     records = go(scenario).records
     assert outcomes(records) == {RequestOutcome.OK: len(records)}
-    assert 9 <= len(records) <= 3 * 18  # 0.9 s of 50 ms each, or less on a busy machine
+    assert 3 <= len(records) <= 3 * 18  # 0.9 s of 50 ms each, or less on a busy machine
     starts, ends = records["scheduled_ns"], records["done_ns"]
     assert max(int(((starts <= at) & (ends > at)).sum()) for at in starts) <= 3
     np.testing.assert_array_equal(records["warm_up"], starts < 300_000_000)
@@ -265,7 +268,7 @@ def test_it_runs_outside_the_main_thread(server):
     scenario = scenario_of(server.url, arrivals={"kind": "constant", "rate_per_s": 50}, duration_s=0.3)
     thread = threading.Thread(target=lambda: results.append(go(scenario)))
     thread.start()
-    thread.join(30)
+    thread.join(300)
     assert outcomes(results[0].records) == {RequestOutcome.OK: 15}
 
 

@@ -132,13 +132,13 @@ def test_a_model_that_is_replaced_makes_the_new_images(serving, models):
     np.testing.assert_array_equal(drawn(engine, "one"), alone(models["xl"]))
 
 
-def test_of_twenty_models_that_came_and_went_nothing_is_left(serving, models):
+def test_of_models_that_came_and_went_nothing_is_left(serving, models):
     """Neither weights nor what is known of a model without them: configuration, tokenizers, LoRAs' caches with their
     threads, statistics. Of one that is replaced before it was ever loaded neither."""
     engine, folder = serving
     drawn(engine, "first")
     before, alive = loader_threads(), []
-    for number in range(20):
+    for number in range(6):
         name = f"m{number}"
         shutil.copytree(models["b" if number % 2 else "xl"], folder / name)
         drawn(engine, name)

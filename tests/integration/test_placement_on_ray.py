@@ -117,7 +117,7 @@ class Server:
         for name in ("engine@a", "engine@b"):
             try:
                 handle = self.serve.get_deployment_handle(name, "plait")
-                found |= {said.replica for said in handle.broadcast("metric_families").results(timeout_s=10)}
+                found |= {said.replica for said in handle.broadcast("metric_families").results(timeout_s=60)}
             except Exception as error:
                 print(name, error)  # it has no replica
         return found

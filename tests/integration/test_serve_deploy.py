@@ -144,7 +144,7 @@ def ray_head(num_cpus: int = 6, *, host: str = "127.0.0.1") -> Iterator[RayHead]
 def _end(process: subprocess.Popen[bytes]) -> None:
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(30)
+        process.wait(120)
     except subprocess.TimeoutExpired:
         process.kill()
     _kill_session(process.pid)
@@ -235,7 +235,7 @@ class Cluster:
 
     def max_steps(self) -> int | None:
         """What the version that answers says about itself; None if nothing answers."""
-        status, found = self.ask("/v1/models", timeout_s=20)
+        status, found = self.ask("/v1/models", timeout_s=120)
         if status != 200:
             return None
         return next((it["limits"]["max_steps"] for it in found["data"] if "limits" in it), None)
@@ -273,7 +273,7 @@ def test_dashboards_and_alerts_read_metrics_that_are_there(cluster, capsys):
         cluster.deploy(capsys, max_steps=40)
         cluster.wait(lambda: cluster.ask("/health")[0] == 200, "not ready")
     assert (cluster.image()[0], cluster.ranking()[0]) == (200, 200)
-    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{cluster.port}/metrics", timeout=120) as answer:
         text = answer.read().decode()
     there = set(re.findall(r"^(?:# TYPE )?(plait_\w+)", text, re.MULTILINE))
     named = {

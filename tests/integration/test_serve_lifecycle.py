@@ -86,11 +86,11 @@ def late(server, timeout_s=60):
 
 
 def steps_when_still(server):
-    """How many steps there are when none has been made for three seconds, as long as three of them."""
+    """How many steps there are when none has been made for as long as three of them."""
     steps = -1
     while (now := steps_so_far(server)) != steps:
         steps = now
-        time.sleep(3.0)
+        time.sleep(1.5)
     return steps
 
 
@@ -172,7 +172,7 @@ def test_serve_killed_leaves_nothing_after_15_seconds(launch):
 
 def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):
     """A client that hangs up stops its request long before its end; a second SIGTERM does not wait for anybody."""
-    server = launch(free_port(), "server.drain_s=300", FAKE_STEP_S="1").wait_ready()
+    server = launch(free_port(), "server.drain_s=300", FAKE_STEP_S="0.5").wait_ready()
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = json.dumps({"prompt": "slow", "num_inference_steps": 50})
     connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})
@@ -252,6 +252,6 @@ def test_serve_attached_stops_only_what_it_brought(launch):
         assert not any(name.startswith("ray::ServeRepl") for name in names)
     finally:
         host.stdin.close()
-        host.wait(30)
+        host.wait(120)
         host.stdout.close()
         shutil.rmtree(folder, ignore_errors=True)

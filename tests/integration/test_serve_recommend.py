@@ -152,7 +152,7 @@ async def test_kill_nine_costs_at_most_what_was_under_way(deployed: Deployed, ro
     asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(50)]
     await asyncio.sleep(0.03)
     os.kill(old.pid, signal.SIGKILL)
-    outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    outcomes = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     assert all(isinstance(error, WorkerUnavailable) for error in errors), errors
     await _until(lambda: _new_pid(deployed, f"{role}-tiny", old.pid))

@@ -263,9 +263,9 @@ async def test_a_malformed_cached_batch_costs_only_its_own_channel(workers: Work
     for hot in ("what", [0, [8], [["items"]]], [0, [8], [["absent"]]]):
         with connect(workers.rig.addresses["hn"], secret=workers.rig.secret) as channel:
             channel.send(hello_header("dense"))
-            channel.recv(5).release()
+            channel.recv(60).release()
             channel.send(dense | {"hot": hot}, [memoryview(bytearray(4))])
             with pytest.raises(Exception, match="peer"):
-                channel.recv(5)
+                channel.recv(60)
     for seed in range(1, 4):
         await workers.right(cn, seed)

@@ -44,7 +44,7 @@ def _bad_hn(rig: Rig, answer: Callable[[Channel, int, dict[str, torch.Tensor]], 
     listener = rig.listen("hn")
 
     def serve(channel: Channel) -> None:
-        channel.recv(20).release()
+        channel.recv(60).release()
         channel.send(welcome_header(kit.CARD))
         while True:
             with channel.recv() as message:
@@ -127,20 +127,30 @@ async def test_an_answer_after_the_deadline_reaches_nobody(rig: Rig) -> None:
 
 
 async def test_hns_that_are_idle_share_what_waits(rig: Rig) -> None:
-    """Requests that come together go to both HNs, half each, and not all to one while the other looks on."""
-    halves = kit.FakeDense(slow_s=0.1), kit.FakeDense(slow_s=0.1)
+    """Requests that wait together go to both HNs, half each, and not all to one while the other looks on."""
+    halves, sparse, now_s = (kit.FakeDense(), kit.FakeDense()), kit.FakeSparse(poison=frozenset({7})), time.monotonic()
     for name, dense in zip(("first", "second"), halves, strict=True):
+        dense.gate.clear()
         rig.hn(dense, name=name)
-    cn = rig.cn(None, "first", "second", knobs=WorkerKnobs(batch_wait_ms=50.0))
+    cn = rig.cn(sparse, "first", "second", clock=lambda: now_s)
     await until(lambda: cn.metrics()["hns"] == 2)
+    cn._loop.pace.saw_batch(3, 0.001)
+    cn._loop.pace.saw_answer(0.1)  # there is time to share
     ranker = rig.local(cn)
-    await _right(ranker)  # since then the CN knows that there is time to share
-    answers = await asyncio.gather(*(ranker.rank(kit.request(seed)) for seed in range(8)))
-    for seed, answer in enumerate(answers):
+    sparse.gate.clear()
+    bad = asyncio.ensure_future(ranker.rank(kit.request(changes={"item": torch.tensor([7, 7, 7])})))
+    await until(lambda: sparse.entered > 0)
+    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed))) for seed in range(8)]
+    await until(lambda: cn.metrics()["waiting"] == 8)
+    sparse.gate.set()
+    await until(lambda: cn.metrics()["at_hns"] == 2)
+    for dense in halves:
+        dense.gate.set()
+    for seed, answer in enumerate(await asyncio.gather(*asked)):
         torch.testing.assert_close(answer.outputs["score"], kit.expected(kit.request(seed))["score"])
-    requests = [sum(len(batch) for batch in dense.batches) for dense in halves]
-    assert sum(requests) == 9
-    assert min(requests) >= 2
+    with pytest.raises(RankError):
+        await bad
+    assert [dense.batches for dense in halves] == [[(3, 3, 3, 3)]] * 2
 
 
 async def test_what_an_hn_gives_up_as_too_late_makes_the_cn_more_careful(rig: Rig) -> None:
@@ -229,7 +239,7 @@ async def test_hns_scale_up_and_down_with_a_step_load(rig: Rig) -> None:
     for cn in cns:
         await until(lambda cn=cn: cn.ready() is None)  # type: ignore[misc]
     rankers = [rig.local(cn) for cn in cns]
-    callers = [asyncio.ensure_future(_call(rankers[i % 2], fleet)) for i in range(12)]
+    callers = [asyncio.ensure_future(_call(rankers[i % 2], fleet, stays=i == 0)) for i in range(12)]
     scaling = asyncio.ensure_future(fleet.run())
     await until(lambda: min(_hns(cn) for cn in cns) >= 2)
     fleet.hurry = False
@@ -282,10 +292,11 @@ class _Fleet:
             self._hns.pop()[0].stop(drain_s=1.0)
 
 
-async def _call(ranker: Ranker, fleet: _Fleet) -> int:
-    """Asks one request after the other, without a pause or with one; how many were answered, all of them rightly."""
+async def _call(ranker: Ranker, fleet: _Fleet, *, stays: bool) -> int:
+    """Asks one request after the other, without a pause; when there is no hurry, with one, or no more. How many were
+    answered, all of them rightly."""
     answered = 0
-    while fleet.calling:
+    while fleet.calling and (fleet.hurry or stays):
         await _right(ranker, answered)
         answered += 1
         if not fleet.hurry:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -24,7 +23,7 @@ from plait_disagg.workers import remote
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import PeerLost, connect
 from support.paused import pause
-from support.rank_fabric import Rig, hello_header, until
+from support.rank_fabric import PATIENCE_S, Rig, hello_header, until
 from support.server import free_port
 
 
@@ -229,10 +228,10 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCa
     sparse = kit.FakeSparse()
     sparse.gate.clear()
     rig.front(rig.whole(sparse))
-    ranker = await rig.ranker(answer_timeout_s=0.2)
+    ranker = await rig.ranker(answer_timeout_s=1.0)
     with pytest.raises(WorkerUnavailable, match="model tiny"):
         await ranker.rank(kit.request(1))
-    assert "no answer within 0.2 s" in caplog.text
+    assert "no answer within 1 s" in caplog.text
     sparse.gate.set()
     await until(lambda: ranker.core.ready() is None)
     await _right(rig, ranker)
@@ -242,8 +241,9 @@ async def test_a_worker_that_hangs_counts_as_lost(rig: Rig, caplog: pytest.LogCa
 async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
     scheme: Literal["shm", "tcp"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The ingress goes on with everything else while a worker's process is stopped (finding 9)."""
-    monkeypatch.setattr(remote, "SEND_S", 6.0)
+    """The ingress goes on with everything else while a worker's process is stopped (finding 9): if it waited for room
+    there, it would wait for the time-out, and nobody would be asked any more."""
+    monkeypatch.setattr(remote, "SEND_S", PATIENCE_S)
     with Rig(scheme) as rig:
         # A port of its own choice would not be known; this one was free a moment ago.
         address = f"shm://{rig.folder}/cn" if scheme == "shm" else f"tcp://127.0.0.1:{free_port()}"
@@ -255,15 +255,14 @@ async def test_a_worker_that_stops_reading_does_not_stop_the_event_loop(
             ranker = await rig.ranker()
             await _right(rig, ranker)
             pause(process.pid)
-            request, longest_s = kit.request(1, 5_000), 0.0
+            request = kit.request(1, 5_000)
             asked = []
             for _ in range(200):
-                began_s = time.monotonic()
                 asked.append(asyncio.ensure_future(ranker.rank(request)))
                 await asyncio.sleep(0)
-                longest_s = max(longest_s, time.monotonic() - began_s)
-            assert longest_s < 3.0
-            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 60)
+            assert not any(task.done() for task in asked)
+            process.kill()
+            ends = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), PATIENCE_S)
             assert {type(end) for end in ends} == {WorkerUnavailable}
         finally:
             process.kill()
@@ -286,10 +285,10 @@ async def test_garbage_from_a_client_costs_only_its_own_channel(rig: Rig) -> Non
         with connect(rig.addresses["cn"], secret=rig.secret) as channel:
             channel.send(first)
             if then is not None:
-                channel.recv(5).release()
+                channel.recv(PATIENCE_S).release()
                 channel.send(then)
             with pytest.raises(Exception, match="peer"):
-                channel.recv(5)
+                channel.recv(PATIENCE_S)
     await _right(rig, ranker)
 
 

@@ -50,7 +50,7 @@ def test_a_request_arrives_as_it_left(seed: int, candidates: int, longest_bag: i
     layout = layout_of_inputs(kit.INPUTS)
     left, right = pair()
     left.send(*rank_message(5, request, layout, left.pool))
-    with right.recv(1) as message:
+    with right.recv(60) as message:
         arrived = parse_rank(message.header, message.buffers, kit.CARD, layout)
         assert arrived.candidates == candidates
         assert set(arrived.tensors) == set(tensors)
@@ -88,7 +88,7 @@ def test_crossing_tensors_arrive_within_the_wire_formats_error(
     assert parse_layout(layout.text) is layout
     left, right = pair()
     left.send({}, pack(layout, counts, tensors, left.pool, timeout_s=1.0))
-    with right.recv(1) as message:
+    with right.recv(60) as message:
         arrived = {name: value.clone() for name, value in unpack(layout, counts, message.buffers).items()}
     for name, value in tensors.items():
         assert arrived[name].shape == value.shape

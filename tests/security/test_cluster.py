@@ -27,7 +27,7 @@ from support.server import FAKE, PlaitServer, free_port
 pytestmark = pytest.mark.cluster
 
 LOOPBACK = ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-CLOSED_BY_S = 40.0  # the patience of the listeners is 10 s; this machine may be busy
+CLOSED_BY_S = 120.0  # the patience of the listeners is 10 s; this machine may be busy
 
 
 class Payload:
@@ -66,9 +66,9 @@ def listeners(server: PlaitServer) -> dict[int, set[str]]:
     return found
 
 
-def get(port: int, path: str, **headers: str) -> tuple[int, bytes]:
+def get(port: int, path: str, *, timeout_s: float = 60, **headers: str) -> tuple[int, bytes]:
     """Status and body; 0 for whoever speaks no HTTP."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout_s)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -110,7 +110,7 @@ def test_cve_2026_3059_pickle_to_the_port_of_a_replica(server: PlaitServer, tmp_
     for port in ports:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.RpcError) as caught:
-                answer = getattr(ASGIServiceStub(channel), method)(request, timeout=20)
+                answer = getattr(ASGIServiceStub(channel), method)(request, timeout=60)
                 list(answer if hasattr(answer, "__next__") else [answer])
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
     assert not mark.exists()
@@ -122,7 +122,7 @@ def test_cve_2023_48023_and_cve_2023_6019_nobody_answers_as_a_dashboard(server: 
     the processes knows these routes. (One gives Ray's metrics whatever it is asked.)"""
     ports = sorted(listeners(server))
     with ThreadPoolExecutor(len(ports)) as threads:
-        answers = dict(zip(ports, threads.map(lambda port: get(port, path), ports), strict=True))
+        answers = dict(zip(ports, threads.map(lambda port: get(port, path, timeout_s=5), ports), strict=True))
     answered = {port: body for port, (status, body) in answers.items() if 200 <= status < 400}
     assert {port: body[:80] for port, body in answered.items() if not body.startswith(b"# HELP ")} == {}
 
@@ -138,10 +138,10 @@ def test_cve_2023_48022_ray_asks_for_a_token(server: PlaitServer) -> None:
         nodes = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetAllNodeInfo")
         for key in ({}, {"authorization": "Bearer guessed"}):
             with pytest.raises(grpc.RpcError) as caught:
-                nodes(b"", timeout=20, metadata=tuple(key.items()))
+                nodes(b"", timeout=60, metadata=tuple(key.items()))
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         right = f"Bearer {token_path.read_text().strip()}"
-        assert nodes(b"", timeout=20, metadata=(("authorization", right),))
+        assert nodes(b"", timeout=60, metadata=(("authorization", right),))
 
 
 @pytest.mark.parametrize("path", ["/-/routes", "/-/healthz", "/v1/models", "/metrics"])
@@ -174,7 +174,7 @@ def test_half_sent_requests_are_hung_up_on(server: PlaitServer) -> None:
 def doctor(port: int, environ: dict[str, str], *arguments: str) -> tuple[int, list[dict[str, str]]]:
     """Exit code and findings of `plait doctor --cluster`."""
     command = [sys.executable, "-m", "plait.cli.main", "doctor", "--cluster", "--json", "--port", str(port), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=200, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=600, check=False)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

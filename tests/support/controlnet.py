@@ -185,7 +185,7 @@ class ReplicaFleet:
             left_out,
             host="here",
             chance=random.Random(0),
-            dial=lambda address, secret: connect(address, secret=secret, timeout_s=10),
+            dial=lambda address, secret: connect(address, secret=secret, timeout_s=60),
         )
 
 

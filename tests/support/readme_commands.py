@@ -160,10 +160,10 @@ class DocumentShell:
 
 
 def _shortened(arguments: list[str]) -> list[str]:
-    """The same in three seconds, with a rate that fills them, and without thresholds: so few requests have no
+    """The same in two seconds, with a rate that fills them, and without thresholds: so few requests have no
     percentile. Those of the scenario itself hold."""
     kept = list(arguments)
     while "--threshold" in kept:
         at = kept.index("--threshold")
         del kept[at : at + 2]
-    return [*kept, "--duration", "3", *([] if "--rate" in kept else ["--rate", "5"])]
+    return [*kept, "--duration", "2", *([] if "--rate" in kept else ["--rate", "5"])]

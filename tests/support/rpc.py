@@ -15,7 +15,7 @@ from plait_fabric.rpc.server import Peer, Server, ServerProtocol
 
 SECRET = new_secret()
 VERSION = 7
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 @dataclass(eq=False)

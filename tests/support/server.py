@@ -107,7 +107,7 @@ class PlaitServer:
         """Sends the command a signal."""
         self.process.send_signal(signum)
 
-    def wait(self, timeout_s: float = 60) -> int:
+    def wait(self, timeout_s: float = 180) -> int:
         """Its exit code."""
         code = self.process.wait(timeout_s)
         if self.process.stdout is not None:
@@ -131,11 +131,11 @@ class PlaitServer:
         leftovers.clean_up(state)
         state.release()
 
-    def get(self, path: str, *, timeout_s: float = 30) -> tuple[int, Any, Mapping[str, str]]:
+    def get(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """GET: status, JSON body, headers."""
         return self._ask(urllib.request.Request(self.url + path), timeout_s)
 
-    def post(self, path: str, *, timeout_s: float = 30) -> tuple[int, Any, Mapping[str, str]]:
+    def post(self, path: str, *, timeout_s: float = 120) -> tuple[int, Any, Mapping[str, str]]:
         """POST without a body: status, JSON body, headers."""
         return self._ask(urllib.request.Request(self.url + path, method="POST"), timeout_s)
 

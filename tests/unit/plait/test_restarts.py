@@ -159,9 +159,9 @@ def is_same(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def differing(before: Any, after: Any) -> dict[str, str]:
+def differing(before: list[Any], after: list[Any]) -> dict[str, str]:
     """What Serve does to each deployment, by Ray's own rules and the arguments that it was given."""
-    olds, news = ({it.name: it for it in bound(app)} for app in (before, after))
+    olds, news = ({it.name: it for it in each} for each in (before, after))
     found = dict.fromkeys(olds.keys() - news, "removed") | dict.fromkeys(news.keys() - olds, "added")
     for name in olds.keys() & news:
         old, new = olds[name], news[name]
@@ -192,13 +192,14 @@ def test_what_is_announced_is_what_differs_in_what_is_bound() -> None:
     for given in (FULL, OTHER):
         base = parsed(given).model_dump(mode="json")
         before = deployments(parsed(base))
+        was = bound(bind(before))
         for path in leaves(base):
             name = ".".join(map(str, path))
             if name in tried or (after := changed(base, path)) is None:
                 continue
             tried.add(name)
             now = deployments(after)
-            if (said := effects(before, now)) != (found := differing(bind(before), bind(now))):
+            if (said := effects(before, now)) != (found := differing(was, bound(bind(now)))):
                 wrong[name] = said, found
     assert wrong == {}
     dumped = [parsed(given).model_dump(mode="json") for given in (FULL, OTHER)]

@@ -215,7 +215,7 @@ def test_a_signal_handler_outlives_rays_shutdown(monkeypatch: pytest.MonkeyPatch
 
     def shut_down() -> None:
         ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
-        until_s = time.monotonic() + 30
+        until_s = time.monotonic() + 60
         while not is_caught() and time.monotonic() < until_s:
             time.sleep(0.001)
         found.append(is_caught())

@@ -130,8 +130,8 @@ def test_the_window_counts_what_the_server_saw():
     """A real run of our generator: the server's count, the processes' time, and the generator's own word."""
     with closing(NoopServer()) as server:
         trial = generators.try_rate(server, 300.0, seconds=1.0)
-        assert server.served() >= trial.window.requests > 150
-    assert 0 < trial.window.cpu_s < 4
+        assert server.served() >= trial.window.requests > 0
+    assert trial.window.cpu_s > 0
     assert trial.errors == 0
 
 

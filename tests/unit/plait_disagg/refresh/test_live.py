@@ -354,7 +354,7 @@ class TestPublishing:
 
         whole = kit.Whole(rig, package.folder, around=Held)
         asked = asyncio.create_task(whole.rank(0))
-        await asyncio.to_thread(entered.wait, 20)
+        await asyncio.to_thread(entered.wait, 60)
         publishing = asyncio.create_task(
             whole.publish(kit.written(tmp_path / "u", kit.update(package, "1", "2", seed=2)))
         )

@@ -43,8 +43,10 @@ def test_one_stall_is_no_delay() -> None:
 
 
 async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> None:
-    """A way of 100 ms that the worker does not see; and never more than a quarter of what is left."""
+    """A way of 100 ms that the worker does not see; and never more than a quarter of what is left. What a deadline is
+    made earlier by lies between what reaches the worker and that with the way there added."""
     told: list[float] = []
+    ways: list[float] = []
     with Rig() as rig:
         core = rig.whole()
         submit = core.submit
@@ -52,20 +54,23 @@ async def test_a_worker_is_told_an_earlier_deadline_by_what_the_way_takes() -> N
         def late(job: RankJob) -> None:
             assert job.due_s is not None
             told.append(job.due_s)
+            ways.append(time.monotonic() - asked_s)
             threading.Timer(SLOW_S, lambda: answered_later(submit, job)).start()
 
         with patch.object(core, "submit", late):
             rig.front(core)
             ranker = await rig.ranker()
-            early = []
-            for left_s in (10.0, 10.0, 0.08):
-                due_s = time.monotonic() + left_s
-                with suppress(DeadlinePassed):  # the last one
-                    await ranker.rank(dataclasses.replace(kit.request(3), deadline_s=due_s))
-                early.append(due_s - told[-1])
-    assert early[0] < SLOW_S / 2
-    assert SLOW_S < early[1] <= 0.25 * 10.0
-    assert early[2] <= 0.25 * 0.08
+            early: list[float] = []
+            for left_s in (60.0, 60.0, 0.3):
+                while len(told) == len(early):  # on a host that stands still the last one may be too late to be sent
+                    asked_s = time.monotonic()
+                    with suppress(DeadlinePassed):
+                        await ranker.rank(dataclasses.replace(kit.request(3), deadline_s=asked_s + left_s))
+                early.append(asked_s + left_s - told[-1])
+    assert early[0] <= 0.0
+    assert early[1] <= 0.25 * 60.0
+    assert early[1] + ways[1] >= SLOW_S
+    assert early[2] <= 0.25 * 0.3 < SLOW_S
 
 
 def answered_later(submit: Callable[[RankJob], None], job: RankJob) -> None:

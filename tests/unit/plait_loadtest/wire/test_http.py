@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,6 +15,7 @@ from plait_loadtest.wire.answers import events
 from plait_loadtest.wire.check import has_path, judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import Chunked, Length, UntilClose, framing_of, parse_head, server_timing_ms
+from plait_loadtest.wire.http1 import HttpConnection
 
 
 def head(*lines, status="HTTP/1.1 200 OK"):
@@ -305,6 +307,21 @@ def test_bodies_are_kept_only_where_they_are_needed():
         assert judge_of(Scenario(target=LoadTarget(api=api, check=check))).keeps_body
     assert not judge_of(Scenario(target=LoadTarget(api="raw"))).keeps_body
     assert (head().is_plain, head(status="HTTP/1.1 503 X").is_plain, STREAM.is_plain) == (True, False, False)
+
+
+def test_the_first_event_of_a_stream_is_stamped_when_it_comes():
+    """Comments and the event's name come earlier; the first ``data:`` counts, also if it comes in two pieces."""
+    connection = HttpConnection(Mock(), keeps_body=False, limit_bytes=1 << 20)
+    connection.connection_made(Mock())
+    connection.send(0, b"GET / HTTP/1.1\r\n\r\n")
+    stamped = []
+    for piece in (
+        b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"9\r\n: step 1\n\r\n", b"10\r\nevent: part\ndata\r\n", b'9\r\n: {"a":1}\r\n', b"2\r\n\n\n\r\n",
+    ):  # fmt: skip
+        connection.data_received(piece)
+        stamped.append(connection.first_part_ns > 0)
+    assert stamped == [False, False, False, True, True]
 
 
 def test_a_path_may_not_leave_its_value():

@@ -14,6 +14,7 @@ from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
+from support.http_app import until
 from support.prometheus import found, total
 
 
@@ -88,7 +89,7 @@ async def test_who_asks_meanwhile_gets_the_same_answers() -> None:
     handle.gate.clear()
     replicas = AllReplicas(handle)
     asked = [asyncio.ensure_future(told(replicas)) for _ in range(5)]
-    await asyncio.sleep(0.02)
+    await until(lambda: handle.calls == 1)
     asked[0].cancel()
     handle.gate.set()
     answers = await asyncio.gather(*asked, return_exceptions=True)

@@ -376,7 +376,12 @@ def test_a_deadline_that_passes_fails_the_request_at_a_boundary(rig):
 
 def test_a_hopeless_deadline_is_refused_at_the_door(rig):
     """Once step times are known, a deadline that the steps alone overrun is refused before anything starts."""
-    built = rig(gate=lambda: time.sleep(0.01))
+    now_s = [0.0]
+
+    def step():
+        now_s[0] += 0.01
+
+    built = rig(gate=step, clock=lambda: now_s[0])
     built.ask(steps=3).result()
     with pytest.raises(DeadlineMissed) as refused:
         built.ask(steps=1000, deadline_s=0.1)
@@ -404,7 +409,7 @@ def test_prompts_of_different_length_run_in_one_turn(rig):
 
 def test_batch_wait_gathers_mates(rig):
     """With batch_wait_ms the first step waits for requests that arrive meanwhile."""
-    built = rig(batch_wait_ms=300.0, largest_batch=2)
+    built = rig(batch_wait_ms=300.0, largest_batch=2, clock=lambda: 0.0)
     first, second = built.ask("1"), built.ask("2")
     first.result()
     second.result()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -90,8 +89,13 @@ def test_only_the_tenant_whose_turn_it_is_can_be_overtaken():
 
 def test_a_thousand_requests_of_one_tenant_do_not_delay_another(rig):
     """The other's image is done when it had as many steps as it needs, each at most one step of the flood away."""
-    gate = Gate()
-    built = rig(gate=gate, largest_batch=1, queue_limit=2000)
+    gate, now_s = Gate(), [0.0]
+
+    def step():
+        gate()
+        now_s[0] += 0.01
+
+    built = rig(gate=step, clock=lambda: now_s[0], largest_batch=1, queue_limit=2000)
     flood = [built.ask(f"f{i}", steps=4, tenant=FLOOD) for i in range(1000)]
     gate.wait_step()
     gate.let(10)
@@ -114,11 +118,11 @@ def test_a_thousand_requests_of_one_tenant_do_not_delay_another(rig):
 
 def test_nothing_is_learned_from_the_warm_up(rig):
     """It pays for what is done once, at a fraction of a real size: a fresh server would refuse by it what it can do."""
-    gate = Gate()
-    built = rig(gate=gate, queue_seconds=1)
+    gate, now_s = Gate(), [0.0]
+    built = rig(gate=gate, clock=lambda: now_s[0], queue_seconds=1)
     warm_up = built.ask("warm-up", steps=1, tenant=Tenant(name=""), width=8, height=8)
     gate.wait_step()
-    time.sleep(0.1)
+    now_s[0] += 0.1
     gate.passes.release()
     warm_up.result()
     watches = [built.ask(f"r{i}", steps=50, width=512, height=512) for i in range(8)]
@@ -153,19 +157,21 @@ def test_a_flood_is_refused_and_another_tenant_is_not(rig):
 
 def test_the_queue_is_bounded_by_predicted_compute(rig):
     """Once steps are known, a few long requests fill it: by their steps, not by their number."""
-    gate = Gate()
-    built = rig(gate=gate, queue_seconds=0.5)
-    gate.open = True
-    built.denoiser.gate = lambda: time.sleep(0.01)
+    gate, now_s = Gate(), [0.0]
+
+    def step():
+        now_s[0] += 0.01
+
+    built = rig(gate=step, clock=lambda: now_s[0], queue_seconds=0.5)
     built.ask("known", steps=20).result()
     built.denoiser.gate = gate
-    gate.open = False
     built.ask("long", steps=400)
     with pytest.raises(Overloaded) as refused:
         built.ask("short", steps=1)
     left_s = built.engine.statistics().queued_s
     assert left_s >= 400 * 0.01
     assert refused.value.retry_after_s == pytest.approx(left_s - 0.5, rel=0.1)
+    gate.release_all()
 
 
 def test_a_long_prompt_holds_up_nobody(rig):

@@ -25,7 +25,7 @@ def test_listens_on_shared_memory_and_tcp(tmp_path: Path) -> None:
     listeners = open_listeners(secret, kind="controlnet", ip_address="127.0.0.1", folder=tmp_path / "sockets")
     assert [listener.address.partition(":")[0] for listener in listeners] == ["shm", "tcp"]
     for listener in listeners:
-        with listener, connect(listener.address, secret=secret), listener.accept(5):
+        with listener, connect(listener.address, secret=secret), listener.accept(60):
             pass
 
 

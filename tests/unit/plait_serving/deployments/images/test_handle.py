@@ -69,6 +69,9 @@ class Response:
         if item == "moment":
             await asyncio.sleep(0.1)
             return await anext(self)
+        if callable(item):
+            item()
+            return await anext(self)
         if isinstance(item, asyncio.Event):
             await item.wait()
             return await anext(self)
@@ -268,7 +271,7 @@ async def test_serve_handle_cancelling_the_reader_cancels_the_call():
     """A cancelled task stops the work too."""
     handle = Handle(["wait"])
     task = asyncio.ensure_future(events_of(handle))
-    await asyncio.sleep(0.01)
+    await until(lambda: bool(handle.responses))
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -320,9 +323,7 @@ async def test_serve_handle_suspects_come_one_after_the_other():
     service = HandleImageService(handle)
     suspect, harmless = replace(REQUEST, request_id="a"), replace(REQUEST, request_id="b", prompt="y")
     tasks = [asyncio.ensure_future(collect(service.generate(request))) for request in (suspect, harmless)]
-    async with asyncio.timeout(60):
-        while len(handle.responses) < 3:  # noqa: ASYNC110  # the fake tells nobody
-            await asyncio.sleep(0.01)
+    await until(lambda: len(handle.responses) == 3)
     await asyncio.sleep(0.05)
     assert len(handle.responses) == 3  # both died; one is at its second attempt, the other waits for it
     tasks[0].cancel()
@@ -335,6 +336,11 @@ STEP = Progress(step=1, steps=4)
 DIED = [Accepted(), ActorDiedError()]
 
 
+def lasting(now, seconds):
+    """What a script plays for time to pass."""
+    return lambda: now.__setitem__(0, now[0] + seconds)
+
+
 def several(count):
     return [replace(REQUEST, request_id=str(i), prompt=str(i)) for i in range(count)]
 
@@ -345,21 +351,24 @@ async def ends_of(service, requests):
     return [events[-1] for events in all_events]
 
 
-async def test_serve_handle_says_what_is_tried_again():
+async def test_serve_handle_says_what_is_tried_again(monkeypatch):
     """And since when it waits: by that it goes before others, and its deadline counts."""
-    handle = Handle([STEP, "moment", ActorDiedError()], [STEP, FINISHED])
-    assert isinstance((await events_of(handle))[-1], Finished)
-    first, second = handle.requests
+    now = [1_000.0]
+    monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    scripted = Handle([STEP, lasting(now, 5), ActorDiedError()], [STEP, FINISHED])
+    assert isinstance((await events_of(scripted))[-1], Finished)
+    first, second = scripted.requests
     assert first.tried_again_s is None
-    assert second.tried_again_s >= 0.1
+    assert second.tried_again_s == 5
     assert second.prompt == first.prompt
 
 
 async def test_serve_handle_nobody_ends_by_waiting_for_others_trials(monkeypatch):
     """Eight that died together take their first steps one by one, however long: each has survived its own."""
-    monkeypatch.setattr(handle, "ACCEPT_TIMEOUT_S", 0.4)
+    now = [1_000.0]
+    monkeypatch.setattr(handle, "time", SimpleNamespace(monotonic=lambda: now[0]))
     eight = several(8)
-    scripted = Handle(*[list(DIED) for _ in eight], *[[Accepted(), "moment", STEP, FINISHED] for _ in eight])
+    scripted = Handle(*[list(DIED) for _ in eight], *[[Accepted(), lasting(now, 100), STEP, FINISHED] for _ in eight])
     assert all(isinstance(end, Finished) for end in await ends_of(HandleImageService(scripted), eight))
 
 
