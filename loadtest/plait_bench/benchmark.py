@@ -8,6 +8,7 @@ open system is a *subject*, which is measured once in each round. What a subject
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +16,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from pathlib import Path
-from typing import ClassVar, Protocol, Self, TypeAlias
+from typing import Self, TypeAlias
 
-from plait_bench.errors import BenchError
+from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.summary import percentile
 
 Say: TypeAlias = Callable[[str], None]
@@ -87,50 +88,39 @@ class ResultRow:
         return self.workload, self.system, self.metric
 
 
-class Subject(Protocol):
-    """A system opened for a workload, in one layout."""
-
-    def warm_up(self) -> None:
-        """Touch everything that a round touches. Called once before trials and again before rounds."""
-
-    def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
-        """Measure round `number` (from 1). A trial of the layout may be shorter, but must read the deciding metric."""
-
-
 @dataclass(frozen=True)
-class Rounds:
-    """A `Subject` of two functions: `take(number)` measures a round, and a trial is no shorter."""
+class Subject:
+    """A system opened for a workload, in one layout.
 
-    take: Callable[[int], Sequence[Reading]]
-    warm: Callable[[], object] = lambda: None
+    `measure(number)` measures a round (from 1). `warm_up` touches everything that a round touches: called once before
+    trials and again before rounds. `trial`: measures less, but the deciding metric; None: a trial is a round.
+    """
 
-    def warm_up(self) -> None:
-        """Call `warm`."""
-        self.warm()
-
-    def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
-        """Call `take`."""
-        return self.take(number)
+    measure: Callable[[int], Sequence[Reading]]
+    warm_up: Callable[[], object] = lambda: None
+    trial: Callable[[int], Sequence[Reading]] | None = None
 
 
 class Workload:
-    """The same task for all `systems`, and how they are opened for it.
+    """The same task for all `systems`, and how they are opened for it; without the first there is nothing to compare.
 
-    `metrics`: the units by metric; `untimed`: those that a busy host does not change. `ours`: the system without which
-    there is nothing to compare. `pairs`: the systems whose ratio is taken, round by round, in each metric that both
-    have (or each of `compared`). `deciding`: the metric that selects a layout, the largest. `rounds`: the maximum
-    number of rounds by system, where more would add nothing.
+    `metrics`: the units by metric; `untimed`: those that a busy host does not change. `compared`: the metrics whose
+    ratios are taken; None: all. `deciding`: the metric that selects a layout, the largest. `most_rounds`: more would
+    add nothing.
     """
 
     name: str
     systems: tuple[str, ...]
     metrics: Mapping[str, str]
     untimed: Collection[str] = ()
-    ours: str = ""
-    pairs: tuple[tuple[str, str], ...] = ()
     compared: frozenset[str] | None = None
     deciding: str = ""
-    rounds: ClassVar[Mapping[str, int]] = {}
+    most_rounds: int | None = None
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """The systems whose ratio is taken, round by round: the first beside each of the others."""
+        return tuple((self.systems[0], other) for other in self.systems[1:])
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
@@ -148,7 +138,7 @@ class Workload:
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open a system. Raises `SystemUnavailable` if it cannot run here, else `BenchError`."""
-        yield Rounds(lambda number: self.take(system, number))
+        yield Subject(lambda number: self.take(system, number))
 
     def take(self, system: str, number: int) -> Sequence[Reading]:
         """Measure a round of a system that holds nothing from one to the next."""
@@ -160,13 +150,13 @@ class Workload:
     def settle(self, subjects: Mapping[str, Subject]) -> None:
         """Let systems that adapt to their load do so: called once, after `check` and before the rounds."""
 
-    def derive(self, readings: Mapping[str, Sequence[Reading]]) -> Sequence[Reading]:
-        """Derive further readings from all systems' readings of one round; each names its system."""
-        return ()
-
     def conclude(self) -> Sequence[ResultRow]:
         """Return the rows that are known only after the last round."""
         return ()
+
+    def row(self, system: str, metric: str, *values: float) -> ResultRow:
+        """Summarise values of a metric."""
+        return ResultRow.of(values, system=system, workload=self.name, metric=metric, unit=self.metrics[metric])
 
     def judge(self, rows: Sequence[ResultRow]) -> Sequence[str]:
         """Return what was promised and is not so, in words; called with all rows, if all systems took part, once they
@@ -185,11 +175,6 @@ class Benchmark:
 def readings(values: Mapping[str, float], **more: str) -> list[Reading]:
     """Return the readings of a round, by metric; `more`: what they have in common."""
     return [Reading(metric=metric, value=float(value), **more) for metric, value in values.items()]
-
-
-def pairs_of(ours: str, systems: Sequence[str]) -> tuple[tuple[str, str], ...]:
-    """Pair our system with each of the others."""
-    return tuple((ours, system) for system in systems if system != ours)
 
 
 def chosen(asked: Sequence[str], there: Sequence[str], what: str) -> tuple[str, ...]:
@@ -217,6 +202,8 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+_SILENT_S = 180.0  # a model of a gigabyte is built or mapped, and warmed up
+
 _CHILD = (
     "import sys; from multiprocessing.connection import Connection; "
     "function, arguments = Connection(int(sys.argv[1])).recv(); function(*arguments)"
@@ -233,11 +220,27 @@ def calling(function: Callable[..., object], *arguments: object) -> Iterator[tup
         yield ["-c", _CHILD, str(theirs.fileno())], theirs.fileno()
 
 
+@contextmanager
 def started(
-    function: Callable[..., object], *arguments: object, stdout: int | None = None, pass_fds: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:  # fmt: skip
-    """Start a process that calls a function; its standard input stays open."""
+    function: Callable[..., object], *arguments: object, pass_fds: Sequence[int] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a process that calls a function; it may end with its standard input, and is killed (-9) at the end."""
     with calling(function, *arguments) as (command, fd):
-        return subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=stdout, pass_fds=[*pass_fds, fd]
-        )
+        process = subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[*pass_fds, fd],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )  # fmt: skip
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def said(process: subprocess.Popen[bytes]) -> str:
+    """Return the next line that a process prints. Raises `SystemFailed` if it ends, or says nothing for minutes."""
+    assert process.stdout is not None
+    line = process.stdout.readline() if select.select([process.stdout], [], [], _SILENT_S)[0] else b""
+    if not line:
+        raise SystemFailed("a process of the benchmark has ended or says nothing: its message is above")
+    return line.decode().strip()

@@ -52,7 +52,7 @@ def is_busy(seen: HostConditions) -> bool:
     return seen.load > BUSY_LOAD or seen.wake_us > SLOW_WAKE_US
 
 
-def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
+def host_facts() -> Mapping[str, Any]:
     """Describe this machine. `loadavg_1m` shows whether the machine was busy with something else before; `wake_us`, how
     long it takes to wake another process and be woken by it, which on a virtual machine can be long while the load
     average shows nothing."""
@@ -63,7 +63,7 @@ def host_facts(*, now: datetime | None = None) -> Mapping[str, Any]:
         **{name: _version(name) for name in LIBRARIES},
         **gpu_facts(),
         "wake_us": round(wake_us(), 1),
-        "date": (now or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,8 @@ from plait_bench.runner import TRIALS, RunPlan, joined, run
 
 NAMES = ("images", "loadtest", "disagg", "fabric", "kernels", "autoconfig", "tuning", "placement", "zoo", "models",
          "faults")  # fmt: skip
-"""Each is a module or a package here, whose `benchmark` takes `only` (workloads) and what `_OPTIONS` says."""
+"""Each is a module or a package here, whose `benchmark` takes `only` (workloads) and the options that it has."""
 
-_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "images": ("models", "size", "edge", "dtype", "device", "systems"),
-    "autoconfig": ("data", "tables"),
-    "placement": ("data",),
-    "models": ("models", "data"),
-}
 RESULTS = ROOT / "loadtest" / "results"
 
 # As many as make a 20th and an 80th percentile mean something in a quarter of an hour on two cores.
@@ -32,29 +27,19 @@ ROUNDS, QUICK_ROUNDS = 5, 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchJob:
-    """The command line's settings. `rounds` None: the benchmark's own number; `models` None: the starter's, or those in
-    the cache; empty `workloads` or `systems`: all. `size`, `edge` (None: the size's own), `device` and `dtype` ("auto":
-    each that the CPU computes in, float16 on a GPU) are for images. `at`: the commit that this tree is a copy of, where
-    there is no git.
-
-    `data`: the folder with published tables and lists; `tables`: recorded ones, for the tuner's.
+    """The command line's settings. `rounds` None: the benchmark's own number; empty `workloads` or `systems`: all.
+    `at`: the commit that this tree is a copy of, where there is no git. `options`: by name, those of all benchmarks.
     """
 
     name: str
     rounds: int | None = None
     quick: bool = False
-    models: Path | None = None
-    size: str = "starter"
-    edge: int | None = None
-    dtype: str = "auto"
-    device: str = "cpu"
     at: str = ""
     workloads: tuple[str, ...] = ()
     systems: tuple[str, ...] = ()
     record: bool = False
     results: Path | None = None
-    data: Path | None = None
-    tables: tuple[Path, ...] = ()
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
@@ -80,7 +65,8 @@ def measure(job: BenchJob, *, say: Say) -> dict[str, Any]:
 
 def _prepared(job: BenchJob) -> tuple[Benchmark, RunPlan]:
     module = import_module(f"plait_bench.{job.name}")
-    options = {name: getattr(job, name) for name in _OPTIONS.get(job.name, ())}
+    takes = signature(module.benchmark).parameters
+    options = {name: value for name, value in {**job.options, "systems": job.systems}.items() if name in takes}
     # The rounds of the tuner's and the placement benchmark are seeds.
     rounds = getattr(module, "QUICK_SEEDS", QUICK_ROUNDS) if job.quick else getattr(module, "SEEDS", ROUNDS)
     plan = RunPlan(

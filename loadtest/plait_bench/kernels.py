@@ -1,33 +1,29 @@
 """Single operators at the sizes of real models: their time beside that of a plain copy of as many bytes.
 
-`python -m plait_bench.kernels --json` runs it where only torch, Triton and plait's kernels are installed; `plait bench
-kernels` is the same. Without a GPU it measures the CPU forms, in fp32. Calls go round over several sets of inputs, more
-than the last cache holds, so that each reads memory; on a GPU they are captured in a CUDA graph, so that launches do
-not count.
+Without a GPU it measures the CPU forms, in fp32. Calls go round over several sets of inputs, more than the last cache
+holds, so that each reads memory; on a GPU they are captured in a CUDA graph, so that launches do not count. `python -m
+plait_bench.gpu` runs it where only torch, Triton and plait's kernels are installed.
 
 Sizes are those of guided denoising, two rows: SDXL at 1024x1024, Stable Diffusion 1.5 at 512x512.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from plait_bench.benchmark import Benchmark, Reading, Subject, Workload, chosen, pairs_of, readings
+from plait_bench.benchmark import Benchmark, Reading, Subject, Workload, chosen, readings
 from plait_bench.errors import Disagreement, SystemUnavailable
-from plait_bench.job import BenchJob, measure, text_table
+from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.int8_lookup import SCALE_AND_BIAS_BYTES
 from plait_kernels.lora_merge import Term
 from plait_kernels.registry import load
@@ -35,7 +31,7 @@ from plait_kernels.registry import load
 PLAIT, EAGER, COMPILED, COPY, FBGEMM = "plait", "eager", "torch.compile", "copy", "fbgemm"
 
 Arguments = tuple[Any, ...]
-Call = Callable[[], object]
+Call = Callable[[], None]
 Form = Callable[..., object]
 Make = Callable[[str, torch.dtype], Arguments]
 
@@ -271,7 +267,7 @@ class DeviceTimer:
 
     device, dtype, name = "cpu", torch.float32, "CPU, float32"
 
-    def prepare(self, calls: Sequence[Call]) -> Call:
+    def prepare(self, calls: Sequence[Callable[[], object]]) -> Call:
         """Return one call that makes them all."""
 
         def run() -> None:
@@ -306,19 +302,9 @@ class CudaTimer(DeviceTimer):
     def __init__(self) -> None:
         self.name = f"{torch.cuda.get_device_name()}, float16"
 
-    def prepare(self, calls: Sequence[Call]) -> Call:
-        """Capture the calls in one CUDA graph, after runs on another stream, as torch asks for."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in (*calls[:2], *calls[:2]):
-                call()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        return graph.replay
+    def prepare(self, calls: Sequence[Callable[[], object]]) -> Call:
+        """Capture the calls in one CUDA graph."""
+        return CudaCapture(torch.device(self.device))(super().prepare(calls)).replay
 
     def elapsed_s(self, run: Call, times: int) -> float:
         """Time by events around the runs."""
@@ -332,7 +318,7 @@ class CudaTimer(DeviceTimer):
         return float(began.elapsed_time(ended)) / 1e3
 
 
-class FormSubject:
+class TimedForm:
     """One form, captured on several sets of inputs."""
 
     def __init__(self, form: Form, clock: DeviceTimer, sets: Sequence[Arguments]) -> None:
@@ -351,11 +337,10 @@ class FormSubject:
     def warm_up(self) -> None:
         """Compile, capture, and run once."""
         if self._run is None:
-            calls: list[Call] = [lambda given=given: self._form(*given) for given in self._sets]  # type: ignore[misc]
-            self._run = self._clock.prepare(calls)
+            self._run = self._clock.prepare([partial(self._form, *given) for given in self._sets])
         self._clock.elapsed_s(self._run, 1)
 
-    def measure(self, number: int, *, trial: bool = False) -> Sequence[Reading]:
+    def measure(self, _: int) -> Sequence[Reading]:
         """Return the time of a call."""
         assert self._run is not None
         taken_s = self._clock.per_call_s(self._run, len(self._sets))
@@ -366,27 +351,28 @@ class OperatorWorkload(Workload):
     """All systems on one case."""
 
     metrics: Mapping[str, str] = {"time_us": "us"}
-    ours = PLAIT
 
     def __init__(self, case: OperatorCase, clock: DeviceTimer) -> None:
         self.name = case.name
         self._case, self._clock = case, clock
         compiled = (COMPILED,) if case.compiles and _compiles(clock.device) else ()
         self.systems = (PLAIT, EAGER, *compiled, *case.others, COPY)
-        self.pairs = pairs_of(PLAIT, self.systems)
         self._made: dict[bool, list[Arguments]] = {}
+        self._forms: dict[str, TimedForm] = {}
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Make the inputs and the form."""
         with torch.inference_mode():
-            yield FormSubject(self._form(system), self._clock, self._inputs(is_copy=system == COPY))
+            form = TimedForm(self._form(system), self._clock, self._inputs(is_copy=system == COPY))
+            self._forms[system] = form
+            yield Subject(form.measure, warm_up=form.warm_up)
         self._made.clear()
+        self._forms.clear()
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the forms' results. Raises `Disagreement`."""
-        forms = {name: each for name, each in subjects.items() if isinstance(each, FormSubject) and name != COPY}
-        answers = {name: each.answer() for name, each in forms.items()}
+        answers = {name: self._forms[name].answer() for name in subjects if name != COPY}
         if (reference := answers.get(EAGER)) is not None:
             for name, answer in answers.items():
                 error = float((answer - reference).abs().max() / reference.abs().max())
@@ -429,19 +415,3 @@ def benchmark(*, only: Sequence[str] = ()) -> Benchmark:
     chosen([name for name in only if name not in operators], [case.name for case in found], "workload")
     wanted = [case for case in found if not only or case.op in only or case.name in only]
     return Benchmark(workloads=tuple(OperatorWorkload(case, clock) for case in wanted))
-
-
-def main() -> None:
-    """Measure, and print rows or a JSON document."""
-    parser = argparse.ArgumentParser(prog="python -m plait_bench.kernels")
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--workload", action="append", default=[], help="only this operator or case; may be repeated")
-    given = parser.parse_args()
-    job = BenchJob(name="kernels", rounds=given.rounds, workloads=tuple(given.workload))
-    written = measure(job, say=lambda line: print(line, file=sys.stderr, flush=True))
-    print(json.dumps(written, indent=1) if given.json else text_table(written))
-
-
-if __name__ == "__main__":
-    main()

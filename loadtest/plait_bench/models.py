@@ -261,8 +261,6 @@ class Replayed(Workload):
     """One fleet."""
 
     systems = ("plait", "lru")
-    ours = "plait"
-    pairs = (("plait", "lru"),)
     metrics: Mapping[str, str] = {"p99_steps": "steps", "goodput_per_1000_steps": "requests", "loads": "loads"}
 
     def __init__(self, name: str, fleet: ModelFleet, data: Path | None) -> None:
@@ -292,8 +290,6 @@ class Switching(Workload):
     """Random models of an architecture, written once into `root`; images of `edge` pixels."""
 
     systems = ("plait", "fifo")
-    ours = "plait"
-    pairs = (("plait", "fifo"),)
     metrics: Mapping[str, str] = {"images_per_s": "images/s", "loads": "loads"}
 
     def __init__(self, name: str, root: Path, *, family: str, edge: int) -> None:

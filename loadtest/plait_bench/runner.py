@@ -108,7 +108,7 @@ def choose_layout(workload: Workload, system: str, plan: RunPlan, say: Say) -> L
 
 def _deciding(workload: Workload, system: str, subject: Subject, number: int) -> float:
     """Measure one trial and return its deciding metric."""
-    for reading in subject.measure(number, trial=True):
+    for reading in (subject.trial or subject.measure)(number):
         if reading.metric == workload.deciding:
             return reading.value
     raise BenchError(f"{workload.name}: a trial of {system} did not measure {workload.deciding}")
@@ -122,6 +122,7 @@ class _Measuring:
     ) -> None:
         self._workload, self._plan, self._say, self._look = workload, plan, say, look
         self._began = began
+        self._rounds = min(plan.rounds, workload.most_rounds or plan.rounds)
         self._left_out: dict[str, str] = {}
         self._choices: dict[str, LayoutChoice] = {}
         self._taken: dict[tuple[str, str, str], dict[int, Reading]] = {}
@@ -140,20 +141,16 @@ class _Measuring:
             self._workload.check(subjects)
             if self._plan.settles:
                 self._workload.settle(subjects)
-            for number in range(1, self._plan.rounds + 1):
+            for number in range(1, self._rounds + 1):
                 self._round(number, subjects)
             others = self._workload.conclude()
-        ratios = self._ratios()
-        for row in ratios:
-            key = f"{row.workload}:{row.metric}:{row.system}"
-            self._say(f"{key} {row.value:.2f} (p20 {row.p20:.2f}, p80 {row.p80:.2f})")
-        rows = tuple(self._marked(row) for row in [*self._rows(), *others, *ratios])
+        rows = tuple(map(self._marked, [*self._rows(), *others, *self._ratios()]))
         is_whole = len(self._choices) == len(self._workload.systems)
-        said = self._workload.judge(rows) if is_whole else ()
-        missed = tuple(f"{self._workload.name}: {miss}" for miss in said)
-        return BenchResult(
-            rows=rows, left_out=self._left_out, choices=tuple(self._choices.values()), missed=missed
-        )  # fmt: skip
+        missed = tuple(f"{self._workload.name}: {miss}" for miss in (self._workload.judge(rows) if is_whole else ()))
+        found = BenchResult(rows=rows, left_out=self._left_out, choices=tuple(self._choices.values()), missed=missed)
+        for key, row in found.ratios.items():
+            self._say(f"{key} {row.value:.2f} (p20 {row.p20:.2f}, p80 {row.p80:.2f})")
+        return found
 
     def _open(self, stack: ExitStack) -> dict[str, Subject]:
         """Open the systems that take part, each in its best layout."""
@@ -173,24 +170,18 @@ class _Measuring:
         try:
             yield
         except SystemUnavailable as error:
-            if name == self._workload.ours:
+            if name == self._workload.systems[0]:
                 raise
             self._left_out[name] = str(error)
             self._say(f"left out: {error}")
 
     def _round(self, number: int, subjects: Mapping[str, Subject]) -> None:
         self._seen.append(self._look())
-        readings: dict[str, Sequence[Reading]] = {}
-        for system, subject in subjects.items():
-            if number <= self._workload.rounds.get(system, number):
-                readings[system] = subject.measure(number)
-        if not readings:
-            return
+        readings = {system: subject.measure(number) for system, subject in subjects.items()}
         for system, found in readings.items():
             self._note(number, system, found)
-        self._note(number, "", self._workload.derive(readings))
         said = "; ".join(f"{system} {_said(found)}" for system, found in readings.items())
-        self._say(f"{self._workload.name}: round {number} of {self._plan.rounds}: {said}")
+        self._say(f"{self._workload.name}: round {number} of {self._rounds}: {said}")
 
     def _note(self, number: int, system: str, readings: Sequence[Reading]) -> None:
         for reading in readings:

@@ -12,11 +12,12 @@ import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from plait_autoconfig.jobs.state import Interval
-from plait_bench.benchmark import Benchmark, Reading, ResultRow, Rounds, Say, Subject, Workload, selected
+from plait_bench.benchmark import Benchmark, Reading, ResultRow, Say, Subject, Workload, selected
 from plait_bench.commands import PLAIT, run_command, serving_plait
 from plait_bench.errors import BenchError, SystemFailed
 from plait_bench.host import ROOT
@@ -48,12 +49,13 @@ class TunedJob(Workload):
     """One shipped job. Its numbers are known once it has run; rounds are load tests of what it recommends."""
 
     systems = ("plait",)
-    ours = "plait"
-    metrics: Mapping[str, str] = {f"held_at_{factor}": "share" for factor in _FACTORS}
+    metrics: Mapping[str, str] = {
+        **{f"held_at_{factor}": "share" for factor in _FACTORS}, "gain": "times", "promised_per_s": "1/s", "job_s": "s",
+    }  # fmt: skip
 
-    def __init__(self, name: str, app: str, *, command: Sequence[str] = PLAIT, examples: Path = _EXAMPLES) -> None:
+    def __init__(self, name: str, app: str, *, command: Sequence[str] = PLAIT) -> None:
         self.name, self._app, self._command = name, app, tuple(command)
-        self.job = examples / f"{name}.yaml"
+        self.job = _EXAMPLES / f"{name}.yaml"
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
@@ -77,24 +79,19 @@ class TunedJob(Workload):
         """Serve what was recommended. Raises `SystemFailed`."""
         with serving_plait(self.folder / "plait.yaml", command=self._command) as (_, url):
             # The first requests to a new server are slow: the promised rate warms it up.
-            yield Rounds(lambda number: self._offer(url, number), warm=lambda: self._offered(url, 1.0, seed=_SEED))
+            yield Subject(lambda number: self._offer(url, number), lambda: self._offered(url, 1.0, seed=_SEED))
 
     def conclude(self) -> Sequence[ResultRow]:
         """Return what the job found and what it took; the interval of the gain is the job's own."""
-        gain = ResultRow(
-            system="plait", workload=self.name, metric="gain", unit="times", value=self.gain.value,
-            p20=self.gain.value if self.gain.low is None else self.gain.low,
-            p80=self.gain.value if self.gain.high is None else self.gain.high,
-            n=1, layout=f"{self.goal}; the interval is the job's, 95 %",
-        )  # fmt: skip
-        others = (("promised_per_s", "1/s", self.rate_per_s), ("job_s", "s", self.job_s))
+        low, high = (self.gain.value if bound is None else bound for bound in (self.gain.low, self.gain.high))
         return [
-            gain,
-            *(
-                ResultRow.of([value], system="plait", workload=self.name, metric=name, unit=unit)
-                for name, unit, value in others
+            replace(
+                self.row("plait", "gain", self.gain.value), p20=low, p80=high,
+                layout=f"{self.goal}; the interval is the job's, 95 %",
             ),
-        ]
+            self.row("plait", "promised_per_s", self.rate_per_s),
+            self.row("plait", "job_s", self.job_s),
+        ]  # fmt: skip
 
     def plait(self, *words: str, limit_s: float, fine: tuple[int, ...] = (0,)) -> str:
         """Return what a command of plait prints on stdout. Raises `SystemFailed`."""

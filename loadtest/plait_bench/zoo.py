@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import yaml
@@ -434,7 +434,7 @@ class Zoo(Workload):
 
     name = "zoo"
     systems = ("plait",)
-    rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
+    most_rounds = 1
     metrics: Mapping[str, str] = {
         "crossing_bytes": "bytes", "by_hand_bytes": "bytes", "package_s": "s", "millionths": "1e-6 of a score",
         "refused": "models",

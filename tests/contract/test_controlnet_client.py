@@ -32,6 +32,23 @@ from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Res
 from support import controlnet as kit
 from support.closeness import EQUAL, ulps
 
+_HANGING = """
+import sys
+sys.path[:0] = {paths!r}
+from plait_fabric import listen
+from plait_serving.diffusion.controlnet.wire import VERSION
+listener = listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))
+print(listener.address, flush=True)
+channel = listener.accept()
+while True:
+    with channel.recv() as message:
+        if message.header["op"] == "hello":
+            channel.send({{"op": "welcome", "version": VERSION, "controlnet": "edges"}})
+        if message.header["op"] == "step":
+            print("step", flush=True)
+"""
+"""A process that greets as a replica does, says "step" on stdout when it is asked one, and never answers it."""
+
 
 @dataclass(eq=False)
 class ForwardGate:
@@ -256,7 +273,7 @@ def test_kill_nine_in_mid_step_is_retried_elsewhere(
     """A process is killed while it owes an answer: another replica gives the answer, and goes on."""
     ask = _ask(1)
     with (
-        kit.hanging_process(kit.new_address(scheme, tmp_path)) as (process, first),
+        kit.listening_process(_HANGING, kit.new_address(scheme, tmp_path)) as (process, first),
         kit.serving(load_controlnet(folder, dtype=torch.float32), kit.new_address("tcp", tmp_path)) as second,
     ):
         fleet.addresses |= {"first": first, "second": second.addresses[0]}

@@ -11,7 +11,7 @@ from fakes.images import FAKE_CATALOG, FakeImageService, fake_image, fake_result
 from plait_serving.diffusion.errors import Cancelled, EngineStopped, Overloaded
 from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Preview, Progress, Scheduler
 from plait_serving.images.local import LocalImageService
-from support.http_app import until
+from support.waiting import until
 
 STEP_S = 0.005
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fakes.blocks import PIPELINE, ROW, blocks_folder
 from plait_serving.diffusion.admission import ImageLimits, check_request
 from plait_serving.diffusion.errors import ModelError, NumericalError, RequestError
 from plait_serving.diffusion.families import FAMILIES, components, family_row
@@ -22,7 +23,6 @@ from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.protocols import Conditioning, Denoiser, RequestSampler, StepCall
 from plait_serving.diffusion.request_fields import request_fields
 from plait_serving.diffusion.values import ImageRequest, LoraRef, PromptSyntax, Scheduler
-from support.blocks import PIPELINE, ROW, blocks_folder
 from support.closeness import IN_COMPANY, ulps
 from support.families import opened
 from support.tiny import tiny_sd, tiny_sdxl

@@ -13,8 +13,21 @@ from hypothesis import strategies as st
 from plait_disagg.tables.protocols import BadId, Tables
 from plait_disagg.tables.reference import SeparateTables
 from plait_disagg.tables.values import OutOfRange
-from support.fabric_rows import sharded_remote
+from support.fabric_rows import merged, reach, shard
 from support.tables import MODES, Weights, asks, fused, make_ask, make_weights, mapped, separate, sharded
+
+_kept: dict[tuple[int, OutOfRange], Tables] = {}
+
+
+def sharded_remote(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
+    """The tables at two shards. Workers for each set of weights live as long as the process."""
+    key = (id(weights), out_of_range)
+    if key not in _kept:
+        workers = [shard(number, weights=weights) for number in range(2)]
+        shards = [reach(number, worker, weights=weights) for number, worker in enumerate(workers)]
+        _kept[key] = merged(shards, weights=weights, out_of_range=out_of_range)
+    return _kept[key]
+
 
 Build = Callable[[Weights, OutOfRange, Path], Tables]
 

@@ -15,7 +15,8 @@ from plait_disagg.protocols import Ranker
 from plait_disagg.queue.jobs import Core
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankAnswer
-from support.rank_fabric import Rig, until
+from support.rank_fabric import Rig
+from support.waiting import until
 
 KINDS = ("whole", "cn", "inproc whole", "inproc split", "shm whole", "shm split", "tcp split")
 

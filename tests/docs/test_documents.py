@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from docs.commands import USUAL_URL, DocumentShell
 from support.app_server import AppServer
 from support.documents import FENCE, FOLDERS, GUIDES, PAGES, ROOT, blocks_of, read
-from support.readme_commands import USUAL_URL, DocumentShell
 
 HEADING = re.compile(r"^#{1,6} (.+)$", re.MULTILINE)
 

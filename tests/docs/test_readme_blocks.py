@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from docs.commands import USUAL_URL, DocumentShell
 from plait.app import AppArgs, build
 from plait.config import ServerSection, load_config
 from plait_autoconfig.jobs.job_file import parse_job
@@ -22,10 +23,9 @@ from plait_deploy.placement.cluster_file import parse_cluster
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
 from plait_serving.ranking.config import STARTER_RANKING_FOLDER, RankingSection, RankModelSection
-from support.app_server import wait_for
 from support.cluster import SharedServe
 from support.documents import GUIDES, CodeBlock, blocks_of, read
-from support.readme_commands import USUAL_URL, DocumentShell
+from support.waiting import wait_for
 
 
 def run_python(file: Path) -> None:

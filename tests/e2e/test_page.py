@@ -20,8 +20,8 @@ from plait.app import AppArgs, build
 from plait.config import ServerSection
 from plait_serving.diffusion.knobs import EngineKnobs, Placement
 from plait_serving.images.config import ImagesSection
-from support.app_server import wait_for
 from support.browser import chromium, needs_browser
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.cluster, *needs_browser]
 

@@ -22,9 +22,9 @@ from plait_serving.diffusion.assemble import EngineSettings, build_engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.lora.source import FolderSource
 from plait_serving.diffusion.values import ImageRequest, LoraRef, Scheduler
-from support.app_server import wait_for
 from support.server import REAL, PlaitServer, free_port
 from support.tiny import tiny_lora, tiny_sd, tiny_sdxl
+from support.waiting import wait_for
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -12,9 +12,10 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.starter.preprocess import PREPROCESSORS
-from support.app_server import AppServer, wait_for
+from support.app_server import AppServer
 from support.browser import chromium, needs_browser
 from support.http_app import png
+from support.waiting import wait_for
 
 pytestmark = needs_browser
 

@@ -54,7 +54,7 @@ def test_every_part_runs_to_its_end(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "log.txt"}
     systems = {row.get("system") for row in rows if row["part"] == "sdxl" and row["metric"] == "ms"}
     assert systems == {"plait", "torch", "torch.compile"}
-    cases = {row["case"] for row in rows if row["part"] == "flux" and row.get("system") == "plait"}
+    cases = {row["workload"] for row in rows if row["part"] == "flux" and row.get("system") == "plait"}
     assert cases == {"64x64 images 1", "64x64 images 4, a LoRA set each", "64x64 images 1, compiled"}
 
 

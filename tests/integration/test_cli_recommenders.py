@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
+from fakes import shop
 from plait.cli.main import main
 from plait.errors import PlaitError
 from plait.offline.packaging import make
 from plait.targets import load_target
-from support import shop
 
 FILE = Path(shop.__file__)
 USER = {"customer": 3, "age": 0.4, "seen": [1, 2]}

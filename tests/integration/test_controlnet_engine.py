@@ -29,6 +29,22 @@ from support import controlnet as kit
 from support.log_file import LogFile, log_file
 from support.paused import pause
 
+_SERVICE = """
+import sys
+from pathlib import Path
+sys.path[:0] = {paths!r}
+import torch
+torch.set_num_threads(1)
+from plait_fabric import listen
+from plait_serving.diffusion.families.unet.controlnet import load_controlnet
+from plait_serving.diffusion.controlnet.service import ControlNetService
+runner = load_controlnet(Path(sys.argv[2]), dtype=torch.float32)
+service = ControlNetService("edges", runner, [listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))])
+print(service.addresses[0], flush=True)
+sys.stdin.read()
+"""
+"""A whole ControlNet service in a process of its own, and its address. Takes some seconds to import torch."""
+
 __all__ = ["log_file"]
 
 WAIT_S = 120.0
@@ -110,7 +126,8 @@ def test_picture_survives_a_replica_that_is_killed_in_mid_step(
 ) -> None:
     """kill -9 while a step is in flight: the step is computed elsewhere and the image is the same, bit for bit."""
     fleet = scene.fleets["edges"]
-    with kit.service_process(tiny_sd_controlnets[0], kit.new_address("shm", tmp_path)) as (process, address):
+    service = _SERVICE, kit.new_address("shm", tmp_path), str(tiny_sd_controlnets[0])
+    with kit.listening_process(*service) as (process, address):
         fleet.addresses = {"process": address, **fleet.addresses}
 
         def stop_it(progress: Progress) -> None:

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait_serving.diffusion.errors import EngineError
+from plait_serving.diffusion.families.rows import guidance_embedding, rescaled
 from plait_serving.diffusion.families.unet.bundle import Bundle, load_bundle, load_controlnet
 from plait_serving.diffusion.families.unet.denoiser import UNetDenoiser
-from plait_serving.diffusion.protocols import ControlNetClient, Denoiser
+from plait_serving.diffusion.protocols import ControlCall, ControlNetClient, Denoiser, StepCall
 from plait_serving.diffusion.values import ControlRef, ImageRequest, Scheduler
 from support.closeness import EQUAL, IN_COMPANY, ulps
 from support.denoise import (
@@ -24,7 +26,70 @@ from support.denoise import (
     run_pipeline,
     start,
 )
-from support.whole import WholeControlNet, WholeUNetDenoiser
+from support.whole import WholeControlNet
+
+
+class WholeUNetDenoiser(UNetDenoiser):
+    """Shares prepare and finish; `predict` calls the UNet once per request, its ControlNets just before.
+
+    Its ControlNets must answer at once: `WholeControlNet`.
+    """
+
+    @torch.inference_mode()
+    def predict(self, calls: Sequence[StepCall]) -> list[torch.Tensor | EngineError]:
+        """Call the whole UNet once per request; raises whatever the modules raise."""
+        return [self._predict_one(call) for call in calls]
+
+    def _predict_one(self, call: StepCall) -> torch.Tensor:
+        conditioning = call.conditioning
+        sample = torch.cat([call.sample] * 2) if conditioning.branches == 2 else call.sample
+        text = conditioning.expand(conditioning.text)
+        added = {name: conditioning.expand(value) for name, value in conditioning.added.items()}
+        down, mid = _local_residuals(call, sample)
+        if call.extra is not None:
+            sample = torch.cat([sample, call.extra.repeat(len(sample) // len(call.extra), 1, 1, 1)], dim=1)
+        output: torch.Tensor = self.bundle.unet(
+            sample,
+            call.timestep,
+            encoder_hidden_states=text,
+            timestep_cond=self._timestep_cond(call),
+            added_cond_kwargs=added or None,
+            down_block_additional_residuals=down,
+            mid_block_additional_residual=mid,
+            return_dict=False,
+        )[0]
+        if conditioning.branches == 1:
+            return output
+        unconditional, conditional = output.chunk(2)
+        scale, rescale = call.request.guidance_scale, call.request.guidance_rescale
+        guided = unconditional + scale * (conditional - unconditional)
+        return rescaled(guided, conditional, rescale) if rescale else guided
+
+    def _timestep_cond(self, call: StepCall) -> torch.Tensor | None:
+        if not self.bundle.embeds_guidance:
+            return None
+        width = int(self.bundle.config["time_cond_proj_dim"])
+        scales = [call.request.guidance_scale] * call.conditioning.n
+        return guidance_embedding(scales, width, self.bundle.dtype, self.bundle.device)
+
+
+def _local_residuals(
+    call: StepCall, sample: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...] | None, torch.Tensor | None]:
+    """Return the residuals of all ControlNets summed in list order, or (None, None)."""
+    down: tuple[torch.Tensor, ...] | None = None
+    mid: torch.Tensor | None = None
+    for control in call.controls:
+        question = ControlCall(session=control.session, sample=sample, timestep=call.timestep, scale=control.scale)
+        answer = control.client.start([question]).wait()[0]
+        if isinstance(answer, EngineError):
+            raise answer
+        if down is None or mid is None:
+            down, mid = answer.down, answer.mid
+        else:
+            down = tuple(a + b for a, b in zip(down, answer.down, strict=True))
+            mid = mid + answer.mid
+    return down, mid
 
 
 def run_requests(

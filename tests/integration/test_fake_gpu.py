@@ -1,4 +1,4 @@
-"""What runs on a GPU, on a device that is not there (`support.fake_gpu`): whatever mixes places raises, as it would."""
+"""What runs on a GPU, on a device that is not there (`fakes.gpu`): whatever mixes places raises, as it would."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from fakes.gpu import MEMORY, NAME, FakeGpu, fake_gpu
 from fakes.graphs import FakeCapture
 from plait_kernels.executors import cuda_capture, graphs
 from plait_serving.deployments.images.counted import gpu_families
@@ -27,7 +28,6 @@ from plait_serving.diffusion.stepper import Stepper
 from plait_serving.diffusion.units import ImageJob, SpentSeconds, Unit, cut_into_units
 from plait_serving.diffusion.values import ControlRef, Edit, ImageRequest, LoraRef, Scheduler
 from support.denoise import control_image, make_request
-from support.fake_gpu import MEMORY, NAME, FakeGpu, fake_gpu
 from support.rank_rows import packaged
 from support.rank_rows import request as rank_request
 from support.tiny import tiny_lora

@@ -197,7 +197,7 @@ class Driver:
 
     def __init__(self, rays: RayHosts, application: str, requests: Path) -> None:
         self._rays = rays
-        command = [sys.executable, "-m", "support.hosts_driver", rays.address, application, str(requests)]
+        command = [sys.executable, "-m", "integration.hosts_driver", rays.address, application, str(requests)]
         self._process = rays.run(FRONT, *command, pipes=True)
         assert self._heard() == "there"
 

@@ -22,7 +22,8 @@ from plait_serving.diffusion.families.unet.samplers import Sampler
 from plait_serving.diffusion.families.unet.scheduler import SchedulerConfig
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.images.local import LocalImageService
-from support.http_app import AsgiCall, make_app, pixels, until
+from support.http_app import AsgiCall, make_app, pixels
+from support.waiting import until
 
 torch.set_num_threads(1)
 STEP_S = 0.01

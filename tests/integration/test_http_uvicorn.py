@@ -10,8 +10,9 @@ import pytest
 
 from fakes.images import FakeImageService
 from plait_serving.http.context import HttpSettings
-from support.app_server import AppServer, wait_for
+from support.app_server import AppServer
 from support.http_app import make_app
+from support.waiting import wait_for
 
 
 class Server(AppServer):

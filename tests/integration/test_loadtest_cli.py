@@ -42,7 +42,7 @@ def url():
 
 def alone(*arguments):
     """The command in a process of its own where the other packages cannot be imported."""
-    command = [sys.executable, str(TESTS / "support" / "loadtest_blocked.py"), OTHERS, *map(str, arguments)]
+    command = [sys.executable, str(TESTS / "integration" / "loadtest_blocked.py"), OTHERS, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from starlette.testclient import TestClient
 
+from fakes.blocks import PIPELINE, ROW, blocks_folder, blocks_lora
 from plait.offline.inventory import inventory
 from plait_serving.deployments.images.hosted import HostedImages, load_images
 from plait_serving.diffusion.decoding import to_rgb
@@ -24,7 +25,6 @@ from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.images.config import ImagesSection, LorasSection
-from support.blocks import PIPELINE, ROW, blocks_folder, blocks_lora
 from support.families import opened
 from support.http_app import pixels
 from support.prometheus import total

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
-import time
 import weakref
 from functools import cache
 
@@ -20,6 +19,7 @@ from plait_serving.diffusion.models.folder import FolderOfModels
 from plait_serving.diffusion.models.model import Model
 from plait_serving.diffusion.values import Finished, ImageRequest, Progress, Scheduler
 from support.tiny import tiny_sd, tiny_sdxl
+from support.waiting import wait_for
 
 WAIT_S = 60.0
 
@@ -71,14 +71,6 @@ def alone(folder):
         engine.stop(drain_s=0)
 
 
-def until(condition) -> None:
-    """Wait for what another thread does."""
-    until_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 def test_models_that_appear_are_served_and_those_that_leave_are_not(serving, models):
     """A request finds a new one at once, of any family, with the image that it makes alone; the others stay."""
     engine, folder = serving
@@ -93,7 +85,7 @@ def test_models_that_appear_are_served_and_those_that_leave_are_not(serving, mod
     assert list(engine.pool.models) == ["first", "xl"]
     with pytest.raises(NotFound):
         drawn(engine, "b")
-    until(lambda: engine.pool.statistics().resident == ("first", "xl"))
+    wait_for(lambda: engine.pool.statistics().resident == ("first", "xl"))
     np.testing.assert_array_equal(drawn(engine, "first"), alone(models["first"]))
 
 
@@ -115,7 +107,7 @@ def test_what_was_accepted_is_finished(serving, models):
         drawn(engine, "b")
     assert ended.wait(WAIT_S)
     assert isinstance(last[0], Finished), last
-    until(lambda: engine.pool.statistics().resident == ("first",))
+    wait_for(lambda: engine.pool.statistics().resident == ("first",))
     (folder.parent / "away").rename(folder / "b")
     np.testing.assert_array_equal(drawn(engine, "b"), alone(models["b"]))
 
@@ -128,7 +120,7 @@ def test_a_model_that_is_replaced_makes_the_new_images(serving, models):
     shutil.rmtree(folder / "one")
     shutil.copytree(models["xl"], folder / "one")
     engine.pool.look()
-    until(lambda: engine.pool.may_add("one") or "one" in engine.pool.models)
+    wait_for(lambda: engine.pool.may_add("one") or "one" in engine.pool.models)
     np.testing.assert_array_equal(drawn(engine, "one"), alone(models["xl"]))
 
 
@@ -145,18 +137,18 @@ def test_of_models_that_came_and_went_nothing_is_left(serving, models):
         alive += parts_of(engine.pool.models[name])
         (folder / name).rename(folder.parent / name)
         engine.pool.look()
-        until(lambda: engine.pool.statistics().resident == ("first",))
+        wait_for(lambda: engine.pool.statistics().resident == ("first",))
     for kind in ("b", "xl"):
         shutil.copytree(models[kind], folder / "never")
         engine.pool.look()
         alive += parts_of(engine.pool.models["never"], loaded=False)
         shutil.rmtree(folder / "never")
         engine.pool.look()
-    until(lambda: not [what for what, one in alive if one() is not None])
+    wait_for(lambda: not [what for what, one in alive if one() is not None])
     gc.collect()
     assert [each.name for each in gc.get_objects() if type(each) is Model and each.name != "first"] == []
     assert list(engine.request_s()) == ["first"]
-    until(lambda: loader_threads() == before)
+    wait_for(lambda: loader_threads() == before)
 
 
 def parts_of(model, *, loaded: bool = True) -> list[tuple[str, weakref.ref]]:
@@ -189,7 +181,7 @@ def test_a_model_that_leaves_while_a_request_comes_in_refuses_it(serving, models
     def and_leave(request):
         (folder / "b").rename(folder.parent / "away")
         engine.pool.look()
-        until(lambda: "b" not in engine.pool._models)
+        wait_for(lambda: "b" not in engine.pool._models)
         return measure(request)
 
     family.measure = and_leave
@@ -275,7 +267,7 @@ def test_a_model_that_sleeps_holds_no_memory_and_wakes_for_a_request(models, is_
         weights = [weakref.ref(part) for part in (bundle.unet, bundle.vae)]
         del bundle
         engine.rest("first", asleep=True)
-        until(lambda: not engine.pool.statistics().resident)
+        wait_for(lambda: not engine.pool.statistics().resident)
         gc.collect()
         assert [part() for part in weights] == [None, None]
         np.testing.assert_array_equal(drawn(engine, "first"), before)
@@ -289,10 +281,10 @@ def test_waking_loads_a_model_without_a_request(models):
     engine = build_engine_of({"first": settings(models["first"]), "xl": settings(models["xl"])})
     try:
         engine.rest("first", asleep=True)
-        until(lambda: not engine.pool.statistics().resident)
+        wait_for(lambda: not engine.pool.statistics().resident)
         for name in ("first", "xl"):
             engine.rest(name, asleep=False)
-        until(lambda: engine.pool.statistics().resident == ("first", "xl"))
+        wait_for(lambda: engine.pool.statistics().resident == ("first", "xl"))
         engine.rest("first", asleep=False)
         np.testing.assert_array_equal(drawn(engine, "first"), alone(models["first"]))
         with pytest.raises(NotFound, match="other"):
@@ -320,4 +312,4 @@ def test_requests_end_before_a_model_sleeps(serving):
     assert both.acquire(timeout=WAIT_S)
     assert both.acquire(timeout=WAIT_S)
     assert [type(event) for event in ended] == [Finished, Finished]
-    until(lambda: not engine.pool.statistics().resident)
+    wait_for(lambda: not engine.pool.statistics().resident)

@@ -28,10 +28,11 @@ from plait_serving.ranking.local import LocalRankingService
 from plait_serving.replica_metrics import ReplicaMetrics, family
 from plait_serving.starter.preprocess import PREPROCESSORS
 from plait_serving.starter.words import image_words
-from support.app_server import AppServer, wait_for
+from support.app_server import AppServer
 from support.browser import chromium, needs_browser
 from support.http_app import b64, png
 from support.names import ODD_NAMES
+from support.waiting import wait_for
 
 pytestmark = needs_browser
 

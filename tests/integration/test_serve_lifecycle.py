@@ -20,6 +20,7 @@ from plait.server import processes
 from plait_serving.cores import socket_folder
 from support.prometheus import total
 from support.server import FAKE, PlaitServer, free_port
+from support.waiting import wait_for
 
 pytestmark = pytest.mark.cluster
 
@@ -65,14 +66,6 @@ def in_background(server, **body):
     thread = threading.Thread(target=ask)
     thread.start()
     return thread, answers
-
-
-def until(holds, timeout_s=60):
-    """Until the condition holds."""
-    until_s = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.05)
 
 
 def late(server, timeout_s=60):
@@ -140,7 +133,7 @@ def test_serve_survives_kill_minus_9_and_drains_on_a_signal(launch, tmp_path):
     left, ray_folder = again.members(), Path(again.record().ray_folder)
     replica, own = sockets_of(again.replica_pids("engine")[0]), sockets_of(os.getpid())
     asking, answers = in_background(again, url=direct, **SLOW)
-    until(lambda: steps_so_far(again))
+    wait_for(lambda: steps_so_far(again))
     os.killpg(again.process.pid, signal.SIGINT)  # as a terminal does: Ray's processes get it too
     status, body = late(again)
     assert (status, body["error"]["type"]) == (503, "server_error")
@@ -176,14 +169,14 @@ def test_serve_disconnect_cancels_and_a_second_signal_hurries(launch):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     body = json.dumps({"prompt": "slow", "num_inference_steps": 50})
     connection.request("POST", "/v1/images/generations", body, {"content-type": "application/json"})
-    until(lambda: steps_so_far(server))
+    wait_for(lambda: steps_so_far(server))
     connection.close()
     steps = steps_when_still(server)
     assert steps < 40
 
     left = server.members()
     asking, answers = in_background(server, prompt="slow", num_inference_steps=50)
-    until(lambda: steps_so_far(server) > steps + 1)
+    wait_for(lambda: steps_so_far(server) > steps + 1)
     server.signal(signal.SIGTERM)
     assert late(server)[0] == 503
     server.signal(signal.SIGTERM)

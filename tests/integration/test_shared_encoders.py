@@ -14,9 +14,9 @@ from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.diffusion.memory import MemoryReader
 from plait_serving.diffusion.values import ImageRequest, Scheduler
-from support.app_server import wait_for
 from support.text_encoders import SeenEncoders, schnell_of, seen
 from support.tiny_flow import tiny_flux
+from support.waiting import wait_for
 
 __all__ = ["seen"]
 

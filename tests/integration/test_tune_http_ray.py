@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import time
 
 import pytest
 from starlette.testclient import TestClient
@@ -20,16 +19,9 @@ from plait_autoconfig.jobs.store import JobStore
 from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from support.tune_jobs import fake_source, job, job_text
+from support.waiting import wait_for
 
 TRIALS = {"budget": {"trials": 4}, "confirm": {"best": 1, "times": 1}}
-
-
-def until(condition, limit_s=60.0):
-    """Returns when the condition holds."""
-    end_s = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
 
 
 def finished(store):
@@ -41,14 +33,14 @@ def test_a_job_process_ends_with_whoever_started_it_and_goes_on_later(tmp_path):
     """When its standard input closes it stops in good order; the next one measures nothing again."""
     store = JobStore.open_or_create(tmp_path, job(**TRIALS))
     slow = JobProcesses(environ=os.environ, source=fake_source(seconds=0.5)).start(tmp_path, live=False)
-    until(lambda: finished(store))
+    wait_for(lambda: finished(store))
     slow.stop()
-    until(lambda: slow.wait(0.1) is not None)
+    wait_for(lambda: slow.wait(0.1) is not None)
     before = finished(store)
     assert read_state(store).phase == "waiting"
     assert (tmp_path / "progress.json").is_file()
     quick = JobProcesses(environ=os.environ, source=fake_source()).start(tmp_path, live=False)
-    until(lambda: quick.wait(0.1) is not None)
+    wait_for(lambda: quick.wait(0.1) is not None)
     assert quick.wait(0.0) == 0
     state = read_state(store)
     assert state.phase == "finished"

@@ -20,6 +20,7 @@ from plait_autoconfig.jobs.reporting import read_state, state_to_json
 from plait_autoconfig.jobs.spec import JobSpec
 from plait_autoconfig.jobs.store import JobStore
 from support.tune_jobs import fake_source, job, run_directly
+from support.waiting import wait_for
 
 
 def measured_lines(folder: Path, what: str) -> Sequence[str]:
@@ -54,15 +55,6 @@ def forked(work: Callable[[], object]) -> int:
     return pid
 
 
-def wait_until(holds: Callable[[], bool]) -> None:
-    """Waits for something that other processes do."""
-    until = time.monotonic() + _PATIENCE_S
-    while not holds():
-        if time.monotonic() > until:
-            raise TimeoutError
-        time.sleep(0.005)
-
-
 def count(folder: Path, what: str) -> int:
     """Lines of the measurer's log."""
     return len(measured_lines(folder, what)) if (folder / "measured.log").exists() else 0
@@ -74,7 +66,7 @@ def killed_five_times(folder: Path) -> dict[str, Any]:
     for _ in range(KILLS):
         before = count(folder, "end")
         pid = forked(lambda: run_directly(folder, spec, seconds=_SECONDS))
-        wait_until(lambda before=before: count(folder, "end") > before)
+        wait_for(lambda before=before: count(folder, "end") > before)
         time.sleep(rng.uniform(0.0, 3.0 * _SECONDS))
         os.kill(pid, signal.SIGKILL)
         assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
@@ -97,10 +89,10 @@ def orphaned(folder: Path) -> list[str]:
     spec = job(target={"live": {"guard": ["p99_ms <= 900"]}})
     store = JobStore.open_or_create(folder, spec)
     pid = forked(lambda: run_job(store, fake_source(fail={"batch=4": "hang"})))
-    wait_until(lambda: count(folder, "begin") > 0)
+    wait_for(lambda: count(folder, "begin") > 0)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    wait_until(lambda: "close" in (folder / "measured.log").read_text())
+    wait_for(lambda: "close" in (folder / "measured.log").read_text())
     return (folder / "measured.log").read_text().splitlines()
 
 

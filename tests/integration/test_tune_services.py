@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from plait_autoconfig.jobs.records import Record
 from plait_autoconfig.jobs.store import JobStore
 from support.documents import blocks_of, read
 from support.server import REPOSITORY, free_port
+from support.waiting import wait_for
 
 SERVER = REPOSITORY / "tests" / "fakes" / "slots.mjs"
 GUIDE = "autoconfig/README.md"
@@ -189,7 +189,7 @@ def test_an_address_that_answers_already_is_refused(folder: Path) -> None:
     port = free_port()
     other = subprocess.Popen([sys.executable, "-m", "http.server", str(port), "--bind=127.0.0.1"])
     there = {"ready": f"http://127.0.0.1:{port}/", "command": [sys.executable, "-c", "pass"]}
-    until(lambda: not_refused(folder, there))
+    wait_for(lambda: not_refused(folder, there), 240.0)
     with pytest.raises(JobRefused, match="something answers there"):
         subject_of(folder, **there)
     other.kill()
@@ -257,14 +257,6 @@ CAPACITY = {
 }
 
 
-def until(holds: Callable[[], object], limit_s: float = 240.0) -> None:
-    """Waits for something that other processes do."""
-    end_s = time.monotonic() + limit_s
-    while not holds():
-        assert time.monotonic() < end_s
-        time.sleep(0.05)
-
-
 def has_begun(out: Path, kind: MeasurementKind) -> bool:
     """Whether a measurement of the kind runs, and its service with it."""
     try:
@@ -284,7 +276,7 @@ def test_a_job_on_it_survives_kill_9_in_every_phase_and_its_promise_is_checked(
     job, out = written(folder, **CAPACITY), folder / "out"
     for kind in (MeasurementKind.TRIAL, MeasurementKind.CONFIRM, MeasurementKind.CHECK):
         worker = subprocess.Popen([sys.executable, "-m", "plait.cli.main", "tune", "run", job, "--out", str(out)])
-        until(lambda kind=kind: has_begun(out, kind))
+        wait_for(lambda kind=kind: has_begun(out, kind), 240.0)
         finished = [each.number for each in JobStore.open(out).records() if each.status == "finished"]
         for pid in (worker.pid, *children_of(worker.pid)):
             os.kill(pid, signal.SIGKILL)

@@ -20,7 +20,9 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import connect
 from support import rank_rows as kit
-from support.rank_fabric import QUICK, Rig, hello_header, until
+from support.rank_fabric import QUICK, Rig, hello_header
+from support.refresh import scores
+from support.waiting import until
 
 
 class GatedDense:
@@ -98,7 +100,7 @@ class Workers:
 
 
 def _same(package: Package, seed: int, candidates: int, answer: RankAnswer, *, exact: bool = False) -> None:
-    expected = kit.expected(package, kit.request(package, seed, candidates))
+    expected = scores(package, kit.request(package, seed, candidates))
     found = next(iter(answer.outputs.values()))
     torch.testing.assert_close(found, expected, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-5}))
 

@@ -22,7 +22,8 @@ from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
 from plait_fabric import Channel, FabricError
 from support.log_file import LogFile, log_file
-from support.rank_fabric import CROSSING, OUTPUTS, Rig, until, welcome_header
+from support.rank_fabric import CROSSING, OUTPUTS, Rig, welcome_header
+from support.waiting import until
 
 __all__ = ["log_file"]
 

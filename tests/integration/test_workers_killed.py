@@ -21,7 +21,8 @@ from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteCore
 from plait_fabric import Unreachable, connect, new_secret
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
-from support.rank_fabric import QUICK, until
+from support.rank_fabric import QUICK
+from support.waiting import until
 
 DEADLINE_S = 30.0
 

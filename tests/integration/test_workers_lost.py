@@ -23,8 +23,9 @@ from plait_disagg.workers import remote
 from plait_disagg.workers.ranker import CoreRanker
 from plait_fabric import PeerLost, connect
 from support.paused import pause
-from support.rank_fabric import PATIENCE_S, Rig, hello_header, until
+from support.rank_fabric import PATIENCE_S, Rig, hello_header
 from support.server import free_port
+from support.waiting import until
 
 
 @pytest.fixture

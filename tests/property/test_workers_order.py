@@ -5,10 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fakes.queued_item import QueuedItem
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import PATIENCE_S, WaitQueue
 from plait_disagg.queue.pace import Pace
-from support.rank_queue import QueuedItem
 
 PIECES = st.builds(
     QueuedItem,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 
 import uvicorn
 from starlette.types import ASGIApp
+
+from support.waiting import wait_for
 
 
 class AppServer:
@@ -25,11 +25,3 @@ class AppServer:
         self._uvicorn.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
-
-
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    """Returns as soon as ``condition`` holds."""
-    until_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < until_s, "timed out"
-        time.sleep(0.005)

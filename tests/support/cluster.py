@@ -50,7 +50,7 @@ def stop_shared() -> None:
 
 
 @contextmanager
-def _local_serve(num_cpus: int = 4) -> Iterator[SharedServe]:
+def _local_serve() -> Iterator[SharedServe]:
     """Serve on a Ray of our own, gone afterwards. Replicas can import what tests can."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # as `plait serve` does: other tests keep the cores busy
     import ray
@@ -63,7 +63,7 @@ def _local_serve(num_cpus: int = 4) -> Iterator[SharedServe]:
         with patient_start(_START_S):
             ray.init(
                 address="local",
-                num_cpus=num_cpus,
+                num_cpus=4,
                 include_dashboard=False,
                 log_to_driver=False,
                 object_store_memory=100 << 20,

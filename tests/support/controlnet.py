@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -214,40 +214,10 @@ def new_address(scheme: str, folder: Path) -> str:
 
 # ---- processes that can be killed -----------------------------------------------------------------------------------
 
-_SERVICE = """
-import sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-import torch
-torch.set_num_threads(1)
-from plait_fabric import listen
-from plait_serving.diffusion.families.unet.controlnet import load_controlnet
-from plait_serving.diffusion.controlnet.service import ControlNetService
-runner = load_controlnet(Path(sys.argv[2]), dtype=torch.float32)
-service = ControlNetService("edges", runner, [listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))])
-print(service.addresses[0], flush=True)
-sys.stdin.read()
-"""
-
-_HANGING = """
-import sys
-sys.path[:0] = {paths!r}
-from plait_fabric import listen
-from plait_serving.diffusion.controlnet.wire import VERSION
-listener = listen(sys.argv[1], secret=bytes.fromhex(sys.stdin.readline()))
-print(listener.address, flush=True)
-channel = listener.accept()
-while True:
-    with channel.recv() as message:
-        if message.header["op"] == "hello":
-            channel.send({{"op": "welcome", "version": VERSION, "controlnet": "edges"}})
-        if message.header["op"] == "step":
-            print("step", flush=True)
-"""
-
 
 @contextmanager
-def _process(source: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def listening_process(source: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process of that source, which is told the secret and says where it listens."""
     command = [sys.executable, "-c", source.format(paths=sys.path), *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
@@ -259,13 +229,3 @@ def _process(source: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[st
         finally:
             process.kill()
             process.wait()
-
-
-def service_process(folder: Path, address: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """A whole ControlNet service in a process of its own, and its address. Takes some seconds to import torch."""
-    return _process(_SERVICE, address, str(folder))
-
-
-def hanging_process(address: str) -> AbstractContextManager[tuple[subprocess.Popen[str], str]]:
-    """A process that greets as a replica does, says "step" on stdout when it is asked one, and never answers it."""
-    return _process(_HANGING, address)

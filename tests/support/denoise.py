@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,6 @@ class DenoisingRequest:
     controls: tuple[ActiveControl, ...]
     step: int = 0
     error: EngineError | None = None
-    trace: list[torch.Tensor] = field(default_factory=list)
 
     @property
     def done(self) -> bool:
@@ -135,6 +134,17 @@ def scheduled(pipeline: Any, scheduler: Scheduler) -> Iterator[Any]:
     pipeline.scheduler = SCHEDULER_CLASSES[scheduler].from_config(own.config)
     yield pipeline
     pipeline.scheduler = own
+
+
+def fused(pipeline: Any, loras: Path | None, request: ImageRequest) -> Any:
+    """The pipeline with the request's LoRAs, files of a folder, in its weights."""
+    names = [lora.name for lora in request.loras]
+    for name in names:
+        pipeline.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
+    if names:
+        pipeline.set_adapters(names, [lora.scale for lora in request.loras])
+        pipeline.fuse_lora(adapter_names=names)
+    return pipeline
 
 
 def edits_of(request: ImageRequest) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
-from support.denoise import edits_of, reference_pipeline, run_pipeline, scheduled
+from support.denoise import edits_of, fused, reference_pipeline, run_pipeline, scheduled
 
 WAIT_S = 120.0
 
@@ -83,12 +83,6 @@ def fused_reference(
     nets = tuple((controlnets or {})[control.name] for control in request.controlnets)
     key = nets, request.loras, edits_of(request)
     if key not in kept:
-        kept[key] = pipe = reference_pipeline(folder, None, nets, dtype, edits_of(request))
-        names = [lora.name for lora in request.loras]
-        for name in names:
-            pipe.load_lora_weights(loras, weight_name=f"{name}.safetensors", adapter_name=name)
-        if names:
-            pipe.set_adapters(names, [lora.scale for lora in request.loras])
-            pipe.fuse_lora(adapter_names=names)
+        kept[key] = fused(reference_pipeline(folder, None, nets, dtype, edits_of(request)), loras, request)
     with scheduled(kept[key], request.scheduler) as pipe, torch.inference_mode():
         return run_pipeline(pipe, request)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from plait_disagg.tables.pieces import HeldPieces
 from plait_disagg.tables.plan import ShardPlan
-from plait_disagg.tables.protocols import ShardTables, Tables
+from plait_disagg.tables.protocols import ShardTables
 from plait_disagg.tables.remote import RemoteShard, wait_for_shards
 from plait_disagg.tables.rows_wire import ShardIdentity, identity_of
 from plait_disagg.tables.sharded import ShardedTables
@@ -23,7 +22,6 @@ from support.tables import Weights, deal, held_by, joined, make_weights
 
 SECRET = new_secret()
 _numbers = itertools.count()
-_kept: dict[tuple[int, OutOfRange], Tables] = {}
 
 
 def records(weights: Weights, out_of_range: OutOfRange = "error") -> list[Table]:
@@ -102,13 +100,3 @@ def merged(
     made = joined(records(weights, out_of_range), two_pieces(weights), shards)
     made.version = "1"
     return made
-
-
-def sharded_remote(weights: Weights, out_of_range: OutOfRange, folder: Path) -> Tables:
-    """The tables at two shards. Workers for each set of weights live as long as the process."""
-    key = (id(weights), out_of_range)
-    if key not in _kept:
-        workers = [shard(number, weights=weights) for number in range(2)]
-        shards = [reach(number, worker, weights=weights) for number, worker in enumerate(workers)]
-        _kept[key] = merged(shards, weights=weights, out_of_range=out_of_range)
-    return _kept[key]

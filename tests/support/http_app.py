@@ -107,10 +107,3 @@ class AsgiCall:
     async def done(self) -> None:
         """Returns when the app has finished with the request."""
         await asyncio.wait_for(self.task, 60)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Returns as soon as ``condition`` holds; raises TimeoutError after 60 s."""
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  # the fakes are counters, not events
-            await asyncio.sleep(0.002)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 _RESNET = {
     "norm1": "in_layers.0", "conv1": "in_layers.2", "time_emb_proj": "emb_layers.1",
@@ -23,48 +23,13 @@ _UNET_TOP = {
     "add_embedding.linear_1": "label_emb.0.0", "add_embedding.linear_2": "label_emb.0.2",
     "conv_in": "input_blocks.0.0", "conv_norm_out": "out.0", "conv_out": "out.2",
 }  # fmt: skip
-_OPEN_CLIP = {
-    "embeddings.token_embedding.weight": "token_embedding.weight",
-    "embeddings.position_embedding.weight": "positional_embedding",
-    "final_layer_norm.weight": "ln_final.weight",
-    "final_layer_norm.bias": "ln_final.bias",
-}
-_OPEN_CLIP_LAYER = {
-    "layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
-    "self_attn.out_proj": "attn.out_proj",
-}  # fmt: skip
 _BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(\w+)\.(\d+)\.(.+)\.(weight|bias)")
 _MID = {("resnets", "0"): "block_1", ("resnets", "1"): "block_2", ("attentions", "0"): "attn_1"}
 
 
-def write_ldm(folder: Path, path: Path, **extra: torch.Tensor) -> Path:
-    """Writes one file; `extra` are more tensors of its top level."""
-    is_xl = (folder / "text_encoder_2").is_dir()
-    tensors = {f"model.diffusion_model.{key}": value for key, value in _unet(folder / "unet").items()}
-    tensors |= {f"first_stage_model.{key}": value for key, value in original_vae(folder / "vae").items()}
-    clip, text = _text(folder / "text_encoder"), _config(folder / "text_encoder")
-    if is_xl:
-        tensors |= {f"conditioner.embedders.0.transformer.text_model.{key}": value for key, value in clip.items()}
-        second = _open_clip(_text(folder / "text_encoder_2"))
-        tensors |= {f"conditioner.embedders.1.model.{key}": value for key, value in second.items()}
-    elif text["hidden_act"] == "gelu":
-        tensors |= {f"cond_stage_model.model.{key}": value for key, value in _open_clip(clip).items()}
-    else:
-        prefix = "cond_stage_model.transformer.text_model."
-        tensors |= {f"{prefix}{key}": value for key, value in clip.items()}
-        tensors[f"{prefix}embeddings.position_ids"] = torch.arange(77)[None]
-    save_file({key: value.contiguous() for key, value in {**tensors, **extra}.items()}, path)
-    return path
-
-
-def _config(folder: Path) -> dict:
+def config_of(folder: Path) -> dict:
+    """The configuration of a part."""
     return json.loads((folder / "config.json").read_text())
-
-
-def _unet(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(folder / "diffusion_pytorch_model.safetensors")
-    names = original_names(tensors, _config(folder)["layers_per_block"])
-    return {names[key]: value for key, value in tensors.items()}
 
 
 def original_names(keys: Iterable[str], layers: int) -> dict[str, str]:
@@ -103,7 +68,7 @@ def _inner(part: str, inner: str) -> str:
 
 def original_vae(folder: Path) -> dict[str, torch.Tensor]:
     """A VAE's weights under their original names."""
-    levels = len(_config(folder)["block_out_channels"])
+    levels = len(config_of(folder)["block_out_channels"])
     made = {}
     for key, value in load_file(folder / "diffusion_pytorch_model.safetensors").items():
         name = key.replace("conv_shortcut", "nin_shortcut").replace("conv_norm_out", "norm_out")
@@ -121,27 +86,4 @@ def original_vae(folder: Path) -> dict[str, torch.Tensor]:
             inner = f"block.{match[5]}.{match[6]}" if match[4] == "resnets" else f"{match[2]}sample.{match[6]}"
             name = f"{match[1]}.{match[2]}.{level}.{inner}"
         made[name] = value
-    return made
-
-
-def _text(folder: Path) -> dict[str, torch.Tensor]:
-    tensors = load_file(folder / "model.safetensors")
-    return {key.removeprefix("text_model."): value for key, value in tensors.items()}
-
-
-def _open_clip(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    made = {}
-    for key, value in tensors.items():
-        if key in _OPEN_CLIP:
-            made[_OPEN_CLIP[key]] = value
-        elif key == "text_projection.weight":
-            made["text_projection"] = value.T
-        elif "q_proj" in key:
-            parts = [tensors[key.replace("q_proj", name)] for name in ("q_proj", "k_proj", "v_proj")]
-            number, kind = key.split(".")[2], key.rpartition(".")[2]
-            made[f"transformer.resblocks.{number}.attn.in_proj_{kind}"] = torch.cat(parts)
-        elif not key.endswith(("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")):
-            _, _, number, inner = key.split(".", 3)
-            name, _, kind = inner.rpartition(".")
-            made[f"transformer.resblocks.{number}.{_OPEN_CLIP_LAYER[name]}.{kind}"] = value
     return made

@@ -15,7 +15,9 @@ from torch import nn
 from plait_serving.diffusion.lora.parse import LoadedLora, parse
 from plait_serving.diffusion.lora.targets import LoraTargets
 
-KOHYA = {"unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_2": "lora_te2_"}
+KOHYA = {
+    "unet": "lora_unet_", "text_encoder": "lora_te_", "text_encoder_1": "lora_te1_", "text_encoder_2": "lora_te2_"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,10 @@ class TinyFactor:
 class TwoLayers(nn.Module):
     """The smallest model with a linear layer, a pointwise and a 3x3 convolution."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.manual_seed(0)
             self.lin = nn.Linear(6, 10, dtype=dtype)
             self.point = nn.Conv2d(5, 7, 1, dtype=dtype)
             self.conv = nn.Conv2d(3, 4, 3, dtype=dtype)
@@ -60,10 +62,10 @@ def factors(
     return made
 
 
-def shapes_of(root: nn.Module, *, only: str = "") -> dict[str, tuple[int, ...]]:
-    """Weights that a LoRA may touch, of modules whose path contains ``only``."""
+def shapes_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Weights that a LoRA may touch."""
     targets = LoraTargets.of({"unet": root})
-    return {ref.module: shape for ref, shape in targets.shapes.items() if only in ref.module}
+    return {ref.module: shape for ref, shape in targets.shapes.items()}
 
 
 def peft_tensors(made: Mapping[str, TinyFactor], component: str = "unet") -> dict[str, torch.Tensor]:
@@ -139,11 +141,9 @@ def tiny_lora_file(folder: Path, name: str, *, seed: int = 1, **options: object)
     return write(folder / f"{name}.safetensors", peft_tensors(made))
 
 
-def loaded(
-    folder: Path, name: str, root: nn.Module, made: Mapping[str, TinyFactor], dtype: torch.dtype = torch.float32
-) -> LoadedLora:
+def loaded(folder: Path, name: str, root: nn.Module, made: Mapping[str, TinyFactor]) -> LoadedLora:
     """A parsed LoRA of ``root`` as the "unet"."""
-    path = write(folder / f"{name}.safetensors", kohya_tensors(made), dtype=dtype)
+    path = write(folder / f"{name}.safetensors", kohya_tensors(made))
     return parse(name, path, LoraTargets.of({"unet": root}))
 
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
-
-from support.ldm import original_vae
+from safetensors.torch import load_file
 
 State = Mapping[str, torch.Tensor]
 _SIDES = (
@@ -113,29 +111,9 @@ def original_sd3(state: State) -> dict[str, torch.Tensor]:
 # ---- whole files ----------------------------------------------------------------------------------------------------
 
 _WEIGHTS = "diffusion_pytorch_model.safetensors"
-_TEXTS = {
-    "sd3": {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"},
-    "flux": {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"},
-}
 
 
 def original_transformer(folder: Path) -> dict[str, torch.Tensor]:
     """The transformer of a diffusers folder under its original names."""
     state = load_file(folder / "transformer" / _WEIGHTS)
     return original_flux(state) if "x_embedder.weight" in state else original_sd3(state)
-
-
-def write_flow_file(folder: Path, path: Path, *, vae: str | None = None, texts: bool = False) -> Path:
-    """Writes a diffusers folder's transformer as one file: alone as its authors publish it, or, below the names that
-    ComfyUI gives them, with its VAE (whose names begin with ``vae``) and its text encoders."""
-    tensors = original_transformer(folder)
-    kind = "flux" if "img_in.weight" in tensors else "sd3"
-    if vae is not None or kind == "sd3":
-        tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
-    if vae is not None:
-        tensors |= {f"{vae}{name}": tensor for name, tensor in original_vae(folder / "vae").items()}
-    for part, name in _TEXTS[kind].items() if texts else ():
-        state = load_file(folder / part / "model.safetensors")
-        tensors |= {f"text_encoders.{name}.transformer.{key}": tensor for key, tensor in state.items()}
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-    return path

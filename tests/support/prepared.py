@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef
 from support.denoise import control_image, make_request, max_difference
 from support.engine_probe import Probe, fused_reference
 from support.tiny import tiny_controlnet, tiny_lora
+from support.waiting import wait_for
 
 CLOSE = 1e-4
 """Largest difference of fp32 latents: what README says of the default."""
@@ -106,10 +106,7 @@ def unet_is_mapped(probe: Probe) -> bool:
 
 def wait_prepared(probe: Probe, *parts: str) -> None:
     """Block until these run on programs."""
-    until_s = time.monotonic() + 600
-    while not probe.engine.pool.prepared >= set(parts):
-        assert time.monotonic() < until_s, probe.engine.pool.prepared
-        time.sleep(0.05)
+    wait_for(lambda: probe.engine.pool.prepared >= set(parts), 600.0)
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +28,7 @@ from plait_fabric.rpc.client import Connect
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
+from support.waiting import until
 
 Scheme = Literal["inproc", "shm", "tcp"]
 
@@ -148,11 +147,3 @@ class Rig:
     def local(self, core: Core) -> CoreRanker:
         """A ranker around a core of this process."""
         return CoreRanker(core)
-
-
-async def until(true: Callable[[], bool]) -> None:
-    """Waits on the event loop until it is true."""
-    until_s = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < until_s, "it never came true"
-        await asyncio.sleep(0.005)

@@ -56,9 +56,3 @@ def request(package: Package, seed: int = 0, candidates: int = 7, *, alpha: floa
         seed=seed,
     )
     return check_request(package.card(), made.tensors, request_id=f"r{seed}")
-
-
-def expected(package: Package, asked: RankRequest) -> torch.Tensor:
-    """The scores of a request alone, both halves joined directly."""
-    outputs = package.dense().run(package.sparse().run([asked]), [asked.candidates])
-    return next(iter(outputs.values()))

@@ -33,7 +33,8 @@ from plait_disagg.workers.hn import HnWorker
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.refresher import Refresher
 from plait_disagg.workers.whole import WholeCore
-from support.rank_fabric import QUICK, Rig, until
+from support.rank_fabric import QUICK, Rig
+from support.waiting import until
 
 LIKED, ITEMS, KINDS, DIM = 60, 50, 10, 8
 

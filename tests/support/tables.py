@@ -44,10 +44,10 @@ def make_ask(
 
 
 @st.composite
-def asks(draw: st.DrawFn, weights: Weights, *, most: int = 6, outside: bool = False) -> list[LookupRequest]:
-    """Up to ``most`` asks with empty bags, empty batches and repeated ids among them; ``outside``: ids of any size."""
+def asks(draw: st.DrawFn, weights: Weights, *, outside: bool = False) -> list[LookupRequest]:
+    """Up to six asks with empty bags, empty batches and repeated ids among them; ``outside``: ids of any size."""
     found = []
-    for _ in range(draw(st.integers(0, most))):
+    for _ in range(draw(st.integers(0, 6))):
         table = draw(st.sampled_from(sorted(weights)))
         mode = draw(st.sampled_from(MODES))
         inside = st.integers(0, weights[table].shape[0] - 1)

@@ -16,7 +16,6 @@ from typing import Literal
 import torch
 from diffusers import AutoencoderKL, ControlNetModel, DDIMScheduler, EulerDiscreteScheduler, UNet2DConditionModel
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import (
     CLIPImageProcessor,
     CLIPTextConfig,
@@ -25,6 +24,8 @@ from transformers import (
     CLIPTokenizer,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from support.loras import factors, kohya_tensors, peft_tensors, write
 
 IMAGE_SIZE = 32
 WORDS = ("red", "green", "blue", "apple", "pear", "cat", "dog", "house", "tree", "face", "the", "and", "with", "photo")
@@ -226,8 +227,6 @@ def randomise_zero_convolutions(net: ControlNetModel) -> None:
 
 # ---- LoRAs ----------------------------------------------------------------------------------------------------------
 
-_PARTS = {"unet": "unet", "text_encoder": "te", "text_encoder_2": "te2"}
-
 
 def tiny_lora(
     path: Path,
@@ -245,21 +244,19 @@ def tiny_lora(
     """Writes a LoRA of the attention layers of ``base`` (and feed-forward; conv, time embedding, text
     encoders if asked).
 
-    ``alpha`` defaults to rank for PEFT (where the key may be missing) and to rank/2 for kohya (always written).
-    ``strength`` is about the size of the delta relative to the weight.
+    ``alpha``: of kohya's format, half the rank unless given. ``strength`` is about the size of the delta relative to
+    the weight.
     """
-    generator = torch.Generator().manual_seed(seed)
-    alpha = alpha if alpha is not None else (rank / 2 if fmt == "kohya" else None)
+    alpha = alpha or rank / (2 if fmt == "kohya" else 1)
     tensors: dict[str, torch.Tensor] = {}
-    for part in _PARTS:
-        if not (base / part).is_dir() or (part != "unet" and not with_text_encoder):
-            continue
-        for module, shape in lora_targets(base, part, conv=conv, time=time).items():
-            down, up = _factors(shape, rank, strength / ((alpha or rank) / rank), generator)
-            tensors |= _lora_entries(fmt, base, part, module, down, up, alpha)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, path, metadata={"format": "pt"})
-    return path
+    for number, part in enumerate(("unet", "text_encoder", "text_encoder_2")[: 3 if with_text_encoder else 1]):
+        if (base / part).is_dir():
+            shapes = lora_targets(base, part, conv=conv, time=time)
+            made = factors(shapes, rank=rank, alpha=alpha, seed=seed + 100 * number, strength=strength * rank / alpha)
+            is_first = part == "text_encoder" and (base / "text_encoder_2").is_dir()
+            named = kohya_tensors(made, "text_encoder_1" if is_first else part)
+            tensors |= named if fmt == "kohya" else peft_tensors(made, part)
+    return write(path, tensors)
 
 
 def lora_targets(base: Path, part: str, *, conv: bool = False, time: bool = False) -> dict[str, tuple[int, ...]]:
@@ -272,29 +269,3 @@ def lora_targets(base: Path, part: str, *, conv: bool = False, time: bool = Fals
     with safe_open(base / part / f"{stem}.safetensors", framework="pt") as file:
         shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys() if key.endswith(".weight")}  # noqa: SIM118 - safe_open is no mapping
     return {key.removesuffix(".weight"): shape for key, shape in shapes.items() if key[:-7].endswith(wanted)}
-
-
-def _factors(
-    shape: tuple[int, ...], rank: int, strength: float, generator: torch.Generator
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, columns, *kernel = shape
-    down = torch.randn(rank, columns, *kernel, generator=generator) / math.sqrt(math.prod(shape[1:]))
-    up = torch.randn(rows, rank, *(1 for _ in kernel), generator=generator) * strength / math.sqrt(rank)
-    return down, up
-
-
-def _lora_entries(
-    fmt: str, base: Path, part: str, module: str, down: torch.Tensor, up: torch.Tensor, alpha: float | None
-) -> dict[str, torch.Tensor]:
-    if fmt == "peft":
-        entries = {f"{part}.{module}.lora_A.weight": down, f"{part}.{module}.lora_B.weight": up}
-        suffix, name = ".alpha", f"{part}.{module}"
-    else:
-        te1 = "te1" if (base / "text_encoder_2").is_dir() else "te"
-        prefix = {"unet": "unet", "text_encoder": te1, "text_encoder_2": "te2"}[part]
-        name = f"lora_{prefix}_{module.replace('.', '_')}"
-        entries = {f"{name}.lora_down.weight": down, f"{name}.lora_up.weight": up}
-        suffix = ".alpha"
-    if alpha is not None:
-        entries[name + suffix] = torch.tensor(float(alpha))
-    return {key: value.contiguous() for key, value in entries.items()}

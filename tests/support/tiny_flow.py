@@ -22,6 +22,7 @@ from transformers import CLIPTextModel, CLIPTextModelWithProjection, T5Config, T
 
 from plait_kernels.executors.module_lock import MODULES
 from plait_serving.diffusion.values import ImageRequest, Scheduler, Sigmas
+from support.denoise import edits_of, fused
 from support.tiny import IMAGE_SIZE, WORDS, seeded, text_model, tiny_tokenizer, write_index
 
 SHIFTS = {"base_shift": 0.5, "max_shift": 1.15, "base_image_seq_len": 16, "max_image_seq_len": 256}
@@ -179,7 +180,7 @@ class FlowReference:
             return (pipe.vae.decode(latents, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
 
     def _pipeline(self, request: ImageRequest) -> Any:
-        name = _pipeline_name(self._index, request)
+        name = f"{self._index['_class_name'].removesuffix('Pipeline')}{edits_of(request)}Pipeline"
         key = name, request.loras
         if key not in self._kept:
             with MODULES:
@@ -187,13 +188,7 @@ class FlowReference:
                 absent = {part: None for part, kind in self._index.items() if kind == [None, None]}
                 pipe = getattr(diffusers, name).from_pretrained(self._folder, dtype=self._dtype, **absent)
             pipe.set_progress_bar_config(disable=True)
-            names = [lora.name for lora in request.loras]
-            for each in names:
-                pipe.load_lora_weights(self._loras, weight_name=f"{each}.safetensors", adapter_name=each)
-            if names:
-                pipe.set_adapters(names, [lora.scale for lora in request.loras])
-                pipe.fuse_lora(adapter_names=names)
-            self._kept[key] = pipe
+            self._kept[key] = fused(pipe, self._loras, request)
         return self._kept[key]
 
     def _run(self, pipe: Any, request: ImageRequest, **extra: Any) -> torch.Tensor:
@@ -214,11 +209,6 @@ class FlowReference:
                 ).images
         finally:
             pipe.scheduler = own
-
-
-def _pipeline_name(index: Mapping[str, Any], request: ImageRequest) -> str:
-    edits = "" if request.edit is None else "Img2Img" if request.edit.mask is None else "Inpaint"
-    return f"{index['_class_name'].removesuffix('Pipeline')}{edits}Pipeline"
 
 
 def _arguments(request: ImageRequest) -> Mapping[str, Any]:

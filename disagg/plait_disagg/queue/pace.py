@@ -21,8 +21,8 @@ _SPREAD = 0.05
 information about the slope."""
 
 MIN_MARGIN, _MAX_MARGIN = 1.25, 3.0
-"""How much longer than forecast an answer may take. In simulated overload (`tests/support/rank_queue.py`: up to four
-times the capacity, batch times that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
+"""How much longer than forecast an answer may take. In simulated overload (up to four times the capacity, batch times
+that vary by half) goodput keeps 90 % of its peak from 1.2 on; 1.0 loses a third."""
 
 _LATE, _IN_TIME = 1.1, 0.99
 """The factors by which a late and a timely end of a request change the margin. About one late answer in ten leaves

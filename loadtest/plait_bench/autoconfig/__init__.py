@@ -13,11 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from plait_autoconfig.rows import starter_runs
-from plait_autoconfig.space import Space
 from plait_bench.autoconfig import synthetic
-from plait_bench.autoconfig.cells import WORKLOADS
 from plait_bench.autoconfig.searching import Searching
-from plait_bench.autoconfig.services import falcon_suite, recorded_runs, recorded_suites
+from plait_bench.autoconfig.services import SPACES, falcon_suite, recorded_runs, recorded_suites
 from plait_bench.benchmark import Benchmark, selected
 
 SEEDS, QUICK_SEEDS = 20, 2
@@ -32,10 +30,6 @@ def benchmark(*, only: Sequence[str] = (), data: Path | None = None, tables: Seq
     for family in ("negated", "shuffled"):
         made[synthetic.FAMILIES[family]].misled(made[synthetic.FAMILIES["cold"]])
     workloads = {"falcon": Searching("falcon", partial(falcon_suite, data)), **made}
-    for suite in recorded_suites(runs, _spaces()) if own else ():
+    for suite in recorded_suites(runs, SPACES) if own else ():
         workloads[suite.name] = Searching(suite.name, partial(lambda known: known, suite))
     return selected(workloads.values(), only)
-
-
-def _spaces() -> dict[str, Space]:
-    return {name: workload.space for name, workload in WORKLOADS.items()}

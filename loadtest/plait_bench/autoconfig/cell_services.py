@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache
-from itertools import count
 from typing import Any
 
 from plait_autoconfig.values import Config, TrialOutcome
@@ -25,19 +24,15 @@ from plait_bench.images.orders import (
     ImageSpec,
     ModelFolder,
 )
-from plait_bench.images.ours import image_request
+from plait_bench.images.ours import InProcessEngine
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.values import RankRequest
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.ranker import CoreRanker
-from plait_serving.diffusion.assemble import EngineSettings, build_engine
-from plait_serving.diffusion.engine import Engine
 from plait_serving.diffusion.knobs import EngineKnobs, Exact, Placement
-from plait_serving.diffusion.lora.source import FolderSource
-from plait_serving.diffusion.values import ImageRequest
 from plait_serving.images.config import STARTER_FOLDER
 
-_TIMEOUT_S, _PREPARED_S = 120.0, 180.0
+_PREPARED_S = 180.0
 _WARM_UP = 16
 _RESERVED_CORES = 0.5
 """What Ray reserves for an ingress, a CN and an HN, whatever their threads: what a job pays for."""
@@ -68,24 +63,20 @@ def engine_cells(
         ]
 
     models = ModelFolder.of(STARTER_FOLDER, SIZES["starter"], orders(0))
-    engine = build_engine(
-        EngineSettings(
-            model=models.base,
-            dtype="float32",
-            device="cpu",
-            lora_source=FolderSource(models.root / "loras"),
-            controlnets=models.controlnets,
-            knobs=EngineKnobs(controlnet_placement=Placement.LOCAL),
-        )
-    )
-    width, height = engine.pool.first.family.width, engine.pool.first.family.height
-    numbers, compiled = count(), [0]
+    worker = InProcessEngine({"models": models, "dtype": "float32", "device": "cpu"})
+    engine, compiled = worker.engine, [0]
 
-    def requests(seed: int) -> list[ImageRequest]:
-        return [
-            image_request(order, request_id=f"cell-{next(numbers)}", width=width, height=height)
-            for order in orders(seed)
-        ]
+    def asked(orders: Sequence[ImageSpec]) -> list[float]:
+        """Run the closed loop: each caller asks for its next image once it has one. Returns latencies in
+        milliseconds."""
+
+        def one(order: ImageSpec) -> float:
+            began_s = time.monotonic()
+            worker.image(order)
+            return (time.monotonic() - began_s) * 1e3
+
+        with ThreadPoolExecutor(callers) as pool:
+            return list(pool.map(one, orders))
 
     def measured(config: Config, seed: int) -> TrialOutcome:
         """Paid is the processor time that this process used. The first images warm up: a change of knobs may start
@@ -95,35 +86,22 @@ def engine_cells(
         engine.reconfigure(EngineKnobs(controlnet_placement=placement, **{**given, "exact": Exact(given["exact"])}))
         if given["threads"] != compiled[0]:
             compiled[0] = given["threads"]
-            _ask_engine(engine, requests(0), callers)
-        _ask_engine(engine, requests(seed)[:callers], callers)
-        asked = requests(seed)
+            asked(orders(0))
+        asked(orders(seed)[:callers])
         started_s, used_s = time.monotonic(), time.process_time()
-        latencies_ms = _ask_engine(engine, asked, callers)
+        latencies_ms = asked(orders(seed))
         wall_s, used_s = time.monotonic() - started_s, time.process_time() - used_s
         return outcome_of(latencies_ms, wall_s, slo_ms=slo_ms, cores=used_s / wall_s)
 
     try:
-        _ask_engine(engine, requests(0), callers)
+        asked(orders(0))
         until_s = time.monotonic() + _PREPARED_S
         while not engine.pool.prepared >= {"unet", "vae"} and time.monotonic() < until_s:
             time.sleep(0.5)
-        _ask_engine(engine, requests(0), callers)
+        asked(orders(0))
         yield measured
     finally:
-        engine.stop(drain_s=0.0)
-
-
-def _ask_engine(engine: Engine, requests: Sequence[ImageRequest], callers: int) -> list[float]:
-    """Run the closed loop: each caller asks for its next image once it has one. Returns latencies in milliseconds."""
-
-    def asked(request: ImageRequest) -> float:
-        began_s = time.monotonic()
-        engine.generate(request, timeout_s=_TIMEOUT_S)
-        return (time.monotonic() - began_s) * 1e3
-
-    with ThreadPoolExecutor(callers) as pool:
-        return list(pool.map(asked, requests))
+        worker.close()
 
 
 @contextmanager

@@ -20,41 +20,17 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from plait_autoconfig.knobs import ChoiceKnob
 from plait_autoconfig.library import LibraryRun
 from plait_autoconfig.objective import max_goodput_per_cost
 from plait_autoconfig.rows import load_lines, run_line, trial_line
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Hardware, Trial
-from plait_bench.autoconfig.services import MeasureCell
+from plait_bench.autoconfig.cell_services import engine_cells, rank_cells
+from plait_bench.autoconfig.services import ENGINE, RANK, MeasureCell
 from plait_bench.benchmark import Say, cores
 from plait_bench.host import host_facts
 
 OBJECTIVE = max_goodput_per_cost()
-
-ENGINE = Space(
-    (
-        ChoiceKnob(name="largest_batch", values=(1, 4, 8, 16), ordered=True, unit="images"),
-        ChoiceKnob(name="batch_wait_ms", values=(0.0, 10.0, 50.0), ordered=True, unit="ms"),
-        ChoiceKnob(name="threads", values=(1, 2), ordered=True, unit="cores"),
-        ChoiceKnob(name="exact", values=("never", "always")),
-        ChoiceKnob(name="placement", values=("local",)),
-    )
-)
-"""The space of 48 cells. Without Serve, ControlNets have only one placement; it is a knob because other services
-have more."""
-
-RANK = Space(
-    (
-        ChoiceKnob(name="cn_threads", values=(1, 2), ordered=True, unit="cores"),
-        ChoiceKnob(name="hn_threads", values=(1, 2), ordered=True, unit="cores"),
-        ChoiceKnob(name="largest_batch_rows", values=(64, 256, 4096), ordered=True, unit="candidates"),
-        ChoiceKnob(name="window", values=(1, 4), ordered=True, unit="batches"),
-        ChoiceKnob(name="wire", values=("float32", "float16")),
-        ChoiceKnob(name="cns", values=(1,), unit="replicas"),
-    )
-)
-"""The space of 48 cells. There is only one CN; their number is a knob because other services have more."""
 
 _SETS: Mapping[str, Mapping[str, str]] = {
     "images": {
@@ -87,31 +63,19 @@ class CellWorkload:
         return sorted(cells, key=lambda cell: cell["threads"]) if "threads" in self.space.by_name else cells
 
 
-def _engine_cells(load: Mapping[str, Any]) -> AbstractContextManager[MeasureCell]:
-    from plait_bench.autoconfig.cell_services import engine_cells
-
-    return engine_cells(**load)
-
-
-def _rank_cells(load: Mapping[str, Any]) -> AbstractContextManager[MeasureCell]:
-    from plait_bench.autoconfig.cell_services import rank_cells
-
-    return rank_cells(**load)
-
-
 def _images(name: str, **load: Any) -> CellWorkload:
     """`load`: see `engine_cells`."""
     load = {"loras": 0, "controlled": 0, **load}
     features = {"lora_sets": load["loras"], "controlled_share": load["controlled"] / 4}
     features |= {each: load[each] for each in ("callers", "steps", "slo_ms")}
-    opened = partial(_engine_cells, load)
+    opened = partial(engine_cells, **load)
     return CellWorkload(name=name, service="images", space=ENGINE, features=features, opened=opened)
 
 
 def _rank(name: str, model: str, scale: float, **load: Any) -> CellWorkload:
     """`load`: see `rank_cells`."""
     features = {each: load[each] for each in ("callers", "candidates", "slo_ms")}
-    opened = partial(_rank_cells, {"model": model, "scale": scale, **load})
+    opened = partial(rank_cells, model=model, scale=scale, **load)
     return CellWorkload(name=name, service="recommend", space=RANK, features=features, opened=opened)
 
 

@@ -20,7 +20,7 @@ from plait_autoconfig.errors import Exhausted
 from plait_autoconfig.jobs.spec import Confirm
 from plait_autoconfig.values import Trial, TrialOutcome
 from plait_bench.autoconfig.services import Service, Suite, TuningTask
-from plait_bench.benchmark import Reading, Say, Workload, pairs_of, readings
+from plait_bench.benchmark import Reading, Say, Workload, readings
 
 OURS = "plait"
 SYSTEMS = (OURS, "random", "optuna-tpe", "optuna-gp")
@@ -103,8 +103,6 @@ class Searching(Workload):
     """A suite as a workload."""
 
     systems: tuple[str, ...] = SYSTEMS
-    ours = OURS
-    pairs: tuple[tuple[str, str], ...] = pairs_of(OURS, SYSTEMS)
     cold: Searching | None = None
     metrics: dict[str, str]
     compared = frozenset({"trials_to_5pct"})
@@ -118,7 +116,7 @@ class Searching(Workload):
     def misled(self, cold: Searching) -> None:
         """Say that this suite's library misleads: our designer alone takes part, and is compared with its own searches
         of the same services without a library."""
-        self.cold, self.systems, self.pairs = cold, (OURS,), ()
+        self.cold, self.systems = cold, (OURS,)
 
     def prepare(self, say: Say) -> None:
         """Load the suite. Raises `SystemUnavailable` without its data."""

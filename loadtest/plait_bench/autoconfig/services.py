@@ -35,6 +35,7 @@ from plait_autoconfig.objective import Objective, maximise, parse_objective
 from plait_autoconfig.rows import load_lines
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, Trial, TrialOutcome, Value, cells_of, pooled
+from plait_bench.benchmark import chosen
 from plait_bench.errors import BenchError, SystemUnavailable
 
 _METRIC, _COLUMN = "goodput_per_cost", "norm.(rps/budget)"
@@ -50,6 +51,33 @@ _FALCON = Space(
         ChoiceKnob(name="gputype", values=("M60", "K80", "T4", "V100")),
     )
 )
+ENGINE = Space(
+    (
+        ChoiceKnob(name="largest_batch", values=(1, 4, 8, 16), ordered=True, unit="images"),
+        ChoiceKnob(name="batch_wait_ms", values=(0.0, 10.0, 50.0), ordered=True, unit="ms"),
+        ChoiceKnob(name="threads", values=(1, 2), ordered=True, unit="cores"),
+        ChoiceKnob(name="exact", values=("never", "always")),
+        ChoiceKnob(name="placement", values=("local",)),
+    )
+)
+"""The space of 48 cells. Without Serve, ControlNets have only one placement; it is a knob because other services
+have more."""
+
+RANK = Space(
+    (
+        ChoiceKnob(name="cn_threads", values=(1, 2), ordered=True, unit="cores"),
+        ChoiceKnob(name="hn_threads", values=(1, 2), ordered=True, unit="cores"),
+        ChoiceKnob(name="largest_batch_rows", values=(64, 256, 4096), ordered=True, unit="candidates"),
+        ChoiceKnob(name="window", values=(1, 4), ordered=True, unit="batches"),
+        ChoiceKnob(name="wire", values=("float32", "float16")),
+        ChoiceKnob(name="cns", values=(1,), unit="replicas"),
+    )
+)
+"""The space of 48 cells. There is only one CN; their number is a knob because other services have more."""
+
+SPACES = {"images": ENGINE, "recommend": RANK}
+"""What was measured of our services."""
+
 _TRIALS = 60
 _SURE = 1.96  # standard deviations, 95 %
 
@@ -182,17 +210,14 @@ def _falcon_service(path: Path) -> Service:
 
 
 def recorded_suites(recorded: Sequence[LibraryRun], spaces: Mapping[str, Space]) -> list[Suite]:
-    """Make one workload, `own-SERVICE`, for each service with a complete run. `spaces`: by run id.
+    """Make one workload, `own-SERVICE`, for each service with a complete run. `spaces`: by service.
 
-    Raises `BenchError` naming the run and what is wrong with it.
+    Raises `BenchError` naming the service or the run, and what is wrong with it.
     """
-    if unknown := sorted({run.run_id for run in recorded} - spaces.keys()):
-        msg = f"no space is known for the recorded run {unknown[0]!r}; there are {', '.join(sorted(spaces))}"
-        raise BenchError(msg)
     suites = []
-    for service in sorted({run.service for run in recorded}):
+    for service in chosen([run.service for run in recorded], tuple(spaces), "recorded service"):
         mine = {run.run_id: run for run in recorded if run.service == service}
-        known = {run_id: _own_service(run, spaces[run_id]) for run_id, run in mine.items()}
+        known = {run_id: _own_service(run, spaces[service]) for run_id, run in mine.items()}
         tasks = tuple(
             TuningTask(service=own, library=tuple(run for other, run in mine.items() if other != run_id))
             for run_id, own in known.items()

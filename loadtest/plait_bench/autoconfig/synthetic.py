@@ -119,9 +119,9 @@ def _service(constants: _Constants, name: str, rng: np.random.Generator) -> Serv
     return Service(space=SPACE, objective=OBJECTIVE, truth=truth, context=context, noise=noise)
 
 
-def suite(family: str = "", *, seed: int = 0) -> Suite:
+def suite(family: str = "") -> Suite:
     """Make one of `FAMILIES`: the same services in each, tuned with different libraries."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     drawn = services(_SERVICES, rng)
     if family == "noisy":
         drawn = [replace(each, noise=_MUCH_NOISE) for each in drawn]

@@ -12,11 +12,10 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder, cores, pairs_of, readings
+from plait_bench.benchmark import Reading, Say, Subject, Workload, cache_folder, cores, readings
 from plait_bench.disagg import ours, peer
 from plait_bench.disagg.peer import HEADERS, SEED, BenchServer, body, compare, serving
 from plait_bench.errors import SystemFailed
@@ -46,8 +45,7 @@ from plait_loadtest.scenario import (
 )
 from plait_loadtest.session import at_rate, run_scenario
 
-OURS = "plait"
-SYSTEMS = ("pytorch", "plait", "plait_split")
+SYSTEMS = ("plait", "pytorch", "plait_split")
 METRIC = "goodput_per_s"
 
 LIMIT_MS = 50.0
@@ -195,8 +193,6 @@ class Goodput(Workload):
     """The goodput of all systems under requests of `candidates` for a configuration."""
 
     systems = SYSTEMS
-    ours = OURS
-    pairs = pairs_of(OURS, SYSTEMS)
     deciding = METRIC
     metrics: Mapping[str, str] = {METRIC: "requests/s"}
 
@@ -205,6 +201,7 @@ class Goodput(Workload):
         self.limit_ms = _LIMITS_MS.get(self.name, LIMIT_MS)
         self.known_per_s: dict[tuple[str, str], float] = {}
         """By (system, layout): the rate that was held the last time, which is where the next search begins."""
+        self._servers: dict[str, BenchServer] = {}
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
@@ -229,46 +226,40 @@ class Goodput(Workload):
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Start the system's server."""
         with serving(layouts_of(self.model, system, self._package)[layout], self.bodies[0].read_bytes()) as server:
-            yield _Loaded(self, (system, layout), server)
+            self._servers[system] = server
+            yield Subject(
+                lambda number: self._searched(system, layout, number),
+                warm_up=lambda: self._closed_loop(system, layout),
+                trial=lambda number: self._searched(system, layout, number, trial=True),
+            )
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the scores of the first bodies."""
-        servers = {name: each.server for name, each in subjects.items() if isinstance(each, _Loaded)}
+        servers = {name: self._servers[name] for name in subjects}
         compare(servers, {path.stem: path.read_bytes() for path in self.bodies[:4]})
 
-
-@dataclass(frozen=True)
-class _Loaded:
-    """A `Subject`: a server under load."""
-
-    workload: Goodput
-    key: tuple[str, str]
-    server: BenchServer
-
-    def warm_up(self) -> None:
-        """Run a closed loop, which also gives a rate to start the search from."""
+    def _closed_loop(self, system: str, layout: str) -> None:
+        """Warm up, which also gives a rate to start the search from."""
         arrivals = ClosedLoopCallers(concurrency=_CALLERS)
-        scenario = _scenario(self.server.url, self.workload.bodies, arrivals, limit_ms=LIMIT_MS)
+        scenario = _scenario(self._servers[system].url, self.bodies, arrivals, limit_ms=LIMIT_MS)
         closed_per_s = run_scenario(scenario).summary.total.achieved_per_s
-        self.workload.known_per_s.setdefault(self.key, _BEGIN * closed_per_s)
+        self.known_per_s.setdefault((system, layout), _BEGIN * closed_per_s)
 
-    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
+    def _searched(self, system: str, layout: str, number: int, *, trial: bool = False) -> list[Reading]:
         """Search for the highest rate that holds; a trial in which none holds reads 0."""
-        workload, limit_ms = self.workload, self.workload.limit_ms
-        content = workload.bodies[0].read_bytes()
+        server, content = self._servers[system], self.bodies[0].read_bytes()
         load = load_on(
-            self.server.url, workload.bodies, limit_ms=limit_ms, seed=1000 * number,
-            settle=lambda: self.server.ask(content),
-        )  # fmt: skip
-        first_per_s = workload.known_per_s[self.key]
+            server.url, self.bodies, limit_ms=self.limit_ms, seed=1000 * number, settle=lambda: server.ask(content)
+        )
+        first_per_s = self.known_per_s[system, layout]
         try:
-            held = search_goodput(load, first_per_s=first_per_s, limit_ms=limit_ms, trial=trial, say=workload.say)
+            held = search_goodput(load, first_per_s=first_per_s, limit_ms=self.limit_ms, trial=trial, say=self.say)
         except SystemFailed:
             if not trial:
                 raise
             return readings({METRIC: 0.0})
-        workload.known_per_s[self.key] = held.rate_per_s
-        remark = "" if held.purpose == "confirm" or trial else f"{self.key[1]}, not confirmed"
+        self.known_per_s[system, layout] = held.rate_per_s
+        remark = "" if held.purpose == "confirm" or trial else f"{layout}, not confirmed"
         return readings({METRIC: held.observed.goodput_per_s}, layout=remark)
 
 

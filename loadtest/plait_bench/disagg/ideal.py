@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,7 @@ from pathlib import Path
 
 import torch
 
-from plait_bench.benchmark import started
-from plait_bench.errors import SystemFailed
+from plait_bench.benchmark import said, started
 from plait_disagg.package import Package, open_package
 from plait_disagg.protocols import SparseHalf
 from plait_disagg.values import RankRequest
@@ -123,22 +121,15 @@ def ideal_split(
     outputs = {name: ("float32", [sum(candidates), *tail]) for name, tail in package.card().outputs.items()}
     nbytes = slots * sum(_room(*described) for described in (*crossing.values(), *outputs.values()))
     descriptors = os.memfd_create("ideal"), *(os.eventfd(0, os.EFD_SEMAPHORE) for _ in range(2))
-    child = None
+    shapes = slots, crossing, outputs
     try:
         os.ftruncate(descriptors[0], nbytes)
-        child = started(
-            _dense_half, package.folder, hn_threads, descriptors, (slots, crossing, outputs), candidates,
-            stdout=subprocess.PIPE, pass_fds=descriptors,
-        )  # fmt: skip
-        assert child.stdout is not None
-        if not child.stdout.readline():
-            raise SystemFailed("the child with the dense half ended")
-        memory = mmap.mmap(descriptors[0], nbytes)
-        yield IdealSplit(sparse, batches, _slots(memory, slots, crossing, outputs), descriptors[1], descriptors[2])
+        how = (_dense_half, package.folder, hn_threads, descriptors, shapes, candidates)
+        with started(*how, pass_fds=descriptors) as child:
+            said(child)
+            memory = mmap.mmap(descriptors[0], nbytes)
+            yield IdealSplit(sparse, batches, _slots(memory, *shapes), descriptors[1], descriptors[2])
     finally:
-        if child is not None:
-            child.kill()
-            child.wait()
         for descriptor in descriptors:
             os.close(descriptor)
 

@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-from plait_bench.benchmark import Rounds, Say, Subject, Workload, cores, readings
+from plait_bench.benchmark import Say, Subject, Workload, cores, readings
 from plait_bench.disagg.goodput import packaged, requests_of
 from plait_bench.disagg.ideal import IdealSplit, ideal_split
 from plait_bench.disagg.ours import split, whole
@@ -33,7 +33,6 @@ class _Here(Workload):
     """Requests of that many candidates for a model with that share of its rows; `callers` of them in flight."""
 
     systems = (WHOLE, SPLIT, IDEAL)
-    ours = WHOLE
     pairs = ((SPLIT, WHOLE), (SPLIT, IDEAL))
     callers: int
     metric: str
@@ -88,8 +87,8 @@ class _Here(Workload):
             finally:
                 runner.run(ranker.close(drain_s=1.0))
 
-    def _warmed(self, measure: Callable[[], float]) -> Rounds:
-        return Rounds(lambda _: readings({self.metric: measure()}), warm=measure)
+    def _warmed(self, measure: Callable[[], float]) -> Subject:
+        return Subject(lambda _: readings({self.metric: measure()}), warm_up=measure)
 
 
 class InProcess(_Here):

@@ -7,16 +7,17 @@ memory.
 
 from __future__ import annotations
 
-import subprocess
+import atexit
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from plait_bench.benchmark import started
+from plait_bench.benchmark import said, started
 from plait_bench.disagg.peer import announce
 from plait_bench.errors import SystemFailed
 from plait_disagg.package import Package, open_package
@@ -41,8 +42,8 @@ from plait_serving.ranking.service import ServedRanker
 Dial = Callable[[frozenset[str]], ReplicaLink]
 
 _LOOK_S, _PATIENCE_S = 0.02, 60.0
-_CHILDREN: list[subprocess.Popen[bytes]] = []
-"""The child processes, kept because a child exits when its standard input is closed."""
+_CHILDREN = ExitStack()
+atexit.register(_CHILDREN.close)
 
 
 def whole(package: Package, threads: int) -> Ranker:
@@ -95,11 +96,7 @@ def start_child(package: Package, threads: int, role: str) -> Dial:
     """Start a worker, `hn` or `whole`, in a child, which ends with this process; return what connects to it over shared
     memory. Raises `SystemFailed`."""
     address = f"shm://{tempfile.mkdtemp(prefix='plait-bench-')}/{role}"
-    child = started(_serve_worker, package.folder, threads, role, address, _SECRET, stdout=subprocess.PIPE)
-    assert child.stdout is not None
-    if not child.stdout.readline():
-        raise SystemFailed(f"the {role} did not start")
-    _CHILDREN.append(child)
+    said(_CHILDREN.enter_context(started(_serve_worker, package.folder, threads, role, address, _SECRET)))
     return lambda _: ReplicaLink(replica=role, channel=connect(address, secret=_SECRET, options=FABRIC))
 
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from torch import nn
 
-from plait_bench.benchmark import started
+from plait_bench.benchmark import said, started
 from plait_bench.errors import Disagreement, SystemFailed
 from plait_disagg.graph.inputs import OFFSETS, Bag, Input
 from plait_disagg.models.configs import build
@@ -137,6 +135,7 @@ def announce(app: Any) -> None:
     """Serve an ASGI application on a free port until standard input ends; print the port first."""
     config = uvicorn.Config(app, port=0, log_level="warning", access_log=False, loop="uvloop")
     sock = config.bind_socket()
+    sock.listen()  # who connects from now on waits until it serves
     server = uvicorn.Server(config)
 
     async def run() -> None:
@@ -160,7 +159,10 @@ class BenchServer:
     def ask(self, content: bytes) -> httpx2.Response:
         """Send an infer request. Raises `SystemFailed` unless the response is 200."""
         url = f"{self.url}/v2/models/model/infer"
-        answer = self.client.post(url, content=content, headers=HEADERS, timeout=_START_S)
+        try:
+            answer = self.client.post(url, content=content, headers=HEADERS, timeout=_START_S)
+        except httpx2.TransportError as error:
+            raise SystemFailed(f"{self.url} does not answer: {error}") from error
         if answer.status_code != 200:
             raise SystemFailed(f"{self.url} answered {answer.status_code}: {answer.text[:300]}")
         return answer
@@ -170,31 +172,10 @@ class BenchServer:
 def serving(how: Sequence[Any], content: bytes) -> Iterator[BenchServer]:
     """Start a server process, of a function that announces it and its arguments, and yield it once it has answered
     `content`. Raises `SystemFailed`."""
-    process = started(*how, stdout=subprocess.PIPE)
-    try:
-        assert process.stdout is not None
-        if not (line := process.stdout.readline()):
-            raise SystemFailed(f"{how[0].__module__} did not start")
-        with httpx2.Client() as client:
-            server = BenchServer(url=f"http://127.0.0.1:{int(line)}", client=client)
-            _wait(server, content)
-            yield server
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _wait(server: BenchServer, content: bytes) -> None:
-    deadline_s = time.monotonic() + _START_S
-    while True:
-        try:
-            server.ask(content)
-        except httpx2.TransportError as error:
-            if time.monotonic() > deadline_s:
-                raise SystemFailed(f"{server.url} does not answer: {error}") from error
-            time.sleep(0.05)
-        else:
-            return
+    with started(*how) as process, httpx2.Client() as client:
+        server = BenchServer(url=f"http://127.0.0.1:{said(process)}", client=client)
+        server.ask(content)
+        yield server
 
 
 def compare(servers: Mapping[str, BenchServer], contents: Mapping[str, bytes]) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from itertools import pairwise
 
-from plait_bench.benchmark import Reading, Workload, pairs_of, readings
+from plait_bench.benchmark import Reading, Workload, readings
 from plait_bench.fabric.peer import WAIT_S, channel_to
 from plait_bench.summary import percentile
 from plait_fabric import Channel
@@ -30,8 +30,6 @@ class ModelledLinks(Workload):
 
     name = "modelled-links"
     systems = ("plait", "model")
-    ours = "plait"
-    pairs = pairs_of("plait", systems)
     metrics: Mapping[str, str] = {"one_way_us": "us"}
 
     def take(self, system: str, number: int) -> list[Reading]:

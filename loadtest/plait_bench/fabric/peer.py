@@ -104,11 +104,7 @@ def spawned_peer(
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start the peer, over a modelled link if one is given; kill it (-9) at the end of the block if it still runs."""
     with started(_run, mode, address, secret, options or FabricOptions(), link) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+        yield process
 
 
 @contextmanager

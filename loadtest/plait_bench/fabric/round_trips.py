@@ -63,18 +63,17 @@ def bare_round_trips_us(nbytes: int, repeats: int, *, spins: bool) -> list[float
     descriptors = os.memfd_create("bare"), os.eventfd(0), os.eventfd(0)
     os.ftruncate(descriptors[0], 2 * _PAGE)
     payload, times_us = os.urandom(nbytes), []
-    with started(_send_back, *descriptors, nbytes, spins, pass_fds=descriptors) as child:
-        try:
+    try:
+        with started(_send_back, *descriptors, nbytes, spins, pass_fds=descriptors):
             put, take = _ends(*descriptors, nbytes, spins=spins, is_child=False)
             for number in range(1, repeats + 1):
                 began_ns = time.perf_counter_ns()
                 put(number, payload)
                 take(number)
                 times_us.append((time.perf_counter_ns() - began_ns) / 1e3)
-        finally:
-            child.kill()
-            for descriptor in descriptors:
-                os.close(descriptor)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
     return times_us
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from plait_bench.benchmark import Reading, Say, Workload, pairs_of, readings
+from plait_bench.benchmark import Reading, Say, Workload, readings
 from plait_bench.errors import BenchError
 from plait_bench.fabric.peer import WAIT_S, channel_to, on_separate_cores
 from plait_fabric import Channel
@@ -27,8 +27,6 @@ class Throughput(Workload):
 
     name = "shm-1mib"
     systems = ("plait", "memcpy")
-    ours = "plait"
-    pairs = pairs_of("plait", systems)
     metrics: Mapping[str, str] = {"gb_per_s": "GB/s"}
 
     def prepare(self, say: Say) -> None:

@@ -32,8 +32,6 @@ class Transports(Workload):
 
     name = "large-messages"
     systems = ("tcp", "shm", *_NIXL)
-    ours = "tcp"
-    pairs = tuple(("tcp", system) for system in systems[1:])
     metrics: Mapping[str, str] = {"there_and_back_us": "us"}
 
     def layouts(self, system: str) -> Sequence[str]:

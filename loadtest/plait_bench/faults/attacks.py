@@ -16,17 +16,15 @@ import struct
 import sys
 import time
 import zlib
-from asyncio.subprocess import PIPE
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import cycle, product, repeat
 from urllib.parse import urlsplit
 
 from PIL import Image
 
-from plait_bench.benchmark import calling
-from plait_bench.errors import SystemFailed
+from plait_bench.benchmark import said, started
 from plait_bench.faults.requests import Ask, Reply, image_ask
 from plait_bench.faults.server import Client
 
@@ -45,9 +43,6 @@ _BODIES, _BODY_BYTES, _PIECE_BYTES = 12, 59_000_000, 1 << 18
 _AGAIN_S = 0.1
 _NICE = 10
 """An attacker has a machine of its own; here it leaves the cores to the server if that wants them."""
-
-_STOP_S = 60.0
-"""How long an attack may take to begin, and to end."""
 
 
 class Attacker:
@@ -192,43 +187,22 @@ ALL = "all"
 """The name of all of them together."""
 
 
-@asynccontextmanager
-async def attacking(name: str, url: str, *, turn: int = 0) -> AsyncIterator[Counter[str]]:
+@contextmanager
+def attacking(name: str, url: str, *, turn: int = 0) -> Iterator[Counter[str]]:
     """Have an attack, or all, go on meanwhile; how its requests ended is in what is yielded when it is over. Raises
-    `SystemFailed` if it ends by itself."""
+    `SystemFailed` if it ends by itself, or does not end."""
     ended: Counter[str] = Counter()
-    running: list[asyncio.subprocess.Process] = []
-    try:
-        for attack in ATTACKS if name == ALL else (name,):
-            with calling(_attack, attack, url, turn) as (command, fd):
-                running.append(
-                    await asyncio.create_subprocess_exec(
-                        sys.executable, *command, stdin=PIPE, stdout=PIPE, pass_fds=[fd]
-                    )
-                )
+    with ExitStack() as stack:
+        attacks = ATTACKS if name == ALL else (name,)
+        running = [stack.enter_context(started(_attack, attack, url, turn)) for attack in attacks]
         for process in running:
-            await _heard(name, process)  # it has begun
+            said(process)  # it has begun
         yield ended
         for process in running:
-            if process.stdin is not None:
-                process.stdin.close()
+            assert process.stdin is not None
+            process.stdin.close()
         for process in running:
-            ended.update(json.loads(await _heard(name, process)))
-    finally:
-        for process in running:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-
-
-async def _heard(name: str, process: asyncio.subprocess.Process) -> bytes:
-    """Return the next line of a process."""
-    assert process.stdout is not None
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_STOP_S):
-            if line := await process.stdout.readline():
-                return line
-    raise SystemFailed(f"the attack {name} has ended by itself, or does not end")
+            ended.update(json.loads(said(process)))
 
 
 def _attack(name: str, url: str, turn: int) -> None:
@@ -289,9 +263,9 @@ def _chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def distinct_sizes(multiple: int, *, edges: int = 46) -> Iterator[str]:
+def distinct_sizes(multiple: int) -> Iterator[str]:
     """Return sizes, each once, the smallest first; 2,116 of 46 edges."""
-    pairs = product(range(1, edges + 1), repeat=2)
+    pairs = product(range(1, 47), repeat=2)
     for width, height in sorted(pairs, key=lambda pair: (pair[0] * pair[1], pair)):
         yield f"{width * multiple}x{height * multiple}"
 

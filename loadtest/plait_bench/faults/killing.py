@@ -18,9 +18,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, cycle
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import httpx2
 import numpy as np
@@ -134,8 +134,7 @@ class Mixed(OnServer):
     """A mixed load on the starter models, and what its answers are to be."""
 
     systems = ("plait",)
-    ours = "plait"
-    rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
+    most_rounds = 1
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -368,7 +367,10 @@ def slope_of(times_s: Sequence[float], values: Sequence[float]) -> Slope:
 class Steady(Mixed):
     """A share of what the server can do is asked of it for half an hour."""
 
-    untimed = tuple(f"{name}_per_hour" for name in SAMPLED)
+    metrics: Mapping[str, str] = {
+        f"{name}_per_hour": "MiB" if name.endswith("_bytes") else "1" for name in SAMPLED
+    }  # fmt: skip
+    untimed = metrics
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -403,9 +405,6 @@ class Steady(Mixed):
     def conclude(self) -> Sequence[ResultRow]:
         """Return the slopes; the spread of a row is the slope's 95 % interval."""
         return [
-            ResultRow(
-                system="plait", workload=self.name, metric=f"{name}_per_hour",
-                unit="MiB" if name.endswith("_bytes") else "1", value=it.per_hour, p20=it.low, p80=it.high, n=1,
-            )
+            replace(self.row("plait", f"{name}_per_hour", it.per_hour), p20=it.low, p80=it.high)
             for name, it in self.slopes.items()
-        ]  # fmt: skip
+        ]

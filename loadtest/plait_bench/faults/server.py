@@ -18,11 +18,11 @@ import tempfile
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx2
 
@@ -34,6 +34,12 @@ from plait_bench.images.fleet import status_of, with_descendants
 from plait_bench.images.ours import prepared_parts
 
 T = TypeVar("T")
+
+Values: TypeAlias = Mapping[tuple[str, str], ResultRow]
+"""Rows by system and metric."""
+
+Promise: TypeAlias = tuple[str, float, float]
+"""What is promised, what it was, and the most that it may be."""
 
 OTHERS = frozenset({"command", "ray"})
 """Kinds that no run touches: with `plait serve` or Ray itself the server ends, as it says."""
@@ -239,9 +245,15 @@ class OnServer(Workload):
         """Start the server: a context manager."""
         return served(config, self.folder, self.missed)
 
+    def promises(self, values: Values) -> Iterable[Promise]:
+        """Return what may be so much at most."""
+        return ()
+
     def judge(self, rows: Sequence[ResultRow]) -> list[str]:
-        """Return what was seen meanwhile; other promises are their workloads'."""
-        return list(dict.fromkeys(self.missed))
+        """Return what was seen meanwhile, and which promises are not kept."""
+        promises = self.promises({(row.system, row.metric): row for row in rows})
+        more = [f"{what}: {value:.2f}, more than {most:g}" for what, value, most in promises if value > most]
+        return [*dict.fromkeys(self.missed), *more]
 
     def take(self, system: str, number: int) -> Sequence[Reading]:
         """Measure a state of the server."""

@@ -12,21 +12,31 @@ import hashlib
 import json
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx2
 from safetensors.numpy import load_file, save_file
 
-from plait_bench.benchmark import RATIO, Reading, ResultRow, readings
+from plait_bench.benchmark import Reading, ResultRow, readings
 from plait_bench.errors import SystemFailed
 from plait_bench.faults.attacks import ALL, KEYS, LORA_SETS, attacking
 from plait_bench.faults.killing import quiet
 from plait_bench.faults.requests import ERROR_MEMBERS, Ask, End, Reply, Tally, Verdict, image_ask, verdict_of
-from plait_bench.faults.server import Client, OnServer, cancelled, capacity_per_s, offered, peaks, send_all
+from plait_bench.faults.server import (
+    Client,
+    OnServer,
+    Promise,
+    Values,
+    cancelled,
+    capacity_per_s,
+    offered,
+    peaks,
+    send_all,
+)
 from plait_bench.summary import percentile
 from plait_loadtest.plan import make_plan
 from plait_loadtest.run.coordinator import run
@@ -52,7 +62,6 @@ class Beside(OnServer):
     """The tenant B alone, and beside what A does."""
 
     systems = ("alone", "beside")
-    ours = "alone"
     pairs: tuple[tuple[str, str], ...] = (("beside", "alone"),)
 
     def client(self, tenant: str = "b", *, hung_s: float = 600.0) -> Client:
@@ -81,7 +90,7 @@ class Share(Flood):
     until five seconds after it was due."""
 
     metrics: Mapping[str, str] = {"goodput_per_s": "images/s"}
-    connections, round_s, share, within_s, least = 64, 30.0, 0.5, 5.0, 0.9
+    connections, round_s, share, within_s, lost = 64, 30.0, 0.5, 5.0, 0.1
 
     async def begin(self) -> None:
         """Measure the capacity: so many different images at once fill the batches."""
@@ -106,16 +115,9 @@ class Share(Flood):
         in_time = sum(reply.status == 200 and taken_s <= self.within_s for reply, taken_s in taken)
         return readings({"goodput_per_s": in_time / self.round_s})
 
-    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+    def promises(self, values: Values) -> Iterator[Promise]:
         """Judge the goodput."""
-        return [
-            *super().judge(rows),
-            *(
-                f"goodput beside the flood is {row.value:.2f} of that alone"
-                for row in rows
-                if row.unit == RATIO and row.value < self.least
-            ),
-        ]
+        yield "the share of its goodput that is lost", 1.0 - values["beside/alone", "goodput_per_s"].value, self.lost
 
 
 class FirstImage(Flood):
@@ -141,12 +143,10 @@ class FirstImage(Flood):
                 taken_s = [(await b.images([ask], at_once=1))[0].taken_s for ask in asks]
         return readings({"first_image_s": percentile(taken_s, 0.5)})
 
-    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+    def promises(self, values: Values) -> Iterator[Promise]:
         """Judge the delay."""
-        alone, beside = (next(row.value for row in rows if row.system == system) for system in self.systems)
-        delay = (beside - alone) / alone
-        late = [f"the first image was delayed by {delay:.2f} requests of its kind"] if delay > 1.0 else []
-        return [*super().judge(rows), *late]
+        alone, beside = (values[system, "first_image_s"].value for system in self.systems)
+        yield "the delay in requests of its kind", (beside - alone) / alone, 1.0
 
 
 async def _asking(client: Client, number: int) -> None:
@@ -183,7 +183,7 @@ class Neighbour(Beside):
     """
 
     compared = frozenset({"latency_p95_s"})
-    rounds: ClassVar[Mapping[str, int]] = {"alone": 2, "beside": 2}
+    most_rounds = 2
     metrics: Mapping[str, str] = {
         "latency_p95_s": "s", "health_p99_s": "s", "requests": "requests", "right": "requests",
         "killed": "processes", "engine_mib": "MiB",
@@ -222,7 +222,7 @@ class Neighbour(Beside):
                 found = await self._served(b)
                 self.usual_s = found[0].value
                 return found
-            async with attacking(self.attack, self.server.url, turn=number - 1) as ended:
+            with attacking(self.attack, self.server.url, turn=number - 1) as ended:
                 await asyncio.sleep(_RAMP_S)
                 found = await self._served(b)
             self.say(f"{self.attack}: the attacker's requests: {dict(ended)}")
@@ -267,27 +267,19 @@ class Neighbour(Beside):
         """Return what was held before the first round and after the last, and which processes are gone."""
         after, killed = self.server.own_memory(), len(self.replicas - self.server.replicas())
         return [
-            ResultRow.of(
-                [value], system=system, workload=self.name, metric=metric, unit=self.metrics[metric]
-            )
+            self.row(system, metric, value)
             for system, held, gone in (("alone", self.before, 0), ("beside", after, killed))
-            for metric, value in (("killed", float(gone)), ("engine_mib", held["engine"] / 2**20))
-        ]  # fmt: skip
+            for metric, value in (("killed", gone), ("engine_mib", held["engine"] / 2**20))
+        ]
 
-    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+    def promises(self, values: Values) -> Iterator[Promise]:
         """Judge latency, health, memory, and what was killed."""
-        found, values = super().judge(rows), {(row.system, row.metric): row for row in rows}
-        ratio = values["beside/alone", "latency_p95_s"].value
-        if ratio > (limit := MAX_P95_RATIO.get(self.attack, float("inf"))):
-            found.append(f"p95 is {ratio:.2f} times of that alone, more than {limit:g}")
-        if (health_s := max(values["beside", "health_p99_s"].rounds)) > MAX_HEALTH_P99_S:
-            found.append(f"/health takes {health_s:.2f} s (p99), more than {MAX_HEALTH_P99_S:g}")
-        if killed := values["beside", "killed"].value:
-            found.append(f"{killed:g} processes were killed")
-        more = values["beside", "engine_mib"].value - values["alone", "engine_mib"].value
-        if more > (most := MAX_GROWTH_MIB.get(self.attack, more)):
-            found.append(f"the engine holds {more:.0f} MiB more, at most {most:.0f} are promised")
-        return [f"{self.attack}: {miss}" for miss in found]
+        more_mib = values["beside", "engine_mib"].value - values["alone", "engine_mib"].value
+        ratio, never = values["beside/alone", "latency_p95_s"].value, float("inf")
+        yield "p95 in times of that alone", ratio, MAX_P95_RATIO.get(self.attack, never)
+        yield "seconds of /health (p99)", max(values["beside", "health_p99_s"].rounds), MAX_HEALTH_P99_S
+        yield "processes that were killed", values["beside", "killed"].value, 0
+        yield "MiB that the engine holds more", more_mib, MAX_GROWTH_MIB.get(self.attack, never)
 
 
 async def _health(client: Client) -> None:
@@ -313,8 +305,8 @@ class ManyModels(Beside):
     """One model is asked, then all, with every sampler of theirs, in memory for few."""
 
     systems = ("1 model", "15 models")
-    ours, pairs = "1 model", ()
-    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
+    pairs = ()
+    most_rounds = 1
     metrics: Mapping[str, str] = {
         "engine_mib": "MiB", "requests": "requests", "broken": "requests", "killed": "processes"
     }  # fmt: skip
@@ -350,17 +342,16 @@ class ManyModels(Beside):
         }
         return readings(values)
 
-    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+    def promises(self, values: Values) -> Iterator[Promise]:
         """Judge the memory, and that all were answered or refused in the API's form."""
-        found, values = super().judge(rows), {row.metric: row.value for row in rows if row.system == self.systems[1]}
-        limit = self.memory_bytes * (1 + self.slack) / 2**20
-        if values["engine_mib"] > limit:
-            found.append(f"the engine holds {values['engine_mib']:.0f} MiB, more than {limit:.0f}")
-        if values["killed"]:
-            found.append(f"{values['killed']:g} processes were killed")
-        if values["broken"]:
-            found.append(f"{values['broken']:g} requests were neither answered nor refused in the API's form")
-        return found
+        most_mib = self.memory_bytes * (1 + self.slack) / 2**20
+        whats = {
+            "engine_mib": ("MiB that the engine holds", most_mib),
+            "killed": ("processes that were killed", 0),
+            "broken": ("requests that were neither answered nor refused in the API's form", 0),
+        }
+        for metric, (what, most) in whats.items():
+            yield what, values[self.systems[1], metric].value, most
 
 
 def _is_broken(reply: Reply) -> bool:
@@ -378,8 +369,8 @@ class ManyFiles(Beside):
 
     few, many = 3, 3000
     systems = (f"{few} files", f"{many} files")
-    ours, pairs = systems[0], ()
-    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(systems, 1)
+    pairs = ()
+    most_rounds = 1
     metrics: Mapping[str, str] = {"refusal_ms": "ms", "listing_ms": "ms", "known_s": "s"}
 
     def configuration(self, folder: Path) -> Mapping[str, Any]:
@@ -414,17 +405,13 @@ class ManyFiles(Beside):
             raise SystemFailed(f"a new LoRA is not served: {reply.status} {reply.failure} {reply.body[:200]!r}")
         return reply.began_s - began_s
 
-    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+    def promises(self, values: Values) -> Iterator[Promise]:
         """Judge what a request, a listing and a new file cost."""
-        values = {(row.system, row.metric): row.value for row in rows}
-        few, many = ({metric: values[system, metric] for metric in self.metrics} for system in self.systems)
-        limits = {
-            "more ms for each request": (many["refusal_ms"] - few["refusal_ms"], 2.0),
-            "ms for /v1/loras": (many["listing_ms"], 100.0),
-            "s until a new file is known": (many["known_s"], 2.0),
-        }
-        late = [f"{value:.1f} {what}, at most {most:g}" for what, (value, most) in limits.items() if value > most]
-        return [*super().judge(rows), *late]
+        few, many = self.systems
+        more_ms = values[many, "refusal_ms"].value - values[few, "refusal_ms"].value
+        yield "more ms for each request", more_ms, 2.0
+        yield "ms for /v1/loras", values[many, "listing_ms"].value, 100.0
+        yield "s until a new file is known", values[many, "known_s"].value, 2.0
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -435,8 +422,7 @@ class Refusals(OnServer):
     tester's, which costs a tenth of the processor time of httpx2: both share the server's cores."""
 
     systems = ("plait",)
-    ours = "plait"
-    rounds: ClassVar[Mapping[str, int]] = {"plait": 1}
+    most_rounds = 1
     metrics: Mapping[str, str] = {"refused_p99_s": "s"}
     round_s = 30.0
 
@@ -463,7 +449,6 @@ class Refusals(OnServer):
         taken_s = ((refused["done_ns"] - refused["scheduled_ns"]) / 1e9).tolist() or [float("inf")]
         return readings({"refused_p99_s": percentile(taken_s, 0.99)})
 
-    def judge(self, rows: Sequence[ResultRow]) -> list[str]:
+    def promises(self, values: Values) -> Iterator[Promise]:
         """Judge the slowest of a hundred."""
-        slow = [row.value for row in rows if row.metric == "refused_p99_s" and row.value > self.max_p99_s]
-        return [*super().judge(rows), *(f"p99 is {each:.2f} s, more than {self.max_p99_s:g} s" for each in slow)]
+        yield "seconds of a refusal (p99)", values["plait", "refused_p99_s"].value, self.max_p99_s

@@ -59,7 +59,7 @@ def main() -> int:
     run = GpuRun(given.out, ends_s=began_s + 60 * given.minutes, tiny=given.tiny)
     for name in given.part or PARTS:
         if run.left_s <= 0:
-            run.row(name, "all", metric="skipped", value=1, unit="")
+            run.row(name, "all", 1, metric="skipped", unit="")
             continue
         module, _, function = PARTS[name].partition(":")
         try:

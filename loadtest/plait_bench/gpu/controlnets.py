@@ -1,14 +1,7 @@
-"""A ControlNet beside the UNet's first half: after it, on a second stream, and in a second process on the same GPU.
-
-Run as a program, the module is that process.
-"""
+"""A ControlNet beside the UNet's first half: after it, on a second stream, and in a second process on the same GPU."""
 
 from __future__ import annotations
 
-import os
-import random
-import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from plait_bench.benchmark import said, started
 from plait_bench.gpu.denoisers import GuidedInputs, GuidedUNet, drawn_module
 from plait_bench.gpu.rows import GpuRun
-from plait_fabric import Channel, connect, listen
-from plait_fabric.rpc.replicas import Replica, ReplicaLink, connect_to_one
+from plait_fabric import connect, listen, new_secret
+from plait_fabric.rpc.replicas import ReplicaLink
 from plait_kernels.executors.cuda_capture import CudaCapture
 from plait_kernels.executors.graphs import GraphMemory
 from plait_serving.diffusion.controlnet.local import LocalControlNetClient
@@ -108,47 +102,23 @@ def _on_a_second_stream(
 
 @contextmanager
 def _second_process(run: GpuRun) -> Iterator[RemoteControlNetClient]:
-    secret = secrets.token_bytes(32)
-    with tempfile.TemporaryDirectory() as folder:
-        address = f"shm://{folder}/net"
-        command = [sys.executable, "-m", "plait_bench.gpu.controlnets", address, folder, str(int(run.tiny))]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        with subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        ) as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(secret.hex() + "\n")
-            process.stdin.flush()
-            replica = Replica(
-                name=_NAME, host="here", addresses=(process.stdout.readline().strip(),), secret=secret, channels=0
-            )
-
-            def dial(at: str, key: bytes) -> Channel:
-                return connect(at, secret=key, timeout_s=30)
-
-            def link(left_out: frozenset[str]) -> ReplicaLink:
-                return connect_to_one([replica], left_out, host="here", chance=random.Random(0), dial=dial)
-
-            client = RemoteControlNetClient(_NAME, link)
-            try:
-                yield client
-            finally:
-                client.shutdown()
-                process.stdin.close()
-                process.wait()
+    secret = new_secret()
+    with tempfile.TemporaryDirectory() as folder, started(_serve, Path(folder), secret, run.tiny) as process:
+        address = said(process)
+        client = RemoteControlNetClient(
+            _NAME, lambda _: ReplicaLink(replica=_NAME, channel=connect(address, secret=secret, timeout_s=30))
+        )
+        try:
+            yield client
+        finally:
+            client.shutdown()
 
 
-def main() -> None:
+def _serve(folder: Path, secret: bytes, tiny: bool) -> None:
     """Serve the ControlNet until standard input ends."""
-    address, folder, tiny = sys.argv[1:]
-    run = GpuRun(Path(folder) / "process", ends_s=0.0, tiny=tiny == "1")
-    listener = listen(address, secret=bytes.fromhex(sys.stdin.readline().strip()))
+    run = GpuRun(folder / "process", ends_s=0.0, tiny=tiny)
+    listener = listen(f"shm://{folder}/net", secret=secret)
     service = ControlNetService(_NAME, _runner(run, run.memory), [listener])
     print(service.addresses[0], flush=True)
     sys.stdin.read()
     service.stop()
-
-
-if __name__ == "__main__":
-    main()

@@ -158,20 +158,21 @@ def _compiled(run: GpuRun, part: str, family: FamilyName, one: GuidedUNet, given
         return forward(peer, given)
 
     taken_ms = sum(run.call_ms(step) for _ in range(3))
-    run.row(part, "images 1", metric="compile_s", value=taken_ms / 1e3, unit="s", system="torch.compile")
+    run.row(part, "images 1", taken_ms / 1e3, metric="compile_s", unit="s", system="torch.compile")
     run.compared(part, "images 1, compiled", step(), one.eager(given))
     found = run.timed(part, "images 1", {"plait": lambda: one.ours(given), "torch.compile": step})
     ratio = found["plait"] / found["torch.compile"]
-    run.row(part, "images 1", metric="ratio", value=ratio, unit="plait/torch.compile")
+    run.row(part, "images 1", ratio, metric="ratio", unit="plait/torch.compile")
 
 
 def _memory(run: GpuRun, part: str, before: int, first: GuidedInputs) -> None:
     """Write what graphs hold by our own count, and by the allocator's."""
     memory = run.memory
     inputs = sum(it.nbytes for it in (first.sample, first.text, first.timesteps, *first.added.values()))
-    run.row(part, "graphs", metric="buffers", value=memory.nbytes, unit="bytes", graphs=memory.graphs)
-    run.row(part, "graphs", metric="pool", value=memory.capture.pool_bytes, unit="bytes")
+    run.row(part, "graphs", memory.graphs, metric="graphs", unit="graphs")
+    run.row(part, "graphs", memory.nbytes, metric="buffers", unit="bytes")
+    run.row(part, "graphs", memory.capture.pool_bytes, metric="pool", unit="bytes")
     if run.on_gpu:
         held = run.held_bytes() - before - inputs
-        run.row(part, "graphs", metric="held", value=held, unit="bytes")
-        run.row(part, "graphs", metric="peak", value=torch.cuda.max_memory_allocated(run.device), unit="bytes")
+        run.row(part, "graphs", held, metric="held", unit="bytes")
+        run.row(part, "graphs", torch.cuda.max_memory_allocated(run.device), metric="peak", unit="bytes")

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from itertools import product
-from statistics import median
 
 import torch
 
+from plait_bench import runner
+from plait_bench.benchmark import Benchmark
 from plait_bench.errors import Disagreement
 from plait_bench.gpu.rows import GpuRun
 from plait_bench.kernels import COMPILED, benchmark
+from plait_bench.runner import RunPlan
 from plait_kernels.registry import load
 
 _ROUNDS = 5
-
-
 _ROUNDING = {torch.float32: 4e-6, torch.float16: 6e-4, torch.bfloat16: 4.5e-3}
 """One rounding, relative, and a little for float32's arithmetic before it."""
 _SHAPES = ((2, 320, 128, 128), (2, 1920, 64, 64), (2, 2560, 8, 8), (3, 640, 144, 112))
@@ -28,22 +27,16 @@ def operators(run: GpuRun) -> None:
     for workload in benchmark(only=("geglu",) if run.tiny else ()).workloads:
         if run.left_s <= 0:
             return
-        with ExitStack() as opened:
-            names = [name for name in workload.systems if not (run.tiny and name == COMPILED)]
-            subjects = {name: opened.enter_context(workload.open(name, "")) for name in names}
-            for subject in subjects.values():
-                subject.warm_up()
-            try:
-                workload.check(subjects)
-            except Disagreement as error:
-                run.failed("operators", str(error))
-            taken: dict[str, list[float]] = {name: [] for name in names}
-            for number in range(_ROUNDS):
-                for name, subject in subjects.items():
-                    taken[name] += [reading.value for reading in subject.measure(number)]
-            for name, each in taken.items():
-                value, n = median(each), len(each)
-                run.row("operators", workload.name, metric="us", value=value, unit="us", system=name, n=n)
+        names = tuple(name for name in workload.systems if not (run.tiny and name == COMPILED))
+        try:
+            (result,) = runner.run(
+                Benchmark(workloads=(workload,)), RunPlan(rounds=_ROUNDS, systems=names), say=lambda _: None
+            )
+        except Disagreement as error:
+            run.failed("operators", str(error))
+        else:
+            for row in result.rows:
+                run.put("operators", row)
 
 
 def _promises(run: GpuRun) -> None:
@@ -71,6 +64,6 @@ def _promises(run: GpuRun) -> None:
 def _close(run: GpuRun, case: str, made: torch.Tensor, exact: torch.Tensor) -> None:
     bound = _ROUNDING[made.dtype] * exact.abs() + 1e-6 * exact.abs().max()
     worst = float(((made.double() - exact).abs() / bound).max())
-    run.row("operators", f"{case} {made.dtype}", metric="error", value=worst, unit="roundings")
+    run.row("operators", f"{case} {made.dtype}", worst, metric="error", unit="roundings")
     if not worst <= 1:
         run.failed("operators", f"{case} {made.dtype}: {worst:.3g} roundings from its definition")

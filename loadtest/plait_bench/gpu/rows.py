@@ -7,12 +7,13 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from plait_bench.benchmark import ResultRow
 from plait_kernels.devices import allocated_bytes, default_device, empty_cache, is_gpu, synchronize
 from plait_kernels.executors.graphs import GraphMemory, Recording, graph_memory
 
@@ -69,17 +70,20 @@ class GpuRun:
         """How often what is compared is measured, in turn."""
         return 3 if self.tiny else 30
 
-    def row(self, part: str, case: str, *, metric: str, value: float, unit: str, **more: Any) -> None:
+    def row(self, part: str, case: str, *values: float, metric: str, unit: str, system: str = "plait") -> None:
+        """Write a row of these values."""
+        self.put(part, ResultRow.of(values, system=system, workload=case, metric=metric, unit=unit))
+
+    def put(self, part: str, row: ResultRow) -> None:
         """Write a row at once."""
-        found = {"part": part, "case": case, "metric": metric, "value": value, "unit": unit, **more}
         with self._rows.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**found, **self._host}) + "\n")
-        self.log(f"{part} {case} {more.get('system', '')} {metric}: {value:.6g} {unit}")
+            file.write(json.dumps({"part": part, **asdict(row), **self._host}) + "\n")
+        self.log(f"{part} {row.workload} {row.system} {row.metric}: {row.value:.6g} {row.unit}")
 
     def failed(self, part: str, why: str) -> None:
         """Write that something went wrong."""
         self.has_failed = True
-        self.row(part, "all", metric="failed", value=1, unit="", why=why[:500])
+        self.row(part, why[:500], 1, metric="failed", unit="")
 
     def log(self, text: str) -> None:
         """Write a line to the log and the terminal."""
@@ -91,7 +95,7 @@ class GpuRun:
         """Write how far two answers are apart, of the largest value; more than rounding is a failure."""
         largest = float(theirs.float().abs().max())
         difference = float((ours.float() - theirs.float()).abs().max()) / max(largest, 1e-9)
-        self.row(part, case, metric="difference", value=difference, unit="of the largest")
+        self.row(part, case, difference, metric="difference", unit="of the largest")
         if not difference <= LARGEST_DIFFERENCE:
             self.failed(part, f"{case}: ours differs by {difference:.3g} of the largest value")
 
@@ -104,10 +108,7 @@ class GpuRun:
             for name, call in systems.items():
                 taken[name].append(self.call_ms(call))
         for name, each in taken.items():
-            self.row(
-                part, case, metric="ms", value=statistics.median(each), unit="ms", system=name, n=len(each),
-                p20=_percentile(each, 0.2), p80=_percentile(each, 0.8),
-            )  # fmt: skip
+            self.row(part, case, *each, metric="ms", unit="ms", system=name)
         return {name: statistics.median(each) for name, each in taken.items()}
 
     def call_ms(self, call: Callable[[], object]) -> float:
@@ -127,7 +128,3 @@ class GpuRun:
         self.memory.give_up()
         gc.collect()
         empty_cache(self.device)
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]

@@ -54,17 +54,17 @@ def _measured(run: GpuRun, engine: Engine) -> None:
         return time.perf_counter() - began_s
 
     for number in range(3):
-        run.row("switching", f"image {number + 1}", metric="s", value=image_s("a"), unit="s")
+        run.row("switching", f"image {number + 1}", image_s("a"), metric="s", unit="s")
         time.sleep(_POLL_S if run.tiny else 2.0)  # for the graphs
-    run.row("switching", "held", metric="held", value=run.held_bytes(), unit="bytes")
+    run.row("switching", "held", run.held_bytes(), metric="held", unit="bytes")
     for model in ("b", "a"):
-        run.row("switching", f"switch to {model}", metric="s", value=image_s(model), unit="s")
-        run.row("switching", f"held after {model} came", metric="held", value=run.held_bytes(), unit="bytes")
+        run.row("switching", f"switch to {model}", image_s(model), metric="s", unit="s")
+        run.row("switching", f"held after {model} came", run.held_bytes(), metric="held", unit="bytes")
     for model, seconds in engine.pool.statistics().load_s.items():
-        run.row("switching", f"load {model}", metric="s", value=seconds, unit="s")
+        run.row("switching", f"load {model}", seconds, metric="s", unit="s")
     engine.rest("a", asleep=True)
     until_s = time.monotonic() + _PATIENCE_S
     while "a" in engine.pool.statistics().resident and time.monotonic() < until_s:
         time.sleep(_POLL_S)
-    run.row("switching", "held asleep", metric="held", value=run.held_bytes(), unit="bytes")
-    run.row("switching", "wake", metric="s", value=image_s("a"), unit="s")
+    run.row("switching", "held asleep", run.held_bytes(), metric="held", unit="bytes")
+    run.row("switching", "wake", image_s("a"), metric="s", unit="s")

@@ -59,7 +59,7 @@ def flux(run: GpuRun) -> None:
         peer = copy.deepcopy(module, {id(each): each for each in module.parameters()})  # of the same weights
         peer.compile_repeated_blocks(fullgraph=True, **({"backend": "eager"} if run.tiny else {}))
         compiled = _forward(peer, one)
-        run.row("flux", "compiling", metric="s", value=run.call_ms(compiled) / 1e3, unit="s", system="torch.compile")
+        run.row("flux", "compiling", run.call_ms(compiled) / 1e3, metric="s", unit="s", system="torch.compile")
         run.timed("flux", f"{edge}x{edge} images 1, compiled", {"plait": lambda: ours(one), "torch.compile": compiled})
 
 

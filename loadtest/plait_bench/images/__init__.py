@@ -6,7 +6,7 @@ differ in the one setting that their name says; `plait_engine` is the engine in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -35,16 +35,101 @@ from plait_bench.images.orders import (
 
 LORA_RANK = 16
 
-_SERVED: Mapping[str, Mapping[str, Any]] = {
-    "plait": {},
-    "plait_exact": {"knobs": {"exact": "always"}},
-    "plait_torch": {"executor": "torch"},
-    # A ControlNet as a service: on the cores that the engine uses too, or on one that the engine leaves to it.
-    "plait_shared": {"knobs": {"controlnet_placement": "remote"}},
-    "plait_own_cores": {"knobs": {"controlnet_placement": "remote"}, "is_split": True},
-}
-_DIFFUSERS: Mapping[str, str] = {"diffusers_fair": "fair", "diffusers": "stock", "diffusers_batched": "batched"}
-SYSTEMS = (*_SERVED, "plait_engine", *_DIFFUSERS, "openvino")
+PINS = (
+    "optimum-intel[openvino]==2.2.0",
+    "openvino==2026.4.1",
+    "diffusers==0.39.0",
+    "transformers==5.5.4",
+    "pillow",
+)
+
+
+def interpreter() -> Path:
+    """Return the Python of the OpenVINO peer's environment, whose libraries need older versions of ours, with torch in
+    the very build that is here (a CPU build stays one). Raises `SystemUnavailable`."""
+    # torchvision is required by optimum-intel, used by nothing here, and an index may offer a build for another torch.
+    pins = (*PINS, f"torch=={version('torch')}")
+    return environment(cache_folder() / "openvino", pins, dropped=("torchvision",))
+
+
+def _formats(way: str, items: ItemList) -> tuple[str, ...]:
+    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too; a
+    transformer, which has hardly any convolutions, as it is and compiled."""
+    if items.settings.get("is_transformer"):
+        return ("", "compiled")
+    if items.settings.get("device") != "cuda":
+        return ("", "channels_last")
+    return ("",) if way == "stock" else ("channels_last", "compiled")
+
+
+def _whole(items: Sequence[ImageSpec], processes: int) -> list[list[int]]:
+    return [list(range(len(items))), *[[] for _ in range(processes - 1)]]
+
+
+def evenly(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
+    """Assign the dearest order first to the least loaded process; each share is in arrival order.
+
+    For systems that gain nothing from order. At most 4/3 of the best possible makespan (Graham 1969).
+    """
+    costs = list(map(cost, orders))
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    loads = [0.0] * processes
+    for i in sorted(range(len(orders)), key=lambda i: (-costs[i], i)):
+        lightest = loads.index(min(loads))
+        shares[lightest].append(i)
+        loads[lightest] += costs[i]
+    return [sorted(share) for share in shares]
+
+
+def in_runs(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
+    """Sort by LoRA set (in order of first arrival) and cut where each process has an even part of the cost.
+
+    For systems that pay for a change of set: a cut adds at most one change, and shares stay even.
+    """
+    members: dict[LoraSet, list[int]] = {}
+    for i, order in enumerate(orders):
+        members.setdefault(order.loras, []).append(i)
+    total = sum(map(cost, orders))
+    shares: list[list[int]] = [[] for _ in range(processes)]
+    done = 0.0
+    for i in (i for of in members.values() for i in of):
+        middle = done + cost(orders[i]) / 2
+        shares[min(processes - 1, int(processes * middle / total))].append(i)
+        done += cost(orders[i])
+    return shares
+
+
+def _ours(name: str, worker: str = "Served", **settings: Any) -> System:
+    factory = f"plait_bench.images.ours:{worker}"
+    return System(name=name, factory=factory, settings=settings, share=_whole, is_own_layout=True)
+
+
+def _diffusers(name: str, way: str, share: Callable[..., list[list[int]]] = evenly) -> System:
+    return System(
+        name=name, factory="plait_bench.images.peers:Diffusers", share=share, settings={"way": way},
+        variants=partial(_formats, way),
+    )  # fmt: skip
+
+
+SYSTEMS: Mapping[str, System] = {
+    system.name: system
+    for system in (
+        _ours("plait"),
+        _ours("plait_exact", knobs={"exact": "always"}),
+        _ours("plait_torch", executor="torch"),
+        # A ControlNet as a service: on the cores that the engine uses too, or on one that the engine leaves to it.
+        _ours("plait_shared", knobs={"controlnet_placement": "remote"}),
+        _ours("plait_own_cores", knobs={"controlnet_placement": "remote"}, is_split=True),
+        _ours("plait_engine", "InProcessEngine"),
+        _diffusers("diffusers_fair", "fair", in_runs),
+        _diffusers("diffusers", "stock"),
+        _diffusers("diffusers_batched", "batched"),
+        System(
+            name="openvino", factory="plait_bench.images.peers:OpenVino", share=evenly,
+            variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
+        ),
+    )
+}  # fmt: skip
 """All systems, in the order of the table."""
 
 _TORCH = ("plait", "plait_torch", "diffusers_fair", "diffusers")
@@ -60,26 +145,19 @@ _DEFAULTS: Mapping[str, tuple[str, ...]] = {
     "mixed16": _TORCH,
     "distinct16": _TORCH,
 }
-_REMOTE = ("controlnet", "controlnet-service", "mixed16")
+_REMOTE = (START, "controlnet", "controlnet-service", "mixed16")
+_WITHOUT_START = {"plait_engine", "diffusers_fair", "diffusers_batched"}
 _ONLY: Mapping[str, tuple[str, ...]] = {
-    "openvino": ("single", "same4"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
+    "openvino": (START, "single", "same4"),  # its pipelines have no ControlNet, and a LoRA needs an export of its own
     "diffusers_batched": ("same4", "same16"),
     **dict.fromkeys(("plait_shared", "plait_own_cores"), _REMOTE),
 }
 """What some systems can do."""
 
-_OF_TRANSFORMERS = frozenset(("plait", "plait_engine", *_DIFFUSERS))
+_OF_TRANSFORMERS = frozenset(("plait", "plait_engine", "diffusers_fair", "diffusers", "diffusers_batched"))
 """Those that differ there, and can run one."""
 
 _ON_GPU = ("plait_engine", "diffusers_fair", "diffusers")
-
-PINS = (
-    "optimum-intel[openvino]==2.2.0",
-    "openvino==2026.4.1",
-    "diffusers==0.39.0",
-    "transformers==5.5.4",
-    "pillow",
-)
 
 
 def benchmark(
@@ -103,7 +181,7 @@ def benchmark(
     kind = size_of(size)
     root = models or (cache_folder() / kind.name if kind.family else _starter())
     names = chosen(only, kind.workloads, "workload")
-    chosen(systems, SYSTEMS, "system")
+    chosen(systems, tuple(SYSTEMS), "system")
     measured = dtypes(dtype, device)[-1:] if kind.is_transformer else dtypes(dtype, device)
     varieties = [Variety(size=kind, edge=edge or kind.edge(each), dtype=each, device=device) for each in measured]
     needed = ModelFolder.of(root, kind, [item for name in names for item in _items(name, varieties[0]).items])
@@ -114,7 +192,7 @@ def benchmark(
     for variety in varieties if START in names else ():
         items = _items(START, variety).items
         settings = _settings(root, variety, items)
-        known = [_system(name, settings) for name in taking_part(START, kind, systems)]
+        known = [SYSTEMS[name].given(settings) for name in taking_part(START, kind, systems)]
         starts.append(StartWorkload(variety.row_name(START), known, items[0], open_fleet))
 
     @contextmanager
@@ -147,7 +225,7 @@ def on_fleets(
             settings = _settings(root, variety, items.items if is_separate else every)
             taken = taking_part(name, size, systems, on_gpu=variety.on_gpu)
             lists += _parts(replace(items, settings=settings), taken, variety)
-    used = [_system(name, {}) for name in SYSTEMS if any(name in each.systems for each in lists)]
+    used = [system for name, system in SYSTEMS.items() if any(name in each.systems for each in lists)]
     max_open = 0 if varieties[0].on_gpu else size.max_open
     pool = FleetPool(used, lists, cores=host_cores or cores(), max_open=max_open, open_fleet=open_fleet)
     check = PixelCheck()
@@ -206,84 +284,12 @@ def taking_part(name: str, size: ImageSize, named: Sequence[str] = (), *, on_gpu
     if on_gpu:
         return tuple(system for system in _ON_GPU if not named or system in named)
     if named:
-        return tuple(system for system in SYSTEMS if system in named and _can(system, name))
+        able = {system for system in named if name in _ONLY.get(system, (name,))}
+        return tuple(system for system in SYSTEMS if system in able - (_WITHOUT_START if name == START else set()))
     found = tuple(system for system in _DEFAULTS[name] if not size.is_transformer or system in _OF_TRANSFORMERS)
     if size.family and name not in {"lora", START}:
         found = tuple(system for system in found if system != "diffusers")
     return tuple(system for system in SYSTEMS if system in found)
-
-
-def _can(system: str, name: str) -> bool:
-    if name == START:
-        return system in _DEFAULTS[START] or system in _SERVED
-    return name in _ONLY.get(system, (name,))
-
-
-def _system(name: str, settings: Mapping[str, Any]) -> System:
-    """Make the system of that name."""
-    if name in _SERVED or name == "plait_engine":
-        return System(
-            name=name, share=_whole,
-            factory="plait_bench.images.ours:Served" if name in _SERVED else "plait_bench.images.ours:InProcessEngine",
-            settings={**_SERVED.get(name, {}), **settings}, is_own_layout=True,
-        )  # fmt: skip
-    if name == "openvino":
-        return System(
-            name=name, factory="plait_bench.images.peers:OpenVino", share=evenly, settings=settings,
-            variants=lambda items: ("",) if items.one_by_one else ("", "batched"), interpreter=interpreter,
-        )  # fmt: skip
-    way = _DIFFUSERS[name]
-    return System(
-        name=name, factory="plait_bench.images.peers:Diffusers", share=in_runs if way == "fair" else evenly,
-        settings={"way": way, **settings}, variants=partial(_formats, way),
-    )  # fmt: skip
-
-
-def _formats(way: str, items: ItemList) -> tuple[str, ...]:
-    """Return the forms of a pipeline worth a trial: on a GPU the stock one as it is, the others compiled, too; a
-    transformer, which has hardly any convolutions, as it is and compiled."""
-    if items.settings.get("is_transformer"):
-        return ("", "compiled")
-    if items.settings.get("device") != "cuda":
-        return ("", "channels_last")
-    return ("",) if way == "stock" else ("channels_last", "compiled")
-
-
-def _whole(items: Sequence[ImageSpec], processes: int) -> list[list[int]]:
-    return [list(range(len(items))), *[[] for _ in range(processes - 1)]]
-
-
-def evenly(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
-    """Assign the dearest order first to the least loaded process; each share is in arrival order.
-
-    For systems that gain nothing from order. At most 4/3 of the best possible makespan (Graham 1969).
-    """
-    costs = list(map(cost, orders))
-    shares: list[list[int]] = [[] for _ in range(processes)]
-    loads = [0.0] * processes
-    for i in sorted(range(len(orders)), key=lambda i: (-costs[i], i)):
-        lightest = loads.index(min(loads))
-        shares[lightest].append(i)
-        loads[lightest] += costs[i]
-    return [sorted(share) for share in shares]
-
-
-def in_runs(orders: Sequence[ImageSpec], processes: int) -> list[list[int]]:
-    """Sort by LoRA set (in order of first arrival) and cut where each process has an even part of the cost.
-
-    For systems that pay for a change of set: a cut adds at most one change, and shares stay even.
-    """
-    members: dict[LoraSet, list[int]] = {}
-    for i, order in enumerate(orders):
-        members.setdefault(order.loras, []).append(i)
-    total = sum(map(cost, orders))
-    shares: list[list[int]] = [[] for _ in range(processes)]
-    done = 0.0
-    for i in (i for of in members.values() for i in of):
-        middle = done + cost(orders[i]) / 2
-        shares[min(processes - 1, int(processes * middle / total))].append(i)
-        done += cost(orders[i])
-    return shares
 
 
 def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
@@ -300,14 +306,6 @@ def write_missing(folder: ModelFolder, size: ImageSize, say: Say) -> None:
             command = [size.family, "--lora", "peft", "--rank", str(LORA_RANK), "--seed", str(seed)]
         say(f"writing {path} (once)")
         write_random_model(path, *command)
-
-
-def interpreter() -> Path:
-    """Return the Python of the OpenVINO peer's environment, whose libraries need older versions of ours, with torch in
-    the very build that is here (a CPU build stays one). Raises `SystemUnavailable`."""
-    # torchvision is required by optimum-intel, used by nothing here, and an index may offer a build for another torch.
-    pins = (*PINS, f"torch=={version('torch')}")
-    return environment(cache_folder() / "openvino", pins, dropped=("torchvision",))
 
 
 def _starter() -> Path:

@@ -16,12 +16,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from plait_bench.benchmark import calling
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
@@ -104,14 +104,18 @@ class System:
 
     name: str
     factory: str
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(default_factory=dict)
     share: Callable[[Sequence[Item], int], list[list[int]]]
     variants: Callable[[ItemList], tuple[str, ...]] = lambda _: ("",)
     is_own_layout: bool = False
     interpreter: Callable[[], Path] | None = None
 
+    def given(self, settings: Mapping[str, Any]) -> Self:
+        """Return it with further settings."""
+        return replace(self, settings={**self.settings, **settings})
 
-class FleetWorker(Protocol):
+
+class FleetWorker:
     """A system inside a worker process."""
 
     def configure(self, *, threads: int, variant: str) -> None:
@@ -119,6 +123,7 @@ class FleetWorker(Protocol):
 
     def run(self, items: Sequence[Item], *, one_by_one: bool, keep: bool) -> list[Item]:
         """Run all items; return what was made of each if it is to be kept, else nothing."""
+        raise NotImplementedError
 
     def prepared(self) -> None:
         """Wait for what the first run has set off, and later ones run on."""

@@ -10,11 +10,11 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
-from plait_bench.benchmark import Reading, Rounds, Say, Subject, Workload, cores, pairs_of, readings
+from plait_bench.benchmark import Reading, Say, Subject, Workload, cores, readings
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.images.fleet import ItemList, ProcessLayout, System, WorkerFleet
 from plait_bench.images.orders import ImageArray, ImageSpec
@@ -56,6 +56,7 @@ class FleetPool:
         self._workloads, self._cores, self._max_open = workloads, cores, max_open
         self._open_fleet = open_fleet
         self._open: dict[str, tuple[Mapping[str, object], WorkerFleet]] = {}
+        self._ready: dict[WorkerFleet, tuple[ItemList, ProcessLayout]] = {}
         self._missing: dict[str, SystemUnavailable] = {}
         self._say: Say = lambda _: None
 
@@ -94,15 +95,23 @@ class FleetPool:
         self._open[name][1].resume()
         return self._open[name][1]
 
+    def at_hand(self, name: str, items: ItemList, layout: ProcessLayout) -> WorkerFleet:
+        """Return a system's workers in a layout; those that are new to it, or to the workload, are warmed up."""
+        fleet = self.fleet(name, items)
+        if self._ready.get(fleet) != (items, layout):
+            fleet.configure(layout)
+            fleet.run(items.warm_up, one_by_one=items.one_by_one)
+            self._ready[fleet] = items, layout
+        return fleet
+
     def _start(self, name: str, items: ItemList) -> WorkerFleet:
         while self._max_open and len(self._open) >= self._max_open:
             self._close(next(iter(self._open)))
         alike = [each for each in self._workloads if each.settings == items.settings and name in each.systems]
         processes = max(layout.processes for each in alike for layout in self.layouts(name, each))
         self._say(f"starting {name} in {processes} process(es)")
-        system = self.systems[name]
         try:
-            return self._open_fleet(replace(system, settings={**system.settings, **items.settings}), processes)
+            return self._open_fleet(self.systems[name].given(items.settings), processes)
         except SystemUnavailable as error:
             self._missing[name] = error
             raise
@@ -122,9 +131,7 @@ class OnFleets(Workload):
         self._items, self._pool, self._check = items, pool, check
         self.name = items.name
         self.systems = tuple(name for name in pool.systems if name in items.systems)
-        self.ours = next(iter(self.systems), "")
-        self.pairs = pairs_of(self.ours, self.systems)
-        self._subjects: dict[str, _OnFleet] = {}
+        self._chosen: dict[str, ProcessLayout] = {}
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the system's layouts."""
@@ -135,55 +142,36 @@ class OnFleets(Workload):
         """Open the system's processes, for a layout."""
         offered = self._pool.layouts(system, self._items)
         self._pool.fleet(system, self._items)
-        chosen = next(each for each in offered if str(each) == layout)
-        subject = self._subjects[system] = _OnFleet(self._items, self._pool, system, chosen)
-        yield subject
+        self._chosen[system] = next(each for each in offered if str(each) == layout)
+        yield Subject(
+            lambda _: self._measured(system, len(self._items.items)),
+            warm_up=lambda: self._at_hand(system),
+            trial=lambda _: self._measured(system, self._items.trial_items or len(self._items.items)),
+        )
 
     def settle(self, subjects: Mapping[str, Subject]) -> None:
         """Have each system run all items again and again, for as long as the workload says."""
         for system in subjects:
             until_s = time.monotonic() + self._items.settle_s
             while time.monotonic() < until_s:
-                self._subjects[system].run(self._items)
+                self._run(system, self._items.items)
 
     def check(self, subjects: Mapping[str, Subject]) -> None:
         """Compare the systems' images. Raises `Disagreement`."""
-        self._check(self._items, {system: self._subjects[system].run(self._items, keep=True)[1] for system in subjects})
+        every = self._items.items
+        self._check(self._items, {system: self._run(system, every, keep=True)[1] for system in subjects})
 
+    def _measured(self, system: str, count: int) -> list[Reading]:
+        """Run the first items."""
+        taken_s, _ = self._run(system, self._items.items[:count])
+        return readings({DECIDING: count / taken_s, **_peak_gib(self._at_hand(system))})
 
-@dataclass
-class _OnFleet:
-    """Implements `Subject`. The system's processes may have been closed, or set to another layout, between rounds."""
+    def _run(self, system: str, items: Sequence[ImageSpec], *, keep: bool = False) -> tuple[float, list[ImageArray]]:
+        return self._at_hand(system).run(items, one_by_one=self._items.one_by_one, keep=keep)
 
-    items: ItemList
-    pool: FleetPool
-    system: str
-    layout: ProcessLayout
-    fleet: WorkerFleet | None = None
-
-    def warm_up(self) -> None:
-        """Set the layout, and run the short items."""
-        self._at_hand()
-
-    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
-        """Run all items; in a trial, as many as the workload says."""
-        items = self.items
-        if trial and items.trial_items:
-            items = replace(items, items=items.items[: items.trial_items])
-        taken_s, _ = self.run(items)
-        return readings({DECIDING: len(items.items) / taken_s, **_peak_gib(self._at_hand())})
-
-    def run(self, items: ItemList, *, keep: bool = False) -> tuple[float, list[ImageArray]]:
-        """Run items on the processes at hand."""
-        return self._at_hand().run(items.items, one_by_one=items.one_by_one, keep=keep)
-
-    def _at_hand(self) -> WorkerFleet:
-        """Return the processes; those that are new here are warmed up."""
-        before, self.fleet = self.fleet, self.pool.fleet(self.system, self.items)
-        if self.fleet is not before:
-            self.fleet.configure(self.layout)
-            self.fleet.run(self.items.warm_up, one_by_one=self.items.one_by_one)
-        return self.fleet
+    def _at_hand(self, system: str) -> WorkerFleet:
+        """Return the system's processes, which may have been closed, or set to another layout, between rounds."""
+        return self._pool.at_hand(system, self._items, self._chosen[system])
 
 
 def _peak_gib(fleet: WorkerFleet) -> dict[str, float]:
@@ -203,8 +191,6 @@ class StartWorkload(Workload):
         self.name = name
         self._known = {system.name: system for system in systems}
         self.systems = tuple(self._known)
-        self.ours = self.systems[0] if self.systems else ""
-        self.pairs = pairs_of(self.ours, self.systems)
         self._item, self._open_fleet = item, open_fleet
 
     @contextmanager
@@ -213,7 +199,7 @@ class StartWorkload(Workload):
         known = self._known[system]
         if known.interpreter is not None:
             known.interpreter()  # an installation is no start
-        yield Rounds(lambda _: self._started_twice(known))
+        yield Subject(lambda _: self._started_twice(known))
 
     def _started_twice(self, system: System) -> list[Reading]:
         with tempfile.TemporaryDirectory(prefix="plait-bench-") as cache:
@@ -222,7 +208,7 @@ class StartWorkload(Workload):
 
     def _start(self, system: System, cache: str) -> dict[str, float]:
         started_s = time.monotonic()
-        fleet = self._open_fleet(replace(system, settings={**system.settings, "cache": cache}), 1)
+        fleet = self._open_fleet(system.given({"cache": cache}), 1)
         try:
             if not system.is_own_layout:
                 fleet.configure(ProcessLayout(processes=1, threads=cores(), variant=""))

@@ -26,6 +26,7 @@ DeviceName = Literal["cpu", "cuda"]
 ImageArray: TypeAlias = npt.NDArray[np.uint8]
 """`uint8 (H, W, 3)`."""
 
+STARTER_EDGE = 64
 EDGES = (256, 512, 1024)
 """The image sizes that models of real size are measured at; the last one on GPUs."""
 
@@ -194,20 +195,20 @@ class Variety:
         """Return what a workload is called in rows: sizes and dtypes never mix."""
         parts = ["gpu"] if self.on_gpu else []
         parts += [self.size.name] if self.size.family else []
-        parts += [str(self.edge)] if self.image_edge not in (None, EDGES[0]) else []
+        parts += [str(self.edge)] if self.size.family and self.edge != EDGES[0] else []
         parts += {"float32": [], "bfloat16": ["bf16"], "float16": ["fp16"]}[self.dtype]
         return "-".join([*parts, workload])
 
     @property
-    def image_edge(self) -> int | None:
-        """The edge that orders ask for; None for the model's own."""
-        return self.edge if self.size.family else None
+    def image_edge(self) -> int:
+        """The edge that orders ask for."""
+        return self.edge if self.size.family else STARTER_EDGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageSpec:
     """One image. `control` is a ControlNet's name and the number of its drawing (`control_map`); `edge` its width and
-    height, None for the model's own."""
+    height."""
 
     prompt: str
     seed: int
@@ -216,7 +217,7 @@ class ImageSpec:
     guidance: float = GUIDANCE
     loras: tuple[tuple[str, float], ...] = ()
     control: tuple[str, int] | None = None
-    edge: int | None = None
+    edge: int = STARTER_EDGE
 
 
 def cost(order: ImageSpec) -> float:
@@ -288,20 +289,19 @@ def _mixed16(size: ImageSize) -> list[ImageSpec]:
     return orders
 
 
-def control_map(controlnet: str, drawing: int, width: int, height: int) -> ImageArray:
-    """Return `uint8 (height, width, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same
-    map."""
-    image = Image.new("RGB", (width, height))
+def control_map(controlnet: str, drawing: int, edge: int) -> ImageArray:
+    """Return `uint8 (edge, edge, 3)`: white lines on black, or coloured blocks for `colors`. Same numbers, same map."""
+    image = Image.new("RGB", (edge, edge))
     pen = ImageDraw.Draw(image)
     inset = 0.1 + 0.05 * (drawing % 4)
-    box = (inset * width, inset * height, (1 - inset) * width, (1 - inset) * height)
+    box = (inset * edge, inset * edge, (1 - inset) * edge, (1 - inset) * edge)
     coloured = controlnet == "colors"
     fill = (60 + 45 * (drawing % 5), 200 - 30 * (drawing % 6), 90 + 20 * (drawing % 8)) if coloured else None
     shape = pen.ellipse if drawing % 2 else pen.rectangle
     shape(box, fill=fill, outline=None if coloured else (255, 255, 255))
     if not coloured:
         return np.asarray(image)
-    blocks = image.resize((4, 4), Image.Resampling.BOX).resize((width, height), Image.Resampling.NEAREST)
+    blocks = image.resize((4, 4), Image.Resampling.BOX).resize((edge, edge), Image.Resampling.NEAREST)
     return np.asarray(blocks)
 
 

@@ -59,11 +59,11 @@ def configuration(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {"server": server, "images": images, "recommend": None}
 
 
-def body_of(order: ImageSpec, edge: int) -> dict[str, Any]:
-    """Return the body of the request that makes an order's image, `edge` pixels wide and high."""
+def body_of(order: ImageSpec) -> dict[str, Any]:
+    """Return the body of the request that makes an order's image."""
     body: dict[str, Any] = {
         "prompt": order.prompt,
-        "size": f"{edge}x{edge}",
+        "size": f"{order.edge}x{order.edge}",
         "seed": order.seed,
         "num_inference_steps": order.steps,
         "guidance_scale": order.guidance,
@@ -73,7 +73,7 @@ def body_of(order: ImageSpec, edge: int) -> dict[str, Any]:
     if order.control is not None:
         name, drawing = order.control
         file = io.BytesIO()
-        Image.fromarray(control_map(name, drawing, edge, edge)).save(file, format="PNG")
+        Image.fromarray(control_map(name, drawing, order.edge)).save(file, format="PNG")
         body["controlnets"] = [{"name": name, "image": base64.b64encode(file.getvalue()).decode()}]
     return body
 
@@ -87,7 +87,6 @@ class Served(FleetWorker):
         Raises `SystemFailed`.
         """
         config, models = configuration(settings), settings["models"]
-        self._edge = _own_edge(models.base)
         is_torch = settings.get("executor") == "torch" or settings.get("is_transformer", False)
         self._prepares = not is_torch and config["images"]["knobs"].get("exact") != "always"
         self._controlnets = frozenset(models.controlnets)
@@ -104,7 +103,7 @@ class Served(FleetWorker):
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Send the requests all at once, or one after the other."""
-        bodies = [json.dumps(body_of(order, order.edge or self._edge)).encode() for order in items]
+        bodies = [json.dumps(body_of(order)).encode() for order in items]
         with ThreadPoolExecutor(1 if one_by_one else len(bodies)) as pool:
             answers = list(pool.map(self._ask, bodies))
         return [_pixels(answer) for answer in answers] if keep else []
@@ -169,15 +168,6 @@ def _pixels(answer: bytes) -> ImageArray:
         return np.asarray(opened.convert("RGB"))
 
 
-def _own_edge(base: Path) -> int:
-    """Return the edge of the images that a model was made for."""
-    denoiser = "unet" if (base / "unet").is_dir() else "transformer"
-    sample = json.loads((base / denoiser / "config.json").read_text(encoding="utf-8"))["sample_size"]
-    vae = json.loads((base / "vae" / "config.json").read_text(encoding="utf-8"))
-    doublings = len(vae["block_out_channels"]) - 1
-    return int(sample) << doublings
-
-
 class InProcessEngine(FleetWorker):
     """Our engine with its default knobs."""
 
@@ -186,7 +176,7 @@ class InProcessEngine(FleetWorker):
         from plait_serving.diffusion.lora.source import FolderSource
 
         models: ModelFolder = settings["models"]
-        self._engine = build_engine(
+        self.engine = build_engine(
             EngineSettings(
                 model=models.base,
                 dtype=settings["dtype"],
@@ -199,37 +189,33 @@ class InProcessEngine(FleetWorker):
 
     def run(self, items: Sequence[ImageSpec], *, one_by_one: bool, keep: bool) -> list[ImageArray]:
         """Ask for the images all at once, or one after the other."""
-        engine = self._engine
-        family = engine.pool.first.family
-        requests = [
-            image_request(
-                order, request_id=f"bench-{next(self._numbers)}", width=order.edge or family.width,
-                height=order.edge or family.height,
-            )
-            for order in items
-        ]  # fmt: skip
-        with ThreadPoolExecutor(1 if one_by_one else len(requests)) as pool:
-            made = list(pool.map(lambda request: engine.generate(request, timeout_s=_ANSWER_S), requests))
-        return [result.images[0] for result in made] if keep else []
+        with ThreadPoolExecutor(1 if one_by_one else len(items)) as pool:
+            made = list(pool.map(self.image, items))
+        return made if keep else []
+
+    def image(self, order: ImageSpec) -> ImageArray:
+        """Ask for an image as the server would. Raises the engine's errors."""
+        request = image_request(order, request_id=f"bench-{next(self._numbers)}")
+        return self.engine.generate(request, timeout_s=_ANSWER_S).images[0]
 
     def close(self) -> None:
         """Stop the engine."""
-        self._engine.stop(drain_s=0.0)
+        self.engine.stop(drain_s=0.0)
 
 
-def image_request(order: ImageSpec, *, request_id: str, width: int, height: int) -> ImageRequest:
-    """Return the request that the server would make of the order, for an image of `width` x `height` pixels."""
+def image_request(order: ImageSpec, *, request_id: str) -> ImageRequest:
+    """Return the request that the server would make of the order."""
     from plait_serving.diffusion.values import ControlRef, ImageRequest, LoraRef, Scheduler
 
     controls: tuple[ControlRef, ...] = ()
     if order.control is not None:
         name, drawing = order.control
-        controls = (ControlRef(name=name, image=control_map(name, drawing, width, height)),)
+        controls = (ControlRef(name=name, image=control_map(name, drawing, order.edge)),)
     return ImageRequest(
         request_id=request_id,
         prompt=order.prompt,
-        width=width,
-        height=height,
+        width=order.edge,
+        height=order.edge,
         steps=order.steps,
         guidance_scale=order.guidance,
         seed=order.seed,

@@ -74,23 +74,21 @@ class Pipelines:
         for pipeline in (self.plain, *self.controlled.values()):
             pipeline.set_progress_bar_config(disable=True)
         self._compiled: dict[Any, Any] = {}
-        self._own_edge = int(self._denoiser.config.sample_size) * self.plain.vae_scale_factor
 
     def draw(self, orders: Sequence[ImageSpec]) -> list[ImageArray]:
         """Make all `orders` in one call; they agree in everything but prompt and seed (and the control drawing)."""
         first = orders[0]
-        edge = first.edge or self._own_edge
         pipeline, extra = self.plain, {}
         if first.control is not None:
             name = first.control[0]
             pipeline = self.controlled[name]
             drawings = [order.control[1] for order in orders if order.control is not None]
-            extra = {"image": [Image.fromarray(control_map(name, i, edge, edge)) for i in drawings]}
+            extra = {"image": [Image.fromarray(control_map(name, i, first.edge)) for i in drawings]}
         kind, overrides = _SCHEDULERS[first.scheduler]
         if "FlowMatch" in type(pipeline.scheduler).__name__:
             kind = type(pipeline.scheduler)
         pipeline.scheduler = kind.from_config({**self._schedule, **overrides})
-        return _drawn(pipeline, orders, edge, **extra)
+        return _drawn(pipeline, orders, **extra)
 
     def set_memory_format(self, memory_format: torch.memory_format) -> None:
         """Set the memory format of the model that steps, the VAE and the ControlNets."""
@@ -113,11 +111,11 @@ class Pipelines:
             module._compiled_call_impl = None
 
 
-def _drawn(pipeline: Any, orders: Sequence[ImageSpec], edge: int, **more: Any) -> list[ImageArray]:
+def _drawn(pipeline: Any, orders: Sequence[ImageSpec], **more: Any) -> list[ImageArray]:
     made = pipeline(
         prompt=[order.prompt for order in orders],
-        width=edge,
-        height=edge,
+        width=orders[0].edge,
+        height=orders[0].edge,
         num_inference_steps=orders[0].steps,
         guidance_scale=orders[0].guidance,
         generator=[torch.Generator("cpu").manual_seed(order.seed) for order in orders],
@@ -267,7 +265,7 @@ class OpenVino(FleetWorker):
         root = Path(cache) if cache else cache_folder()
         self._folder = self._export(models.base, root / "openvino-models" / _key(models.base))
         self._threads, self._is_batched = os.cpu_count() or 1, False
-        self._compiled: tuple[int, int | None, int] | None = None
+        self._compiled: tuple[int, int, int] | None = None
         self._pipeline: Any = None
         self._ready(1, settings["edge"])
 
@@ -283,16 +281,15 @@ class OpenVino(FleetWorker):
         return images if keep else []
 
     def _draw(self, orders: Sequence[ImageSpec]) -> list[Any]:
-        return _drawn(self._ready(len(orders), orders[0].edge), orders, self._edge)
+        return _drawn(self._ready(len(orders), orders[0].edge), orders)
 
-    def _ready(self, batch: int, edge: int | None) -> Any:
+    def _ready(self, batch: int, edge: int) -> Any:
         """Return the pipeline compiled for a batch and an edge: a static shape cannot be widened again."""
         wanted = (batch, edge, self._threads)
         if self._compiled != wanted:
             self._pipeline = None
             self._pipeline = pipeline = self._load()
-            self._edge = edge or int(pipeline.unet.config["sample_size"]) * pipeline.vae_scale_factor
-            pipeline.reshape(batch_size=batch, height=self._edge, width=self._edge, num_images_per_prompt=1)
+            pipeline.reshape(batch_size=batch, height=edge, width=edge, num_images_per_prompt=1)
             shape = pipeline.vae_decoder.model.input(0).partial_shape
             shape[0] = batch  # `reshape` leaves it at the number of images of one prompt
             pipeline.vae_decoder.model.reshape(shape)

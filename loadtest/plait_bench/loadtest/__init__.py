@@ -7,12 +7,11 @@ replies come, which is easier. All share the machine's cores with the server.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 
-from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, pairs_of, readings, selected
-from plait_bench.loadtest.generators import CONTENDERS, TRIAL_S, ClosedLoop, Plait
-from plait_bench.loadtest.window import NoopServer
+from plait_bench.benchmark import Benchmark, Reading, Say, Subject, Workload, readings, selected
+from plait_bench.loadtest.generators import CONTENDERS, TRIAL_S, Generator
+from plait_bench.loadtest.window import noop_server
 
 _ROUND_S = 8.0
 
@@ -27,43 +26,34 @@ class NoopWorkload(Workload):
 
     name = "noop"
     systems = tuple(CONTENDERS)
-    ours = "plait"
-    pairs = pairs_of(ours, systems)
     deciding = "requests_per_s"
     metrics: Mapping[str, str] = {"requests_per_s": "requests/s", "cpu_s_per_1000": "s/1000"}
 
     def __init__(self) -> None:
-        self._made: dict[str, Plait | ClosedLoop] = {}
+        self._made: dict[str, Generator] = {}
 
     @contextmanager
     def session(self, say: Say) -> Iterator[None]:
         """Run the server."""
-        with closing(NoopServer()) as self._server:
+        with noop_server() as self._server:
             self._say = say
             yield
 
     def layouts(self, system: str) -> Sequence[str]:
         """Return the names of the numbers of callers. Raises `SystemUnavailable` if the generator is not installed."""
         if system not in self._made:
-            self._made[system] = CONTENDERS[system](self._server, self._say)
+            self._made[system] = CONTENDERS[system](self._server)
         return self._made[system].layouts
 
     @contextmanager
     def open(self, system: str, layout: str) -> Iterator[Subject]:
         """Open the generator with that many callers."""
-        yield _Loading(self._made[system], layout)
+        generator = self._made[system]
 
+        def taken(seconds: float) -> list[Reading]:
+            window = generator.take(layout, seconds)
+            return readings({"requests_per_s": window.per_s, "cpu_s_per_1000": window.cpu_s_per_1000})
 
-@dataclass(frozen=True)
-class _Loading:
-    """Implements `Subject`."""
-
-    generator: Plait | ClosedLoop
-    layout: str
-
-    def warm_up(self) -> None:
-        self.generator.prepare()
-
-    def measure(self, number: int, *, trial: bool = False) -> list[Reading]:
-        window = self.generator.take(self.layout, TRIAL_S if trial else _ROUND_S)
-        return readings({"requests_per_s": window.per_s, "cpu_s_per_1000": window.cpu_s_per_1000})
+        yield Subject(
+            lambda _: taken(_ROUND_S), warm_up=lambda: generator.prepare(self._say), trial=lambda _: taken(TRIAL_S)
+        )

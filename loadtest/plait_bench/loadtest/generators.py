@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -102,82 +101,65 @@ def hold(attempt: Callable[[float], GeneratorTrial], rate_per_s: float) -> Gener
     return trial
 
 
-class Plait:
-    """Ours, at the highest rate that it keeps."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generator:
+    """A load generator: the names of its layouts, and what loads the server in one of them for so many seconds, which
+    raises `SystemFailed`. `prepare(say)` is called before that."""
 
-    layouts = (f"{_PROCESSES} processes, open loop",)
-
-    def __init__(self, server: NoopServer, say: Say) -> None:
-        self._server, self._say, self._rate_per_s = server, say, 0.0
-
-    def prepare(self) -> None:
-        """Find the rate, once."""
-        if not self._rate_per_s:
-            self._rate_per_s = highest_rate(partial(try_rate, self._server, seconds=TRIAL_S), say=self._say)
-
-    def take(self, layout: str, seconds: float) -> ThroughputWindow:
-        """Hold the rate. Raises `SystemFailed`."""
-        return hold(partial(try_rate, self._server, seconds=seconds), self._rate_per_s).window
+    layouts: tuple[str, ...]
+    take: Callable[[str, float], ThroughputWindow]
+    prepare: Callable[[Say], object] = lambda _: None
 
 
-class ClosedLoop:
-    """As fast as replies come; the number of callers is chosen."""
+def plait(server: NoopServer) -> Generator:
+    """Return ours, which holds the highest rate that it keeps; that is found once."""
+    found: list[float] = []
 
-    layouts: tuple[str, ...] = tuple(f"{_PROCESSES} processes, {count} callers" for count in _USERS)
-    settle_s = 1.0
+    def prepare(say: Say) -> None:
+        if not found:
+            found.append(highest_rate(partial(try_rate, server, seconds=TRIAL_S), say=say))
 
-    def __init__(self, server: NoopServer, say: Say) -> None:
-        self._server = server
-
-    def prepare(self) -> None:
-        """Do nothing: there is no rate to find."""
-
-    @abstractmethod
-    def command(self, callers: int, whole_s: int) -> list[str]:
-        """Return the command of a run."""
-
-    def take(self, layout: str, seconds: float) -> ThroughputWindow:
-        """Run the command once. Raises `SystemFailed`."""
-        command = self.command(_USERS[self.layouts.index(layout)], int(seconds + self.settle_s + 2))
-        return measure(command, self._server, settle_s=self.settle_s, seconds=seconds)[0]
+    return Generator(
+        layouts=(f"{_PROCESSES} processes, open loop",),
+        take=lambda _, seconds: hold(partial(try_rate, server, seconds=seconds), found[0]).window,
+        prepare=prepare,
+    )
 
 
-class Locust(ClosedLoop):
-    """Locust in a virtual environment of its own. Raises `SystemUnavailable`."""
+def closed_loop(server: NoopServer, command: Callable[[int, int], list[str]], *, settle_s: float = 1.0) -> Generator:
+    """Return a peer that asks as fast as replies come; `command(callers, seconds)` makes the command of a run."""
+    callers = {f"{_PROCESSES} processes, {count} callers": count for count in _USERS}
 
-    settle_s = 3.0  # users start within the first second; then the rate is steady
+    def take(layout: str, seconds: float) -> ThroughputWindow:
+        made = command(callers[layout], int(seconds + settle_s + 2))
+        return measure(made, server, settle_s=settle_s, seconds=seconds)[0]
 
-    def __init__(self, server: NoopServer, say: Say) -> None:
-        super().__init__(server, say)
-        folder = cache_folder()
-        folder.mkdir(parents=True, exist_ok=True)
-        self._program = environment(folder / _LOCUST.replace("==", "-"), (_LOCUST,)).with_name("locust")
-        self._file = folder / "locustfile.py"
-        self._file.write_text(_LOCUSTFILE, encoding="utf-8")
-
-    def command(self, callers: int, whole_s: int) -> list[str]:
-        """Return the command of a run."""
-        command = [str(self._program), "--locustfile", str(self._file), "--host", self._server.url, "--headless"]
-        command += ["--users", str(callers), "--spawn-rate", str(callers), "--processes", str(_PROCESSES)]
-        return [*command, "--run-time", f"{whole_s}s", "--only-summary", "--loglevel", "ERROR"]
+    return Generator(layouts=tuple(callers), take=take)
 
 
-class Wrk(ClosedLoop):
-    """The wrk on PATH (Debian: `apt install wrk`). Raises `SystemUnavailable`."""
+def locust(server: NoopServer) -> Generator:
+    """Return Locust in a virtual environment of its own. Raises `SystemUnavailable`."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    program = environment(folder / _LOCUST.replace("==", "-"), (_LOCUST,)).with_name("locust")
+    file = folder / "locustfile.py"
+    file.write_text(_LOCUSTFILE, encoding="utf-8")
 
-    def __init__(self, server: NoopServer, say: Say) -> None:
-        super().__init__(server, say)
-        if (found := shutil.which("wrk")) is None:
-            raise SystemUnavailable("wrk is not on PATH")
-        self._program = found
+    def command(callers: int, whole_s: int) -> list[str]:
+        made = [str(program), "--locustfile", str(file), "--host", server.url, "--headless"]
+        made += ["--users", str(callers), "--spawn-rate", str(callers), "--processes", str(_PROCESSES)]
+        return [*made, "--run-time", f"{whole_s}s", "--only-summary", "--loglevel", "ERROR"]
 
-    def command(self, callers: int, whole_s: int) -> list[str]:
-        """Return the command of a run."""
-        counts = [f"--threads={_PROCESSES}", f"--connections={callers}", f"--duration={whole_s}s"]
-        return [self._program, *counts, self._server.url]
+    return closed_loop(server, command, settle_s=3.0)  # users start within the first second; then the rate is steady
 
 
-CONTENDERS: Mapping[str, Callable[[NoopServer, Say], Plait | ClosedLoop]] = {
-    "plait": Plait, "locust": Locust, "wrk": Wrk
-}  # fmt: skip
-"""How the generator of each system is made. Raises `SystemUnavailable`."""
+def wrk(server: NoopServer) -> Generator:
+    """Return the wrk on PATH (Debian: `apt install wrk`). Raises `SystemUnavailable`."""
+    if (program := shutil.which("wrk")) is None:
+        raise SystemUnavailable("wrk is not on PATH")
+    options = [f"--threads={_PROCESSES}", server.url]
+    return closed_loop(server, lambda callers, s: [program, f"--connections={callers}", f"--duration={s}s", *options])
+
+
+CONTENDERS: Mapping[str, Callable[[NoopServer], Generator]] = {"plait": plait, "locust": locust, "wrk": wrk}
+"""What makes the generator of each system."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from plait_bench.benchmark import started
+from plait_bench.benchmark import said, started
 from plait_bench.errors import SystemFailed
 from plait_bench.loadtest.noop import serve
 
@@ -42,26 +43,23 @@ class ThroughputWindow:
 class NoopServer:
     """The server that does nothing, in a process of its own."""
 
-    def __init__(self) -> None:
-        self._process = started(serve, stdout=subprocess.PIPE)
-        self.url = f"http://127.0.0.1:{self._read()}"
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.url = f"http://127.0.0.1:{said(process)}"
 
     def served(self) -> int:
         """Return the number of requests so far."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"\n")
         self._process.stdin.flush()
-        return self._read()
+        return int(said(self._process))
 
-    def close(self) -> None:
-        """Stop the server."""
-        self._process.communicate(timeout=10)
 
-    def _read(self) -> int:
-        assert self._process.stdout is not None
-        if not (line := self._process.stdout.readline()):
-            raise SystemFailed("the server that does nothing died")
-        return int(line)
+@contextmanager
+def noop_server() -> Iterator[NoopServer]:
+    """Run the server. Raises `SystemFailed`."""
+    with started(serve) as process:
+        yield NoopServer(process)
 
 
 def measure(

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from plait_bench.benchmark import Reading, ResultRow, Say, Workload, readings
 from plait_bench.errors import BenchError, SystemUnavailable
 from plait_bench.placement.simulator import SEEDS, Replay, churn, fill, inflated, shuffled
 from plait_deploy.errors import PlacementError
-from plait_deploy.placement.policies import OURS, POLICIES, make_policy
+from plait_deploy.placement.policies import POLICIES, make_policy
 from plait_deploy.placement.state import ClusterState
 from plait_deploy.placement.values import ClusterNode, Task, TaskClass, classes_of
 
@@ -84,7 +84,7 @@ class Filling(Workload):
     """A list at 130 % load, replayed by each policy; a round is a seed. Shares are computed."""
 
     metrics: Mapping[str, str] = {"allocated_pct": "% of GPUs", "stranded_pct": "% of GPUs"}
-    ours = OURS
+    pairs = ()
     systems: tuple[str, ...] = POLICIES
     trace: TaskList
     classes: tuple[TaskClass, ...]
@@ -132,7 +132,7 @@ class Departures(Filling):
     """
 
     systems = CONTENDERS
-    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(CONTENDERS, 5)
+    most_rounds = 5
 
     def replay(self, system: str, seed: int) -> Replay:
         """Run the cluster for some lifetimes."""

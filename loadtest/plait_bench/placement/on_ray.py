@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any
 
 from plait_bench.benchmark import Reading, Say, Workload, readings
 from plait_bench.errors import BenchError
@@ -110,8 +110,8 @@ class OnRay(Workload):
     """A scenario, played by each system on a fresh cluster; a row for each step."""
 
     systems = SYSTEMS
-    ours = PLAIT
-    rounds: ClassVar[Mapping[str, int]] = dict.fromkeys(SYSTEMS, 1)
+    pairs = ()
+    most_rounds = 1
     metrics: Mapping[str, str] = {"stranded_pct": "% of GPUs", "without_place": "replicas"}
     untimed = metrics
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ LOAD = 1.3
 """GPU demand of an inflated list, as a share of the cluster's."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replay:
+class Replay(NamedTuple):
     """What a run ended with. Shares are of all GPUs of the cluster.
 
     `allocated`: GPUs given to tasks; `stranded`: idle GPU that the average task with GPUs could not use.
@@ -29,8 +28,6 @@ class Replay:
 
     allocated: float
     stranded: float
-    refused: int
-    tasks: int
 
 
 def shuffled(nodes: Sequence[ClusterNode], seed: int) -> list[ClusterNode]:
@@ -38,15 +35,15 @@ def shuffled(nodes: Sequence[ClusterNode], seed: int) -> list[ClusterNode]:
     return [nodes[at] for at in np.random.default_rng([seed, 0]).permutation(len(nodes))]
 
 
-def inflated(tasks: Sequence[Task], total_milli: int, seed: int, load: float = LOAD) -> list[Task]:
-    """Return the tasks in random order, then random ones of them until the next would pass `load` x `total_milli`.
+def inflated(tasks: Sequence[Task], total_milli: int, seed: int) -> list[Task]:
+    """Return the tasks in random order, then random ones of them until the next would pass `LOAD` x `total_milli`.
 
     A list that asks for more than that already loses random tasks instead (`TunePodsByNodeTotalResource`). Raises
     `TaskError` if no task has a GPU.
     """
     rng = np.random.default_rng([seed, 1])
     order = [tasks[at] for at in rng.permutation(len(tasks))]
-    asked, wanted = sum(task.total_milli for task in tasks), load * total_milli
+    asked, wanted = sum(task.total_milli for task in tasks), LOAD * total_milli
     if not asked:
         raise TaskError("a list of tasks without GPUs cannot be inflated to a load of GPUs")
     if asked > wanted:
@@ -63,15 +60,10 @@ def inflated(tasks: Sequence[Task], total_milli: int, seed: int, load: float = L
 
 def fill(state: ClusterState, tasks: Sequence[Task], policy: Policy, classes: Sequence[TaskClass]) -> Replay:
     """Place one task after the other; nothing departs, and what fits nowhere is dropped. Changes the state."""
-    refused = 0
     for task in tasks:
-        at = policy.choose(state, task)
-        if at is None:
-            refused += 1
-        else:
+        if (at := policy.choose(state, task)) is not None:
             state.place(task, at)
-    allocated, stranded = _shares(state, _tables(state, classes))
-    return Replay(allocated=allocated, stranded=stranded, refused=refused, tasks=len(tasks))
+    return _shares(state, _tables(state, classes))
 
 
 def churn(
@@ -97,22 +89,18 @@ def churn(
     arrives, lives = np.cumsum(rng.exponential(every, arrivals)), rng.exponential(1.0, arrivals)
     leaving: list[tuple[float, int, Task, TaskPlacement]] = []
     tables = _tables(state, classes)
-    refused, seen = 0, list[tuple[float, float]]()
+    seen: list[Replay] = []
     for number, (pick, now) in enumerate(zip(drawn.tolist(), arrives.tolist(), strict=True)):
         while leaving and leaving[0][0] <= now:
             _, _, gone, was = heapq.heappop(leaving)
             state.release(gone, was)
         task = tasks[pick]
-        at = policy.choose(state, task)
-        if at is None:
-            refused += 1
-        else:
+        if (at := policy.choose(state, task)) is not None:
             state.place(task, at)
             heapq.heappush(leaving, (now + float(lives[number]), number, task, at))
         if number >= arrivals // 2 and (number - arrivals // 2) % _LOOK == 0:
             seen.append(_shares(state, tables))
-    allocated, stranded = np.mean(seen, axis=0).tolist()
-    return Replay(allocated=allocated, stranded=stranded, refused=refused, tasks=arrivals)
+    return Replay(*np.mean(seen, axis=0).tolist())
 
 
 _LOOK = 100
@@ -120,10 +108,9 @@ _LOOK = 100
 the public cluster, not many are others after so few."""
 
 
-def _shares(state: ClusterState, tables: FragmentTables) -> tuple[float, float]:
-    """Return what is allocated and stranded now, as shares of all GPUs."""
+def _shares(state: ClusterState, tables: FragmentTables) -> Replay:
     stranded = float(tables.fragments(state).sum()) / tables.weight / state.total_milli
-    return 1 - int(state.gpu_free.sum()) / state.total_milli, stranded
+    return Replay(1 - int(state.gpu_free.sum()) / state.total_milli, stranded)
 
 
 def _tables(state: ClusterState, classes: Sequence[TaskClass]) -> FragmentTables:

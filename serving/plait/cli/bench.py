@@ -59,9 +59,12 @@ def bench(
         print(f"plait bench: there is no benchmark {name!r}; there is: {', '.join(NAMES)}", file=sys.stderr)
         raise typer.Exit(2)
     job = BenchJob(
-        name=name, rounds=rounds, quick=quick, models=models, size=size, edge=edge, dtype=dtype, device=device, at=at,
-        workloads=tuple(workload or ()), systems=tuple(system or ()), record=record,
-        results=results, data=data, tables=tuple(table or ()),
+        name=name, rounds=rounds, quick=quick, at=at, workloads=tuple(workload or ()), systems=tuple(system or ()),
+        record=record, results=results,
+        options={
+            "models": models, "size": size, "edge": edge, "dtype": dtype, "device": device, "data": data,
+            "tables": tuple(table or ()),
+        },
     )  # fmt: skip
     # Servers that a benchmark started must not outlive it, however it is asked to end, in the background of a script
     # too, where SIGINT is ignored.

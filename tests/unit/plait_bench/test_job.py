@@ -79,11 +79,11 @@ def test_options_reach_the_job(measured, capsys, tmp_path):
     assert code == 0
     assert "plait/diffusers" in stdout
     assert (measured[0].rounds, measured[0].workloads, measured[0].record) == (None, ("same16",), False)
-    assert (measured[0].size, measured[0].edge, measured[0].dtype) == ("starter", None, "auto")
+    assert [measured[0].options[name] for name in ("size", "edge", "dtype")] == ["starter", None, "auto"]
     run(capsys, "images", "--record", "--rounds", "7", "--system", "plait")
     assert (measured[1].rounds, measured[1].systems, measured[1].record) == (7, ("plait",), True)
     run(capsys, "images", "--size", "sd15", "--edge", "512", "--dtype", "float32")
-    assert (measured[2].size, measured[2].edge, measured[2].dtype) == ("sd15", 512, "float32")
+    assert [measured[2].options[name] for name in ("size", "edge", "dtype")] == ["sd15", 512, "float32"]
 
 
 def test_an_unknown_benchmark_is_wrong_usage(capsys):

@@ -97,10 +97,9 @@ def test_it_runs_where_only_torch_is_installed():
 import sys
 for name in ("ray", "diffusers", "transformers", "fastapi", "pydantic", "openvino", "plait", "plait_serving"):
     sys.modules[name] = None
-import plait_bench.kernels as program
-sys.argv = ["kernels", "--help"]
-program.main()
+from plait_bench.kernels import benchmark
+print(len(benchmark().workloads))
 """
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "--workload" in done.stdout
+    assert int(done.stdout) > 0

@@ -10,7 +10,7 @@ from typing import ClassVar
 import pytest
 
 from fakes.bench import FakeFleet, fake_systems, fake_workload, measured, run_on_fleets
-from plait_bench.benchmark import RATIO, Benchmark, Reading, Rounds, Workload
+from plait_bench.benchmark import RATIO, Benchmark, Reading, Subject, Workload
 from plait_bench.errors import Disagreement, SystemUnavailable
 from plait_bench.host import HostConditions
 from plait_bench.images.fleet import ProcessLayout, System
@@ -298,7 +298,7 @@ class Promised(Workload):
     @contextmanager
     def open(self, system, layout):
         """Three seconds, or one."""
-        yield Rounds(lambda _: [Reading(metric="taken_s", value=3.0 if system == "other" else 1.0)])
+        yield Subject(lambda _: [Reading(metric="taken_s", value=3.0 if system == "other" else 1.0)])
 
     def judge(self, rows):
         """Look at the ratio."""

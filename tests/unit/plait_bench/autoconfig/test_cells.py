@@ -11,8 +11,8 @@ from plait_autoconfig.rows import load_lines, starter_runs
 from plait_autoconfig.space import Space
 from plait_autoconfig.values import Config, TrialOutcome
 from plait_bench.autoconfig import OWN
-from plait_bench.autoconfig.cells import WORKLOADS, CellWorkload, measure
-from plait_bench.autoconfig.services import MeasureCell, outcome_of, recorded_suites
+from plait_bench.autoconfig.cells import CellWorkload, measure
+from plait_bench.autoconfig.services import SPACES, MeasureCell, outcome_of, recorded_suites
 
 Asked = list[tuple[int, int]]
 
@@ -59,7 +59,7 @@ def test_threads_change_once_a_round(tmp_path: Path):
 def test_the_library_that_ships_has_every_cell_of_these_workloads():
     """Of at least three image services and three ranking services, each cell more than once: so their optima are known,
     with an interval."""
-    suites = recorded_suites(starter_runs(), {name: workload.space for name, workload in WORKLOADS.items()})
+    suites = recorded_suites(starter_runs(), SPACES)
     assert {suite.name for suite in suites} == set(OWN)
     for suite in suites:
         assert len(suite.tasks) >= 3

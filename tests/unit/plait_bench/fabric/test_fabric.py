@@ -11,7 +11,7 @@ import pytest
 
 from fakes.bench import calm
 from plait_bench import fabric
-from plait_bench.benchmark import RATIO, Benchmark, Reading, Rounds, Workload
+from plait_bench.benchmark import RATIO, Benchmark, Reading, Subject, Workload
 from plait_bench.errors import BenchError
 from plait_bench.fabric import links, round_trips, throughput, transports
 from plait_bench.fabric.peer import echo
@@ -34,12 +34,12 @@ class TwoRounds(Workload):
     metrics: ClassVar[dict[str, str]] = {"one_way_us": "us"}
 
     @contextmanager
-    def open(self, system: str, layout: str) -> Iterator[Rounds]:
+    def open(self, system: str, layout: str) -> Iterator[Subject]:
         values = iter([1.0, 3.0])
         if system == "plait":
-            yield Rounds(lambda _: [Reading(workload="w", metric="one_way_us", value=next(values))])
+            yield Subject(lambda _: [Reading(workload="w", metric="one_way_us", value=next(values))])
         else:
-            yield Rounds(lambda _: [Reading(workload="w", metric="one_way_us", value=2.0, kind="modelled")])
+            yield Subject(lambda _: [Reading(workload="w", metric="one_way_us", value=2.0, kind="modelled")])
 
 
 def test_rounds_become_rows_and_ratios() -> None:

@@ -121,12 +121,12 @@ def test_what_is_promised_to_neighbours_is_a_threshold(attack, limit):
     missed = {
         f"more than {limit:g}": {"ratio": limit + 0.1},
         "/health": {"health_s": 0.21},
-        "1 processes": {"killed": 1},
+        "processes": {"killed": 1},
     }
     for words, what in missed.items():
         assert any(words in miss for miss in neighbours(attack, **what))
     assert neighbours("sizes", grown_mib=300) == neighbours(attack, grown_mib=301) == []
-    assert "301 MiB" in neighbours("sizes", grown_mib=301)[0]
+    assert "MiB that the engine holds more: 301" in neighbours("sizes", grown_mib=301)[0]
 
 
 def test_promises_to_tenants_are_thresholds():
@@ -142,9 +142,9 @@ def test_promises_to_tenants_are_thresholds():
         return Refusals("r", 100, 1.0).judge([row("plait", "refused_p99_s", p99_s)])
 
     assert share(0.92) == first(1.9) == refusals(0.9) == []
-    assert "0.80 of that alone" in share(0.8)[0]
-    assert "1.50 requests" in first(2.5)[0]
-    assert "more than 1 s" in refusals(1.1)[0]
+    assert "is lost: 0.20" in share(0.8)[0]
+    assert "requests of its kind: 1.50" in first(2.5)[0]
+    assert "1.10, more than 1" in refusals(1.1)[0]
     assert refusals(float("inf")) != []  # nothing was refused
 
 

@@ -81,10 +81,10 @@ def test_a_warm_up_touches_what_its_workload_touches():
 @pytest.mark.parametrize("name", ["edges", "colors"])
 def test_control_maps_are_pictures_of_something(name):
     """Of the size that was asked for, not flat, and different for neighbouring numbers."""
-    maps = [control_map(name, i, 48, 32) for i in range(4)]
-    assert all(one.shape == (32, 48, 3) and one.dtype == np.uint8 and one.max() > one.min() for one in maps)
+    maps = [control_map(name, i, 48) for i in range(4)]
+    assert all(one.shape == (48, 48, 3) and one.dtype == np.uint8 and one.max() > one.min() for one in maps)
     assert all((one != other).any() for one, other in itertools.pairwise(maps))
-    assert (control_map(name, 1, 48, 32) == maps[1]).all()
+    assert (control_map(name, 1, 48) == maps[1]).all()
 
 
 def test_rounding_is_fine_and_more_is_refused():
@@ -153,11 +153,11 @@ def test_sizes_edges_and_dtypes_never_share_a_row():
 
 
 def test_models_of_real_size_draw_few_steps_at_the_edge_that_was_asked_for():
-    """The starter's images keep the model's own size."""
+    """The starter's images are of the size that its model was made for."""
     for made in workloads(None, Variety(size=SIZES["sd15"], edge=512)):
         assert {(order.steps, order.edge) for order in made.items} == {(4, 512)}
         assert {order.steps for order in made.warm_up} == {1}
-    assert {order.edge for order in workload("single").items} == {None}
+    assert {order.edge for order in workload("single").items} == {64}
     with pytest.raises(BenchError, match="256, 512, 1024 pixels wide, not 384"):
         Variety(size=SIZES["sd15"], edge=384)
     with pytest.raises(BenchError, match="no size 'sd3'; there are starter, sd15, sdxl, sd35m"):

@@ -23,11 +23,6 @@ from plait_serving.diffusion.knobs import EngineKnobs
 from plait_serving.http.images.schemas import GenerationBody
 
 
-def system(name, settings=None):
-    """A system by its name."""
-    return images._system(name, settings or {})
-
-
 @pytest.fixture
 def models(tmp_path):
     """Folders that exist; nothing is in them."""
@@ -54,7 +49,7 @@ def test_ours_sets_no_knob(models):
     assert (section.replicas, section.dtype) == (1, "float32")
     assert section.controlnets["edges"].threads == 1
     assert section.resolved_lora_folder() == models.root / "loras"
-    ours = system("plait")
+    ours = SYSTEMS["plait"]
     assert ours.settings == {}
     assert ours.is_own_layout
 
@@ -62,7 +57,7 @@ def test_ours_sets_no_knob(models):
 @pytest.mark.parametrize("name", [name for name in SYSTEMS if name.startswith("plait_") and name != "plait_engine"])
 def test_a_variant_differs_in_what_its_name_says(models, name):
     """One setting, valid for the server."""
-    section, plain = (served(models, **system(each).settings).images for each in (name, "plait"))
+    section, plain = (served(models, **SYSTEMS[each].settings).images for each in (name, "plait"))
     assert section != plain
     same = {"knobs": EngineKnobs(), "executor": "auto"}
     assert section.model_copy(update=same) == plain.model_copy(update=same)
@@ -78,13 +73,13 @@ def test_orders_become_requests_that_the_server_takes():
     for kind in (Variety(), Variety(size=SIZES["sd15"])):
         for name in kind.size.workloads[1:]:
             for order in workload(name, kind).items:
-                body = GenerationBody.model_validate(body_of(order, order.edge or 64))
+                body = GenerationBody.model_validate(body_of(order))
                 assert (body.prompt, body.seed, body.num_inference_steps) == (order.prompt, order.seed, order.steps)
                 assert [(lora.name, lora.scale) for lora in body.loras or ()] == list(order.loras)
-    order = ImageSpec(prompt="owl", seed=1, steps=2, control=("edges", 3))
-    (control,) = body_of(order, 48)["controlnets"]
+    order = ImageSpec(prompt="owl", seed=1, steps=2, control=("edges", 3), edge=48)
+    (control,) = body_of(order)["controlnets"]
     with Image.open(io.BytesIO(base64.b64decode(control["image"]))) as opened:
-        assert (np.asarray(opened) == control_map("edges", 3, 48, 48)).all()
+        assert (np.asarray(opened) == control_map("edges", 3, 48)).all()
 
 
 def test_settings_name_the_models_that_a_workload_needs(tmp_path):
@@ -128,9 +123,9 @@ def test_a_start_is_cold_once_and_warm_once():
         fleets.append(FakeFleet(known.name, lambda *_: 1.0, []))
         return fleets[-1]
 
-    known = [system("plait"), system("diffusers")]
+    known = [SYSTEMS["plait"], SYSTEMS["diffusers"]]
     work = StartWorkload("start", known, ImageSpec(prompt="owl", seed=1, steps=1), open_fleet)
-    assert (work.name, work.ours, work.pairs) == ("start", "plait", (("plait", "diffusers"),))
+    assert (work.name, work.pairs) == ("start", (("plait", "diffusers"),))
     with work.open("diffusers", "") as subject:
         subject.warm_up()
         read = {reading.metric: reading.value for reading in subject.measure(1)}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import pytest
 
 from plait_bench.errors import SystemFailed, SystemUnavailable
 from plait_bench.images.fleet import ProcessLayout, System, WorkerFleet, with_descendants
+from support.waiting import wait_for
 
 
 def system(factory: str = "fakes.bench:Echo") -> System:
@@ -45,14 +45,6 @@ def test_results_are_not_sent_unless_asked_for(fleet):
     """A timed run carries times only."""
     fleet.configure(ProcessLayout(processes=1, threads=1))
     assert fleet.run([{"i": 0}], one_by_one=False)[1] == []
-
-
-def wait_for(condition):
-    """Block until it holds."""
-    until_s = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
 
 
 def test_a_paused_fleet_stands_still_and_works_afterwards():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from plait_bench import commands, job, loadtest
 from plait_bench.errors import BenchError, SystemFailed, SystemUnavailable
 from plait_bench.job import BenchJob
 from plait_bench.loadtest import generators
-from plait_bench.loadtest.window import NoopServer, ThroughputWindow, measure
+from plait_bench.loadtest.window import ThroughputWindow, measure, noop_server
 
 
 def window(per_s, cpu_s_per_1000=0.05):
@@ -76,7 +75,7 @@ def test_the_document_has_rows_and_ratios(monkeypatch):
         def take(*_):
             return window(next(rates[name]))
 
-        return lambda *_: SimpleNamespace(layouts=("2 processes",), take=take, prepare=lambda: None)
+        return lambda *_: SimpleNamespace(layouts=("2 processes",), take=take, prepare=lambda _: None)
 
     def missing(*_):
         raise SystemUnavailable("wrk is not on PATH")
@@ -108,7 +107,7 @@ def test_the_best_number_of_callers_is_found_by_the_runner(monkeypatch):
         asked.append((layout, seconds))
         return window({"16": 100.0, "64": 300.0, "256": 200.0}[layout])
 
-    contender = SimpleNamespace(layouts=("16", "64", "256"), take=take, prepare=lambda: None)
+    contender = SimpleNamespace(layouts=("16", "64", "256"), take=take, prepare=lambda _: None)
     monkeypatch.setattr(loadtest, "CONTENDERS", dict.fromkeys(loadtest.CONTENDERS, lambda *_: contender))
     written = job.measure(BenchJob(name="loadtest", rounds=1, systems=("locust",)), say=lambda _: None)
     assert [layout for layout, seconds in asked] == ["16", "16", "64", "64", "256", "256", "64"]
@@ -122,13 +121,13 @@ def test_locust_that_can_not_be_installed_is_left_out(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(commands.sys, "executable", str(tmp_path / "no-python"))
     with pytest.raises(SystemUnavailable, match=r"locust==\S+ cannot be installed"):
-        generators.Locust(None, print)
+        generators.locust(None)
     assert list((tmp_path / "plait" / "bench").iterdir()) == []
 
 
 def test_the_window_counts_what_the_server_saw():
     """A real run of our generator: the server's count, the processes' time, and the generator's own word."""
-    with closing(NoopServer()) as server:
+    with noop_server() as server:
         trial = generators.try_rate(server, 300.0, seconds=1.0)
         assert server.served() >= trial.window.requests > 0
     assert trial.window.cpu_s > 0
@@ -137,5 +136,5 @@ def test_the_window_counts_what_the_server_saw():
 
 def test_a_generator_that_fails_is_an_error():
     """With what it said last."""
-    with closing(NoopServer()) as server, pytest.raises(SystemFailed, match="no such load"):
+    with noop_server() as server, pytest.raises(SystemFailed, match="no such load"):
         measure([sys.executable, "-c", "raise SystemExit('no such load')"], server, settle_s=0, seconds=1)

@@ -26,11 +26,12 @@ from plait_disagg.workers.whole import WholeCore
 from plait_kernels.executors import ExecutorError, background
 from support import refresh as kit
 from support.dense import programs_win
-from support.rank_fabric import QUICK, Rig, until
+from support.rank_fabric import QUICK, Rig
 
 pytest.importorskip("openvino", reason="needs openvino")
 
 from plait_kernels.executors import openvino_static  # after the skip
+from support.waiting import until
 
 SCALES = {"rm1": 1e-4, "rm2": 1e-4, "rm3": 1e-4, "criteo-kaggle": 1e-4, "mlperf-dcnv2": 1e-6, "two-tower": 1e-3}
 ROWS = (1, 3, 100)

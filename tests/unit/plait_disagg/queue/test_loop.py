@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fakes.queued_item import QueuedItem
 from plait_disagg.errors import Busy, RankError, WorkerUnavailable
 from plait_disagg.queue.jobs import as_rank_error
 from plait_disagg.queue.knobs import WorkerKnobs
@@ -16,10 +17,9 @@ from plait_disagg.queue.loop import BatchLoop, Inbox
 from plait_disagg.queue.pace import Pace
 from plait_fabric import FrameTooLarge, PeerLost
 from plait_kernels.heartbeat import Stuck
-from support import rank_queue
 
 
-class Piece(rank_queue.QueuedItem):
+class Piece(QueuedItem):
     """An item whose end can be waited for."""
 
     def __init__(self, rows: int = 1, *, alone: bool = False, gone: bool = False) -> None:

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from fakes.queued_item import QueuedItem
 from plait_disagg.errors import Busy, DeadlinePassed
 from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.order import PATIENCE_S, Downstream, WaitQueue, too_late
 from plait_disagg.queue.pace import MIN_MARGIN, Pace
-from support.rank_queue import QueuedItem
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,8 @@ from plait_disagg.values import RankAnswer
 from plait_disagg.workers.ranker import CoreRanker
 from plait_disagg.workers.remote import RemoteCore
 from support import refresh as kit
-from support.rank_fabric import QUICK, Rig, until
+from support.rank_fabric import QUICK, Rig
+from support.waiting import until
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from fakes import number_service as kit
+from fakes.number_service import SECRET, VERSION, WAIT_S, serving
 from plait_fabric import Buffer, FabricError, FrameTooLarge, Message, PeerLost, Pool, PoolExhausted, connect
 from plait_fabric.rpc import fields
 from plait_fabric.rpc.client import Client
@@ -25,9 +27,8 @@ from plait_fabric.rpc.connection import ClientProtocol, Connection, ConnectionLo
 from plait_fabric.rpc.fields import greeting
 from plait_fabric.rpc.outages import Backoff
 from plait_fabric.rpc.replicas import NoReplica, ReplicaLink
-from support import rpc as kit
 from support.paused import pause
-from support.rpc import SECRET, VERSION, WAIT_S, serving, until
+from support.waiting import wait_for
 
 
 @dataclass(eq=False)
@@ -163,7 +164,7 @@ def test_many_threads_call_at_once(address: str) -> None:
     """Each gets its own answers."""
     with serving(address) as numbers:
         client = _client(Fleet({"r": numbers.address}))
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         wrong: list[int] = []
 
         def ask(start: int) -> None:
@@ -187,7 +188,7 @@ def test_an_answer_that_nobody_asked_for_costs_the_connection(address: str) -> N
         peer.send({"number": number + 5, "value": 1})
         assert question.done.wait(kit.WAIT_S)
         assert "not asked" in question.why_lost
-        until(lambda: not connection.up)
+        wait_for(lambda: not connection.up)
 
 
 def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
@@ -199,7 +200,7 @@ def test_a_call_that_was_withdrawn_hears_nothing(address: str) -> None:
         assert connection.withdraw(question) is None
         assert (connection.was_called(number), connection.was_called(number + 1)) == (True, False)
         connection.close()
-        until(lambda: not connection.up)
+        wait_for(lambda: not connection.up)
         assert not question.done.is_set()
 
 
@@ -227,8 +228,8 @@ def test_a_process_without_descriptors_connects_once_it_has_some_again(address: 
                     connect(numbers.address, secret=kit.SECRET)
             client = _client(Fleet({"r": numbers.address}))
             if not address.startswith("inproc"):
-                until(lambda: "Too many open files" in client.why_down)
-        until(lambda: client.up == 1)
+                wait_for(lambda: "Too many open files" in client.why_down)
+        wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
         client.close()
 
@@ -244,7 +245,7 @@ def test_a_dial_that_raises_anything_is_tried_again(tmp_path: Path, caplog: pyte
             return fleet.connect(taken)
 
         client = Client(dial, client_protocol(), name="test", count=1, backoff=QUICK)
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
         client.close()
     assert [record.exc_info[0] for record in caplog.records if record.exc_info] == [KeyError, OSError]
@@ -308,7 +309,7 @@ def test_nothing_is_answered_before_the_greeting(address: str, first: dict[str, 
 
 PROCESS = """
 import sys, threading
-from support import rpc as kit
+from fakes import number_service as kit
 kit.SECRET = bytes.fromhex(sys.argv[2])
 with kit.serving(sys.argv[1], doubles=False) as numbers:
     print(numbers.address, flush=True)
@@ -340,7 +341,7 @@ def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
     fleet = Fleet({"first": where})
     with serving(_address("inproc", tmp_path)) as second:
         client = _client(fleet)
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         question = _ask(client, 1)
         assert process.stdout is not None
         assert process.stdout.readline() == "asked\n"
@@ -348,7 +349,7 @@ def test_kill_nine_in_mid_call_is_noticed_at_once_and_the_next_replica_answers(
         process.kill()
         assert question.done.wait(kit.WAIT_S)
         assert "the peer was lost" in question.why_lost
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         assert _ask(client, 2).wait() == 4
         client.close()
 
@@ -369,6 +370,7 @@ def test_a_peer_that_stops_reading_does_not_hold_up_who_must_not_wait(
     for question in questions:
         assert question.done.wait(kit.WAIT_S)
         assert question.why_lost
+    wait_for(lambda: not connection.up)
 
 
 def test_a_peer_that_stops_reading_is_lost_after_the_time_out(stuck: tuple[subprocess.Popen[str], str]) -> None:
@@ -441,11 +443,11 @@ def test_a_server_that_hangs_counts_as_lost(address: str) -> None:
     """No answer in time: the call ends, and the client dials again."""
     with serving(address, doubles=False) as numbers:
         client = _client(Fleet({"r": numbers.address}), answer_timeout_s=0.2)
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         question = _ask(client, 1)
         assert question.done.wait(kit.WAIT_S)
         assert "no answer within 0.2 s" in question.why_lost
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         client.close()
 
 
@@ -453,7 +455,7 @@ def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
     """While nobody listens; as soon as somebody does, calls are answered."""
     fleet = Fleet()
     client = Client(fleet.connect, client_protocol(), name="test", backoff=Backoff(first_s=0.02, max_s=0.16))
-    until(lambda: len(fleet.asked) >= 6)
+    wait_for(lambda: len(fleet.asked) >= 6)
     assert client.best() is None
     assert client.why_down == "there is no other"
     moments = [moment for moment, _ in fleet.asked]
@@ -461,7 +463,7 @@ def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
     assert all(pause >= least for pause, least in zip(pauses, (0.01, 0.02, 0.04, 0.08, 0.08), strict=False))
     with serving(_address("inproc", tmp_path)) as numbers:
         fleet.addresses["r"] = numbers.address
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
         client.close()
 
@@ -475,10 +477,10 @@ def test_each_connection_goes_to_another_replica_and_their_number_follows(tmp_pa
     ):
         fleet.addresses = {"a": first.address}
         client = _client(fleet, count=1, max_count=2)
-        until(lambda: client.up == 1 and len(client.connections) == 2)
+        wait_for(lambda: client.up == 1 and len(client.connections) == 2)
         stuck = _ask(client, 1)
         fleet.addresses["b"] = second.address
-        until(lambda: client.up == 2)
+        wait_for(lambda: client.up == 2)
         assert {connection.replica for connection in client.connections} == {"a", "b"}
         assert _ask(client, 2).wait() == 4
         busy = next(connection for connection in client.connections if connection.replica == "b")
@@ -502,9 +504,9 @@ def test_connections_to_replicas_that_are_gone_are_let_go(tmp_path: Path) -> Non
             serving(_address("inproc", tmp_path, "c")) as third,
         ):
             fleet.addresses |= {"b": second.address, "c": third.address}
-            until(lambda: client.up == len(client.connections) == 3)
+            wait_for(lambda: client.up == len(client.connections) == 3)
             fleet.addresses = {"a": first.address}
-        until(lambda: client.up == 1 and len(client.connections) == 2)
+        wait_for(lambda: client.up == 1 and len(client.connections) == 2)
         client.close()
 
 
@@ -517,9 +519,9 @@ def test_replicas_that_are_asked_one_call_at_a_time_share_them(tmp_path: Path) -
     ):
         fleet.addresses = {"a": first.address}
         client = _client(fleet, max_count=64)
-        until(lambda: client.up == 1)
+        wait_for(lambda: client.up == 1)
         fleet.addresses["b"] = second.address
-        until(lambda: client.up == 2)
+        wait_for(lambda: client.up == 2)
         asked = Counter[str]()
         for value in range(600):
             connection = client.best()
@@ -546,7 +548,7 @@ def test_draining_sends_what_waits_and_takes_nobody_new(address: str) -> None:
             peer.reply(lambda _, number=number, value=value: ({"number": number, "value": value}, ()))  # type: ignore[misc]
         numbers.stop(flush_s=kit.WAIT_S)
         assert [question.wait() for question in questions] == list(range(5))
-        until(lambda: not connection.up)
+        wait_for(lambda: not connection.up)
         assert not numbers.server.alive
         with pytest.raises(Exception, match=r"listen|refused"):
             connect(numbers.address, secret=kit.SECRET)
@@ -568,12 +570,12 @@ def test_a_client_that_asks_without_end_is_pushed_back(address: str) -> None:
         connection = _attached(numbers.address)
         for value in range(10):
             connection.send(bare({"number": value, "value": value}))
-        until(lambda: len(admitted) == 3)
+        wait_for(lambda: len(admitted) == 3)
         other = _attached(numbers.address)
         other.send(bare({"number": 0, "value": 99}))
-        until(lambda: admitted == [0, 1, 2, 99])
+        wait_for(lambda: admitted == [0, 1, 2, 99])
         asking[0].done()
-        until(lambda: admitted[-1] == 3)
+        wait_for(lambda: admitted[-1] == 3)
         connection.close()
         other.close()
 
@@ -595,10 +597,10 @@ def test_a_reply_that_fails_ends_its_client_also_while_that_waits_for_room(addre
         connection = _attached(numbers.address)
         for value in range(2):
             connection.send(bare({"number": value, "value": value}))
-        until(lambda: len(asking) == 2)  # the second waits
+        wait_for(lambda: len(asking) == 2)  # the second waits
         asking[0].reply(never)
         assert numbers.lost.get(timeout=kit.WAIT_S) is asking[0]
-        until(lambda: numbers.server.peers == 0)
+        wait_for(lambda: numbers.server.peers == 0)
         connection.close()
 
 
@@ -612,7 +614,7 @@ def test_clients_are_counted_bounded_and_reported_once(address: str) -> None:
         assert numbers.server.refused == 1
         first.close()
         assert numbers.lost.get(timeout=kit.WAIT_S).number == 1
-        until(lambda: numbers.server.peers == 0)
+        wait_for(lambda: numbers.server.peers == 0)
         assert numbers.lost.empty()
         _attached(numbers.address).close()
 

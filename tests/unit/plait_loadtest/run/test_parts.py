@@ -22,7 +22,7 @@ from plait_loadtest.values import RECORD, PreparedRequest, RequestOutcome, Reque
 from plait_loadtest.wire.check import judge_of
 from plait_loadtest.wire.dial import RequestWriter, place_of
 from plait_loadtest.wire.framing import parse_head
-from support.http_app import until
+from support.waiting import until
 
 RAW = Scenario(target=LoadTarget(url="http://h", api="raw"))
 

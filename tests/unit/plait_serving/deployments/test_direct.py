@@ -19,7 +19,7 @@ from plait.config import ServerSection
 from plait.errors import ServeError
 from plait.server.ports import check_port, free_port, hold_port, with_port
 from plait_serving.deployments.direct import Direct, DirectListener
-from support.http_app import until
+from support.waiting import until
 
 
 class App:

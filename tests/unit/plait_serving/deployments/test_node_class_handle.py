@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 import pytest
 
 from plait_serving.deployments.node_class_handle import PlacedHandle
+from support.waiting import wait_for
 
 
 class Handle:
@@ -45,13 +45,6 @@ class Answers:
         return self.answers
 
 
-def wait(done):
-    until_s = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 def test_a_broadcast_reaches_all_replicas_of_all_deployments():
     """A deployment without replicas is no error."""
     handle = PlacedHandle({"a": Handle("a", 2), "b": Handle("b", 0), "c": Handle("c", 1)})
@@ -77,17 +70,17 @@ def test_requests_go_only_where_replicas_are_and_follow_them():
     handles = {"a": Handle("a", 0), "b": Handle("b", 3), "c": Handle("c", 1)}
     handle = PlacedHandle(handles).options(stream=True)
     handle.generate.remote("first look")
-    wait(lambda: handle.generate.remote("look") != "a")
+    wait_for(lambda: handle.generate.remote("look") != "a")
     asked = Counter(handle.generate.remote("image") for _ in range(400))
     assert set(asked) == {"b", "c"}
     assert asked["b"] > asked["c"]
     assert all(each.chosen == {"stream": True} for each in handles.values())
     handles["b"].replicas, handles["a"].replicas = 0, 1
-    wait(lambda: handle.generate.remote("look again") == "a")
+    wait_for(lambda: handle.generate.remote("look again") == "a")
     assert "b" not in {handle.generate.remote("image") for _ in range(100)}
     handles["a"].replicas = handles["c"].replicas = 0
     looks = handles["a"].looks
-    wait(lambda: handles["a"].looks == looks + 2)  # the one before has ended
+    wait_for(lambda: handles["a"].looks == looks + 2)  # the one before has ended
     assert handle.generate.remote("nobody") in handles  # Serve keeps it until there is a replica
 
 

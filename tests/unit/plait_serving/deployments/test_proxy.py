@@ -18,8 +18,9 @@ from fakes.images import FakeImageService
 from plait_serving.deployments.ingress import without_request_id
 from plait_serving.deployments.proxy import AnsweringMiddleware, configure_proxy
 from plait_serving.http.edge.sse import EventStream
-from support.app_server import AppServer, wait_for
+from support.app_server import AppServer
 from support.http_app import make_app
+from support.waiting import wait_for
 
 
 def asked(app, path="/v1/images/generations", **headers):

@@ -28,11 +28,12 @@ from plait_serving.http.edge.body_limit import MAX_JSON_VALUES
 from plait_serving.http.edge.errors import ApiError
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.http.edge.json_body import JsonRoute
-from support.http_app import AsgiCall, b64, make_app, make_client, png, until
+from support.http_app import AsgiCall, b64, make_app, make_client, png
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
 from support.log_file import log_file
 from support.prometheus import found, total
+from support.waiting import until
 
 __all__ = ["log_file"]
 

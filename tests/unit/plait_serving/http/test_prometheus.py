@@ -37,10 +37,11 @@ from plait_serving.http.context import HttpSettings, RouteContext
 from plait_serving.http.operations import gather, own_metrics
 from plait_serving.ranking.local import LocalRankingService
 from plait_serving.replica_metrics import exposition, tenant_families
-from support.http_app import AsgiCall, make_app, make_client, until
+from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays, as_json
 from support.http_rank import make_client as make_ranking_client
 from support.prometheus import found, lint, total
+from support.waiting import until
 
 Labels = frozenset[tuple[str, str]]
 

@@ -14,7 +14,7 @@ import pytest
 
 from plait_serving.http.edge import turn_threads
 from plait_serving.http.edge.turn_threads import TurnThreads
-from support.http_app import until
+from support.waiting import until
 
 
 class Gate:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from contextlib import contextmanager
 
 import pytest
@@ -24,6 +23,7 @@ from plait_serving.http.app import create_app
 from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey, Role
 from support.tune_jobs import JOB, job_text
+from support.waiting import wait_for
 
 KEYS = (
     ApiKey.from_secret("boss", tenant="ops", role=Role.ADMIN),
@@ -78,14 +78,6 @@ def started(client, text=SHORT):
     answer = posted(client, text)
     assert answer.status_code == 202, answer.text
     return answer.json()["id"]
-
-
-def until(condition):
-    """Returns when the condition holds; fails after 20 s."""
-    end_s = time.monotonic() + 60.0
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
 
 
 def error_of(answer):
@@ -202,11 +194,11 @@ def test_a_running_job_is_broken_off(tmp_path):
     client = client_of(desk)
     job_id, other = started(client, job_text(budget={"trials": 100})), started(client)
     with at_work(desk):
-        until(lambda: client.get(f"{URL}/{job_id}", headers=BOSS).json()["state"]["rows"])
+        wait_for(lambda: client.get(f"{URL}/{job_id}", headers=BOSS).json()["state"]["rows"])
         assert client.post(f"{URL}/{job_id}/cancel", headers=BOSS).status_code == 200
-        until(lambda: client.get(f"{URL}/{job_id}", headers=BOSS).json()["status"] == "cancelled")
+        wait_for(lambda: client.get(f"{URL}/{job_id}", headers=BOSS).json()["status"] == "cancelled")
         client.post(f"{URL}/{other}/cancel", headers=BOSS)
-        until(lambda: client.get(f"{URL}/{other}", headers=BOSS).json()["status"] == "cancelled")
+        wait_for(lambda: client.get(f"{URL}/{other}", headers=BOSS).json()["status"] == "cancelled")
 
 
 # ---- what goes wrong -------------------------------------------------------------------------------------------------
@@ -445,7 +437,7 @@ def test_a_desk_that_stops_leaves_its_job_for_the_next(tmp_path):
     desk = desk_in(tmp_path, Threads(seconds=0.2))
     job_id = desk.submit(job_text(budget={"trials": 50}), "ops", "1")["id"]
     with at_work(desk):
-        until(lambda: len(desk.job(job_id)["state"]["rows"]) > 1)
+        wait_for(lambda: len(desk.job(job_id)["state"]["rows"]) > 1)
     assert desk.job(job_id)["status"] == "queued"
     assert not desk.idle
 

@@ -16,7 +16,7 @@ from plait_serving.diffusion.errors import EngineStopped, KillsReplicas
 from plait_serving.diffusion.values import Event, Failed, Finished, ImageRequest
 from plait_serving.images.local import LocalImageService
 from support.engine import Gate, Rig, request
-from support.http_app import until
+from support.waiting import until
 
 IN_FLIGHT, NEWCOMERS, CULPRIT = 8, 48, 3
 

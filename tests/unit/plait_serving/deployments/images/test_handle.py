@@ -30,8 +30,8 @@ from plait_serving.diffusion.values import Failed, Finished, ImageRequest, Previ
 from plait_serving.health import Health
 from plait_serving.images.service import Catalog, LoraCard
 from plait_serving.replica_metrics import ReplicaMetrics, family
-from support.http_app import until
 from support.prometheus import total
+from support.waiting import until
 
 REQUEST = ImageRequest(
     request_id="r",

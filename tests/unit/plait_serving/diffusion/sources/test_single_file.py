@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,8 +27,69 @@ from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 from support.families import weights
-from support.ldm import write_ldm
+from support.ldm import config_of, original_names, original_vae
 from support.tiny import tiny_lora, tiny_sd
+
+_OPEN_CLIP = {
+    "embeddings.token_embedding.weight": "token_embedding.weight",
+    "embeddings.position_embedding.weight": "positional_embedding",
+    "final_layer_norm.weight": "ln_final.weight",
+    "final_layer_norm.bias": "ln_final.bias",
+}
+_OPEN_CLIP_LAYER = {
+    "layer_norm1": "ln_1", "layer_norm2": "ln_2", "mlp.fc1": "mlp.c_fc", "mlp.fc2": "mlp.c_proj",
+    "self_attn.out_proj": "attn.out_proj",
+}  # fmt: skip
+
+
+def write_ldm(folder: Path, path: Path, **extra: torch.Tensor) -> Path:
+    """Writes one file; `extra` are more tensors of its top level."""
+    is_xl = (folder / "text_encoder_2").is_dir()
+    tensors = {f"model.diffusion_model.{key}": value for key, value in _unet(folder / "unet").items()}
+    tensors |= {f"first_stage_model.{key}": value for key, value in original_vae(folder / "vae").items()}
+    clip, text = _text(folder / "text_encoder"), config_of(folder / "text_encoder")
+    if is_xl:
+        tensors |= {f"conditioner.embedders.0.transformer.text_model.{key}": value for key, value in clip.items()}
+        second = _open_clip(_text(folder / "text_encoder_2"))
+        tensors |= {f"conditioner.embedders.1.model.{key}": value for key, value in second.items()}
+    elif text["hidden_act"] == "gelu":
+        tensors |= {f"cond_stage_model.model.{key}": value for key, value in _open_clip(clip).items()}
+    else:
+        prefix = "cond_stage_model.transformer.text_model."
+        tensors |= {f"{prefix}{key}": value for key, value in clip.items()}
+        tensors[f"{prefix}embeddings.position_ids"] = torch.arange(77)[None]
+    save_file({key: value.contiguous() for key, value in {**tensors, **extra}.items()}, path)
+    return path
+
+
+def _unet(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "diffusion_pytorch_model.safetensors")
+    names = original_names(tensors, config_of(folder)["layers_per_block"])
+    return {names[key]: value for key, value in tensors.items()}
+
+
+def _text(folder: Path) -> dict[str, torch.Tensor]:
+    tensors = load_file(folder / "model.safetensors")
+    return {key.removeprefix("text_model."): value for key, value in tensors.items()}
+
+
+def _open_clip(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    made = {}
+    for key, value in tensors.items():
+        if key in _OPEN_CLIP:
+            made[_OPEN_CLIP[key]] = value
+        elif key == "text_projection.weight":
+            made["text_projection"] = value.T
+        elif "q_proj" in key:
+            parts = [tensors[key.replace("q_proj", name)] for name in ("q_proj", "k_proj", "v_proj")]
+            number, kind = key.split(".")[2], key.rpartition(".")[2]
+            made[f"transformer.resblocks.{number}.attn.in_proj_{kind}"] = torch.cat(parts)
+        elif not key.endswith(("k_proj.weight", "k_proj.bias", "v_proj.weight", "v_proj.bias")):
+            _, _, number, inner = key.split(".", 3)
+            name, _, kind = inner.rpartition(".")
+            made[f"transformer.resblocks.{number}.{_OPEN_CLIP_LAYER[name]}.{kind}"] = value
+    return made
+
 
 FAMILIES = (FamilyName.SD15, FamilyName.SD21, FamilyName.SDXL)
 NOTED = {"_name_or_path", "_diffusers_version", "transformers_version", "dtype", "architectures"}

@@ -19,7 +19,8 @@ from plait_serving.http.context import HttpSettings
 from plait_serving.http.edge.auth import ApiKey
 from plait_serving.http.edge.hosts import LOOPBACK_HOSTS
 from plait_serving.images.service import AliasCard
-from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png, until
+from support.http_app import AsgiCall, b64, make_app, make_client, pixels, png
+from support.waiting import until
 
 ON = HttpSettings(a1111_api=True)
 KEYS = tuple(ApiKey.from_secret(f"sk:{name}", tenant=name) for name in ("a", "b"))

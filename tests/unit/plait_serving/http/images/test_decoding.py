@@ -13,7 +13,8 @@ from fakes.images import FakeImageService
 from plait_serving.diffusion.values import RgbImage
 from plait_serving.http.app import app_from_context
 from plait_serving.http.context import HttpSettings, RouteContext
-from support.http_app import AsgiCall, b64, make_client, png, until
+from support.http_app import AsgiCall, b64, make_client, png
+from support.waiting import until
 
 PLAIN = json.dumps({"prompt": "x"}).encode()
 CONTROL = {"name": "edges", "image": b64(png()), "preprocess": True}

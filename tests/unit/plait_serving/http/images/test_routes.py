@@ -32,7 +32,8 @@ from plait_serving.http.images import routes
 from plait_serving.http.images.schemas import IGNORED_FIELDS, GenerationBody, GenerationResponse
 from plait_serving.images.codec import DecodeLimits
 from plait_serving.images.stored_text import read_parameters
-from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png, until
+from support.http_app import FIXED_SEED, FIXED_TIME_S, AsgiCall, b64, make_app, make_client, pixels, png
+from support.waiting import until
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}

@@ -17,7 +17,8 @@ from plait_serving.http.edge import sse
 from plait_serving.http.edge.feed import EventFeed
 from plait_serving.images.codec import OutputFormat, encode_image
 from plait_serving.images.infotext import infotext
-from support.http_app import AsgiCall, make_app, make_client, pixels, until
+from support.http_app import AsgiCall, make_app, make_client, pixels
+from support.waiting import until
 
 URL = "/v1/images/generations"
 

@@ -1,4 +1,4 @@
-"""Runs on the head of `ray_hosts`: deploys an application, asks it all the time, and says what came of it.
+"""What `test_hosts` runs on the head: deploys an application, asks it all the time, and says what came of it.
 
 Reads commands from its input, a line each, and answers each with a line of JSON."""
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import queue
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,11 +68,3 @@ def serving(address: str, *, doubles: bool = True, **options: Any) -> Iterator[N
         yield made
     finally:
         made.stop()
-
-
-def until(true: Callable[[], bool]) -> None:
-    """Waits until it is true."""
-    until_s = time.monotonic() + WAIT_S
-    while not true():
-        assert time.monotonic() < until_s, "it never came true"
-        time.sleep(0.005)

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from fakes.blocks.family import KINDS, MIXER, TEXT, BlocksFamily
 from plait_serving.diffusion.families import FamilyRow
-from support.blocks.family import KINDS, MIXER, TEXT, BlocksFamily
 from support.tiny import seeded
 
 PIPELINE = "BlocksPipeline"

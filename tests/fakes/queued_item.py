@@ -1,4 +1,4 @@
-"""A worker and its queue in virtual time: Poisson arrivals with deadlines, the real policy, batch times on a line."""
+"""What a worker's queue holds, without a request."""
 
 from __future__ import annotations
 
