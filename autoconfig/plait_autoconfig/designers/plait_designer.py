@@ -45,9 +45,9 @@ from plait_autoconfig.surrogate.posterior import (
 )
 from plait_autoconfig.values import Cell, Config, TrialOutcome
 
-_HOPELESS = 0.3
-"""Cells that are less likely to be feasible are proposed only when no others are left: once little is to be gained
-among feasible cells, a long shot at one that almost surely fails would look better."""
+_HOPELESS = 0.05
+"""Cells that are less likely to be feasible are proposed only when no others are left: what almost surely fails is not
+worth a run, as in `Confirm.sure`. What is merely doubtful is: optima often touch a limit."""
 _WEIGHTINGS = 5
 """The number of distinct weightings when there are several goals. Each needs a background of its own, which is kept."""
 _COSTED_UNIT = 0.3

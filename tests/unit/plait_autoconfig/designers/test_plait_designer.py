@@ -126,6 +126,28 @@ def test_broken_limits_are_avoided_like_failures():
     assert best.config["threads"] == 3
 
 
+def test_an_optimum_that_touches_a_limit_is_found():
+    """Half as many users on the best device are worth half: what only may keep the limit is tried as well."""
+    space = Space(
+        (
+            ChoiceKnob(name="users", values=(1, 2, 4, 8, 16, 32, 64, 128), ordered=True),
+            ChoiceKnob(name="device", values=("a", "b", "c", "d")),
+            ChoiceKnob(name="devices", values=(1, 2, 4), ordered=True),
+        )
+    )
+    objective = Objective((maximise("users_per_price"),), (at_most("p99_ms", 50.0),))
+    price, idle_ms = {"a": 1.0, "b": 2.0, "c": 4.0, "d": 12.0}, {"a": 30.0, "b": 20.0, "c": 10.0, "d": 5.56}
+
+    def serve(config: Config) -> TrialOutcome:
+        device, each = str(config["device"]), float(config["users"]) / float(config["devices"])
+        return TrialOutcome.measured(users_per_price=each / price[device], p99_ms=idle_ms[device] * (1.0 + each / 16.0))
+
+    for seed in range(5):
+        best = objective.best(search(PlaitDesigner(space, objective, seed=seed), serve, 16))
+        assert best is not None
+        assert best.outcome.metrics == {"users_per_price": 16.0, "p99_ms": 50.0}, seed
+
+
 def test_what_a_library_taught_can_be_handed_on():
     """`pretrained` spares the next instance the learning, and changes nothing."""
     first = plait(RELATIVES)
