@@ -22,7 +22,7 @@ from plait_loadtest.values import PreparedRequest, RequestOutcome
 from plait_loadtest.wire.dial import LOOKUP_S, Dialler, RequestWriter, place_of
 from plait_loadtest.wire.framing import HTTP2
 from plait_loadtest.wire.pool import ConnectionPool, Rules, SendJob
-from support.http_app import until
+from support.waiting import until
 
 WAIT_S = 60.0
 

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+
+from support.ldm import original_vae
 
 State = Mapping[str, torch.Tensor]
 _SIDES = (
@@ -17,6 +19,10 @@ _SIDES = (
     ("txt", "context_block", ("add_q_proj", "add_k_proj", "add_v_proj"), "to_add_out", ("norm_added_q", "norm_added_k"),
      "ff_context", "norm1_context"),
 )  # fmt: skip
+_TEXTS = {
+    "sd3": {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"},
+    "flux": {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"},
+}
 
 
 class _Renaming:
@@ -117,3 +123,19 @@ def original_transformer(folder: Path) -> dict[str, torch.Tensor]:
     """The transformer of a diffusers folder under its original names."""
     state = load_file(folder / "transformer" / _WEIGHTS)
     return original_flux(state) if "x_embedder.weight" in state else original_sd3(state)
+
+
+def write_flow_file(folder: Path, path: Path, *, vae: str | None = None, texts: bool = False) -> Path:
+    """Writes a diffusers folder's transformer as one file: alone as its authors publish it, or, below the names that
+    ComfyUI gives them, with its VAE (whose names begin with ``vae``) and its text encoders."""
+    tensors = original_transformer(folder)
+    kind = "flux" if "img_in.weight" in tensors else "sd3"
+    if vae is not None or kind == "sd3":
+        tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
+    if vae is not None:
+        tensors |= {f"{vae}{name}": tensor for name, tensor in original_vae(folder / "vae").items()}
+    for part, name in _TEXTS[kind].items() if texts else ():
+        state = load_file(folder / part / "model.safetensors")
+        tensors |= {f"text_encoders.{name}.transformer.{key}": tensor for key, tensor in state.items()}
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
+    return path

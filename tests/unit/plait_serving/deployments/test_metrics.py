@@ -14,8 +14,8 @@ from plait_serving.deployments.ingress import Ingress
 from plait_serving.deployments.metrics import AllReplicas, answers_of
 from plait_serving.http.context import HttpSettings
 from plait_serving.replica_metrics import ReplicaMetrics, family, this_process
-from support.http_app import until
 from support.prometheus import found, total
+from support.waiting import until
 
 
 class Handle:

@@ -20,10 +20,11 @@ from plait_serving.http.edge.auth import ApiKey, Role
 from plait_serving.http.edge.tenants import TenantLimits, TokenBucket
 from plait_serving.http.operations import own_metrics
 from plait_serving.replica_metrics import ReplicaMetrics
-from support.http_app import AsgiCall, make_app, make_client, until
+from support.http_app import AsgiCall, make_app, make_client
 from support.http_rank import INFER, arrays
 from support.http_rank import make_client as make_ranking_client
 from support.prometheus import total
+from support.waiting import until
 
 URL = "/v1/images/generations"
 JSON = {"content-type": "application/json"}

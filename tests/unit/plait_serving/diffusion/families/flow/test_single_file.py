@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,30 +23,7 @@ from plait_serving.diffusion.values import ImageRequest, Scheduler
 from plait_serving.random_models.names import DtypeName
 from plait_serving.random_models.write import write_model
 from support.families import weights
-from support.ldm import original_vae
-from support.original_flow import original_transformer
-
-_TEXTS = {
-    "sd3": {"text_encoder": "clip_l", "text_encoder_2": "clip_g", "text_encoder_3": "t5xxl"},
-    "flux": {"text_encoder": "clip_l", "text_encoder_2": "t5xxl"},
-}
-
-
-def write_flow_file(folder: Path, path: Path, *, vae: str | None = None, texts: bool = False) -> Path:
-    """Writes a diffusers folder's transformer as one file: alone as its authors publish it, or, below the names that
-    ComfyUI gives them, with its VAE (whose names begin with ``vae``) and its text encoders."""
-    tensors = original_transformer(folder)
-    kind = "flux" if "img_in.weight" in tensors else "sd3"
-    if vae is not None or kind == "sd3":
-        tensors = {f"model.diffusion_model.{name}": tensor for name, tensor in tensors.items()}
-    if vae is not None:
-        tensors |= {f"{vae}{name}": tensor for name, tensor in original_vae(folder / "vae").items()}
-    for part, name in _TEXTS[kind].items() if texts else ():
-        state = load_file(folder / part / "model.safetensors")
-        tensors |= {f"text_encoders.{name}.transformer.{key}": tensor for key, tensor in state.items()}
-    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, path)
-    return path
-
+from support.original_flow import original_transformer, write_flow_file
 
 FAMILIES = (FamilyName.SD35_MEDIUM, FamilyName.FLUX_DEV, FamilyName.FLUX_SCHNELL)
 
