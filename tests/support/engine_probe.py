@@ -33,6 +33,8 @@ class Probe:
             return finish(latents)
 
         def count(calls: Any) -> Any:
+            if not self.batches:
+                self._wait_for_mates(0.0)  # whose calls cannot be shared waits for nobody
             self.batches.append(len(calls))
             return predict(calls)
 
@@ -49,8 +51,7 @@ class Probe:
         self.batches.clear()
         # They wait until the last one's LoRA files are loaded: a full batch ends the waiting.
         rows = sum(one.n * self.engine.pool.first.family.measure(one).rows for one in requests)
-        knobs = {"batch_wait_ms": 5000.0 if len(requests) > 1 else 0.0, "largest_batch": rows}
-        self.engine.reconfigure(self.engine.knobs.model_copy(update=knobs))
+        self._wait_for_mates(WAIT_S if len(requests) > 1 else 0.0, largest_batch=rows)
         ended: queue.Queue[tuple[str, Finished | Failed]] = queue.Queue()
 
         def tell(name: str, event: Event) -> None:
@@ -64,6 +65,9 @@ class Probe:
         assert not [event.error for _, event in order if isinstance(event, Failed)]
         found = dict(zip((name for name, _ in order), self.decoded, strict=True))
         return [found[asked.request_id] for asked in requests]
+
+    def _wait_for_mates(self, seconds: float, **more: int) -> None:
+        self.engine.reconfigure(self.engine.knobs.model_copy(update={"batch_wait_ms": 1000 * seconds, **more}))
 
 
 def fused_reference(
