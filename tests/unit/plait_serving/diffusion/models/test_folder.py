@@ -48,7 +48,7 @@ def test_what_is_not_served_is_logged_once_with_its_reason(tmp_path: Path, caplo
     model(folder, "ok")
     (folder / "note.txt").touch()
     reasons = {
-        "dream.safetensors": "images.models names those", "OLD.CKPT": "images.models names those", "out": "leads out",
+        "dream.safetensors": "images.models names those", "OLD.CKPT": "a pickle", "out": "leads out",
         "itself": "leads out", ".half.7.partial": "hidden", "gone": "leads nowhere",
         "a:b": "a name has", "empty": "has no model_index.json",
     }  # fmt: skip
