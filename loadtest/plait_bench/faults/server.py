@@ -417,15 +417,14 @@ async def offered(send: Callable[[int], Awaitable[T]], per_s: float, seconds: fl
 
 async def capacity_per_s(client: Client, asks: Iterator[Ask], *, seconds: float, clients: int) -> float:
     """Measure how many requests are answered per second where `clients` ask without a pause."""
-    began_s, answered = time.monotonic(), 0
+    began_s, statuses = time.monotonic(), list[int]()
 
     async def one() -> None:
-        nonlocal answered
         while time.monotonic() < began_s + seconds:
-            answered += (await client.send(next(asks))).status == 200
+            statuses.append((await client.send(next(asks))).status)
 
     await asyncio.gather(*(one() for _ in range(clients)))
-    return answered / (time.monotonic() - began_s)
+    return statuses.count(200) / (time.monotonic() - began_s)
 
 
 @asynccontextmanager
