@@ -417,7 +417,7 @@ async def offered(send: Callable[[int], Awaitable[T]], per_s: float, seconds: fl
 
 async def capacity_per_s(client: Client, asks: Iterator[Ask], *, seconds: float, clients: int) -> float:
     """Measure how many requests are answered per second where `clients` ask without a pause."""
-    began_s, statuses = time.monotonic(), list[int]()
+    began_s, statuses = time.monotonic(), list[int | None]()
 
     async def one() -> None:
         while time.monotonic() < began_s + seconds:
