@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,13 +76,22 @@ class RayHead:
         }
         environ = {**self.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": str(drain_s)}
         command = [*_START, *_options(options)]
-        process = subprocess.Popen(command, env=environ, start_new_session=True, stdout=subprocess.PIPE)
-        assert process.stdout is not None
+        process = _joined(command, environ)
         try:
-            assert any(b"Ray runtime started" in line for line in process.stdout), "the node did not start"
             yield process
         finally:
             _end(process)
+
+
+def _joined(command: Sequence[str | Path], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """A node that has joined. A busy host exceeds Ray's own limits, which no option raises: it is started again."""
+    for _ in range(3):
+        process = subprocess.Popen(command, env=environ, start_new_session=True, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        if any(b"Ray runtime started" in line for line in process.stdout):
+            return process
+        _end(process)
+    raise AssertionError("the node did not start")
 
 
 _START = (Path(sys.executable).parent / "ray", "start", "--block")
