@@ -274,7 +274,7 @@ def _setting(text: str) -> tuple[str, object]:
         raise ScenarioError(f"--set {text!r}: write KEY=VALUE")
     try:
         return key, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
         raise ScenarioError(f"--set {text!r}: the value is not YAML") from error
 
 

@@ -72,7 +72,6 @@ class _ClassParts:
     judged: Floats
     good: Floats
     failed: Floats
-    seconds: float
 
 
 def read(path: Path) -> Mapping[str, Any]:
@@ -121,16 +120,16 @@ def _compare(
 def _pairs(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[_ClassParts, _ClassParts]]:
     """Return the classes that both have, with enough requests; the total alone if there is only one class."""
     shared = [name for name in before["classes"] if name in after["classes"]]
-    found = {"total": tuple(_parts(report["histograms"]["total"], report) for report in (before, after))}
+    found = {"total": tuple(_parts(report["histograms"]["total"]) for report in (before, after))}
     for name in shared if len(before["classes"]) > 1 or len(after["classes"]) > 1 else ():
-        found[name] = tuple(_parts(report["histograms"]["classes"][name], report) for report in (before, after))
+        found[name] = tuple(_parts(report["histograms"]["classes"][name]) for report in (before, after))
     pairs = {name: (a, b) for name, (a, b) in found.items() if min(a.judged.sum(), b.judged.sum()) >= FEWEST}
     if not pairs:
         raise ReportError(f"fewer than {FEWEST} requests in every class: nothing can be compared")
     return pairs
 
 
-def _parts(stored: Mapping[str, Any], report: Mapping[str, Any]) -> _ClassParts:
+def _parts(stored: Mapping[str, Any]) -> _ClassParts:
     parts = [histogram.decoded(text) if text else histogram.EMPTY for text in stored["parts"]]
     buckets = np.unique(np.concatenate([part.bucket for part in parts]))
     counts = np.zeros((len(parts), buckets.size))
@@ -142,7 +141,6 @@ def _parts(stored: Mapping[str, Any], report: Mapping[str, Any]) -> _ClassParts:
         judged=np.array(stored["judged"], dtype=np.float64),
         good=np.array(stored["good"], dtype=np.float64),
         failed=np.array(stored["failed"], dtype=np.float64),
-        seconds=float(report["measured_s"]),
     )
 
 

@@ -102,7 +102,7 @@ class RequestPlan:
     """What is sent when, drawn before anything is sent.
 
     `scheduled_ns` int64 (N,), ascending; the first `warm_up` requests are not measured. Closed loop: empty array,
-    `concurrency` callers send without a schedule until `duration_s` is over or `count` requests are done.
+    `concurrency` callers send without a schedule until `count` requests are done or, without it, `duration_s` is over.
     `cancelled` bool (N,): requests that are cancelled `cancel_after_s` after they were sent.
     """
 

@@ -103,6 +103,9 @@ def test_the_cut_is_shown_and_drawn(folder, tmp_path, capsys):
     assert [line.split(":")[0] for line in dealt[-2:]] == ["shard 0", "shard 1"]
     assert main(["models", "cut", str(folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
+    for model in (str(folder), "two-tower"):
+        assert main(["models", "cut", model, "--bag", "sen=5"]) == 1
+        assert "bag sen: the model has " in capsys.readouterr().err
     total = shown["bytes_per_request"]
     assert set(total) == {"1", "64", "512"}
     for size, nbytes in total.items():

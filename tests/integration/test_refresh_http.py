@@ -158,6 +158,8 @@ def test_from_a_retrained_model_to_the_running_server(server, tmp_path, capsys):
         (["refresh", "nobody", "{update}", "--url", "{url}", "--api-key", "boss"], "nobody"),
         (["refresh", "parts", "{update}", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
         (["refresh", "parts", "{update}", "--url", "parts"], "is not http"),
+        (["refresh", "parts", "{update}", "--url", "http://127.0.0.1:port"], "is not http"),
+        (["refresh", "parts", "{update}", "--url", "{url}/no/such", "--api-key", "boss"], "answered 404"),
         (["update", "{package}", "{file}:module", "-o", "{out}", "--version", "2"], "must return"),
         (["update", "{package}", "{file}:make", "-o", "{package}", "--version", "2"], "exists already"),
         (["fold", "{package}", "-o", "{package}"], "exists already"),

@@ -20,6 +20,7 @@ from plait_disagg.queue.knobs import WorkerKnobs
 from plait_disagg.queue.scale import Gauge, ScaleState, Scaling, decide, hn_pressure
 from plait_disagg.workers.cn import CnCore
 from plait_disagg.workers.hn import HnWorker
+from plait_disagg.workers.whole import WholeCore
 from plait_fabric import Channel, FabricError
 from support.log_file import LogFile, log_file
 from support.rank_fabric import CROSSING, OUTPUTS, Rig, welcome_header
@@ -181,6 +182,24 @@ async def test_what_an_hn_gives_up_as_too_late_makes_the_cn_more_careful(rig: Ri
     is_full.clear()
     await ask()
     assert margins[0] < margins[1] < margins[2] > pace.margin
+
+
+async def test_very_many_answers_at_once_arrive(rig: Rig) -> None:
+    """More than the header of one message holds; a version may be a date and a time."""
+    sparse = kit.FakeSparse()
+    card = dataclasses.replace(kit.CARD, version="2026-11-28T22-30-00-retrained-nightly")
+    core = WholeCore(card, sparse, kit.FakeDense(), knobs=WorkerKnobs(largest_batch_rows=5_000))
+    rig.at_end(lambda: core.stop(drain_s=0.5))
+    rig.front(core)
+    ranker = await rig.ranker()
+    sparse.gate.clear()
+    asked = [asyncio.ensure_future(ranker.rank(kit.request(seed, 1))) for seed in range(1_001)]
+    await until(lambda: core.metrics()["requests_total"] + core.metrics()["waiting"] == len(asked))
+    sparse.gate.set()
+    answers = await asyncio.gather(*asked)
+    assert max(sparse.batches) > 900
+    assert {answer.version for answer in answers} == {card.version}
+    assert ranker.metrics()["lost_total"] == 0
 
 
 async def test_after_its_deadline_a_lost_request_is_not_asked_again(rig: Rig) -> None:

@@ -159,6 +159,7 @@ async def test_a_card_is_known_once_a_worker_said_it(rig: Rig) -> None:
         _ = ranker.card
     with pytest.raises(WorkerUnavailable):
         await ranker.rank(kit.request(1))
+    assert ranker.metrics()["sent_total"] == 0
     front = rig.front(rig.whole())
     await until(lambda: ranker.core.ready() is None)
     front.stop(drain_s=0)

@@ -120,9 +120,9 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Dumper.add_representer(str, _text)
 
 
-_READ = {"folder", "model"}
+_READ = {"folder", "model", "models_folder"}
 _WRITTEN = {"cache_folder"}
-_ALSO_WRITTEN = {"tuning.folder"}
+_ALSO_WRITTEN = {"images.results.folder", "tuning.folder"}
 _ALSO_READ = "images.models."
 """Its keys are names of models."""
 

@@ -116,8 +116,10 @@ def check_inputs(inputs: Sequence[Input]) -> None:
             raise ValueError(f"input {item.name!r}: a name must match {_NAME.pattern}")
         if item.side not in ("user", "item"):
             raise ValueError(f"input {item.name}: side must be 'user' or 'item', not {item.side!r}")
-        if not isinstance(item, Bag) and any(size < 1 for size in item.shape):
-            raise ValueError(f"input {item.name}: shape {item.shape} has a size below 1")
+        if not isinstance(item, Bag) and not (
+            isinstance(item.shape, tuple | list) and all(type(size) is int and size >= 1 for size in item.shape)
+        ):
+            raise ValueError(f"input {item.name}: shape {item.shape} is no tuple of sizes from 1 on, as (8,) is")
         if isinstance(item, Bag) and item.largest < 1:
             raise ValueError(f"input {item.name}: largest must be at least 1")
         first, last = range_of(item)
@@ -133,6 +135,14 @@ def check_inputs(inputs: Sequence[Input]) -> None:
         )
     if not inputs:
         raise ValueError("a model needs at least one input")
+
+
+def check_bags(inputs: Sequence[Input], ids_per_bag: Mapping[str, int]) -> None:
+    """Raise ValueError, naming it, for a bag that the model does not have."""
+    bags = [item.name for item in inputs if isinstance(item, Bag)]
+    for name in ids_per_bag:
+        if name not in bags:
+            raise ValueError(f"bag {name}: the model has {', '.join(bags) or 'no bags'}")
 
 
 def range_of(item: Input) -> tuple[float | None, float | None]:

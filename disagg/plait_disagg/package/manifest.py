@@ -16,10 +16,14 @@ Nothing in a folder is code: programs are operators of a fixed vocabulary, every
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +76,22 @@ class Manifest:
     largest_candidates: int
     items: int | None
     files: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to fill, which becomes `folder` at the end, or goes if the block raises. Raises
+    FileExistsError."""
+    if folder.exists():
+        raise FileExistsError(errno.EEXIST, "it exists already", str(folder))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    try:
+        yield draft
+        draft.chmod(0o755)  # mkdtemp's folders are private
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

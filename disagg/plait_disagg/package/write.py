@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from plait_disagg.graph.capture import Captured, capture
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.edit import live
 from plait_disagg.graph.errors import BadProgram
-from plait_disagg.graph.inputs import Input
+from plait_disagg.graph.inputs import Input, check_bags
 from plait_disagg.graph.program import LOOKUP, Ref
 from plait_disagg.graph.reference import run_reference
 from plait_disagg.graph.sample_inputs import id_sources
@@ -38,6 +36,7 @@ from plait_disagg.package.manifest import (
     CutFacts,
     Manifest,
     PackageError,
+    new_folder,
     sha256_of,
     write_manifest,
 )
@@ -90,18 +89,11 @@ def write_package(
         raise PackageError(f"the version {options.version!r} must match {NAME.pattern}")
     if options.cutter not in CUTTERS:
         raise PackageError(f"there is no cutter {options.cutter!r}; there are {', '.join(CUTTERS)}")
+    check_bags(inputs, options.ids_per_bag)
     if folder.exists():
         raise PackageError(f"{folder} exists already")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
-    try:
-        manifest = _write(draft, module, inputs, name=name, items=items, options=options)
-        draft.chmod(0o755)  # mkdtemp's folders are private
-        draft.rename(folder)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
-    return manifest
+    with new_folder(folder) as draft:
+        return _write(draft, module, inputs, name=name, items=items, options=options)
 
 
 def _write(

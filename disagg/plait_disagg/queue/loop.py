@@ -128,10 +128,9 @@ class Inbox(Generic[T]):
             return 0
         if not len(waiting):
             return None
-        patience_s = waiting.knobs.batch_wait_ms / 1e3
-        if not patience_s or waiting.rows >= waiting.knobs.largest_batch_rows:
+        if not waiting.knobs.batch_wait_ms or waiting.rows >= waiting.knobs.largest_batch_rows:
             return 0
-        return max(0.0, waiting.oldest_s + patience_s - self._clock())
+        return max(0.0, waiting.begins_s - self._clock())
 
     def _raise_if_closed(self) -> None:
         if self._closed:
@@ -205,9 +204,11 @@ class BatchLoop(Generic[T]):
         """Process the item on the calling thread if nothing else is waiting or running; return False if it was not
         processed.
 
-        Only if the work is single-threaded: a second thread that computes with a team would slow down both.
+        Only if the work is single-threaded, since a second thread that computes with a team would slow down both, and
+        if batches do not wait for more.
         """
-        if self._knobs.threads != 1 or self._knobs.cores or not self._batch_lock.acquire(blocking=False):
+        knobs = self._knobs
+        if knobs.threads != 1 or knobs.cores or knobs.batch_wait_ms or not self._batch_lock.acquire(blocking=False):
             return False
         try:
             if not self._inbox.idle or self._inbox.closed:

@@ -7,7 +7,6 @@ for bit.
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,16 @@ import torch
 
 from plait_disagg.graph.small_tables import rows_name
 from plait_disagg.package.items import save_tensors
-from plait_disagg.package.manifest import CONSTANTS, MANIFEST, TABLES, Manifest, PackageError, sha256_of, write_manifest
+from plait_disagg.package.manifest import (
+    CONSTANTS,
+    MANIFEST,
+    TABLES,
+    Manifest,
+    PackageError,
+    new_folder,
+    sha256_of,
+    write_manifest,
+)
 from plait_disagg.package.read import Package, open_package
 from plait_disagg.refresh.check import decoded_rows
 from plait_disagg.refresh.errors import BadUpdate
@@ -35,17 +43,11 @@ def fold_updates(folder: Path, out: Path) -> Manifest:
         raise PackageError(f"{out} exists already")
     if (folder / MANIFEST).is_file() and out.resolve().is_relative_to(folder.resolve()):
         raise PackageError(f"{out} lies in the package that is folded")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     try:
-        manifest = _write(open_package(folder), draft)
-        draft.chmod(0o755)  # mkdtemp's folders are private
-        draft.rename(out)
+        with new_folder(out) as draft:
+            return _write(open_package(folder), draft)
     except BadUpdate as error:
         raise PackageError(f"{folder}: an update of its journal cannot be read: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
-    return manifest
 
 
 def _write(package: Package, draft: Path) -> Manifest:

@@ -67,6 +67,8 @@ class Journal:
 
         Raises OSError, `BadUpdate`, with nothing left of the copy.
         """
+        if update.resolve().parent == self._folder.resolve():
+            raise BadUpdate(MANIFEST, f"{update} is where the package keeps what is published; move it elsewhere")
         target, draft = self.path(version), self._folder / f".{version}.partial"
         for leftover in (target, draft):
             shutil.rmtree(leftover, ignore_errors=True)

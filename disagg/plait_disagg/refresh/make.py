@@ -80,7 +80,10 @@ def _changed_rows(package: Package, weights: Mapping[str, torch.Tensor]) -> dict
             if tuple(weight.shape) != (part.rows, group.dim):
                 detail = f"is {tuple(weight.shape)}, the package's {(part.rows, group.dim)}; package the model anew"
                 raise BadUpdate(f"table {part.table}", detail)
-            stored = encode_rows(weight, group.format)
+            try:
+                stored = encode_rows(weight, group.format)
+            except ValueError as error:
+                raise BadUpdate(f"table {part.table}", str(error)) from error
             ids = (stored != matrix[part.first : part.first + part.rows]).any(dim=1).nonzero().flatten()
             if ids.numel():
                 changed[part.table] = UpdatedRows(ids=ids, rows=stored[ids])

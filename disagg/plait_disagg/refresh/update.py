@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
-from plait_disagg.package.manifest import NAME
+from plait_disagg.package.manifest import NAME, new_folder
 from plait_disagg.refresh.errors import BadUpdate
 
 MANIFEST = "update.json"
@@ -70,29 +70,29 @@ class Update:
 
 
 def write_update(folder: Path, update: Update) -> UpdateManifest:
-    """Write a new folder, update.json last.
+    """Write a new folder, which appears complete or not at all.
 
     The contents are not checked: whoever applies the update does that. Raises OSError.
     """
-    folder.mkdir(parents=True)
     files: dict[str, str] = {}
     rows = {table + _IDS: one.ids.contiguous() for table, one in update.rows.items()}
     rows |= {table + _ROWS: one.rows.detach().contiguous() for table, one in update.rows.items()}
     constants = {name: tensor.detach().contiguous() for name, tensor in update.constants.items()}
-    for name, tensors in ((ROWS, rows), (CONSTANTS, constants)):
-        if tensors:
-            data = save({key: tensor.clone() for key, tensor in tensors.items()})  # it refuses what shares memory
-            (folder / name).write_bytes(data)
-            files[name] = hashlib.sha256(data).hexdigest()
-    manifest = UpdateManifest(
-        model=update.model,
-        base=update.base,
-        version=update.version,
-        rows=tuple(sorted(update.rows)),
-        constants=tuple(sorted(update.constants)),
-        files=files,
-    )
-    (folder / MANIFEST).write_text(json.dumps(_to_json(manifest), indent=1) + "\n", encoding="utf-8")
+    with new_folder(folder) as draft:
+        for name, tensors in ((ROWS, rows), (CONSTANTS, constants)):
+            if tensors:
+                data = save({key: tensor.clone() for key, tensor in tensors.items()})  # it refuses what shares memory
+                (draft / name).write_bytes(data)
+                files[name] = hashlib.sha256(data).hexdigest()
+        manifest = UpdateManifest(
+            model=update.model,
+            base=update.base,
+            version=update.version,
+            rows=tuple(sorted(update.rows)),
+            constants=tuple(sorted(update.constants)),
+            files=files,
+        )
+        (draft / MANIFEST).write_text(json.dumps(_to_json(manifest), indent=1) + "\n", encoding="utf-8")
     return manifest
 
 

@@ -12,14 +12,14 @@ The first m rows go into their slots. The other p rows only pass through: they a
 and dropped. Rows pass through when the policy does not keep them, or when one message has more distinct ids than
 there are slots.
 
-Policies: `static` keeps for good what `SenderCache.warm` was given and, while there is room, what is requested
-first; `lru` keeps what was requested last. Recency counts in messages; within one message the order is that of first
-use. One pair serves one ordered channel; messages are numbered, so that a receiver detects a lost one.
+Policies: `static` keeps for good what is requested first, while there is room; `lru` keeps what was requested last.
+Recency counts in messages; within one message the order is that of first use. One pair serves one ordered channel;
+messages are numbered, so that a receiver detects a lost one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -37,7 +37,7 @@ Number = TypeVar("Number", np.int32, np.int64)
 
 
 class OutOfStep(Exception):
-    """The receiver missed a message. Call `SenderCache.reset` and start over."""
+    """The receiver missed a message: begin again with a new sender."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,11 +48,6 @@ class CachedRows:
     slots: torch.Tensor
     new_slots: torch.Tensor
     rows: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Size of its tensors in bytes."""
-        return sum(tensor.nbytes for tensor in (self.slots, self.new_slots, self.rows))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,7 +67,7 @@ class CacheCounters:
 
 
 class SenderCache:
-    """The directory, on the side that has the rows.
+    """The directory, on the side that has the rows: for one receiver, and until a message was not sent or is missed.
 
     Ids are `0 .. rows - 1`; needs 4 bytes for each id that was ever kept.
     """
@@ -82,10 +77,6 @@ class SenderCache:
             raise ValueError(f"a cache needs at least one slot and policy static or lru, not {slots} and {policy!r}")
         self._rows, self._dim, self._slots, self._policy = rows, dim, slots, policy
         self.counters = CacheCounters()
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget what the receiver holds: for a new receiver, or after `OutOfStep` or a message that was not sent."""
         # Zeros are not touched until used, so that a large id space costs memory only where it is hot.
         self._slot_of = np.zeros(self._rows, dtype=np.int32)  # slot + 1, or 0
         self._id_in = np.full(self._slots, -1, dtype=np.int64)
@@ -93,20 +84,6 @@ class SenderCache:
         self._recency = _Recency(self._slots)
         self._used = 0
         self._number = 0
-
-    def warm(self, ids: Sequence[int], fetch: Fetch) -> CachedRows:
-        """Return a message that fills slots with these ids, hottest first, as many as there is room for.
-
-        It answers no request.
-        """
-        wanted = np.asarray(list(dict.fromkeys(ids)), dtype=np.int64)
-        self._check(wanted)
-        new = wanted[self._slot_of[wanted] == 0][: self._slots - self._used]
-        rows = self._fetched(new, fetch)
-        slots = self._store(new, self._take_slots(new.size))
-        self._recency.touch(slots[::-1])
-        self.counters.stored += new.size
-        return self._message(np.empty(0, dtype=np.int32), slots, rows)
 
     def encode(self, ids: torch.Tensor, fetch: Fetch) -> CachedRows:
         """Return the message for `ids` (n,) int64. `fetch` is called at most once, with the ids whose rows must be

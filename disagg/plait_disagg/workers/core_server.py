@@ -29,6 +29,9 @@ from plait_kernels.threads import set_threads
 
 _log = logging.getLogger(__name__)
 
+_MAX_OUTCOMES = 256
+"""Of one message: each takes up to 140 bytes of its header, which has 64 KiB (`plait_fabric.values.MessageLimits`)."""
+
 _LAST_SENDS_S = 0.2
 """The max wait between the last outcome and closing the channels: a closed channel may lose what its peer has not
 received yet."""
@@ -127,7 +130,7 @@ class _PeerSink:
         self.jobs: dict[int, RankJob] = {}
 
     def deliver(self, outcomes: Sequence[tuple[RankJob, Outcome]]) -> None:
-        """Send the outcomes to the client in one message."""
+        """Send the outcomes to the client, in one message unless there are very many."""
         with on_behalf_of(lambda: (job.request.request_id for job, _ in outcomes)):
             self._send([(job.ticket, outcome) for job, outcome in outcomes if isinstance(job.ticket, int)])
 
@@ -136,6 +139,10 @@ class _PeerSink:
         self._send([(number, error)])
 
     def _send(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
+        for first in range(0, len(numbered), _MAX_OUTCOMES):
+            self._send_some(numbered[first : first + _MAX_OUTCOMES])
+
+    def _send_some(self, numbered: Sequence[tuple[int, Outcome]]) -> None:
         try:
             header, buffers = answers_message(numbered, self._outputs, self._peer.pool)
         except Exception as error:

@@ -98,8 +98,8 @@ class RemoteCore:
         """Send the job to the worker with the fewest open requests."""
         if self._stopping:
             raise WorkerUnavailable("the server is stopping")
-        self._requests += 1
         self._send(job)
+        self._requests += 1
 
     def _send(self, job: RankJob) -> None:
         connection = self._best()

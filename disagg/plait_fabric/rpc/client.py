@@ -77,11 +77,6 @@ class Client(Generic[T]):
         return sum(connection.open_calls for connection in self.connections)
 
     @property
-    def why_down(self) -> str:
-        """Why no connection is up."""
-        return "; ".join(sorted({connection.why_down for connection in self.connections}))
-
-    @property
     def back_in_s(self) -> float:
         """After how long a call is likely to be answered again, while no connection is up."""
         return self._outages.back_in_s()

@@ -24,7 +24,6 @@ from plait_loadtest.values import PreparedRequest
 
 _MAX_REQUESTS, _MAX_BYTES = 200, 4 << 20  # prepared requests that the file carries: the first of the plan
 _USERS = 100
-_SECRETS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key"})
 
 _TEMPLATE = resources.files(__package__).joinpath("locustfile.template").read_text("utf-8")
 
@@ -32,8 +31,8 @@ _TEMPLATE = resources.files(__package__).joinpath("locustfile.template").read_te
 def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
     """Return the text of the file. It contains no header values: they are read from the environment."""
     rate_per_s, notes = _mean_rate(scenario)
-    if any(name.lower() in _SECRETS for spec in scenario.mix for name in spec.headers):
-        notes += "\nKeys of single classes of requests are not in it: all users are one tenant."
+    if any(spec.headers for spec in scenario.mix):
+        notes += "\nHeaders of single classes of requests are not in it: all users are one tenant."
     users = scenario.arrivals.concurrency if isinstance(scenario.arrivals, ClosedLoopCallers) else _USERS
     wait_name = "constant" if isinstance(scenario.arrivals, ClosedLoopCallers) else "poisson"
     wait = "constant(0)" if wait_name == "constant" else f"poisson({rate_per_s / users!r})"
@@ -59,16 +58,17 @@ def locustfile(scenario: Scenario, *, file: str = "locustfile.py") -> str:
 def _requests(scenario: Scenario) -> list[list[Any]]:
     """Return `[class, method, path, headers, body]` of the plan's first requests; bodies as base64.
 
-    Headers that identify a class's sender are left out.
+    A class's own headers are left out: they may be keys.
     """
     mix = make_plan(scenario).mix
+    own = {spec.name: {header.lower() for header in spec.headers} for spec in scenario.mix}
     rows: list[list[Any]] = []
     size = 0
     while len(rows) < _MAX_REQUESTS and size < _MAX_BYTES:
         prepared: PreparedRequest = mix.build(len(rows))
         name = mix.kinds[mix.kind(len(rows))]
         body = base64.b64encode(prepared.body).decode("ascii")
-        headers = [[key, value] for key, value in prepared.headers if key not in _SECRETS]
+        headers = [[key, value] for key, value in prepared.headers if key not in own[name]]
         rows.append([name, prepared.method, prepared.path, headers, body])
         size += len(body)
     return rows

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import zlib
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from pydantic import ValidationError
@@ -66,5 +68,5 @@ def read(path: Path) -> FinishedRun:
             (),
             part=HostPart(**about["part"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, ValidationError, EOFError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ValidationError, EOFError, BadZipFile, zlib.error) as error:
         raise ReportError(f"{path} is no part of a run (plait loadtest run --save): {error}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import math
 import os
 from collections.abc import Callable, Sequence
 from time import perf_counter_ns
@@ -112,7 +113,8 @@ class OpenLoop:
 
 
 class ClosedLoop:
-    """A share's callers: each sends, waits for the reply, and sends again, until time or count runs out."""
+    """A share's callers: each sends, waits for the reply, and sends again, until the count is reached or, without one,
+    the time is over."""
 
     def __init__(self, ledger: Ledger, requests: RequestFeed, share: Share, *, start_ns: int) -> None:
         self.finished = asyncio.Event()
@@ -122,7 +124,7 @@ class ClosedLoop:
         self._callers = share.callers
         self._start_ns = start_ns
         self._measured_ns = start_ns + int(share.scenario.warm_up_s * 1e9)
-        self._until_ns = self._measured_ns + int(share.duration_s * 1e9)
+        self._until_ns = math.inf if share.count is not None else self._measured_ns + int(share.duration_s * 1e9)
         self._left = share.count
         self._pool: ConnectionPool | None = None
         self._loop = asyncio.get_running_loop()

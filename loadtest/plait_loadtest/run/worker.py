@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
 import resource
 import time
 from contextlib import suppress
@@ -119,7 +120,9 @@ class Worker:
             raise RuntimeError(broken[0])  # our own mistake: better no numbers than wrong ones
         return ledger, pool
 
-    async def _until_over(self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger, end_ns: int) -> None:
+    async def _until_over(
+        self, pace: OpenLoop | ClosedLoop, pool: ConnectionPool, ledger: Ledger, end_ns: float
+    ) -> None:
         """Wait until all ended, the drain time is over, or the coordinator says stop; report progress meanwhile."""
         while not pace.finished.is_set() and not self._pipe.poll(0):
             left_s = (end_ns - time.perf_counter_ns()) / 1e9
@@ -143,9 +146,11 @@ class Worker:
         )
         self._pipe.send(progress)
 
-    def _end_ns(self, start_ns: int) -> int:
-        """Return when to stop waiting for replies."""
+    def _end_ns(self, start_ns: int) -> float:
+        """Return when to stop waiting for replies; callers with a count end by themselves."""
         share = self._share
+        if share.callers and share.count is not None:
+            return math.inf
         closed_ns = int((share.scenario.warm_up_s + share.duration_s) * 1e9)
         last_ns = int(share.scheduled_ns[-1]) if len(share.scheduled_ns) else closed_ns
         return start_ns + last_ns + int(share.scenario.limits.drain_s * 1e9)

@@ -56,7 +56,9 @@ def calibrate_link(
     known = read_links(LINKS)
     if like not in known:
         raise PlaitError(f"there is no link {like!r}; there are {', '.join(known)}")
-    found = [_read(lambda path: parse_measurements(path.read_text(encoding="utf-8")), path) for path in measurements]
+    found = [
+        _read(lambda path: parse_measurements(path.read_text(encoding="utf-8-sig")), path) for path in measurements
+    ]
     with told(ValueError):
         one = calibrate(name, found, known[like], source=", ".join(path.name for path in measurements))
     latencies = [(s.nbytes, s.latency_s) for measured in found for s in measured.samples if s.latency_s is not None]

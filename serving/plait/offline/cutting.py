@@ -10,6 +10,7 @@ from plait.errors import PlaitError, told
 from plait_disagg.graph.capture import capture
 from plait_disagg.graph.cutters import CUTTERS
 from plait_disagg.graph.errors import GraphError
+from plait_disagg.graph.inputs import check_bags
 from plait_disagg.graph.program import Program
 from plait_disagg.graph.report import CANDIDATES, CutReport, cut_report
 from plait_disagg.graph.small_tables import placed
@@ -80,7 +81,7 @@ def inspect_cut(question: CutQuestion) -> Cut:
     Raises `PlaitError`.
     """
     folder = Path(question.model)
-    with told(GraphError, PackageError):
+    with told(GraphError, PackageError, ValueError):
         if folder.is_dir():
             return _of_package(open_package(folder), question)
         if question.model in CONFIGS:
@@ -91,6 +92,7 @@ def inspect_cut(question: CutQuestion) -> Cut:
 
 def _of_package(package: Package, question: CutQuestion) -> Cut:
     manifest = package.manifest
+    check_bags(manifest.inputs, question.ids_per_bag)
     cutter = question.cutter or manifest.cut.cutter
     ready = cuttable(
         package.whole,
@@ -113,6 +115,7 @@ def _of_package(package: Package, question: CutQuestion) -> Cut:
 
 def _of_configuration(question: CutQuestion) -> Cut:
     module, inputs = build(question.model, rows_scale=_ROWS_SCALE)
+    check_bags(inputs, question.ids_per_bag)
     captured = capture(module, inputs)
     per_bag = {**ids_per_bag(question.model), **question.ids_per_bag}
     rows = {name: int(weight.shape[0]) for name, weight in captured.tables.items()}

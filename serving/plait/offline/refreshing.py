@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 from torch import nn
@@ -38,22 +40,31 @@ def fold(package: Path, out: Path) -> Manifest:
 def publish_over_http(url: str, model: str, folder: Path, *, api_key: str | None) -> str:
     """Publish an update on a running server, whose machine must see the folder under the same path; return the version
     that is then served. Raises `PlaitError` with the server's own message."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:  # a port that is none
+        raise PlaitError(f"{url!r} is not http://HOST:PORT: {error}") from error
+    if parts.scheme not in ("http", "https") or not host:
         raise PlaitError(f"{url!r} is not http://HOST:PORT")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {api_key}"} if api_key else {})
     body = json.dumps({"parameters": {"update": str(folder.absolute())}})
-    connection = kind(parts.hostname, parts.port, timeout=_TIMEOUT_S)
+    connection = kind(host, port, timeout=_TIMEOUT_S)
     path = f"{parts.path.rstrip('/')}/v2/repository/models/{quote(model, safe='')}/load"
     try:
         connection.request("POST", path, body, headers)
         answer = connection.getresponse()
-        data = json.loads(answer.read())
-    except (OSError, http.client.HTTPException, ValueError) as error:
+        text = answer.read()
+    except (OSError, http.client.HTTPException) as error:
         raise PlaitError(f"{url}: {error}") from error
     finally:
         connection.close()
-    if answer.status != 200:
-        raise PlaitError(str(data.get("error", f"{url} answered {answer.status}")))
-    return str(data["version"])
+    data: Any = None
+    with suppress(ValueError):  # what stands before the server may answer with a page
+        data = json.loads(text)
+    said = data if isinstance(data, dict) else {}
+    if answer.status == 200 and "version" in said:
+        return str(said["version"])
+    why = said.get("error")
+    raise PlaitError(why if isinstance(why, str) else f"{url} answered {answer.status}")

@@ -49,6 +49,13 @@ def test_a_method_of_an_api_that_has_its_own_is_refused():
     assert "mix.0.method: there is no such setting" in done.stderr
 
 
+def test_a_setting_that_is_no_value_is_refused_in_one_sentence():
+    """Neither a list that does not end nor a date that does not exist."""
+    for setting in ("name=[", "name=2026-02-30"):
+        done = loadtest("--set", setting)
+        assert (done.exit_code, done.stderr) == (2, f"plait loadtest: --set '{setting}': the value is not YAML\n")
+
+
 def test_certificates_are_not_judged_or_judged_by_a_file(tmp_path):
     """`--insecure` and `--ca`; a file without certificates, and both together, are refused."""
     assert shown("--insecure")["target"]["verify_tls"] is False

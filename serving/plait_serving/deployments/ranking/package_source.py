@@ -116,7 +116,7 @@ class PackageSource:
         """Return the folder's package. Raises `PackageError`."""
         from plait_disagg.package.read import open_package
 
-        return open_package(self.folder)
+        return open_package(self.folder, ahead=False)  # no row of its tables is looked up
 
 
 def _opened_sharded(folder: Path, sharded: ShardedModel) -> OpenedPackage:

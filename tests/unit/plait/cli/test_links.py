@@ -34,6 +34,15 @@ def test_calibrate_writes_a_file_that_can_be_listed(tmp_path: Path, capsys: pyte
     assert "ours" in capsys.readouterr().out
 
 
+def test_a_csv_as_a_spreadsheet_saves_it_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With a byte order mark before its first column."""
+    link = shipped("200g-same-switch").link
+    rows = [f"{nbytes},{1e6 * link.one_way_s(nbytes)}" for nbytes in (1 << 21, 1 << 22, 1 << 23)]
+    (tmp_path / "lat.csv").write_text("\n".join(["bytes,latency_us", *rows]), encoding="utf-8-sig")
+    assert main(["links", "calibrate", str(tmp_path / "lat.csv")]) == 0
+    assert "fitted to lat.csv" in capsys.readouterr().out
+
+
 def test_mistakes_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that is missing, is something else, or does not fit is named; nothing is written."""
     (tmp_path / "noise.txt").write_text("hello")

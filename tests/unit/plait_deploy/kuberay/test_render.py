@@ -179,7 +179,8 @@ def test_the_schemas_refuse_what_is_wrong():
 
 def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
     """Ray's schema accepts it; the builder's arguments are those of the file, with folders where pods have them."""
-    _, printed = render(SPLIT)
+    more = "images:\n  models_folder: models/more\n  results: {folder: /cache/results}\n"
+    _, printed = render(SPLIT.replace("images:\n", more))
     (service,) = documents(printed.out, "RayService")
     serve = yaml.safe_load(service["spec"]["serveConfigV2"])
     application = ServeDeploySchema.model_validate(serve).applications[0]
@@ -188,6 +189,8 @@ def test_serve_config_means_the_same_plait_yaml(render, tmp_path):
     assert args.server.api_keys == config.server.api_keys
     assert args.server.drain_s == 300
     assert args.images.model == "/srv/models/base"
+    assert str(args.images.models_folder) == "/srv/models/more"
+    assert str(args.images.results.folder) == "/cache/results"
     assert str(args.images.controlnets["edges"].folder) == "/srv/models/edges"
     assert str(args.ranking_models["shop"].folder) == "/srv/models/shop"
     asked = {it.name: it.ray_actor_options for it in application.deployments}
@@ -306,6 +309,8 @@ def test_only_the_operator_reaches_the_dashboard(render):
         ),
         ("images: {model: ./base}", [], DIGEST, "images.model: "),
         ("images: {models: {a: ./base}}", [], DIGEST, "images.models.a: "),
+        ("images: {models_folder: /srv/base}", [], DIGEST, "images.models_folder: /srv/base is not below /models"),
+        ("images: {results: {folder: /models/r}}", [], DIGEST, "images.results.folder: /models/r is written to"),
         ("tuning: {enabled: true, folder: /models/t}", [], DIGEST, "tuning.folder: /models/t is written to"),
         ("server: {api_keys: [{sha256: %s}]}" % ("ab" * 32), [], DIGEST, "deploy.metrics_secret"),
         ("deploy: {volumes: {cache: {path: /models}}}", [], DIGEST, "models and cache are both at /models"),

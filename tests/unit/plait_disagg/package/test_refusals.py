@@ -214,6 +214,15 @@ def test_a_nan_of_the_models_own_is_told_as_such(tmp_path):
             write_package(tmp_path / "model", module.eval(), inputs, name="model", options=options)
 
 
+def test_a_bag_that_the_model_does_not_have_is_refused(tmp_path):
+    """It would be cut for one id of each bag, and nobody told."""
+    inputs = (Bag("bought", "user"), Dense("price"))
+    with pytest.raises(ValueError, match=r"bag bougth: the model has bought$"):
+        write_package(
+            tmp_path / "m", nn.Identity(), inputs, name="m", options=PackageOptions(ids_per_bag={"bougth": 2})
+        )
+
+
 def test_declared_ranges_are_kept_by_samples_and_checked_in_requests():
     """A number beyond is refused with the tensor's name; the ends belong to the range."""
     inputs = (
@@ -250,6 +259,13 @@ def test_declared_ranges_are_stored_and_read_back():
         check_inputs([Ids("a", min=5, max=2)])
     with pytest.raises(ValueError, match="must be numbers"):
         check_inputs([input_from_json({"kind": "ids", "name": "a", "side": "item", "shape": [], "max": "5"})])
+
+
+def test_a_shape_that_is_none_is_refused_by_the_inputs_name():
+    """The commonest mistake is a number alone."""
+    for shape in (8, (0,), (2.5,)):
+        with pytest.raises(ValueError, match=r"input a: shape .* is no tuple of sizes"):
+            check_inputs([Dense("a", shape=shape)])
 
 
 def test_a_program_whose_rows_see_each_other_fails_the_differential_check():

@@ -257,6 +257,15 @@ def test_a_batch_that_is_not_full_waits_for_more() -> None:
     assert inbox.take() == [early]
 
 
+def test_where_batches_wait_for_more_none_is_run_at_once() -> None:
+    """Not even by the thread that brought it: it would never have company."""
+    for wait_ms in (0.0, 5.0):
+        loop = _loop(lambda batch: None, batch_wait_ms=wait_ms)
+        assert loop.run_here(Piece()) == (wait_ms == 0.0)
+        loop.close()
+        assert loop.join(60)
+
+
 def test_what_is_too_late_is_refused_and_counted() -> None:
     """By the loop's own measurements, while a batch runs; when it is idle again, nothing is refused."""
     go = threading.Event()

@@ -165,6 +165,16 @@ def test_the_most_urgent_go_first_and_arrival_decides_among_equals() -> None:
     assert order == [pieces[3], pieces[1], pieces[4], pieces[0], pieces[2]]
 
 
+def test_a_batch_waits_from_its_oldest_and_leaves_time_for_deadlines() -> None:
+    """A more urgent one that comes later prolongs no wait; what is due in 80 ms does not wait for 200 ms."""
+    waiting = _waiting(batch_wait_ms=200.0)
+    waiting.add(QueuedItem(came_s=1.0))
+    waiting.add(QueuedItem(came_s=1.1, due_s=1.9))
+    assert waiting.begins_s == pytest.approx(1.2)
+    waiting.add(QueuedItem(came_s=1.12, due_s=1.2))
+    assert waiting.begins_s == pytest.approx(1.14)
+
+
 def test_by_arrival_deadlines_do_not_matter() -> None:
     """The knob gives back first come, first served."""
     waiting = _waiting(order="arrival", largest_batch_rows=1)

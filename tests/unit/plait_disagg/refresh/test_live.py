@@ -219,6 +219,10 @@ class TestMaking:
             spoilt.items.weight[7] = torch.nan
         with pytest.raises(BadUpdate, match=r"items.*NaN"):
             make_update(package.folder, spoilt, version="2")
+        with torch.no_grad():
+            spoilt.liked.weight[7] = torch.nan  # rows of int8, which do not even hold it
+        with pytest.raises(BadUpdate, match=r"table liked: .*NaN"):
+            make_update(package.folder, spoilt, version="2")
         with pytest.raises(BadUpdate, match="version: 1 is what is served"):
             make_update(package.folder, kit.module(6), version="1")
 
@@ -445,6 +449,13 @@ class TestPublishing:
         assert open_live(package.folder, sparse=True, dense=True).version == "1"
         assert publish(package, folder, ()) == "2"
         assert journal.versions() == ("2",)
+
+    def test_an_update_that_lies_where_the_package_keeps_its_own_is_left_alone(self, package):
+        """It would be deleted as a leftover before it is copied."""
+        folder = kit.written(package.folder / "updates" / "2", kit.update(package, "1", "2", seed=2))
+        with pytest.raises(BadUpdate, match="move it elsewhere"):
+            publish(package, folder, ())
+        assert (folder / "update.json").is_file()
 
     def test_a_copy_that_fails_leaves_nothing(self, package, tmp_path, monkeypatch):
         """A full disk, or an update whose file is missing (finding 12)."""

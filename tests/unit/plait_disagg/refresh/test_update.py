@@ -207,6 +207,13 @@ def test_the_error_travels_between_processes():
     assert (error.field, str(error)) == ("rows.items.ids", "rows.items.ids: id 9 is outside")
 
 
+def test_an_update_that_cannot_be_written_leaves_nothing(made, tmp_path):
+    """Else the next attempt finds a folder that is there already, and no update."""
+    with pytest.raises(NotImplementedError):
+        write_update(tmp_path / "u", with_constant(made, "w", torch.empty(3, device="meta")))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_is_not_overwritten(made, tmp_path):
     """An update that is being published must not change under the reader."""
     kit.written(tmp_path / "u", made)

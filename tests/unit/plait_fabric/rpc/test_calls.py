@@ -228,7 +228,7 @@ def test_a_process_without_descriptors_connects_once_it_has_some_again(address: 
                     connect(numbers.address, secret=kit.SECRET)
             client = _client(Fleet({"r": numbers.address}))
             if not address.startswith("inproc"):
-                wait_for(lambda: "Too many open files" in client.why_down)
+                wait_for(lambda: "Too many open files" in client.connections[0].why_down)
         wait_for(lambda: client.up == 1)
         assert _ask(client, 4).wait() == 8
         client.close()
@@ -457,7 +457,7 @@ def test_a_client_dials_again_with_growing_pauses(tmp_path: Path) -> None:
     client = Client(fleet.connect, client_protocol(), name="test", backoff=Backoff(first_s=0.02, max_s=0.16))
     wait_for(lambda: len(fleet.asked) >= 6)
     assert client.best() is None
-    assert client.why_down == "there is no other"
+    assert client.connections[0].why_down == "there is no other"
     moments = [moment for moment, _ in fleet.asked]
     pauses = [later - sooner for sooner, later in itertools.pairwise(moments)]
     assert all(pause >= least for pause, least in zip(pauses, (0.01, 0.02, 0.04, 0.08, 0.08), strict=False))
