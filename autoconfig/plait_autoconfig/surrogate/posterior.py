@@ -29,6 +29,7 @@ _BORDER = 1e100  # more than any squared norm, so that a bordered covariance is 
 _STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
 SIZE = 48  # hypotheses of each half in each round
 _MANY = 40  # trials, from which on the cloud is thinner: they leave less to average over
+_LOST = 0.01  # a half with less weight than this has no say: it would pull by what it alone hopes for
 _PER_KEPT = 8  # hypotheses of a round, for each that is kept
 
 
@@ -71,10 +72,12 @@ def infer(background: Background, data: TrialData, rng: np.random.Generator) -> 
     halves = [each for each in halves if each[1] > 0.0]
     firsts = [Hypotheses.drawn(partial(parts.log_evidence, half), prior, size, rng) for half, _, prior in halves]
     shares = _softmax(np.array([each.mean_evidence() for each in firsts]) + np.log([odds for _, odds, _ in halves]))
-    kept = [each.refined(rng) for each in firsts]
-    pairs = [parts.predict(half[0], theta) for half, each in zip(halves, kept, strict=True) for theta in each.theta]
+    likely = [at for at, share in enumerate(shares) if share > _LOST]
+    kept = [firsts[at].refined(rng) for at in likely]
+    pairs = [parts.predict(halves[at][0], theta) for at, each in zip(likely, kept, strict=True) for theta in each.theta]
+    weights = np.concatenate([shares[at] * _softmax(each.fit) for at, each in zip(likely, kept, strict=True)])
     return Posterior(
-        weights=np.concatenate([share * _softmax(each.fit) for share, each in zip(shares, kept, strict=True)]),
+        weights=weights / weights.sum(),
         means=np.array([mean for mean, _ in pairs]),
         sds=np.array([sd for _, sd in pairs]),
         trust=float(shares[0]) if background.trust > 0 else 0.0,
