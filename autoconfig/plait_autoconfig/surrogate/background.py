@@ -25,6 +25,8 @@ Indices: TypeAlias = NDArray[np.intp]
 FREE_OFFSET_SD = 3.0
 """The standard deviation of a service's level, in units of the typical spread over a space: practically
 unconstrained."""
+MARGIN_OFFSET_SD = 0.5
+"""The same of a margin, where -1 is a failure and 1 is far from every limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +54,9 @@ class Scales:
         return cls(mix=mix, smooth=smooth, own=own, lengths=vector[3:], spread=spread)
 
 
-def usual_scales(features: int, *, smooth: float, own: float, spread: float) -> Scales:
-    """Return scales of which only the sizes are known. The length scales are half of a cube's typical distance.
+def usual_scales(features: int, *, smooth: float = 1.0, own: float = 0.1, spread: float = 0.9) -> Scales:
+    """Return scales of which only the sizes are known, by default without a background. The length scales are half of a
+    cube's typical distance.
 
     The distance of two random points of a D-cube is about sqrt(D / 6); length scales that grow with sqrt(D) keep a
     Gaussian process informative in every dimension (Hvarfner et al., ICML 2024).
@@ -84,21 +87,22 @@ class Background:
 def no_background(cells: Floats) -> Background:
     """Return the background without a library: a flat mean with no trust."""
     count, features = cells.shape
+    usual = usual_scales(features)
     return Background(
         cells=cells,
         mean=np.zeros(count),
         deviations=np.zeros((0, count)),
         unit=1.0,
         trust=0.0,
-        scales=usual_scales(features, smooth=0.5, own=0.1, spread=0.8),
-        cold=usual_scales(features, smooth=1.0, own=0.1, spread=0.9),
+        scales=usual,
+        cold=usual,
     )
 
 
 def margin_background(cells: Floats) -> Background:
     """Return the margin's background without a library: four cells in five are feasible, and neighbours are similar."""
     count, features = cells.shape
-    usual = usual_scales(features, smooth=0.5, own=0.1, spread=0.5)
+    usual = usual_scales(features, smooth=0.5, spread=0.5)
     return Background(
         cells=cells,
         mean=np.full(count, 0.6),
@@ -107,5 +111,5 @@ def margin_background(cells: Floats) -> Background:
         trust=1.0,
         scales=usual,
         cold=usual,
-        offset_sd=0.5,
+        offset_sd=MARGIN_OFFSET_SD,
     )

@@ -19,21 +19,20 @@ from sklearn.ensemble import ExtraTreesRegressor
 
 from plait_autoconfig.surrogate.background import (
     FREE_OFFSET_SD,
+    MARGIN_OFFSET_SD,
     Background,
     Floats,
     Scales,
     no_background,
     usual_scales,
 )
-from plait_autoconfig.surrogate.posterior import TrialData, log_evidence, matern_between
+from plait_autoconfig.surrogate.posterior import SIZE, Hypotheses, TrialData, log_evidence, matern_between
 
 _TREES, _LEAF = 60, 2
 _MAX_ROWS = 6_000  # that a forest learns from
 _MAX_OWN = 200  # of a source's trials, for its own Gaussian process
-_OWN_LENGTH, _OWN_SD, _OWN_NOISE = 0.5, 0.5, 0.2  # of that process: in cube diagonals / sqrt(6), and in units
+_OWN_SD, _OWN_NOISE = 0.5, 0.2  # of that process, in units
 _HELD_OUT, _PROBES = 6, 40  # sources that are treated as new, and how many of their cells are looked at
-_CLOUD, _ROUNDS = 64, 3  # hypotheses about the scales in each round
-_LEVEL_SD = 0.5  # of a margin's level from service to service, where -1 is a failure and 1 is far from every limit
 _HELPS = 0.05  # share of a service's variance that a mean must explain to count as a help
 
 
@@ -74,10 +73,10 @@ def pool(
         mean=mean if absolute else mean - mean.mean(),
         deviations=shapes - common,
         unit=1.0 if absolute else float(np.median(spreads)),
-        trust=min(0.95, float((np.sum(gain > _HELPS) + 1.0) / (len(gain) + 2.0))),
+        trust=float((np.sum(gain > _HELPS) + 1.0) / (len(gain) + 2.0)),  # the rule of succession
         scales=_learn_scales(shapes, weights, cells, rng),
-        cold=usual_scales(cells.shape[1], smooth=1.0, own=0.1, spread=0.9),
-        offset_sd=_LEVEL_SD if absolute else FREE_OFFSET_SD,
+        cold=usual_scales(cells.shape[1]),
+        offset_sd=MARGIN_OFFSET_SD if absolute else FREE_OFFSET_SD,
     )
 
 
@@ -116,13 +115,13 @@ def _filled(sources: Sequence[PastSource], scaled: Sequence[Floats], cells: Floa
         forest = _forest(rows, values - offsets[owner], rng)
         residual = values - forest.predict(rows)
         offsets = np.array([residual[owner == s].mean() for s in range(len(sources))])
+    length = np.exp(usual_scales(cells.shape[1]).lengths)
     filled = []
     for s, source in enumerate(sources):
         own = rng.permutation(np.flatnonzero(owner == s))[:_MAX_OWN]
-        length = _OWN_LENGTH * np.sqrt(cells.shape[1])
-        seen = source.features[own - np.flatnonzero(owner == s)[0]]
-        matrix = _OWN_SD**2 * matern_between(seen / length, seen / length) + _OWN_NOISE**2 * np.eye(len(own))
-        cross = _OWN_SD**2 * matern_between(cells / length, seen / length)
+        seen = source.features[own - np.flatnonzero(owner == s)[0]] / length
+        matrix = _OWN_SD**2 * matern_between(seen, seen) + _OWN_NOISE**2 * np.eye(len(own))
+        cross = _OWN_SD**2 * matern_between(cells / length, seen)
         pull = cross @ np.linalg.solve(matrix, residual[own] - offsets[s])
         filled.append(forest.predict(_with(cells, source.context)) + offsets[s] + pull)
     return np.array(filled)
@@ -133,7 +132,11 @@ def _gain(shapes: Floats, weights: Floats) -> Floats:
     if len(shapes) < 2:
         return np.zeros(len(shapes))
     others = (weights @ shapes - weights[:, None] * shapes) / (weights.sum() - weights)[:, None]
-    return np.asarray(1.0 - (shapes - others).var(1) / np.maximum(shapes.var(1), 1e-12))
+    return _explained(shapes, others)
+
+
+def _explained(shapes: Floats, guesses: Floats) -> Floats:
+    return np.asarray(1.0 - (shapes - guesses).var(-1) / np.maximum(shapes.var(-1), 1e-12))
 
 
 class _ByContext:
@@ -146,7 +149,7 @@ class _ByContext:
         for s in rng.permutation(len(shapes))[:_HELD_OUT]:
             rest = np.arange(len(shapes)) != s
             guess = self._fit(shapes[rest], contexts[rest]).predict(_with(cells, contexts[s]))
-            gains.append(1.0 - (shapes[s] - guess).var() / max(1e-12, shapes[s].var()))
+            gains.append(_explained(shapes[s], guess))
         self.gain = np.array(gains)
 
     def predict(self, context: Floats) -> Floats:
@@ -171,27 +174,22 @@ def _with(features: Floats, context: Floats) -> Floats:
 
 def _learn_scales(shapes: Floats, weights: Floats, cells: Floats, rng: np.random.Generator) -> Scales:
     """Return the scales that best explain, jointly, how past services differed from the mean of the others."""
-    start = usual_scales(cells.shape[1], smooth=0.3, own=0.2, spread=0.7)
+    usual = usual_scales(cells.shape[1], smooth=0.3, own=0.2, spread=0.7)
     if len(shapes) < 3:
-        return start
+        return usual
     tasks = []
     for s in rng.permutation(len(shapes))[:_HELD_OUT]:
         rest = np.arange(len(shapes)) != s
         mean = weights[rest] @ shapes[rest] / weights[rest].sum()
         background = Background(
-            cells=cells, mean=mean, deviations=shapes[rest] - mean, unit=1.0, trust=1.0, scales=start, cold=start
+            cells=cells, mean=mean, deviations=shapes[rest] - mean, unit=1.0, trust=1.0, scales=usual, cold=usual
         )
         probes = rng.permutation(len(cells))[:_PROBES]
         data = TrialData(index=probes, values=shapes[s, probes], repeats=np.ones(len(probes)), noise=0.0)
         tasks.append((background, data))
-    centre = start.vector()
-    theta, step = centre + rng.standard_normal((_CLOUD, len(centre))), 1.0
-    theta[0] = centre
-    for _ in range(_ROUNDS):
-        fit = sum(log_evidence(background, data, theta) for background, data in tasks)
-        fit = fit - 0.5 * ((theta - centre) ** 2).sum(1)
-        parents = theta[np.argsort(-fit, kind="stable")[:8]]
-        step *= 0.5
-        moved = parents[rng.integers(0, len(parents), _CLOUD - 8)]
-        theta = np.concatenate([parents, moved + step * rng.standard_normal(moved.shape)])
-    return Scales.from_vector(parents[0], spread=0.5)
+
+    def evidence(theta: Floats) -> Floats:
+        return np.asarray(sum(log_evidence(background, data, theta) for background, data in tasks))
+
+    best = Hypotheses.drawn(evidence, usual, SIZE, rng).refined(rng).theta[0]
+    return Scales.from_vector(best, spread=0.5)

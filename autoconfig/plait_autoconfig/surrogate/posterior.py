@@ -13,7 +13,9 @@ Symbols: n trials, N cells, D features, P hypotheses, K of them kept.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from scipy.linalg import solve_triangular
@@ -25,10 +27,10 @@ SLOPE_SD = 0.3  # spreads of services over the same space differ by about so muc
 JITTER = 1e-6  # of a variance: what keeps a covariance invertible
 _BORDER = 1e100  # more than any squared norm, so that a bordered covariance is positive definite
 _STEPS = (0.5, 0.25)  # of the second and third round, in units of the scales' spread
-_SIZE, _MIN_SIZE = 48, 16  # hypotheses of each half in each round
+SIZE = 48  # hypotheses of each half in each round
 _MANY = 40  # trials, from which on the cloud is thinner: they leave less to average over
+_LOST = 0.01  # a half with less weight than this has no say: it would pull by what it alone hopes for
 _PER_KEPT = 8  # hypotheses of a round, for each that is kept
-_LOST = 0.01  # a half with less weight than this is not looked at any closer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +67,17 @@ class Posterior:
 def infer(background: Background, data: TrialData, rng: np.random.Generator) -> Posterior:
     """Return the posterior over all cells. `data` may be empty: then it equals the background."""
     parts = _CovarianceParts(background, data)
-    size = max(_MIN_SIZE, int(_SIZE * min(1.0, _MANY / max(1, len(data.index)))))
-    halves = [(True, background.trust), (False, 1.0 - background.trust)]
-    firsts = [_Round.first(parts, background, believes, size, rng) for believes, odds in halves if odds > 0]
-    odds = np.array([share for _, share in halves if share > 0])
-    shares = _softmax(np.array([each.mean_evidence() for each in firsts]) + np.log(odds))
-    kept = [each.refined(rng) for each, share in zip(firsts, shares, strict=True) if share > _LOST]
-    weights = [share * _softmax(each.fit) for each, share in zip(kept, shares[shares > _LOST], strict=True)]
-    pairs = [parts.predict(each.believes, theta) for each in kept for theta in each.theta]
-    weight = np.concatenate(weights)
+    size = max(_PER_KEPT, SIZE * _MANY // max(_MANY, len(data.index)))
+    halves = [(True, background.trust, background.scales), (False, 1.0 - background.trust, background.cold)]
+    halves = [each for each in halves if each[1] > 0.0]
+    firsts = [Hypotheses.drawn(partial(parts.log_evidence, half), prior, size, rng) for half, _, prior in halves]
+    shares = _softmax(np.array([each.mean_evidence() for each in firsts]) + np.log([odds for _, odds, _ in halves]))
+    likely = [at for at, share in enumerate(shares) if share > _LOST]
+    kept = [firsts[at].refined(rng) for at in likely]
+    pairs = [parts.predict(halves[at][0], theta) for at, each in zip(likely, kept, strict=True) for theta in each.theta]
+    weights = np.concatenate([shares[at] * _softmax(each.fit) for at, each in zip(likely, kept, strict=True)])
     return Posterior(
-        weights=weight / weight.sum(),
+        weights=weights / weights.sum(),
         means=np.array([mean for mean, _ in pairs]),
         sds=np.array([sd for _, sd in pairs]),
         trust=float(shares[0]) if background.trust > 0 else 0.0,
@@ -88,64 +90,52 @@ def log_evidence(background: Background, data: TrialData, theta: Floats) -> Floa
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Round:
-    """Hypotheses of one half: `theta` (P, 3 + D) as in `Scales.vector`, `evidence` and `fit` (P,).
+class Hypotheses:
+    """Hypotheses about the scales, `theta` (P, 3 + D) as in `Scales.vector`, with their log `evidence` and `fit` (P,).
 
-    `fit` is the evidence plus the log prior of the hypothesis: the log posterior up to a constant.
+    `evidence_of` computes it. `fit` is the evidence plus the log `prior` of the hypothesis: the log posterior up to a
+    constant.
     """
 
-    parts: _CovarianceParts
-    scales: Scales
-    believes: bool
+    evidence_of: Callable[[Floats], Floats]
+    prior: Scales
     theta: Floats
     evidence: Floats
     fit: Floats
 
     @classmethod
-    def first(
-        cls, parts: _CovarianceParts, background: Background, believes: bool, size: int, rng: np.random.Generator
-    ) -> _Round:
-        """Draw the first round from the prior."""
-        scales = background.scales if believes else background.cold
-        noise = rng.standard_normal((size, 3 + background.cells.shape[1]))
+    def drawn(
+        cls, evidence_of: Callable[[Floats], Floats], prior: Scales, size: int, rng: np.random.Generator
+    ) -> Hypotheses:
+        """Draw the first round from the prior, whose centre is one of them."""
+        noise = rng.standard_normal((size, len(prior.vector())))
         noise[0] = 0.0
-        return cls.of(parts, scales, believes, scales.vector() + scales.spread * noise)
+        return cls._of(evidence_of, prior, prior.vector() + prior.spread * noise)
 
     @classmethod
-    def of(cls, parts: _CovarianceParts, scales: Scales, believes: bool, theta: Floats) -> _Round:
-        evidence = parts.log_evidence(believes, theta)
-        fit = evidence - 0.5 * (((theta - scales.vector()) / scales.spread) ** 2).sum(1)
-        return cls(parts=parts, scales=scales, believes=believes, theta=theta, evidence=evidence, fit=fit)
+    def _of(cls, evidence_of: Callable[[Floats], Floats], prior: Scales, theta: Floats) -> Hypotheses:
+        evidence = evidence_of(theta)
+        fit = evidence - 0.5 * (((theta - prior.vector()) / prior.spread) ** 2).sum(1)
+        return cls(evidence_of=evidence_of, prior=prior, theta=theta, evidence=evidence, fit=fit)
 
     def mean_evidence(self) -> float:
-        """Return the log marginal likelihood of this half: the mean over hypotheses drawn from the prior."""
+        """Return the log marginal likelihood: the mean over hypotheses drawn from the prior."""
         return float(np.logaddexp.reduce(self.evidence) - np.log(len(self.evidence)))
 
-    def refined(self, rng: np.random.Generator) -> _Round:
-        """Return the best few after two more rounds around the best few."""
-        kept = max(1, len(self.theta) // _PER_KEPT)
-        best = self._best(kept)
+    def refined(self, rng: np.random.Generator) -> Hypotheses:
+        """Return the best few, best first, after two more rounds around the best few."""
+        count = len(self.theta)
+        best = self._best(count // _PER_KEPT)
         for step in _STEPS:
-            parents = best.theta[rng.integers(0, len(best.theta), len(self.theta))]
-            moved = parents + step * self.scales.spread * rng.standard_normal(parents.shape)
-            best = best._joined(self.of(self.parts, self.scales, self.believes, moved))._best(kept)
+            parents = best.theta[rng.integers(0, count // _PER_KEPT, count)]
+            moved = parents + step * self.prior.spread * rng.standard_normal(parents.shape)
+            tried = self._of(self.evidence_of, self.prior, np.concatenate([best.theta, moved]))
+            best = tried._best(count // _PER_KEPT)
         return best
 
-    def _best(self, kept: int) -> _Round:
+    def _best(self, kept: int) -> Hypotheses:
         order = np.argsort(-self.fit, kind="stable")[:kept]
-        return self._with(self.theta[order], self.evidence[order], self.fit[order])
-
-    def _joined(self, other: _Round) -> _Round:
-        return self._with(
-            np.concatenate([self.theta, other.theta]),
-            np.concatenate([self.evidence, other.evidence]),
-            np.concatenate([self.fit, other.fit]),
-        )
-
-    def _with(self, theta: Floats, evidence: Floats, fit: Floats) -> _Round:
-        return _Round(
-            parts=self.parts, scales=self.scales, believes=self.believes, theta=theta, evidence=evidence, fit=fit
-        )
+        return replace(self, theta=self.theta[order], evidence=self.evidence[order], fit=self.fit[order])
 
 
 class _CovarianceParts:
