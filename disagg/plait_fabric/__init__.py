@@ -18,39 +18,40 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from plait_fabric.errors import (
+    AcceptTimeout,
+    AddressInUse,
+    AuthFailed,
+    BadAddress,
+    BadHeader,
+    BadTensor,
+    ChannelClosed,
+    ConnectTimeout,
+    FabricError,
+    FabricTimeout,
+    FrameTooLarge,
+    LeaseMisuse,
+    PeerClosed,
+    PeerLost,
+    PoolExhausted,
+    ProtocolViolation,
+    RecvTimeout,
+    SendTimeout,
+    Unreachable,
+    Unsupported,
+    WeakSecret,
+)
+from plait_fabric.memory.pool import Lease, Pool
+from plait_fabric.protocols import Buffer, Channel, Header, Listener
+from plait_fabric.transport.auth import new_secret
+from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
+
 if TYPE_CHECKING:
     from plait_fabric.endpoints import connect, listen
-    from plait_fabric.errors import (
-        AcceptTimeout,
-        AddressInUse,
-        AuthFailed,
-        BadAddress,
-        BadHeader,
-        BadTensor,
-        ChannelClosed,
-        ConnectTimeout,
-        FabricError,
-        FabricTimeout,
-        FrameTooLarge,
-        LeaseMisuse,
-        PeerClosed,
-        PeerLost,
-        PoolExhausted,
-        ProtocolViolation,
-        RecvTimeout,
-        SendTimeout,
-        Unreachable,
-        Unsupported,
-        WeakSecret,
-    )
     from plait_fabric.link.link import BadLink, Link
     from plait_fabric.link.link_files import LINKS, read_links
     from plait_fabric.link.modelled import modelled
-    from plait_fabric.memory.pool import Lease, Pool
-    from plait_fabric.protocols import Buffer, Channel, Header, Listener
     from plait_fabric.tensors import TensorMessage, lease_tensor, recv_tensors, send_tensors, tensors_of
-    from plait_fabric.transport.auth import new_secret
-    from plait_fabric.values import ChannelStatistics, Delivery, FabricOptions, Message, MessageLimits, PoolStatistics
 
 __all__ = [
     "LINKS",
@@ -110,15 +111,8 @@ _LATER = {
 }
 
 
-_FIRST = ("errors", "values", "memory.pool", "protocols", "transport.auth")
-"""Where all other names are, each module behind those that it imports."""
-
-
 def __getattr__(name: str) -> Any:
-    """Import what is used, when it is: many processes need one transport, or only what stands beside the fabric."""
-    if name in __all__:
-        for place in (_LATER[name],) if name in _LATER else _FIRST:
-            module = import_module(f"{__name__}.{place}")
-            if hasattr(module, name):
-                return getattr(module, name)
+    """Import transports, modelled links and torch only when they are used: many processes need one of them, or none."""
+    if name in _LATER:
+        return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
